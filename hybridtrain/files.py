@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from uuid import uuid4
 
 
@@ -31,18 +32,24 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Makes a temporary folder that replaces `path` at the end, unless an exception is raised.
 
-    A folder that is there is kept, under a hidden name, until the new one has its place.
+    A folder that is there is kept, under a hidden name, until the new one has its place, and comes
+    back if the new one does not get it.
     """
     temporary, old = (path.with_name(f".{path.name}.{uuid4().hex}") for _ in range(2))
     temporary.mkdir()
     try:
         yield temporary
-        if path.exists():
-            path.replace(old)
-        temporary.replace(path)
+        try:
+            if path.exists():
+                path.replace(old)
+            temporary.replace(path)
+        except BaseException:  # a Ctrl-C too
+            if old.exists() and not path.exists():
+                old.replace(path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
     finally:
-        for left in (temporary, old):
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -66,3 +73,26 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the entries of a `metrics.jsonl` that may be written at this moment, or not be there.
+
+    See `entries_of`.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return
+    yield from entries_of(lines)
+
+
+def entries_of(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yields the JSON objects with a step among lines, without those that are not complete."""
+    for line in lines:
+        try:
+            entry: Any = json.loads(line)
+        except ValueError:  # the last line, half written, or that of a killed run
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            yield entry

@@ -316,7 +316,8 @@ class Trainer:
             if log_due:
                 self._log(rates, norm)
             if timeline_due and self._stats.recorded:
-                self._tell("on_timeline", *self._stats.timelines())
+                with self.throughput.pause():  # pictures are drawn
+                    self._tell("on_timeline", *self._stats.timelines())
             wanted = self._interruptions.end_step()
             if "stop" in wanted:
                 self._stop()

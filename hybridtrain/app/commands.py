@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -170,12 +171,25 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
         _log.info("done: %d steps, %s", trainer.step, _values(summary["eval"]) or "no evaluation")
         _log.info("run directory: %s", directory.path.resolve())
         if config.monitor.report:
-            _log.info("page of the run: %s", write_report([directory.path]).resolve())
+            _write_page(directory)
         if config.monitor.tensorboard:
             # the folder above: of a single run's own one TensorBoard calls the run "."
             _log.info("dashboard: tensorboard --logdir %s", directory.path.parent)
     world.close()
     return {"step": trainer.step, **(summary["eval"] or {})}
+
+
+def _write_page(directory: RunDirectory) -> None:
+    """Writes the page of a complete run, which is not lost if that fails."""
+    try:
+        _log.info("page of the run: %s", write_report([directory.path]).resolve())
+    except Exception as error:
+        command = shlex.join(["hybridtrain", "report", str(directory.path)])
+        _log.warning(
+            "the page of the run was not written: %s: %s; the run itself is complete. To write it: "
+            "%s", type(error).__name__, error, command,
+        )  # fmt: skip
+        _log.debug("no page", exc_info=True)
 
 
 def _overrides(settings: Settings) -> str:

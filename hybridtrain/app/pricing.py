@@ -14,7 +14,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
@@ -44,6 +44,7 @@ from hybridtrain.data import (
     DataSplits,
     batches_in,
     example_batch,
+    first_samples,
     largest_batch,
     length_of,
 )
@@ -56,6 +57,7 @@ from hybridtrain.machine import GIB, Machine, host_memory
 from hybridtrain.microbatch import batch_size, chunk_sizes
 from hybridtrain.microbatch import split as split_batch
 from hybridtrain.options import PipelineOptions
+from hybridtrain.pipeline import checkpoint_policy
 from hybridtrain.planning import (
     Choices,
     CostTable,
@@ -81,6 +83,7 @@ from hybridtrain.world import World
 
 if TYPE_CHECKING:
     from hybridtrain.app.build import RunContext, RunOptions
+    from hybridtrain.trainer import Trainer
 
 # Samples of a micro-batch that layers are looked at with, and that are loaded to time the data.
 _SAMPLES = 16
@@ -183,7 +186,8 @@ def batches_of(config: Config, data: DataSplits, options: RunOptions) -> int | N
     samples = length_of(data.train)
     if samples is None:
         return None
-    return batches_in(samples, config.data["batch_size"], options.loader)
+    size = config.data["batch_size"]
+    return batches_in(first_samples(samples, size, options.loader), size, options.loader)
 
 
 def model_of_run(config: Config, data: DataSplits) -> RunModel:
@@ -464,7 +468,6 @@ def _prediction_of(context: RunContext) -> Prediction:
         context.config.data["batch_size"],
         model.resolve_loss(context.options.loss_fn).function,
         _measured_costs(context),
-        model.pipeline.recomputed_layers,
     )
 
 
@@ -478,7 +481,6 @@ def _predict(
     samples: int,
     loss_fn: LossFn,
     measured: Sequence[LayerCost] | None = None,
-    recomputed: Set[int] = frozenset(),
 ) -> Prediction:
     """Predicts a step with batches of `samples`, of which `example` is a replica's share."""
     sizes = chunk_sizes(-(-samples // world.replicas), options.chunks)
@@ -492,6 +494,7 @@ def _predict(
         checkpoint=options.checkpoint if isinstance(options.checkpoint, str) else "layers",
         shard=options.shard if world.replicas > 1 else "none",
     )
+    names = [layer.name for stage in stages for layer in stage]
     first = tuple(split_batch(each, sizes)[0] for each in example)
     draws = default_generators()
     inputs, targets = largest_batch(data.train, sizes[0], data.collate, first)
@@ -506,7 +509,7 @@ def _predict(
         precision=options.precision,
         tf32=config.trainer.tf32,
         loss=LossOfStep(loss_fn, targets),
-        recomputed=recomputed,
+        recomputed=checkpoint_policy(options.checkpoint, names).layers,
     )
 
 
@@ -523,11 +526,22 @@ def _measured_costs(context: RunContext) -> list[LayerCost] | None:
     return plan.costs
 
 
+class _MfuByTokens(Mfu):
+    """Logs the MFU of batches that may differ in length, by the FLOPs per token."""
+
+    def on_log(self, trainer: Trainer, values: dict[str, float]) -> None:
+        """Adds the utilization."""
+        tokens = {"train/samples_per_second": values.get("train/tokens_per_second", 0.0)}
+        super().on_log(trainer, tokens)
+        values["train/mfu"] = tokens["train/mfu"]
+
+
 def utilization(context: RunContext) -> list[Callback]:
     """Returns what logs the MFU of a run with a `cluster`, on rank 0; elsewhere nothing.
 
-    The FLOPs are counted on fake tensors, and those of a backward are twice the forward's. Nothing
-    that goes wrong here ends the run.
+    The FLOPs are counted on fake tensors, for the first micro-batch, and those of a backward are
+    twice the forward's. Where samples have a length, they count per token, since batches that are
+    padded to their longest sample differ in it. Nothing that goes wrong here ends the run.
     """
     cluster, options = context.config.cluster, context.model.options
     if cluster is None or not context.world.is_main:
@@ -547,7 +561,10 @@ def utilization(context: RunContext) -> list[Callback]:
         try:
             with _without_errors_of_fake_tensors():
                 counted = count_layers(layers, microbatch, options.precision)
-            return [Mfu(3 * sum(each.forward.flops for each in counted) / sizes[0], peak)]
+            flops = 3 * sum(each.forward.flops for each in counted)
+            if tokens := Batch(microbatch, None, sizes[0], sizes[0]).tokens:
+                return [_MfuByTokens(flops / tokens, peak)]
+            return [Mfu(flops / sizes[0], peak)]
         except Exception as error:  # of the user's layers, which run on fake tensors
             _log.debug("no FLOPs", exc_info=True)
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

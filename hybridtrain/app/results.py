@@ -21,6 +21,7 @@ import yaml
 
 from hybridtrain.app.compose import given_keys, parse_overrides, read_overrides
 from hybridtrain.errors import ConfigError
+from hybridtrain.files import json_lines as json_lines
 from hybridtrain.files import write_atomically
 from hybridtrain.options import is_hyperparameter
 from hybridtrain.text_table import markdown_table, text_table
@@ -229,7 +230,7 @@ def _run(path: Path, name: str) -> Run:
 def _reached(run: Path) -> dict[str, Any]:
     """Returns what a run has come to: its state, its step and its latest evaluation."""
     lines = list(json_lines(run / "metrics.jsonl"))
-    step = max((int(line.get("step", 0)) for line in lines), default=0)
+    step = max((line["step"] for line in lines), default=0)
     try:
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -243,19 +244,6 @@ def _reached(run: Path) -> dict[str, Any]:
         if key.startswith("eval/")
     }
     return {"state": "not done", "step": step, **values}
-
-
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of a file that may be written at this moment, or not be there."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        return
-    for line in text.splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:  # the last line, half written
-            continue
 
 
 def _value(run: Run, column: str) -> Any:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from hybridtrain.files import atomic_file
+from hybridtrain.files import atomic_file, entries_of
 from hybridtrain.monitor.base import Monitor
 
 Entry = dict[str, Any]
@@ -76,12 +76,8 @@ class MetricsFile(Monitor):
         return ""
 
     def _entries(self, lines: Iterator[bytes]) -> Iterator[Entry]:
-        """Yields the entries of lines, without those that a killed run did not finish."""
-        for line in lines:
-            with suppress(ValueError):
-                entry: Any = json.loads(line)
-                if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-                    yield entry
+        """Returns the entries of lines, without those that a killed run did not finish."""
+        return entries_of(lines)
 
     def _write(self, entry: Entry) -> None:
         assert self._file is not None

@@ -190,7 +190,7 @@ class Throughput:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Excludes the time inside: evaluation, checkpoints."""
+        """Excludes the time inside: evaluation, checkpoints, pictures."""
         begin = self._clock()
         try:
             yield

@@ -96,8 +96,8 @@ class TensorBoard(Monitor):
         title: above the pictures; None: the name of `directory`.
     """
 
-    def __init__(self, directory: Path, title: str | None = None) -> None:
-        self.directory = directory
+    def __init__(self, directory: str | Path, title: str | None = None) -> None:
+        self.directory = Path(directory)
         self._title = title
         self._writer: SummaryWriter | None = None
         self._described: set[str] = set()

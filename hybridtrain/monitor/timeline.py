@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ from hybridtrain.schedule import WORDS, Action, Span, Spans
 class TimelineFiles(Monitor):
     """Keeps `timeline.json` (Chrome's trace format) and `timeline.png` in `directory`."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+
+    def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
+        """See `Monitor.start`; makes the directory."""
+        self.directory.mkdir(parents=True, exist_ok=True)
 
     def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
         """See `Monitor.timeline`; the files of an earlier step are replaced."""

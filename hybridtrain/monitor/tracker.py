@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Full, Queue
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import yaml
 from PIL import Image
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, Interrupted
 from hybridtrain.files import write_atomically
 from hybridtrain.monitor.base import Monitor
 from hybridtrain.monitor.pictures import draw
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from hybridtrain.trainer import Trainer
 
 _MOST_WAITING = 10_000
+
+# Of all trackers of an interrupted run together, and the least of each. The other processes wait
+# for rank 0 for 10 seconds (`Trainer`); then they leave, and torchrun ends it.
+_AFTER_INTERRUPTION_S = 5.0
+_LEAST_S = 1.0
 
 
 class Tracker(Monitor):
@@ -39,7 +45,8 @@ class Tracker(Monitor):
 
     Attributes:
         package: that it needs, also the name of the extra.
-        patience_s: seconds that the end of a run waits for the reports before it.
+        patience_s: seconds that the end of a run waits for the reports before it; that of an
+            interrupted one waits less.
         failed: the run has ended with an error.
 
     Raises:
@@ -61,6 +68,7 @@ class Tracker(Monitor):
         self._thread: threading.Thread | None = None
         self._waiting: Queue[Callable[[], None] | None] = Queue(_MOST_WAITING)
         self._error: Exception | None = None
+        self._deadline: float | None = None
 
     def begin(self, known: str | None, config: Mapping[str, Any], texts: Mapping[str, str]) -> str:
         """Begins the run, or continues the one with the id `known`; returns its id.
@@ -87,6 +95,8 @@ class Tracker(Monitor):
     def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
         """See `Monitor.start`."""
         self._waiting, self._error, self.failed = Queue(_MOST_WAITING), None, False
+        self._deadline = None
+        self.directory.mkdir(parents=True, exist_ok=True)
         thread = threading.Thread(target=self._work, args=[self._waiting], daemon=True)
         thread.start()
         self._thread = thread
@@ -115,7 +125,7 @@ class Tracker(Monitor):
         """See `Monitor.close`.
 
         Raises:
-            TimeoutError: the service has not taken everything in `patience_s`.
+            TimeoutError: the service has not taken everything in time.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -123,15 +133,20 @@ class Tracker(Monitor):
         if self._error is None:
             self._put(self.finish)
             self._put(None)
-            thread.join(self.patience_s)
+            patience_s = self.patience_s
+            if self._deadline is not None:
+                patience_s = min(patience_s, max(_LEAST_S, self._deadline - monotonic()))
+            thread.join(patience_s)
             if thread.is_alive():
-                raise TimeoutError(f"what is left was not taken in {self.patience_s:g} seconds")
+                raise TimeoutError(f"what is left was not taken in {patience_s:.3g} seconds")
         if self._error is not None:
             raise self._error
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Notes that the run has failed."""
+        """Notes that the run has failed; after an interruption all trackers share one patience."""
         self.failed = True
+        if isinstance(error, Interrupted):
+            self._deadline = monotonic() + _AFTER_INTERRUPTION_S
 
     def abandon(self) -> None:
         """See `Monitor.abandon`; the thread ends with the process."""

@@ -21,6 +21,7 @@ model_watch            a model that was changed after wrapping
 timeline               when each action ran, in all processes
 """
 
+from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy
 from hybridtrain.pipeline.agreement import BatchCheck, batch_digest, check_replicas
 from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
 from hybridtrain.pipeline.engine import Head, HeadOutput
@@ -50,6 +51,7 @@ __all__ = [
     "Timeline",
     "batch_digest",
     "check_replicas",
+    "checkpoint_policy",
     "construct_own_stages",
     "default_generator_lock",
     "plan_without_values",

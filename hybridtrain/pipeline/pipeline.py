@@ -326,11 +326,6 @@ class Pipeline:
         peers = LanePeers(world.pipeline_rank, self.gather, partial(seconds_ahead, world))
         return Timeline(schedule, devices, peers)
 
-    @property
-    def recomputed_layers(self) -> frozenset[int]:
-        """The layers that backwards compute again by themselves, by index."""
-        return self._policy.layers
-
     def recomputed(self, chunks: int) -> list[list[float]]:
         """Returns, by stage and micro-batch, the share of a forward that its backward runs again.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from importlib.resources import files
 from pathlib import Path
@@ -59,7 +60,7 @@ def write_report(directories: Sequence[str | Path], path: str | Path | None = No
     from jinja2 import Environment
     from plotly.offline import get_plotlyjs
 
-    records = [RunRecord.read(directory) for directory in directories]
+    records = _with_own_names([RunRecord.read(directory) for directory in directories])
     if path is None:
         path = (records[0].directory if len(records) == 1 else Path()) / "report.html"
     source = files("hybridtrain.report").joinpath("page.html").read_text(encoding="utf-8")
@@ -83,6 +84,19 @@ def write_report(directories: Sequence[str | Path], path: str | Path | None = No
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
     return path
+
+
+def _with_own_names(records: Sequence[RunRecord]) -> list[RunRecord]:
+    """Returns the records by the shortest ends of their paths that tell them apart."""
+    paths = [record.directory.resolve().parts for record in records]
+
+    def name(path: tuple[str, ...]) -> str:
+        length = 1
+        while len({other for other in paths if other[-length:] == path[-length:]}) > 1:
+            length += 1
+        return "/".join(path[-length:])
+
+    return [replace(record, name=name(path)) for record, path in zip(records, paths, strict=True)]
 
 
 def _html(figure: Figure) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from hybridtrain.errors import DataError
+from hybridtrain.files import json_lines
 from hybridtrain.monitor import spans_of_trace
 from hybridtrain.planning import Plan
 from hybridtrain.schedule import Account, Spans
@@ -124,11 +125,7 @@ def _metrics(directory: Path) -> tuple[Curves, float]:
         raise DataError(f"{path} is not there: is it the directory of a run?")
     curves: Curves = {}
     times: list[float] = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            line: dict[str, Any] = json.loads(text)
-        except ValueError:  # the last line, half written
-            continue
+    for line in json_lines(path):
         step = line.pop("step")
         times.append(line.pop("time", math.nan))
         for tag, value in line.items():

@@ -146,6 +146,7 @@ class RunStats:
         self._model = model
         self._train = train
         self._last: RecordedStep | None = None
+        self._advice: list[str] | None = None  # of all monitors, until the next recorded step
         self._samples = 0
         self._timelines: list[Timeline] = []
         self._phases: Phases | None = None
@@ -241,6 +242,7 @@ class RunStats:
             own.append(DeviceAccount(world.replica, lane, account))
         accounts = [each for of_rank in world.gather(own) for each in of_rank]
         self._accounted += 1
+        self._advice = None
         before = self._sums or [each._replace(account=Account()) for each in accounts]
         self._sums = [
             each._replace(account=Account.sum_of([sums.account, each.account]))
@@ -282,12 +284,15 @@ class RunStats:
         """
         if self._last is None:
             return []
-        try:
-            slow = slow_replica(self._means())
-            return [*(proposal.text for proposal in advise(self._last)), *([slow] if slow else [])]
-        except Exception:  # no sentence is worth a run that is done
-            _log.debug("there is no advice", exc_info=True)
-            return []
+        if self._advice is None:
+            self._advice = []
+            try:
+                slow = slow_replica(self._means())
+                told = [proposal.text for proposal in advise(self._last)]
+                self._advice = [*told, *([slow] if slow else [])]
+            except Exception:  # no sentence is worth a run that is done
+                _log.debug("there is no advice", exc_info=True)
+        return self._advice
 
     def _means(self) -> list[DeviceAccount]:
         """Returns the means over the recorded steps."""

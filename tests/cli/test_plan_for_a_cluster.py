@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 
 import pytest
@@ -138,6 +139,21 @@ def test_a_batch_size_of_auto_is_the_largest_that_fits_and_a_run_that_goes_on_ke
     twice = json.loads((tmp_path / "outputs/twice/summary.json").read_text())
     peaks = [max(s["peak_memory_bytes"] for s in run["stages"]) for run in (fits, twice)]
     assert peaks[0] <= limit_gib * 2**30 < peaks[1]
+
+
+def test_a_batch_size_of_auto_counts_the_layers_that_are_recomputed_as_its_run_does(capfd):
+    keys = ["data.batch_size=auto", "data.first_batches=1", "pipeline.chunks=2"]
+    keys += ["pipeline.memory_limit_gib=0.002", "pipeline.checkpoint={every: 2}"]
+    told = succeed(capfd, "train", *SMALL, *keys, "trainer.steps=1")
+    chosen = re.search(r"micro-batch, (.*) of .* predicted per device", told)
+    predicted = re.search(r"memory of device \d: (.*) predicted", told)
+    assert chosen[1] == predicted[1]
+
+
+def test_the_length_of_a_planned_run_is_that_of_its_first_batches(capfd):
+    length = ["trainer.steps=null", "trainer.epochs=3", "data.first_batches=2"]
+    told = succeed(capfd, "plan", *SMALL, "cluster=h100", *length)
+    assert "6 steps" in told
 
 
 @pytest.mark.parametrize(

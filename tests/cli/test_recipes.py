@@ -137,6 +137,29 @@ def test_the_mfu_has_the_flops_of_forwards_and_backwards_without_recomputation(
         assert line["train/mfu"] == pytest.approx(rate / (2 * 1e9))
 
 
+def test_the_mfu_follows_the_tokens_where_batches_are_padded_to_their_longest(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    write_bert(Path("data/bert"))
+    texts = [" ".join(["good"] * words) for words in [2] * 4 + [12] * 4]
+    lines = [json.dumps({"text": text, "label": n % 2}) for n, text in enumerate(texts)]
+    Path("data/reviews.jsonl").write_text("\n".join(lines * 4))
+    succeed(
+        capfd,
+        *("recipe=bert_classifier", *TINY["bert_classifier"], "trainer.epochs=null"),
+        *("trainer.steps=6", "trainer.log_every=1", "trainer.eval_every=null"),
+        *("world.devices=cpu", "data.batch_size=2", "pipeline.chunks=2", "data.max_len=32"),
+        *("cluster=h100", "cluster.device=cpu", "cluster.flops_per_s.fp32=1e9"),
+    )
+    logged = [line for line in metrics(Path("outputs/bert_classifier")) if "train/mfu" in line]
+    lengths = [
+        line["train/tokens_per_second"] / line["train/samples_per_second"] for line in logged
+    ]
+    assert max(lengths) > 2 * min(lengths)
+    first, *others = (line["train/mfu"] / line["train/tokens_per_second"] for line in logged)
+    assert others == pytest.approx([first] * 5)
+
+
 def test_a_cluster_of_other_devices_trains_and_says_why_there_is_no_mfu(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -75,6 +75,28 @@ def test_the_runs_of_a_sweep_have_its_name_and_one_colour_each(
     assert len({colour for colour, _ in names}) == 4
 
 
+@pytest.mark.parametrize("torn", [b'{"step": 7, "ti', b"\xff\xfe\n", b"7\n", b"{}\n", b"\0\0\n"])
+def test_a_torn_line_of_metrics_spoils_neither_the_page_nor_the_table(
+    finished: Path, tmp_path: Path, torn: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "torn"))
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(torn)
+    assert RunRecord.read(run).curves == RunRecord.read(finished).curves
+    assert main(["results", str(run)]) == 0
+    assert "done" in capsys.readouterr().out
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(finished: Path, tmp_path: Path) -> None:
+    names = ["a/trial_0", "b/trial_0", "b/trial_1"]
+    runs = [Path(shutil.copytree(finished, tmp_path / name)) for name in names]
+    page = write_report(runs, tmp_path / "page.html").read_text()
+    shown = re.findall(r'<a href="#run-\d" style="--run: #\w+">([\w/]+)</a>', page)
+    assert shown == ["a/trial_0", "b/trial_0", "trial_1"]
+    bars = re.search(r'"orientation":"h",.*?"y":(\[.*?\])', page)
+    assert json.loads(bars[1].replace("\\u002f", "/")) == shown
+
+
 def test_a_run_that_has_not_ended_has_a_page_of_what_there_is(
     finished: Path, tmp_path: Path
 ) -> None:
@@ -118,6 +140,18 @@ def test_a_page_is_written_at_the_end_of_a_run_if_asked_for(
     assert main([*SMALL, "monitor.report=true", "run_name=b"]) != 0
     assert "pip install 'hybridtrain[report]'" in capsys.readouterr().err
     assert not Path("outputs/b").exists()
+
+
+def test_a_run_whose_page_cannot_be_drawn_is_complete_and_names_the_command(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise KeyError("train/loss")
+
+    monkeypatch.setattr("hybridtrain.report.charts.curves", fails)
+    assert main([*SMALL, "monitor.report=true", "trainer.steps=2"]) == 0
+    assert Path("outputs/digits/summary.json").exists()
+    assert "To write it: hybridtrain report outputs/digits" in capfd.readouterr().err
 
 
 @pytest.mark.thorough

@@ -11,7 +11,7 @@ from torch import nn
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data import TrainLoader
 from hybridtrain.losses import cross_entropy
-from hybridtrain.monitor import Monitor
+from hybridtrain.monitor import Monitor, TensorBoard, Throughput, TimelineFiles
 from hybridtrain.schedule import Account, Span
 from hybridtrain.training import advice, run_stats
 from hybridtrain.training.run_stats import (
@@ -236,3 +236,42 @@ def test_every_kind_of_advice_says_what_a_step_takes_with_it_and_without(part):
 
 def test_a_run_in_which_all_is_well_is_told_nothing():
     assert trained(stages=(2e-3,), chunks=1).advice == []
+
+
+def test_monitors_take_a_directory_as_text_and_make_it(tmp_path, caplog):
+    directory = tmp_path / "runs" / "a"
+    monitors = [TensorBoard(str(directory)), TimelineFiles(str(directory / "timelines"))]
+    trained(callbacks=monitors, timeline_every=2)
+    assert not caplog.messages
+    assert (directory / "timelines" / "timeline.png").exists()
+
+
+class Pictures(Monitor):
+    """A monitor that takes 100 seconds to draw a timeline."""
+
+    seconds = 0.0
+
+    def timeline(self, step, predicted, measured):
+        Pictures.seconds += 100
+
+
+def test_the_advice_of_a_recorded_step_is_found_once_for_all_monitors(monkeypatch):
+    found = []
+
+    def advise(step):
+        found.append(step)
+        return []
+
+    monkeypatch.setattr(run_stats, "advise", advise)
+    trained(callbacks=[Monitor(), Monitor()], timeline_every=2)
+    assert len(found) == 2
+
+
+def test_a_step_does_not_last_longer_because_its_timeline_is_drawn(monkeypatch):
+    monkeypatch.setattr(Pictures, "seconds", 0.0)
+    monkeypatch.setattr(
+        "hybridtrain.trainer.Throughput", lambda: Throughput(clock=lambda: Pictures.seconds)
+    )
+    ours = trained(callbacks=[Pictures()], timeline_every=2)
+    assert Pictures.seconds > 0
+    assert ours.summary()["step_ms"]["p95"] == 0

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from support.wandb_files import offline_runs
 
-from hybridtrain.errors import ConfigError
+from hybridtrain import trainer
+from hybridtrain.errors import ConfigError, Interrupted
 from hybridtrain.monitor import CSVFile, MLflow, Monitor, Tracker, WandB, call_hook
 from hybridtrain.schedule import Action, Span
 
@@ -203,6 +204,37 @@ def test_a_service_that_does_not_answer_holds_up_neither_steps_nor_the_end(
     service.answer.set()
     (message,) = caplog.messages
     assert message.startswith("Service has stopped, and training goes on without it: TimeoutError")
+
+
+def test_the_end_of_an_interrupted_run_waits_for_all_services_less_than_others_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    class Hanging:
+        def join(self, timeout: float) -> None:
+            nonlocal now
+            now += timeout
+
+        def is_alive(self) -> bool:
+            return True
+
+    monkeypatch.setattr("hybridtrain.monitor.tracker.monotonic", lambda: now)
+    services = [Service(tmp_path), Service(tmp_path)]
+    for service in services:
+        service.patience_s = 30
+        service._thread = Hanging()
+        service.on_exception(None, Interrupted("by SIGTERM"))
+    for service in services:
+        with pytest.raises(TimeoutError):
+            service.close()
+    assert now < trainer._WAIT_FOR_OTHERS_S
+
+
+def test_a_tracker_makes_the_directory_of_a_run_in_python(tmp_path: Path) -> None:
+    service = Service(tmp_path / "runs" / "a")
+    attempt(service, range(1, 2), ends=False)
+    assert (tmp_path / "runs" / "a" / "yaml.id").read_text() == "id\n"
 
 
 def test_a_service_that_refuses_is_one_warning(
