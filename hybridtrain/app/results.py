@@ -21,8 +21,7 @@ import yaml
 
 from hybridtrain.app.compose import given_keys, parse_overrides, read_overrides
 from hybridtrain.errors import ConfigError
-from hybridtrain.files import json_lines as json_lines
-from hybridtrain.files import write_atomically
+from hybridtrain.files import json_lines, write_atomically
 from hybridtrain.options import is_hyperparameter
 from hybridtrain.text_table import markdown_table, text_table
 

@@ -25,9 +25,10 @@ from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Overrid
 
 from hybridtrain.app.compose import compose_settings, given_keys, parse_overrides
 from hybridtrain.app.config import Config, SearchConfig
-from hybridtrain.app.results import best_run, json_lines, lines_of, runs_of, table
+from hybridtrain.app.results import best_run, lines_of, runs_of, table
 from hybridtrain.app.run_lock import RunLock
 from hybridtrain.errors import ConfigError, DivergedError, Interrupted, UserError
+from hybridtrain.files import json_lines
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
