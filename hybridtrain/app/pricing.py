@@ -457,7 +457,9 @@ def predict_run(context: RunContext) -> Prediction:
 
 
 def _prediction_of(context: RunContext) -> Prediction:
-    model = context.model
+    model, samples = context.model, context.config.data["batch_size"]
+    if there := length_of(context.data.train):
+        samples = min(samples, there)  # a data set that is smaller is one batch
     return _predict(
         context.config,
         context.world,
@@ -465,7 +467,7 @@ def _prediction_of(context: RunContext) -> Prediction:
         context.data,
         model.planned.stages,
         (context.example_inputs, context.example_targets),
-        context.config.data["batch_size"],
+        samples,
         model.resolve_loss(context.options.loss_fn).function,
         _measured_costs(context),
     )

@@ -337,6 +337,11 @@ def parse_init_from(setting: Any) -> dict[str, Any] | None:
     given = setting if isinstance(setting, Mapping) else {"path": setting}
     path = given.get("path")
     flags = {key: value for key, value in given.items() if key != "path"}
+    if path is None and "path" in given:
+        raise CheckpointError(
+            "init_from.path is not set: set it, or the key that the recipe takes it from, such as "
+            "model.source="
+        )
     if (
         not isinstance(path, str)
         or not path

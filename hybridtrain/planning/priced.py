@@ -21,7 +21,7 @@ from hybridtrain.planning.planner import COST_SOURCES
 from hybridtrain.planning.price import Price, find_layouts
 from hybridtrain.planning.stage_needs import planned_costs, stage_times
 from hybridtrain.schedule import Span, Spans, make_schedule, placement_of
-from hybridtrain.text_table import counted, text_table
+from hybridtrain.text_table import counted, text_table, with_unit
 
 # Models of so many parameters are trained with tensor parallelism elsewhere.
 _LARGE = 10e9
@@ -49,7 +49,7 @@ class PricedPlans:
     def __str__(self) -> str:
         lines: list[tuple[str, ...]] = [
             (
-                *("step ms", "samples/s", "idle", "memory GiB", "nb_part", "replicas", "chunks"),
+                *("step ms", "samples/s", "idle", "memory", "nb_part", "replicas", "chunks"),
                 *("stages/device", "schedule", "engine", "checkpoint", "shard", "binds"),
             )
         ]
@@ -60,7 +60,7 @@ class PricedPlans:
                     f"{price.step_ms:.1f}",
                     f"{self.job.samples * self.job.accumulate / price.step_ms * 1e3:.1f}",
                     f"{price.bubble:.0%}",
-                    f"{price.peak_bytes / 2**30:.2f}",
+                    with_unit(price.peak_bytes),
                     *map(str, (layout.nb_part, layout.replicas, layout.chunks)),
                     str(layout.stages_per_device),
                     *(layout.schedule, layout.engine, _recomputed_in_words(price)),

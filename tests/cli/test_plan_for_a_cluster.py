@@ -64,6 +64,15 @@ def test_a_plan_that_recomputes_single_layers_is_trained_and_priced_by_its_comma
     assert memory[0] == pytest.approx(memory[1], rel=0.05)
 
 
+def test_a_batch_that_is_larger_than_the_data_set_is_predicted_as_what_it_is(tmp_path, capfd):
+    small = ["recipe=digits", "world.devices=cpu", "data.batch_size=2048", "trainer.epochs=1"]
+    said = succeed(capfd, *small, "run_name=small")
+    assert "no prediction:" not in said
+    summary = json.loads((tmp_path / "outputs/small/summary.json").read_text())
+    memory = [summary[key]["memory_bytes"] for key in ("predicted", "measured")]
+    assert memory[0] == pytest.approx(memory[1], rel=0.1)
+
+
 AUTO = [f"pipeline.{key}=auto" for key in ("nb_part", "chunks", "schedule")]
 
 
@@ -133,7 +142,7 @@ def test_a_batch_size_of_auto_is_the_largest_that_fits_and_a_run_that_goes_on_ke
     fits = json.loads((tmp_path / "outputs/digits/summary.json").read_text())
     told = succeed(capfd, "train", *SMALL, *keys, "trainer.steps=2")
     assert "resumed from" in told
-    assert "would take" not in told
+    assert f"; {2 * size} would take " not in told
     fixed = [f"data.batch_size={2 * size}", *keys[1:], "run_name=twice", "trainer.steps=1"]
     succeed(capfd, "train", *SMALL, *fixed)
     twice = json.loads((tmp_path / "outputs/twice/summary.json").read_text())

@@ -205,6 +205,10 @@ def test_the_setting_is_a_path_or_a_mapping():
     for wrong in (3, "", {}, {"path": 3}, {"path": "a", "strit": True}, {"path": "a", "best": 1}):
         with pytest.raises(CheckpointError, match="must be a path, or a mapping such as"):
             parse_init_from(wrong)
+    with pytest.raises(
+        CheckpointError, match=r"init_from.path is not set: .* such as model.source="
+    ):
+        parse_init_from({"path": None, "strict": False})
 
 
 @pytest.mark.parametrize("source", ["without a head", "of another head", "old names"])
