@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -128,6 +129,30 @@ def _by_replica(accounts: Sequence[DeviceAccount]) -> dict[int, Account]:
     }
 
 
+@dataclass
+class _Recorded:
+    """Sums over the recorded steps that ran in one way.
+
+    Attributes:
+        bubbles: the idle share of each.
+        accounts: the sums of the accounts of each device.
+        accounted: how many steps are in them.
+    """
+
+    bubbles: list[float] = field(default_factory=list)
+    accounts: list[DeviceAccount] = field(default_factory=list)
+    accounted: int = 0
+
+    def add(self, accounts: Sequence[DeviceAccount]) -> None:
+        """Adds the accounts of a step."""
+        before = self.accounts or [each._replace(account=Account()) for each in accounts]
+        self.accounts = [
+            each._replace(account=Account.sum_of([sums.account, each.account]))
+            for sums, each in zip(before, accounts, strict=True)
+        ]
+        self.accounted += 1
+
+
 class RunStats:
     """Keeps the timelines of the last recorded step; only the reading methods wait for a device.
 
@@ -135,14 +160,12 @@ class RunStats:
         model: that is trained.
         train: its data.
 
-    Attributes:
-        bubble: the mean bubble fraction of the recorded steps.
+    Means over the recorded steps are over those that ran as most of them did: all lanes in one
+    thread, or each in its own. A mean over both would be of neither.
     """
 
     def __init__(self, model: HybridModel, train: Loader) -> None:
-        self.bubble: float | None = None
-        self._sums: list[DeviceAccount] = []  # over the recorded steps
-        self._accounted = 0
+        self._recorded: dict[bool, _Recorded] = {}  # by whether one thread ran all lanes
         self._model = model
         self._train = train
         self._last: RecordedStep | None = None
@@ -150,8 +173,18 @@ class RunStats:
         self._samples = 0
         self._timelines: list[Timeline] = []
         self._phases: Phases | None = None
-        self._bubbles: list[float] = []
         self._times = [(0.0, 0.0)] * len(model.plan.stages)
+
+    @property
+    def bubble(self) -> float | None:
+        """The mean bubble fraction of the recorded steps; None: there is none."""
+        bubbles = self._usual.bubbles
+        return sum(bubbles) / len(bubbles) if bubbles else None
+
+    @property
+    def _usual(self) -> _Recorded:
+        """Those of the way in which most recorded steps ran."""
+        return max(self._recorded.values(), key=lambda each: len(each.bubbles), default=_Recorded())
 
     def begin_step(self, recorded: bool) -> None:
         """Begins a step; its phases are timed if it is `recorded`."""
@@ -192,13 +225,15 @@ class RunStats:
             return {}
         read_timelines(self._timelines)
         spans, computing = self._timelines[-1].spans(), self._timelines[-1].computing()
-        self._bubbles.append(bubble_fraction(spans))
-        self.bubble = sum(self._bubbles) / len(self._bubbles)
+        way = self._recorded.setdefault(self._timelines[-1].in_one_thread, _Recorded())
+        way.bubbles.append(bubble_fraction(spans))
         times = stage_times(computing, len(self._times))
         self._times = [(time.forward_ms, time.backward_ms) for time in times]
-        values = {"pipeline/bubble_fraction": self._bubbles[-1]}
+        values = {"pipeline/bubble_fraction": way.bubbles[-1]}
         if whole and self._phases is not None:
             accounts = self._read_account(self._phases)
+            way.add(accounts)
+            self._advice = None
             mean = Account.mean([each.account for each in accounts])
             samples = -(-self._samples // self._timelines[-1].schedule.chunks)
             recorded = RecordedStep(
@@ -231,7 +266,7 @@ class RunStats:
         return values
 
     def _read_account(self, phases: Phases) -> list[DeviceAccount]:
-        """Returns the account of the last step of all devices, and keeps it for the means."""
+        """Returns the account of the last step of all devices."""
         world = self._model.world
         in_pipeline = [self._accounts_in_pipeline(timeline) for timeline in self._timelines]
         own = []
@@ -240,15 +275,7 @@ class RunStats:
             parts = [of_batch[lane] for of_batch in in_pipeline]
             account = around_pipeline(phases.ends(number), windows, parts)
             own.append(DeviceAccount(world.replica, lane, account))
-        accounts = [each for of_rank in world.gather(own) for each in of_rank]
-        self._accounted += 1
-        self._advice = None
-        before = self._sums or [each._replace(account=Account()) for each in accounts]
-        self._sums = [
-            each._replace(account=Account.sum_of([sums.account, each.account]))
-            for sums, each in zip(before, accounts, strict=True)
-        ]
-        return accounts
+        return [each for of_rank in world.gather(own) for each in of_rank]
 
     def _accounts_in_pipeline(self, timeline: Timeline) -> list[Account]:
         """Returns the parts of a batch's time between its first action and its last."""
@@ -296,14 +323,15 @@ class RunStats:
 
     def _means(self) -> list[DeviceAccount]:
         """Returns the means over the recorded steps."""
-        share = 1 / max(1, self._accounted)
-        return [each._replace(account=each.account.scaled(share)) for each in self._sums]
+        usual = self._usual
+        share = 1 / max(1, usual.accounted)
+        return [each._replace(account=each.account.scaled(share)) for each in usual.accounts]
 
     def account_summary(self) -> dict[str, Any] | None:
         """Returns the means over the recorded steps, in milliseconds; None: no step has any."""
-        if not self._sums:
-            return None
         means = self._means()
+        if not means:
+            return None
 
         def in_ms(account: Account) -> dict[str, float]:
             return {name: seconds * 1e3 for name, seconds in account._asdict().items()}

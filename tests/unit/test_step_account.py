@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.slow import SlowData, SlowLinear
+from support.thread_choice import InTurn, threads_of
 from torch import nn
 
 from hybridtrain import HybridModel, Trainer, World
@@ -194,6 +195,25 @@ def test_one_thread_for_all_lanes_is_no_waiting_of_devices():
     first, second = trainer._stats._accounts_in_pipeline(timeline)
     assert first == second
     assert first.bubble == first.imbalance == first.messages == 0
+
+
+class Changing(InTurn):
+    """One thread, and a thread for each lane, in turn, in recorded steps too."""
+
+    def one_thread_for(self, recorded):
+        return self.one_thread
+
+
+def test_the_means_are_of_steps_that_ran_as_most_did():
+    with threads_of(Changing):
+        trainer = trained(steps=10, log_every=2)  # the others change the way to run
+    recorded = trainer._stats._recorded
+    assert {way: len(of.bubbles) for way, of in recorded.items()} == {True: 3, False: 2}
+    usual = recorded[True]
+    assert trainer.summary()["bubble_fraction"] == pytest.approx(sum(usual.bubbles) / 3)
+    total = sum(device.account.total for device in usual.accounts) / 2  # of three steps
+    assert trainer.account["step_ms"] == pytest.approx(total / 3 * 1e3)
+    assert trainer.account["mean"]["bubble"] == 0
 
 
 def test_an_error_in_the_advice_costs_a_sentence_and_no_run(monkeypatch):
