@@ -81,6 +81,7 @@ def test_the_same_over_two_processes_is_exact(folder: Path) -> None:
     assert main(["verify", *BERT, "run_name=other", "model.config=null"]) == 0
 
 
+@pytest.mark.thorough
 def test_a_transformer_is_exact_with_recomputed_layers_any_attention_and_16_bit_weights(
     folder: Path,
 ) -> None:

@@ -58,6 +58,7 @@ def metrics(run):
     return [{name: line[name] for name in names if name in line} for line in lines]
 
 
+@pytest.mark.thorough
 def test_random_crops_go_on_exactly_inside_an_epoch_with_other_processes_and_workers(
     in_folder, tmp_path
 ):

@@ -103,7 +103,11 @@ def test_no_other_layout_that_fits_is_faster_and_the_first_is_as_fast(problem):
     table, machine, job = problem
     search = _Search(table, machine, job)
     cuts = [(one, search.fitting_cut(one)) for one in layouts(machine, job, 2, Choices())]
-    prices = [price(table, machine, job, one, cut).step_ms for one, cut in cuts if cut]
+    prices = [
+        price(search._table_of(one, cut), machine, job, one, cut).step_ms
+        for one, cut in cuts
+        if cut
+    ]
     if not prices:
         return
     found = find_layouts(table, machine, job)
