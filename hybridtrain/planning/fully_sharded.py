@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hybridtrain.machine import GIB, Machine
+from hybridtrain.machine import Machine
 from hybridtrain.planning.cost_table import CostTable
 from hybridtrain.planning.layout import Job, divisors
 from hybridtrain.planning.stage_needs import most_temporary
+from hybridtrain.text_table import counted, with_unit
 
 # Layers whose weights are whole at one time: the one that computes, and the next.
 _GATHERED = 2
@@ -40,8 +41,8 @@ class FullySharded:
     def __str__(self) -> str:
         again = ", layers recomputed" if self.recomputes else ""
         return (
-            f"{self.step_ms:.1f} ms per step, {self.peak_bytes / GIB:.2f} GiB, with "
-            f"{self.chunks} micro-batches{again}; gathering and scattering exposed "
+            f"{self.step_ms:.1f} ms per step, {with_unit(self.peak_bytes)}, with "
+            f"{counted(self.chunks, 'micro-batch', 'es')}{again}; gathering and scattering exposed "
             f"{self.exposed_ms:.1f} ms"
         )
 

@@ -170,7 +170,7 @@ def test_an_answer_says_how_fast_how_long_and_what_it_costs():
     hours = best.step_ms * 10**7 / 3.6e6 * 8
     assert f"{hours:,.2f} device-hours, {hours * 2.5:,.2f} at 2.5 an hour" in told
     assert re.search(r"memory +[\d.]+ MiB of 79 GiB that may be used: weights [\d.]+,", told)
-    assert re.search(r"FSDP2 +[\d.]+ ms per step, [\d.]+ GiB", told)
+    assert re.search(r"FSDP2 +[\d.]+ ms per step, [\d.]+ MiB, with", told)
     assert "; 1 GiB more for 2 communicators and the CUDA context" in told
     assert "left out" not in told
     assert "device-hours" not in plans.answer(None)
