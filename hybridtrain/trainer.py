@@ -550,7 +550,7 @@ class Trainer:
 
     @property
     def advice(self) -> list[str]:
-        """Changes that would make a step shorter, and by how much; by the last recorded step."""
+        """Changes that would make a step shorter, and by how much; by a typical recorded step."""
         return self._stats.advice()
 
     @property

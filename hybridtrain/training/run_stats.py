@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,6 +27,8 @@ from hybridtrain.training.advice import RecordedStep, advise
 
 _log = logging.getLogger(__name__)
 
+# How many of the last recorded steps are kept, to find the typical one among them.
+_LATEST = 5
 # The share of a step that the others wait for a replica, from which on it is named.
 _CLEARLY_SLOWER = 0.1
 
@@ -137,11 +140,13 @@ class _Recorded:
         bubbles: the idle share of each.
         accounts: the sums of the accounts of each device.
         accounted: how many steps are in them.
+        latest: the last steps with the most samples.
     """
 
     bubbles: list[float] = field(default_factory=list)
     accounts: list[DeviceAccount] = field(default_factory=list)
     accounted: int = 0
+    latest: deque[RecordedStep] = field(default_factory=lambda: deque(maxlen=_LATEST))
 
     def add(self, accounts: Sequence[DeviceAccount]) -> None:
         """Adds the accounts of a step."""
@@ -151,6 +156,20 @@ class _Recorded:
             for sums, each in zip(before, accounts, strict=True)
         ]
         self.accounted += 1
+
+    def keep(self, step: RecordedStep) -> None:
+        """Keeps a step to find advice by, if it is not of the short batch that ends an epoch."""
+        most = max((each.samples for each in self.latest), default=0)
+        if step.samples > most:
+            self.latest.clear()
+        if step.samples >= most:
+            self.latest.append(step)
+
+    @property
+    def typical(self) -> RecordedStep | None:
+        """The step that is in the middle by its length: another one may have been interrupted."""
+        by_length = sorted(self.latest, key=lambda step: step.account.total)
+        return by_length[(len(by_length) - 1) // 2] if by_length else None
 
 
 class RunStats:
@@ -168,7 +187,6 @@ class RunStats:
         self._recorded: dict[bool, _Recorded] = {}  # by whether one thread ran all lanes
         self._model = model
         self._train = train
-        self._last: RecordedStep | None = None
         self._advice: list[str] | None = None  # of all monitors, until the next recorded step
         self._samples = 0
         self._timelines: list[Timeline] = []
@@ -247,9 +265,7 @@ class RunStats:
                 workers=None if isinstance(self._train, OwnLoader) else self._train.options.workers,
                 costs=mean_costs(computing, len(self._times)),
             )
-            # not of the short batch at the end of an epoch
-            if self._last is None or samples >= self._last.samples:
-                self._last = recorded
+            way.keep(recorded)
             values |= {f"account/{name}_ms": s * 1e3 for name, s in mean._asdict().items()}
             own = list(own_times(accounts).values())
             if len(own) > 1:
@@ -305,17 +321,18 @@ class RunStats:
         return predict(last.schedule, last.computing()), last.spans()
 
     def advice(self) -> list[str]:
-        """Returns what would make a step shorter, by the last recorded one; see `advise`.
+        """Returns what would make a step shorter, by a typical one of the last; see `advise`.
 
         And which replica the others wait for, by the means over all recorded steps.
         """
-        if self._last is None:
+        typical = self._usual.typical
+        if typical is None:
             return []
         if self._advice is None:
             self._advice = []
             try:
                 slow = slow_replica(self._means())
-                told = [proposal.text for proposal in advise(self._last)]
+                told = [proposal.text for proposal in advise(typical)]
                 self._advice = [*told, *([slow] if slow else [])]
             except Exception:  # no sentence is worth a run that is done
                 _log.debug("there is no advice", exc_info=True)

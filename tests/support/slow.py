@@ -1,5 +1,6 @@
 """Layers and data that take a known time for each sample: devices that are emulated by sleeping."""
 
+import statistics
 import time
 
 import torch
@@ -56,14 +57,18 @@ class SlowData(torch.utils.data.Dataset):
 
 
 def trained(layers, nb_part, engine="local", chunks=4, **settings):
-    """A trainer that has trained four steps of slow layers over all processes, two recorded."""
+    """A trainer that has trained slow layers over all processes.
+
+    All of its eight steps are recorded: the mean over them is what it should be on a busy machine
+    too, where one step or another is interrupted for longer than it takes.
+    """
     world = World.from_env(nb_part, "cpu", engine=engine)
     net = nn.Sequential(*map(SlowLinear, layers))
     model = HybridModel(net, world, chunks=chunks, split="uniform")
     data = TrainLoader(SlowData(0.0), 16 * world.replicas, world)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     trainer = Trainer(
-        model, optimizer, cross_entropy, data, steps=4, log_every=2, monitor=Logged(), **settings
+        model, optimizer, cross_entropy, data, steps=8, log_every=1, monitor=Logged(), **settings
     )
     trainer.fit()
     return trainer
@@ -83,8 +88,9 @@ def assert_names_slow_replica(trainer, slowest):
     """Checks that rank 0's log and the advice of all ranks name the replica that is slowest."""
     assert any(f"replica {slowest} is slower than the others" in line for line in trainer.advice)
     if trainer.world.is_main:
-        for values in trainer.monitor.values:
-            assert values["replicas/slowest"] == slowest
+        logged = trainer.monitor.values
+        assert statistics.mode(values["replicas/slowest"] for values in logged) == slowest
+        for values in logged:
             assert values["replicas/slowest_ms"] > values["replicas/mean_ms"] > 0
 
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 def trained(
     stages=(1e-4, 1e-4), loading=0.0, chunks=4, batch_size=16, checkpoint="never", **settings
 ):
-    """A trainer that has trained four steps, of which it has recorded two."""
+    """A trainer that has trained four steps, of which it has recorded all."""
     world = World.from_env(len(stages), "cpu")
     net = nn.Sequential(*map(SlowLinear, stages))
     samples = SlowData(loading)
@@ -39,7 +39,7 @@ def trained(
     )  # fmt: skip
     data = TrainLoader(samples, batch_size, world)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    settings = {"steps": 4, "log_every": 2, **settings}
+    settings = {"steps": 4, "log_every": 1, **settings}
     trainer = Trainer(model, optimizer, cross_entropy, data, **settings)
     trainer.fit()
     return trainer
@@ -75,7 +75,7 @@ def test_the_parts_of_each_device_are_not_negative_and_add_up_to_one_step(accumu
     logged = [
         sum(v for t, v in values.items() if t.startswith("account/")) for _, values in kept.values
     ]
-    assert account["step_ms"] == pytest.approx(sum(logged) / 2)
+    assert account["step_ms"] == pytest.approx(sum(logged) / 4)
     ((step, reported, _),) = kept.reports
     assert (step, reported) == (4, trainer.account)
 
@@ -174,7 +174,7 @@ def test_a_bubble_is_answered_with_more_micro_batches_and_what_they_would_bring(
 
 @pytest.mark.parametrize("batches", [1, 4])
 def test_a_price_does_not_count_the_all_reduce_as_won(batches):
-    step = trained(stages=(2e-3, 2e-3), chunks=2)._stats._last
+    step = trained(stages=(2e-3, 2e-3), chunks=2)._stats._usual.typical
     won = step.account.total - advice._smaller_microbatches(step).seconds
     wait, last = 0.5, step.schedule.chunks - 1
     spans = [
@@ -247,7 +247,7 @@ CASES = {
 
 @pytest.mark.parametrize("part", advice._PROPOSALS)
 def test_every_kind_of_advice_says_what_a_step_takes_with_it_and_without(part):
-    step = trained(**CASES[part])._stats._last
+    step = trained(**CASES[part])._stats._usual.typical
     (proposal,) = [each for each in advice.advise(step) if each.part == part]
     now, then = step.account.total * 1e3, proposal.seconds * 1e3
     assert f"{then:.4g} ms instead of {now:.4g}" in proposal.text
@@ -255,7 +255,18 @@ def test_every_kind_of_advice_says_what_a_step_takes_with_it_and_without(part):
 
 
 def test_a_run_in_which_all_is_well_is_told_nothing():
-    assert trained(stages=(2e-3,), chunks=1).advice == []
+    assert trained(stages=(6e-3,), chunks=1).advice == []
+
+
+def test_advice_is_of_no_step_that_was_interrupted_and_of_none_with_a_short_batch():
+    step = trained(stages=(2e-3,), chunks=1)._stats._usual.typical
+    late = replace(step, account=step.account._replace(data=step.account.data + 0.5))
+    assert any("waiting for data" in proposal.text for proposal in advice.advise(late))
+    recorded = run_stats._Recorded()
+    for each in (replace(step, samples=3), step, late, replace(step, samples=3)):
+        recorded.keep(each)
+    assert list(recorded.latest) == [step, late]
+    assert recorded.typical is step
 
 
 def test_monitors_take_a_directory_as_text_and_make_it(tmp_path, caplog):
