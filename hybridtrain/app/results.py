@@ -19,10 +19,10 @@ from typing import Any
 
 import yaml
 
-from hybridtrain.app.compose import given_keys, parse_overrides, read_overrides
+from hybridtrain.app.compose import parse_overrides, read_overrides
 from hybridtrain.errors import ConfigError
 from hybridtrain.files import json_lines, write_atomically
-from hybridtrain.options import is_hyperparameter
+from hybridtrain.report import RunSettings, that_differ
 from hybridtrain.text_table import markdown_table, text_table
 
 SWEEP_FILE = Path("slurm") / "sweep.txt"
@@ -55,15 +55,10 @@ class Run:
     reached: dict[str, Any]
     config: dict[str, Any] = field(default_factory=dict)
 
-    def setting(self, key: str) -> Any:
-        """Returns the value of a dotted key, or the option of a group; None: not known."""
-        found: Any = self.config
-        for part in key.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        if found is not None and not isinstance(found, Mapping):
-            return found
-        text = dict(zip(given_keys(self.overrides), self.overrides, strict=True)).get(key)
-        return None if text is None else yaml.safe_load(text.partition("=")[2])
+    @property
+    def settings(self) -> RunSettings:
+        """What it was started with."""
+        return RunSettings(self.config, self.overrides)
 
 
 def results(arguments: Sequence[str]) -> int:
@@ -114,14 +109,10 @@ def runs_of(arguments: Iterable[str]) -> list[Run]:
 
 def lines_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Returns a line of the table for each run: its name, the settings that differ, its results."""
-    keys = dict.fromkeys(key for run in runs for key in given_keys(run.overrides))
-    settings = [{key: run.setting(key) for key in keys if is_hyperparameter(key)} for run in runs]
-    differ = [
-        key for key in settings[0] if len({str(own[key]) for own in settings}) > 1
-    ] if settings else []  # fmt: skip
+    differ = that_differ([run.settings for run in runs])
     return [
-        {"run": run.name, **{key: own[key] for key in differ}, **run.reached}
-        for run, own in zip(runs, settings, strict=True)
+        {"run": run.name, **{key: run.settings.get(key) for key in differ}, **run.reached}
+        for run in runs
     ]
 
 
@@ -248,7 +239,7 @@ def _reached(run: Path) -> dict[str, Any]:
 def _value(run: Run, column: str) -> Any:
     """Returns what a run has in a column, or for a setting that is in none."""
     own = {"run": run.name, **run.reached}
-    return own[column] if column in own else run.setting(column)
+    return own[column] if column in own else run.settings.get(column)
 
 
 def _known_column(runs: Sequence[Run], column: str) -> str:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.files import write_atomically
-from hybridtrain.options import is_hyperparameter
 from hybridtrain.planning import Plan
 from hybridtrain.report import charts
 from hybridtrain.report.record import RunRecord
+from hybridtrain.report.settings import that_differ
 from hybridtrain.schedule import COMPUTING, Action, Spans, receiver_of
 from hybridtrain.text_table import with_unit
 
@@ -201,15 +201,8 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
 
 def _compared(records: Sequence[RunRecord]) -> Table:
     """Returns a line for each run: the settings that differ, and the results."""
-    settings = [
-        dict(text.lstrip("+").partition("=")[::2] for text in record.overrides)
-        for record in records
-    ]
-    keys = [
-        key
-        for key in dict.fromkeys(key for own in settings for key in own)
-        if is_hyperparameter(key) and len({own.get(key) for own in settings}) > 1
-    ]
+    settings = [record.settings for record in records]
+    keys = that_differ(settings)
     results = [dict(_facts(record)) for record in records]
     columns = [
         name
@@ -219,7 +212,11 @@ def _compared(records: Sequence[RunRecord]) -> Table:
     return [
         ["run", *keys, *columns],
         *(
-            [record.name, *(own.get(key, "") for key in keys), *(r.get(c, "") for c in columns)]
+            [
+                record.name,
+                *(_setting(own.get(key)) for key in keys),
+                *(r.get(c, "") for c in columns),
+            ]
             for record, own, r in zip(records, settings, results, strict=True)
         ),
     ]
@@ -299,6 +296,10 @@ def _bytes_of(plan: Plan | None, spans: Spans) -> dict[Action, int]:
         if receiver is not None and (size := crossing[min(action.stage, receiver.stage)]):
             sent[action] = size
     return sent
+
+
+def _setting(value: object) -> str:
+    return "" if value is None else str(value)
 
 
 def _number(value: float) -> str:

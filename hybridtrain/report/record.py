@@ -18,6 +18,7 @@ from hybridtrain.errors import DataError
 from hybridtrain.files import json_lines
 from hybridtrain.monitor import spans_of_trace
 from hybridtrain.planning import Plan
+from hybridtrain.report.settings import RunSettings
 from hybridtrain.schedule import Account, Spans
 
 Curves = dict[str, list[tuple[int, float]]]
@@ -93,6 +94,11 @@ class RunRecord:
     def accounts(self) -> list[tuple[int, dict[str, float]]]:
         """The steps that were recorded, and the parts of each in milliseconds."""
         return accounts_of(self.curves)
+
+    @property
+    def settings(self) -> RunSettings:
+        """What it was started with."""
+        return RunSettings(yaml.safe_load(self.config) or {}, self.overrides)
 
     def last(self, tag: str) -> float | None:
         """Returns the last value of a curve; None: there is no such curve."""

@@ -8,6 +8,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+import yaml
 from support.browser import BrowserPage
 from support.launch import SMALL
 
@@ -51,6 +52,9 @@ def test_several_runs_are_compared_by_the_settings_that_differ(
     finished: Path, tmp_path: Path
 ) -> None:
     other = Path(shutil.copytree(finished, tmp_path / "other"))
+    config = yaml.safe_load((other / "config.yaml").read_text())
+    usual, config["optim"]["lr"] = config["optim"]["lr"], 0.5
+    (other / "config.yaml").write_text(yaml.safe_dump(config))
     overrides = (other / "overrides.yaml").read_text()
     (other / "overrides.yaml").write_text(overrides + "- optim.lr=0.5\n")
     assert main(["report", str(finished), str(other), "output=both.html"]) == 0
@@ -59,7 +63,7 @@ def test_several_runs_are_compared_by_the_settings_that_differ(
     heads = re.findall("<th>(.*?)</th>", table)
     assert heads[:3] == ["run", "optim.lr", "state"]
     assert [row[:2] for row in re.findall("<tr><td>(.*?)</td><td>(.*?)</td>", table)] == [
-        ("digits", ""),
+        ("digits", str(usual)),
         ("other", "0.5"),
     ]
 
