@@ -68,13 +68,13 @@ FIRST = ("model", "data", "optim", "lr_schedule", "trainer", "pipeline", "world"
 MORE = {
     "run_name": "[Names](configuration.md#names)",
     "resume": "[Resuming](checkpoints.md#resuming)",
-    "init_from": "[Checkpoints](checkpoints.md#initial-weights)",
+    "init_from": "[Initial weights](weights.md#initial-weights)",
     "callbacks": "[Callbacks](callbacks.md)",
     "allow_targets": "[Own models](project.md)",
     "pipeline.schedule": "[Backwards in two parts](performance.md#backwards-in-two-parts)",
     "pipeline.split": "[Splitting](splitting.md)",
     "world.stall_s": "[Reliability](reliability.md#hangs)",
-    "world.shard": "[Performance](memory.md#memory-over-replicas)",
+    "world.shard": "[Memory](memory-replicas.md)",
     "trainer.loss": "[The loss](losses.md)",
     "trainer.eval_first": "[Evaluations that fail](reliability.md#evaluations-that-fail)",
 }
