@@ -43,10 +43,10 @@ YAML schemas completes and explains the keys of a recipe by `schema.json` of the
 ## The run""",
     "submit": """What `hybridtrain submit` asks a cluster for; see [Clusters](clusters.md).
 The other commands take no notice of it.""",
-    "search": """What `hybridtrain search` looks for; see [Search](configuration.md#search). The
+    "search": """What `hybridtrain search` looks for; see [Search](sweeps.md#search). The
 other commands take no notice of it.""",
     "monitor": """`monitor=[tensorboard,wandb,mlflow,csv]` chooses the trackers of a run, see
-[Trackers](monitoring.md#trackers).""",
+[Trackers](trackers.md).""",
     "data": """The keys of every data set; then those of each option. `data.batch_size` counts
 the samples of all replicas; `auto`: [the largest batch that fits](memory.md#the-largest-batch).
 [Data sets](data-sets.md) says what files they read.""",
@@ -66,15 +66,15 @@ FIRST = ("model", "data", "optim", "lr_schedule", "trainer", "pipeline", "world"
 
 # Pages that say more.
 MORE = {
-    "run_name": "[Names](configuration.md#names-and-sweeps)",
+    "run_name": "[Names](configuration.md#names)",
     "resume": "[Resuming](checkpoints.md#resuming)",
-    "init_from": "[Checkpoints](checkpoints.md#initial-weights)",
+    "init_from": "[Initial weights](weights.md#initial-weights)",
     "callbacks": "[Callbacks](callbacks.md)",
     "allow_targets": "[Own models](project.md)",
     "pipeline.schedule": "[Backwards in two parts](performance.md#backwards-in-two-parts)",
     "pipeline.split": "[Splitting](splitting.md)",
     "world.stall_s": "[Reliability](reliability.md#hangs)",
-    "world.shard": "[Performance](memory.md#memory-over-replicas)",
+    "world.shard": "[Memory](memory-replicas.md)",
     "trainer.loss": "[The loss](losses.md)",
     "trainer.eval_first": "[Evaluations that fail](reliability.md#evaluations-that-fail)",
 }

@@ -1,8 +1,9 @@
 """Verifies models that others wrote: in stages they compute what they do unsplit.
 
 These are all classification models of torchvision and a choice of those of transformers; the result
-is a table, docs/models.md. The exit status is 1 if a model cannot be split or differs by more than
-the order of additions explains. Run it in the repository's root:
+is a table, docs/models-table.md, whose counts are in docs/models.md too. The exit status is 1 if a
+model cannot be split or differs by more than the order of additions explains. Run it in the
+repository's root:
 
     python -m scripts.zoo                              # all of them, on the CPU
     python -m scripts.zoo --only resnet18 --stages 2   # some, to the terminal alone
@@ -42,7 +43,7 @@ from tests.support.zoo import (
     verified,
 )
 
-TABLE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+TABLE = Path(__file__).resolve().parents[1] / "docs" / "models-table.md"
 
 
 @dataclass
@@ -148,7 +149,7 @@ def table(results: dict[str, Result], stages: Sequence[int]) -> list[str]:
 
 
 def page(kinds: dict[str, dict[str, Result]], stages: Sequence[int], split: str) -> str:
-    """Returns the whole of docs/models.md."""
+    """Returns the whole of docs/models-table.md."""
     counts = " and in ".join(map(str, stages))
     results = [result for kind in kinds.values() for result in kind.values()]
     comparisons = [found for result in results for found in result.found]
@@ -181,7 +182,11 @@ def page(kinds: dict[str, dict[str, Result]], stages: Sequence[int], split: str)
 
 
 _PAGE = """\
-# Models that others wrote
+---
+hide: [toc]  # wide tables
+---
+
+# The models that were tried
 
 Written by `{command}` ({versions}; one process on a CPU, fp32).
 
@@ -205,13 +210,7 @@ Images have 64 x 64 pixels, or the least that a model takes (Inception 299, MaxV
 patches by two), since sizes do not change the structure. Auxiliary classifiers (GoogLeNet,
 Inception) are part of the loss. The models of `transformers` are those of their configuration
 classes with four layers of width 32; sentences are of different lengths, padded, with an attention
-mask. Without a mask, transformers picks another attention kernel for itself than for an export, and
-the last bits may differ (LoRA of peft on Qwen2 with 40 tokens: 5.0e-7 of the largest entry of a
-gradient; bitwise with a mask, or with `attn_implementation="eager"`). `loss=model_output` counts a
-model with LoRA of peft as the model inside, and a test compares the gradients of a GPT-2's LoRA.
-Where a model uses one
-parameter in several places (GPT-2's embedding and output layer, ALBERT's one layer) that are in
-different stages, the parts of its gradient are added up in another order, and the last bits differ.
+mask. [Where the last bits differ](models.md#where-the-last-bits-differ) says why.
 
 {passed} of {models} models compute in stages what they do unsplit{not_all}.
 {equal} of {comparisons} comparisons are bitwise, and the largest difference is {largest}."""
@@ -236,7 +235,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these models alone")
     parser.add_argument("--stages", default="2,4", help="numbers of stages (default: 2,4)")
     parser.add_argument("--split", default="size", help="pipeline.split (default: size)")
-    parser.add_argument("--out", type=Path, help="where the table goes (default: docs/models.md)")
+    parser.add_argument("--out", type=Path, help=f"where the table goes (docs/{TABLE.name})")
     args = parser.parse_args()
     stages = [int(count) for count in args.stages.split(",")]
     kinds: dict[str, dict[str, Result]] = {}

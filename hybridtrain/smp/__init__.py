@@ -2,7 +2,7 @@
 
     import hybridtrain.smp as smp  # was: import smdistributed.modelparallel.torch as smp
 
-Scripts run under torchrun, on CPUs and GPUs. docs/smp.md has every name and parameter.
+Scripts run under torchrun, on CPUs and GPUs. docs/smp-names.md has every name and parameter.
 
 config             the configuration of smp 1.x, and the torchrun line of a `distribution`
 runtime            what `init` has set up in this process

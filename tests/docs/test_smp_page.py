@@ -1,4 +1,4 @@
-"""The script of docs/smp.md runs as the page says, with the commands of the page."""
+"""The script of docs/smp.md runs as the page says; smp-names.md and smp-config.md are complete."""
 
 import json
 import re
@@ -13,7 +13,8 @@ from support.smp_names import LOSS_SCALE, NEW, REFUSED, SIGNATURES, VALUES
 from hybridtrain.smp.config import NO_MEANING, SmpConfig
 from hybridtrain.smp.config import REFUSED as REFUSED_KEYS
 
-PAGE = ROOT / "docs" / "smp.md"
+DOCS = ROOT / "docs"
+PAGE = DOCS / "smp.md"
 
 
 def test_the_script_of_the_page_runs_with_its_configurations(tmp_path, monkeypatch):
@@ -36,7 +37,7 @@ def test_the_script_of_the_page_runs_with_its_configurations(tmp_path, monkeypat
 
 
 def test_the_page_has_the_names_that_a_test_calls_with_their_arguments_and_no_others():
-    text = PAGE.read_text().partition("## Every name")[2].partition("## What is saved")[0]
+    text = (DOCS / "smp-names.md").read_text()
     cells = "".join(re.findall(r"^\| (`.*?) \| ", text, re.M))
     found = dict(re.findall(r"`([\w.]+)(?:\((.*?)\))?`", cells))
     own = re.compile(r"^(StepOutput|DistributedModel|DistributedOptimizer)\.")
@@ -56,7 +57,7 @@ def test_the_page_has_the_names_that_a_test_calls_with_their_arguments_and_no_ot
 
 
 def test_the_page_has_every_key_of_the_configuration():
-    text = PAGE.read_text().partition("## From an estimator")[2].partition("## How a step runs")[0]
+    text = (DOCS / "smp-config.md").read_text()
     on_page = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \| ", text, re.M))))
     keys = {option.name for option in fields(SmpConfig)} - {"own"}
     assert keys | NO_MEANING.keys() | REFUSED_KEYS.keys() | {"partitions"} <= on_page

@@ -300,8 +300,8 @@ def test_a_transformers_model_with_rotary_positions_is_counted_without_values():
     ],
     ids=["some", "all"],
 )
-def test_the_page_on_planning_has_the_ratios_to_published_runs(sizes):
-    page = (Path(__file__).parents[2] / "docs/planning.md").read_text()
+def test_the_page_on_published_runs_has_the_planners_ratios(sizes):
+    page = (Path(__file__).parents[2] / "docs/published-runs.md").read_text()
     rows = re.findall(r"^\| .*\| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|$", page, re.M)
     assert len(rows) == len(literature.RUNS)
     for run, (published, ours, ratio) in zip(literature.RUNS, rows, strict=True):
