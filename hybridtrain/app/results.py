@@ -57,7 +57,7 @@ class Run:
 
     @property
     def settings(self) -> RunSettings:
-        """What it was started with."""
+        """Its settings, of which some differ from those of other runs."""
         return RunSettings(self.config, self.overrides)
 
 

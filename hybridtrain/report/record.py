@@ -97,7 +97,7 @@ class RunRecord:
 
     @property
     def settings(self) -> RunSettings:
-        """What it was started with."""
+        """Its settings, of which some differ from those of other runs."""
         return RunSettings(yaml.safe_load(self.config) or {}, self.overrides)
 
     def last(self, tag: str) -> float | None:

@@ -13,7 +13,7 @@ from hybridtrain.options import is_hyperparameter
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a run was started with.
+    """The settings of a run.
 
     Attributes:
         config: as it was saved; empty for a run that has not begun.
