@@ -368,11 +368,13 @@ class OptimizerStep:
         self._updated.append(optimizer)
         norm, before = self.norm(), activity.phase
         activity.now(f"step {self._trained.number}: optimizer")
-        if self._decides_on_device():  # [4]
-            self._take_on_device(optimizer, norm)
-        elif self._is_allowed():
-            self.scaler.step(optimizer)
-        activity.phase = before
+        try:
+            if self._decides_on_device():  # [4]
+                self._take_on_device(optimizer, norm)
+            elif self._is_allowed():
+                self.scaler.step(optimizer)
+        finally:  # what a script does after an error need not move on
+            activity.phase = before
 
     def end(self) -> None:
         """Counts the step, once for several optimizers, and adapts the scale after the last."""

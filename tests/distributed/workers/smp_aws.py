@@ -84,7 +84,7 @@ def _(world):
     )
 
 
-@cells.add("GPT-J: train_gptj_simple.py")
+@cells.add("GPT-J: train_gptj_simple.py", thorough=True)
 def _(world):
     check(
         world,
