@@ -31,4 +31,6 @@ echo "== pytest"
 # a file in one process, since its launches are shared by its tests; four at a time, since they wait
 # for one another half of the time, and with one thread each, since they are more than the cores
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# the tests start hundreds of interpreters, which would compile the package anew
+unset PYTHONDONTWRITEBYTECODE
 python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder "$@"
