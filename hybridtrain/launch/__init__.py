@@ -11,7 +11,7 @@ notebook           a function in new processes
 """
 
 from hybridtrain.launch.activity import LaneActivity, activity, end_process, kind_of
-from hybridtrain.launch.environment import Launch, detect
+from hybridtrain.launch.environment import Launch, detect, free_port
 from hybridtrain.launch.failure import (
     exit_code,
     find_cause,
@@ -58,6 +58,7 @@ __all__ = [
     "ends_at_once",
     "exit_code",
     "find_cause",
+    "free_port",
     "has_ended",
     "ignore_signals",
     "in_one_line",

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
+import secrets
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from hybridtrain.errors import WorldError
+
+# Ports to meet at. Linux gives those from 32768 on to connections, so that one which is free now
+# may be taken when rank 0 begins to listen at it.
+_PORTS = range(10000, 30000)
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,16 @@ def _slurm_master(environ: Mapping[str, str], job: int, step: int) -> tuple[str,
     if environ.get("MASTER_PORT"):
         return host, _number(environ, "MASTER_PORT")
     # 4099 is prime: steps of one job are far from each other, and from the next jobs' first steps
-    return host, 10000 + (job + 4099 * step) % 20000
+    return host, _PORTS[(job + 4099 * step) % len(_PORTS)]
+
+
+def free_port() -> int:
+    """Returns a port of this host that nobody listens at, for processes that meet on it."""
+    while True:
+        port = secrets.choice(_PORTS)  # not by `random`, which a script may have seeded
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
 
 
 def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:

@@ -11,7 +11,6 @@ import os
 import pickle
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from typing import Any
 
 from hybridtrain.errors import ConfigError, ProcessFailedError
 from hybridtrain.files import write_atomically
+from hybridtrain.launch.environment import free_port
 from hybridtrain.launch.job import end_with_parent
 
 # How long the other processes have to end by themselves when one has failed, and after a signal.
@@ -153,9 +153,6 @@ def dumped(value: Any, what: str) -> bytes:
 
 
 def _environment(num_processes: int, nb_part: int) -> dict[str, str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     own = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
     if num_processes > 1:
         own.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
@@ -164,7 +161,7 @@ def _environment(num_processes: int, nb_part: int) -> dict[str, str]:
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "HYBRIDTRAIN_NB_PART": str(nb_part),
         "PYTHONUNBUFFERED": "1",
         # modules beside the notebook

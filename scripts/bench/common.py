@@ -7,7 +7,6 @@ import importlib
 import importlib.metadata
 import os
 import platform
-import socket
 import statistics
 import sys
 import time
@@ -20,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+
+from hybridtrain.launch import free_port
 
 PEERS = ("torchgpipe", "lightning", "accelerate", "transformers")
 
@@ -146,9 +147,7 @@ class Processes:
 
     def __init__(self, count: int) -> None:
         context = mp.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._pipes = []
         self._processes = []
         for rank in range(count):

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,6 +21,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from hybridtrain.launch import free_port
 
 PRELOADED = [
     *("torch", "torch._dynamo", "pytest"),
@@ -59,9 +60,7 @@ def together(
     nproc: int, script: Path, arguments: Sequence[str], env: Mapping[str, str], outputs: list[Path]
 ) -> Iterator[list[BaseProcess]]:
     """Starts what `run` runs, with a file for the output of each process; ends them after it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     processes: list[BaseProcess] = []
     try:
         for rank, output in enumerate(outputs):

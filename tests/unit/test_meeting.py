@@ -10,15 +10,13 @@ import pytest
 from hybridtrain import _torch_private
 from hybridtrain._torch_private import HashStore
 from hybridtrain.errors import Rank0UserError, WorldError
-from hybridtrain.launch import meeting
+from hybridtrain.launch import free_port, meeting
 from hybridtrain.launch.environment import Launch
 from hybridtrain.launch.meeting import meet, tell_failure
 
 
 def launches(size, run="Slurm job 1, step 0, attempt 0"):
-    with socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return [Launch("slurm", r, size, r, size, ("127.0.0.1", port), run=run) for r in range(size)]
 
 
