@@ -128,12 +128,20 @@ def _slurm_master(environ: Mapping[str, str], job: int, step: int) -> tuple[str,
 
 
 def free_port() -> int:
-    """Returns a port of this host that nobody listens at, for processes that meet on it."""
-    while True:
+    """Returns a port of this host that nobody listens at, for processes that meet on it.
+
+    Raises:
+        WorldError: there is none among a hundred.
+    """
+    for _ in range(100):
         port = secrets.choice(_PORTS)  # not by `random`, which a script may have seeded
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             return port
+    raise WorldError(
+        f"none of 100 ports from {_PORTS[0]} to {_PORTS[-1]} of this host is free, so that "
+        f"processes cannot meet: may they listen at all?"
+    )
 
 
 def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:

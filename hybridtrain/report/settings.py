@@ -37,7 +37,10 @@ class RunSettings:
         if found is not None and not isinstance(found, Mapping):
             return found
         text = self.given.get(key)
-        return None if text is None else yaml.safe_load(text)
+        try:
+            return None if text is None else yaml.safe_load(text)
+        except yaml.YAMLError:  # Hydra's grammar is another
+            return text
 
 
 def that_differ(runs: Sequence[RunSettings]) -> list[str]:

@@ -56,12 +56,14 @@ def test_several_runs_are_compared_by_the_settings_that_differ(
     usual, config["optim"]["lr"] = config["optim"]["lr"], 0.5
     (other / "config.yaml").write_text(yaml.safe_dump(config))
     overrides = (other / "overrides.yaml").read_text()
-    (other / "overrides.yaml").write_text(overrides + "- optim.lr=0.5\n")
+    no_yaml = "- '+model.labels=[a: b: c]'\n"
+    (other / "overrides.yaml").write_text(overrides + "- optim.lr=0.5\n" + no_yaml)
     assert main(["report", str(finished), str(other), "output=both.html"]) == 0
     page = Path("both.html").read_text()
     table = page[page.index("<table>") : page.index("</table>")]
     heads = re.findall("<th>(.*?)</th>", table)
-    assert heads[:3] == ["run", "optim.lr", "state"]
+    assert heads[:4] == ["run", "optim.lr", "model.labels", "state"]
+    assert "<td>[a: b: c]</td>" in table
     assert [row[:2] for row in re.findall("<tr><td>(.*?)</td><td>(.*?)</td>", table)] == [
         ("digits", str(usual)),
         ("other", "0.5"),

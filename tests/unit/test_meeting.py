@@ -3,6 +3,7 @@
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from socket import socket
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from hybridtrain import _torch_private
 from hybridtrain._torch_private import HashStore
 from hybridtrain.errors import Rank0UserError, WorldError
-from hybridtrain.launch import free_port, meeting
+from hybridtrain.launch import environment, free_port, meeting
 from hybridtrain.launch.environment import Launch
 from hybridtrain.launch.meeting import meet, tell_failure
 
@@ -18,6 +19,19 @@ from hybridtrain.launch.meeting import meet, tell_failure
 def launches(size, run="Slurm job 1, step 0, attempt 0"):
     port = free_port()
     return [Launch("slurm", r, size, r, size, ("127.0.0.1", port), run=run) for r in range(size)]
+
+
+def test_a_port_to_meet_at_is_none_that_linux_gives_to_connections():
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert not any(first <= free_port() <= last for _ in range(50))
+
+
+def test_a_host_without_a_free_port_is_an_error(monkeypatch):
+    with socket() as other:
+        other.bind(("", free_port()))
+        monkeypatch.setattr(environment, "_PORTS", [other.getsockname()[1]])
+        with pytest.raises(WorldError, match="none of 100 ports"):
+            free_port()
 
 
 def together(*calls):
