@@ -51,7 +51,7 @@ from hybridtrain.pipeline import (
 from hybridtrain.planning import Plan, PlannedLayers, Planner
 from hybridtrain.precision import autocast
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
-from hybridtrain.verification import Verification, verify
+from hybridtrain.verification import SelfCheck, Verification, verify
 from hybridtrain.world import World
 
 _MOVES = ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "to_empty")
@@ -269,7 +269,12 @@ class HybridModel:
         planner = Planner(net, options, example_inputs, world.cluster)
         plan = world.broadcast(world.on_main(planner.plan))
         assert plan is not None
-        self._begin(net, world, options, plan, planner.layers_of(plan))
+        planned = planner.layers_of(plan)
+        if world.processes_per_replica > 1 and example_inputs is not None:
+            # later no process has the whole model
+            check = SelfCheck(net, plan, planned, options, world)
+            world.on_main(partial(check.look_at_construction, example_inputs))
+        self._begin(net, world, options, plan, planned)
 
     @classmethod
     @torch.inference_mode(False)
@@ -341,6 +346,7 @@ class HybridModel:
         self._proven = set[Hashable]()  # kinds of losses; see `losses.proof`
         if options.shard != "none" and world.replicas == 1:
             log.info("shard=%s has no effect: there is one replica", options.shard)
+        self._self_check = SelfCheck(net, plan, planned, options, world)
         self.pipeline = Pipeline(net, plan, planned, world, options)
         self.plan = plan
         self.stages = self.pipeline.stages
@@ -410,6 +416,7 @@ class HybridModel:
         samples = batch_size(inputs, targets)
         sizes = self._sizes(samples)
         self._check_synchronised(len(sizes))
+        self._self_check.look(inputs, sizes, trains=True)
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
         loss = self.resolve_loss(loss_fn)
@@ -559,6 +566,7 @@ class HybridModel:
         self._follow_changes(trains=False)
         self._batch_check.begin(inputs, targets)
         sizes = self._sizes(batch_size(inputs, targets))
+        self._self_check.look(inputs, sizes, trains=False)
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
 
@@ -630,6 +638,10 @@ class HybridModel:
                 next one.
         """
         return verify(self, [(inputs, targets)] * times, loss_fn, reference)
+
+    def without_self_check(self) -> AbstractContextManager[None]:
+        """Leaves out, in the block, the comparison that the option `self_check` asks for."""
+        return self._self_check.off()
 
     def autocast(self) -> AbstractContextManager[object]:
         """Returns the autocast context of `precision`; for fp32 the caller's autocast counts."""

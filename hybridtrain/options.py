@@ -106,6 +106,10 @@ class PipelineOptions:
     uncompiled in training."""
     seed: int = 0
     """The seed of random layers such as dropout."""
+    self_check: bool = True
+    """Compare a small sample with the unsplit module before the first step of each kind of input
+    (dtypes, numbers of dimensions, sizes of 0 and 1, training or evaluation), on copies of the
+    model; a difference is an error."""
     find_unused_parameters: bool = False
     """As in DistributedDataParallel: allow steps in which a parameter gets no gradient."""
     broadcast_buffers: bool = True

@@ -340,6 +340,10 @@ class Segment(nn.Module):
         for graph in self._graphs:
             graph.compiled = torch.compile(graph.module, *args, **kwargs)
 
+    def compiled_graphs(self) -> list[Callable[..., Any]]:
+        """Returns what `compile` has made."""
+        return [graph.compiled for graph in self._graphs if graph.compiled is not None]
+
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """Returns the buffers that this segment has copies of, as pairs (the user's, the copy).
 

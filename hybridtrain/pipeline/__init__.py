@@ -25,7 +25,7 @@ from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy
 from hybridtrain.pipeline.agreement import BatchCheck, batch_digest, check_replicas
 from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
 from hybridtrain.pipeline.engine import Head, HeadOutput
-from hybridtrain.pipeline.engines import ENGINES
+from hybridtrain.pipeline.engines import ENGINES, InlineEngine
 from hybridtrain.pipeline.engines.threads import threads_per_lane
 from hybridtrain.pipeline.layer_rng import (
     DrawsOf,
@@ -45,6 +45,7 @@ __all__ = [
     "DrawsOf",
     "Head",
     "HeadOutput",
+    "InlineEngine",
     "Phases",
     "Pipeline",
     "ReplayedDraws",

@@ -49,6 +49,7 @@ class LayerRNG:
         active: whether the model trains; nothing is seeded in evaluation.
         looks_apart: see there.
         own_generator: see there.
+        seeds_evaluations: whether layers draw by place in evaluations too; for comparisons.
         pieces: the layers that were cut out of a unit.
         counts: how often each (unit, piece, micro-batch) has drawn in the last step; filled by the
             processes that have them.
@@ -73,6 +74,7 @@ class LayerRNG:
         self.own_generator = own_generator
         self.step = 0
         self.active = True
+        self.seeds_evaluations = False
         self._seed = seed
         self._replica = replica
         self._units = units
@@ -149,7 +151,7 @@ class LayerRNG:
 
     def begin_step(self, active: bool) -> None:
         """Begins a step, in which layers draw by place if it is `active`."""
-        self.active = active
+        self.active = active or self.seeds_evaluations
         self.counts.clear()
 
     def seeds_in_order(

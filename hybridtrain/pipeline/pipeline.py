@@ -27,7 +27,7 @@ from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy, whole_
 from hybridtrain.pipeline.agreement import check_frozen_alike
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.engine import Head, Source, Step
-from hybridtrain.pipeline.engines import ENGINES, make_engine
+from hybridtrain.pipeline.engines import ENGINES, EngineMaker, make_engine
 from hybridtrain.pipeline.layer_rng import LayerRNG, current_gpus_generator
 from hybridtrain.pipeline.layer_runner import compile_layers
 from hybridtrain.pipeline.links import links_between
@@ -60,6 +60,7 @@ class Pipeline:
         planned: the layers of each stage, as `plan` has them.
         world: the processes and devices; all of them make the pipeline together.
         options: how it runs.
+        engine: what executes its steps; None: as `world` says.
 
     Attributes:
         stages: the stages of this process, in the order of the pipeline.
@@ -78,6 +79,7 @@ class Pipeline:
         planned: PlannedLayers,
         world: World,
         options: PipelineOptions,
+        engine: EngineMaker | None = None,
     ) -> None:
         if world.engine not in ENGINES:
             hint = did_you_mean(world.engine, ENGINES, "engines")
@@ -134,7 +136,8 @@ class Pipeline:
         for stage in self.stages:
             self._of_others -= {id(p) for p in stage.module.parameters()}
         self._no_parameter = nn.Parameter(torch.empty(0, device=self.stages[-1].device))
-        self._engine = make_engine(self.stages, links, world)
+        self._make_engine = engine or make_engine
+        self._engine = self._make_engine(self.stages, links, world)
 
     def run_train_step(
         self,
@@ -206,7 +209,7 @@ class Pipeline:
             if stage.reducer is not None:
                 stage.reducer.build()
         # one that has learned nothing: messages have other formats where gradients are others
-        self._engine = make_engine(self.stages, self._links, self._world)
+        self._engine = self._make_engine(self.stages, self._links, self._world)
         self._watch.look()
 
     def run_forward(self, schedule: Schedule, source: Source, head: Head) -> list[Any]:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import Parameter
 
+from hybridtrain.graph import Segment
 from hybridtrain.world import World
 
 
@@ -178,6 +179,17 @@ def remove_aliases(net: nn.Module) -> None:
             module.__dict__.pop(name, None)
 
 
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Moves `module` to `device`; only constants in graphs, where its tensors are there already."""
+    tensors = (*module.parameters(), *module.buffers())
+    if not tensors or any(tensor.device != device for tensor in tensors):
+        module.to(device)
+        return
+    for part in module.modules():
+        if isinstance(part, Segment):
+            part.put_constants_on(device)
+
+
 def place_with_aliases(
     module: nn.Module, device: torch.device, uses: Sequence[TiedUse]
 ) -> list[Alias]:
@@ -185,7 +197,7 @@ def place_with_aliases(
     for use in uses:
         use.module._parameters[use.name] = None
     try:
-        module.to(device)
+        _move(module, device)
     finally:
         for use in uses:
             use.module._parameters[use.name] = use.parameter

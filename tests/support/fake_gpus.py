@@ -147,6 +147,9 @@ class FakeGPUs:
     def peak_memory(self, device: torch.device) -> PeakMemory:
         return PeakMemory(0, 0)
 
+    def total_memory(self, device: torch.device) -> int:
+        return 2**36
+
     def reset_peak_memory(self, device: torch.device) -> None:
         pass
 

@@ -200,7 +200,9 @@ def test_a_stashed_value_bypasses_the_stages_between():
             return x
 
     net[3], net[5] = Look(), Look()
-    hybrid(net, 4, split=[2, 2, 2, 2]).train_step(*regression(10), F.mse_loss)
+    # unsplit, a layer may pop what it has not declared
+    model = hybrid(net, 4, split=[2, 2, 2, 2], self_check=False)
+    model.train_step(*regression(10), F.mse_loss)
     assert len(seen) == 2 * CHUNKS
 
 

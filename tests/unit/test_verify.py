@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from support.compare import cpu_world, hybrid, square_loss
 from support.nets import CASES, WIDTH, TanhLinear, classification, conv_net, floats, mlp
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from hybridtrain import HybridModel
 from hybridtrain.errors import ConfigError, UserError
@@ -143,7 +145,7 @@ def test_a_loss_that_is_no_mean_over_samples_is_found_with_both_numbers():
 
     model = hybrid(mlp(), 2)
     inputs, targets = classification(10)
-    found = model.verify(inputs, targets, Weighted())
+    found = model.verify(inputs, targets, Weighted(), times=1)
     assert found.differs == [WHOLE_BATCH]
     whole = float(F.cross_entropy(model.eval()(inputs), targets, weight=weight))
     assert f"{whole:.7g}" in found.kinds[WHOLE_BATCH].where
@@ -241,3 +243,239 @@ def test_an_engine_over_processes_asks_for_the_whole_model(monkeypatch):
     monkeypatch.setattr(model.world, "processes_per_replica", 2)
     with pytest.raises(ConfigError, match="pass reference="):
         verify(model, [classification(8)], F.cross_entropy)
+
+
+class Faulty(TanhLinear):
+    """Gives `wrong` of its output where it runs in a stage."""
+
+    def __init__(self, wrong):
+        super().__init__()
+        self.wrong = wrong
+
+    def forward(self, x):
+        y = super().forward(x)
+        return self.wrong(y) if threading.current_thread().name.startswith("stage-") else y
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        (lambda y: y * float("nan"), lambda y: y * 0),
+        (lambda y: y * float("inf"), lambda y: y * 3e38),
+        (lambda y: y.masked_fill(y > 0, float("nan")), lambda y: y),
+    ],
+    ids=["NaN for 0", "infinity for a large number", "some NaN"],
+)
+def test_numbers_that_are_not_finite_equal_themselves_alone(wrong, right):
+    net = nn.Sequential(TanhLinear(), Faulty(wrong))
+    net[1].register_forward_hook(
+        lambda module, args, y: y if threading.current_thread().name[:6] == "stage-" else right(y)
+    )
+    found = hybrid(net, 2).verify(floats(8), None, square_loss)
+    assert "output in training" in found.differs
+    assert "output in evaluation" in found.differs
+
+
+def test_nan_in_the_same_places_is_the_same_result():
+    net = nn.Sequential(TanhLinear(), TanhLinear())
+    model = hybrid(net, 2)
+    inputs = floats(8)
+    inputs[3] = float("nan")
+    assert model.verify(inputs, None, square_loss).exact
+
+
+class SmallScale(nn.Module):
+    """A branch whose gradients are a tiny share of the largest, as a layer scale makes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.branch, self.wrong = WrongBackward(), False
+
+    def forward(self, x):
+        return x + 1e-9 * self.branch(x)
+
+
+def test_a_small_gradient_is_compared_on_its_own_scale():
+    net = nn.Sequential(TanhLinear(), SmallScale(), TanhLinear(), TanhLinear())
+    plain = copy.deepcopy(net)
+    model = hybrid(net, 2)
+    net[1].branch.wrong = True
+    found = model.verify(floats(8), floats(8, seed=1), F.mse_loss, reference=plain)
+    assert found.differs == ["gradient"]
+    assert "1.branch.linear" in found.kinds["gradient"].where
+
+
+def test_a_loss_that_is_another_mean_in_training_alone_is_found():
+    net = mlp()
+
+    def loss(output, targets):
+        losses = F.cross_entropy(output, targets, reduction="none")
+        return losses[targets > 0].mean() if net.training else losses.mean()
+
+    inputs, targets = classification(10)
+    targets[:4] = 0
+    found = hybrid(net, 2).verify(inputs, targets, loss)
+    assert found.differs == [WHOLE_BATCH]
+
+
+def test_outputs_that_are_no_tensors_are_compared():
+    class Count(TanhLinear):
+        def forward(self, x):
+            inside = threading.current_thread().name.startswith("stage-")
+            return {"y": super().forward(x), "k": 3.0 if inside else 5.0}
+
+    net = nn.Sequential(TanhLinear(), Count())
+    found = hybrid(net, 2).verify(floats(8), None, lambda output, _: output["y"].mean())
+    assert "output in training" in found.differs
+
+
+class Sampling(TanhLinear):
+    """Draws in evaluation too, as a variational autoencoder does."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y + torch.randn_like(y)
+
+
+def own_generator():
+    generator = torch.Generator().manual_seed(1)
+
+    class Draws(TanhLinear):
+        def forward(self, x):
+            return super().forward(x) + torch.rand((), generator=generator)
+
+    return Draws()
+
+
+def counting():
+    runs = [0]
+
+    class Counts(TanhLinear):
+        def forward(self, x):
+            runs[0] += 1
+            return super().forward(x) * runs[0]
+
+    return Counts()
+
+
+class Moving(TanhLinear):
+    """Moves a buffer in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        y = super().forward(x) + self.mean.clone()
+        if not self.training:
+            self.mean.mul_(0.9).add_(x.mean(0))
+        return y
+
+
+class Observing(TanhLinear):
+    """Has a buffer that its first forward resizes, as an observer of quantisation has."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("low", torch.empty(0))
+
+    def forward(self, x):
+        if not self.low.numel():
+            self.low.resize_(WIDTH).fill_(float("inf"))
+        self.low.copy_(torch.minimum(self.low, x.detach().amin(0)))
+        return super().forward(x)
+
+
+def hooked():
+    layer = TanhLinear()
+    layer.linear.weight.register_hook(lambda gradient: gradient * 2)
+    return layer
+
+
+def normed():
+    layer = TanhLinear()
+    torch.nn.utils.weight_norm(layer.linear)
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize(
+    "layer",
+    [Sampling, own_generator, counting, Moving, Observing, hooked, normed],
+    ids=lambda layer: layer.__name__,
+)
+def test_layers_with_a_state_of_their_own_are_found_to_be_exact(layer):
+    net = nn.Sequential(TanhLinear(), layer(), TanhLinear())
+    model = hybrid(net, 2)
+    found = model.verify(floats(8), None, square_loss)
+    assert found.exact, found
+    assert found.kinds["output in evaluation"].largest == 0
+
+
+def test_state_that_only_other_weights_show_is_found():
+    class Momentum(nn.Module):
+        """Updates a copy of its weights, twice in a stage."""
+
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = TanhLinear(), TanhLinear()
+            self.k.load_state_dict(self.q.state_dict())
+            self.k.requires_grad_(False)
+
+        def forward(self, x):
+            inside = threading.current_thread().name.startswith("stage-")
+            for q, k in zip(self.q.parameters(), self.k.parameters(), strict=True):
+                for _ in range(1 + inside):
+                    k.data.mul_(0.9).add_(q.data, alpha=0.1)
+            return self.q(x) + self.k(x)
+
+    found = hybrid(nn.Sequential(TanhLinear(), Momentum()), 2).verify(floats(8), None, square_loss)
+    assert not found.exact
+
+
+def test_the_model_is_as_before_after_an_error_too():
+    class Fails(Observing):
+        fails = False
+
+        def forward(self, x):
+            if self.fails and not self.training:
+                raise RuntimeError("in an evaluation")
+            return super().forward(x)
+
+    net = nn.Sequential(TanhLinear(), Fails())
+    model = hybrid(net, 2)
+    weights, calls = copy.deepcopy(net.state_dict()), []
+    net[1].register_forward_hook(lambda *values: calls.append(len(calls)))
+    net[1].fails = True
+    with pytest.raises(RuntimeError, match="in an evaluation"):
+        model.verify(floats(8), None, square_loss)
+    assert net.training
+    assert calls == []
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_outputs_whose_type_has_no_names_for_its_parts_are_compared():
+    Output = register_without_keys()  # noqa: N806
+
+    class Gives(TanhLinear):
+        def forward(self, x):
+            return Output(super().forward(x))
+
+    net = nn.Sequential(TanhLinear(), Gives())
+    found = hybrid(net, 2).verify(floats(8), None, lambda output, _: output.sample.mean())
+    assert found.exact
+
+
+def register_without_keys():
+    """Returns a type that pytree functions enter without names, as the outputs of diffusers."""
+
+    class Output:
+        def __init__(self, sample):
+            self.sample = sample
+
+    pytree.register_pytree_node(
+        Output, lambda output: ([output.sample], None), lambda values, _: Output(*values)
+    )
+    return Output

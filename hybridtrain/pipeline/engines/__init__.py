@@ -14,9 +14,11 @@ from hybridtrain.pipeline.links import Link
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.world import World
 
-__all__ = ["ENGINES", "InlineEngine", "ProcessEngine", "ThreadEngine", "make_engine"]
+__all__ = ["ENGINES", "EngineMaker", "InlineEngine", "ProcessEngine", "ThreadEngine", "make_engine"]
 
-ENGINES: dict[str, Callable[[Sequence[Stage], Sequence[Link], World], Engine]] = {
+EngineMaker = Callable[[Sequence[Stage], Sequence[Link], World], Engine]
+
+ENGINES: dict[str, EngineMaker] = {
     "local": ThreadEngine,
     "distributed": ProcessEngine,
 }

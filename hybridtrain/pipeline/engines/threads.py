@@ -379,7 +379,7 @@ class ThreadTrial:
 
 
 class InlineEngine:
-    """Executes steps on `stages`, all of a pipeline: nobody waits for another.
+    """Executes steps on `stages`, all of a pipeline, in the caller's thread.
 
     A model that is not cut is a single stage, with nothing to send.
     """
@@ -397,7 +397,7 @@ class InlineEngine:
         runner = ActionRunner(step, self._of_index, self._routes, QueueWire(self._stages))
         (doing,) = activity.begin_step(1)
         try:
-            runner.run_actions(zip(repeat(0), step.schedule.lanes[0], strict=False), doing)
+            runner.run_actions(step.schedule.in_one_order, doing)
         except BaseException:
             for stage in self._stages:
                 stage.clear()

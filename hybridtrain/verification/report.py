@@ -15,24 +15,26 @@ would show. An optimizer gets the gradients that are compared, and is not run.
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from hybridtrain.accelerator import put
-from hybridtrain.errors import ConfigError, UserError
+from hybridtrain.errors import BatchError, ConfigError, UserError
 from hybridtrain.graph import CallSignature
-from hybridtrain.losses import BatchWeight, CountedLoss, LossFn
-from hybridtrain.microbatch import batch_size, chunk_sizes, split
+from hybridtrain.losses import BatchWeight, CountedLoss, LossFn, is_of_model
+from hybridtrain.microbatch import batch_size, check_samples, chunk_sizes, merge, split
 from hybridtrain.pipeline import ReplayedDraws, remove_aliases, threads_per_lane
 from hybridtrain.text_table import text_table
+from hybridtrain.verification.comparison import Calls, difference
+from hybridtrain.verification.module_copy import copy_modules
+from hybridtrain.verification.python_state import PythonState
 
 if TYPE_CHECKING:
     from hybridtrain.model import HybridModel
@@ -44,9 +46,13 @@ of an activation, which has 8 or 11 bits."""
 
 _PRECISION_OF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-# A gradient that is zero but for rounding, such as that of a bias before a batch norm, is compared
-# with this share of the largest entry of all gradients.
+# Compiled code and GPUs round otherwise. A gradient that is zero but for rounding, as the one of a
+# bias before a batch norm, is compared there with this share of the largest entry of all gradients.
 _SMALL = 1e-2
+
+# How far weights are moved between two batches, as a share of their size: what a forward leaves
+# behind may not matter as long as the weights stay as they are.
+_MOVE = 1e-2
 
 
 @dataclass
@@ -167,9 +173,9 @@ def verify(
 ) -> Verification:
     """Runs a training step and an evaluation of each batch, in stages and unsplit; compares them.
 
-    All processes call it together. Afterwards the model is as before: its weights, gradients,
-    buffers, modes and the step that its draws count from. What a forward counts in attributes of
-    Python has gone on, as in any forward.
+    All processes call it together. The weights are moved a little between the batches. Afterwards
+    the model is as before, also after an error: its weights, gradients, buffers, modes and the step
+    that its draws count from, and what its code holds in attributes, closures and globals.
 
     Args:
         model: the model; its options are those of the run.
@@ -188,10 +194,13 @@ def verify(
             "verify() needs the whole model beside its stages, and with engine=distributed no "
             "process has it: pass reference=, the module before it was wrapped"
         )
-    comparison = _Comparison(model, loss_fn, reference)
-    with _as_before(model):
+    loss = model.resolve_loss(loss_fn)
+    comparison = _Comparison(model, loss, reference)
+    with _as_before(model, loss):
         comparison.state()
         for number, (inputs, targets) in enumerate(batches):
+            if number:
+                comparison.move_weights(number)
             comparison.batch(f"batch {number}", inputs, targets)
     count = len(batches)
     stages = f"{len(model.plan.stages)} stage{'s' * (len(model.plan.stages) > 1)}"
@@ -203,25 +212,26 @@ def verify(
 
 
 @contextmanager
-def _as_before(model: HybridModel) -> Iterator[None]:
-    """Undoes what the block does to the gradients, buffers, modes and draws of `model`."""
+def _as_before(model: HybridModel, loss: CountedLoss) -> Iterator[None]:
+    """Undoes what the block does to `model`, and to what its code and the loss can reach."""
     # copies: a step adds up in the same memory
     gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    state = PythonState(model.net, loss.function, parameters=True)
     modes = [(module, module.training) for module in model.net.modules()]
-    step = model.rng.step
+    rng, step = model.rng, model.rng.step
+    rng.seeds_evaluations = True  # so that the unsplit module can have the same draws
     try:
-        yield
+        with model.without_self_check():
+            yield
     finally:
+        rng.seeds_evaluations = False
+        state.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
         for module, training in modes:
             module.training = training
-        model.rng.step = step
-        model.rng.redetect()
+        rng.step = step
+        rng.redetect()
 
 
 @dataclass
@@ -255,16 +265,16 @@ class _Comparison:
 
     Args:
         model: in stages.
-        loss_fn: of a step.
+        loss: of a step.
         reference: the unsplit module; None: a copy of `model.net`.
     """
 
-    def __init__(self, model: HybridModel, loss_fn: LossFn, reference: nn.Module | None) -> None:
+    def __init__(self, model: HybridModel, loss: CountedLoss, reference: nn.Module | None) -> None:
         self._model = model
         self._world = model.world
-        self._loss = model.resolve_loss(loss_fn)
+        self._loss = loss
         self._device = model.pipeline.output_device
-        net = copy.deepcopy(model.net) if reference is None else reference
+        net = _copied(model.net) if reference is None else reference
         remove_aliases(net)
         self._net = net.to(self._device)
         computed = [model.options.precision]
@@ -273,6 +283,8 @@ class _Comparison:
         # the kind of each tensor, its name and the difference
         self._compared: list[tuple[str, str, float]] = []
         self._first: str | None = None
+        # by parameter, the largest entries of what its gradient is a sum of
+        self._terms: dict[str, float] = {}
 
     def state(self) -> None:
         """Compares the weights and buffers before the first step."""
@@ -280,6 +292,17 @@ class _Comparison:
         theirs = {**dict(self._net.named_parameters()), **dict(self._net.named_buffers())}
         for name, mine in [*self._model.named_parameters(), *self._model.named_buffers()]:
             self._add(STATE, name, mine, theirs.get(name))
+
+    def move_weights(self, number: int) -> None:
+        """Moves the weights of both by the same small random amounts."""
+        for modules in (self._model, self._net):
+            for name, parameter in modules.named_parameters():
+                if not parameter.is_floating_point() or parameter.is_meta:
+                    continue
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{number} {name}".encode()))
+                noise = torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1)
+                with torch.no_grad():
+                    parameter.mul_(1 + _MOVE * noise.to(parameter.device, parameter.dtype))
 
     def batch(self, name: str, inputs: Any, targets: Any) -> None:
         """Compares a training step and an evaluation of a batch."""
@@ -300,8 +323,8 @@ class _Comparison:
         kinds: dict[str, Compared] = {}
         for rank, own in enumerate(self._world.gather(self._compared)):
             on_rank = f" on rank {rank}" if self._world.size > 1 else ""
-            for kind, name, difference in own:
-                kinds.setdefault(kind, Compared()).add(name + on_rank, difference)
+            for kind, name, size in own:
+                kinds.setdefault(kind, Compared()).add(name + on_rank, size)
         model, reasons = self._model, []
         if model.pipeline.has_ties:
             reasons.append("stages share a parameter, and add its gradients up at the end")
@@ -322,7 +345,8 @@ class _Comparison:
         self._set_modes(training=True)
         model.zero_grad()
         net.zero_grad()
-        with self._seeds(len(batch.parts)) as seeds:
+        self._terms.clear()
+        with self._shared_state_undone(), self._seeds(len(batch.parts)) as seeds:
             result = model.train_step(batch.inputs, batch.targets, loss, weight=weights)
         values: list[Tensor] = []
         seen = iter(zip(recorded.outputs, recorded.losses, strict=True))
@@ -333,7 +357,7 @@ class _Comparison:
             plain = _Recorded(self._loss)
             with self._plainly(seeds[number]), torch.enable_grad():
                 value = plain(self._forward(part), target)
-            with self._plainly(autocast=False):
+            with self._plainly(autocast=False), self._terms_noted():
                 value.backward(torch.full_like(value, weights.grad_scales[number]))
             values += plain.losses
             if model.owns_output:
@@ -343,6 +367,7 @@ class _Comparison:
                 self._add("loss in training", where, own_loss, plain.losses[0])
         if model.owns_output:
             self._add("loss of the step", name, result.loss, weights.mean(values))
+            self._compare_whole_loss(batch, recorded, weights.mean(values))
         self._compare_gradients()
         if model.options.batch_norm == "deferred":  # other statistics than the module's, on purpose
             self._take_buffers()
@@ -350,8 +375,39 @@ class _Comparison:
         for key, buffer in model.named_buffers():
             self._add("buffer after the step", key, buffer, own.get(key))
 
+    @contextmanager
+    def _terms_noted(self) -> Iterator[None]:
+        """Adds up, by parameter, how large the gradients are that the block adds."""
+        before = {
+            name: None if p.grad is None else p.grad.detach().clone()
+            for name, p in self._net.named_parameters()
+        }
+        yield
+        for name, parameter in self._net.named_parameters():
+            gradient, earlier = parameter.grad, before[name]
+            if gradient is not None and gradient.numel():
+                added = gradient.detach() if earlier is None else gradient.detach() - earlier
+                largest = float(added.to_dense().abs().max())
+                self._terms[name] = self._terms.get(name, 0.0) + largest
+
+    def _compare_whole_loss(self, batch: _Batch, recorded: _Recorded, mean: Tensor) -> None:
+        """Compares the loss of the outputs of all micro-batches with the mean of their losses."""
+        if len(batch.parts) == 1 or is_of_model(self._loss, batch.targets):
+            return
+        if len(recorded.outputs) < len(batch.parts):
+            return  # there are none of micro-batches in which nothing counts
+        try:
+            check_samples(recorded.outputs, [batch_size(part) for part, _ in batch.parts])
+            output = merge(recorded.outputs)
+        except BatchError:
+            return
+        with torch.no_grad(), self._plainly():
+            whole = self._loss(output, self._placed(batch.targets))
+        self._add_whole_loss(batch, whole, mean)
+
     def _compare_gradients(self) -> None:
         replicas = self._world.replicas
+        names = [name for name, p in self._net.named_parameters() if p.requires_grad]
         if replicas > 1:
             for parameter in self._net.parameters():
                 if parameter.requires_grad:
@@ -359,14 +415,20 @@ class _Comparison:
                     own = torch.zeros_like(parameter) if own is None else own
                     # every process of a replica has all its gradients
                     parameter.grad = self._world.sum(own) / self._world.size
+            terms = torch.tensor([self._terms.get(name, 0.0) for name in names])
+            if len(terms):
+                sums = self._world.sum(terms.to(self._world.wire_device)) / self._world.size
+                self._terms = dict(zip(names, sums.tolist(), strict=True))
         theirs = {name: p.grad for name, p in self._net.named_parameters()}
-        entries = [g.detach().abs().max() for g in theirs.values() if g is not None and g.numel()]
-        least = _SMALL * max(map(float, entries), default=0.0)
+        least = 0.0
+        if self._model.options.compile or self._device.type != "cpu":
+            least = _SMALL * max(self._terms.values(), default=0.0)
         for name, parameter in self._model.named_parameters():
             mine = parameter.grad
             if mine is None and replicas > 1:
                 mine = torch.zeros_like(parameter)  # used by no replica
-            self._add("gradient", name, mine, theirs.get(name), least)
+            scale = max(least, self._terms.get(name, 0.0))
+            self._add("gradient", name, mine, theirs.get(name), scale)
 
     @torch.no_grad()
     def _evaluate(self, batch: _Batch) -> None:
@@ -378,9 +440,10 @@ class _Comparison:
                 self._world.broadcast_tensor(buffer)
         self._set_modes(training=False)
         mine, plain = _Recorded(self._loss), _Recorded(self._loss)
-        model.map_outputs(batch.inputs, batch.targets, mine)
-        with self._plainly():
-            for part, target in batch.parts:
+        with self._shared_state_undone(), self._seeds(len(batch.parts)) as seeds:
+            model.map_outputs(batch.inputs, batch.targets, mine)
+        for (part, target), draws in zip(batch.parts, seeds, strict=True):
+            with self._plainly(draws):
                 plain(self._forward(part), target)
         if not model.owns_output:
             return
@@ -390,45 +453,74 @@ class _Comparison:
             if weights.factors[number]:  # else it is the mean of nothing
                 own_loss = mine.losses[number]
                 self._add("loss in evaluation", where, own_loss, plain.losses[number])
-        if len(batch.parts) > 1:
+        values = [
+            value if factor else torch.zeros_like(value)
+            for value, factor in zip(mine.losses, weights.factors, strict=True)
+        ]
+        # a forward that draws, or goes on from the one before, gives a whole batch other outputs
+        if any(seeds) or not self._repeats_itself(batch.parts[0][0], plain.outputs[0]):
+            self._compare_whole_loss(batch, mine, weights.mean(values))
+        elif len(batch.parts) > 1:
+            state = PythonState(self._net, self._loss.function)
             with self._plainly():
                 output = self._forward(self._placed(batch.inputs))
                 whole = self._loss(output, self._placed(batch.targets))
-            if self._loss.is_sum:
-                whole = whole / max(weights.count, 1)
-            values = [
-                value if factor else torch.zeros_like(value)
-                for value, factor in zip(mine.losses, weights.factors, strict=True)
-            ]
-            mean = weights.mean(values)
-            where = f"{name}: {float(whole):.7g}, and {float(mean):.7g} by micro-batches"
-            self._add(WHOLE_BATCH, where, mean, whole.to(mean.dtype))
+            state.restore()
+            self._add_whole_loss(batch, whole, weights.mean(values))
+
+    def _repeats_itself(self, part: Any, output: Any) -> bool:
+        """Returns whether the unsplit module still gives `output` for a micro-batch."""
+        state = PythonState(self._net)
+        with self._plainly():
+            again = self._forward(part)
+        state.restore()
+        return not difference(again, output)
+
+    def _add_whole_loss(self, batch: _Batch, whole: Tensor, mean: Tensor) -> None:
+        if self._loss.is_sum:
+            whole = whole / max(batch.weights.count, 1)
+        where = f"{batch.name}: {float(whole):.7g}, and {float(mean):.7g} by micro-batches"
+        self._add(WHOLE_BATCH, where, mean, whole.to(mean.dtype))
 
     def _first_layer(self, inputs: Any, parts: Sequence[Any]) -> str | None:
         """Returns the first layer whose output differs, in evaluation or else in training."""
         for training in (False, True):
             self._set_modes(training)
+            mine, theirs = Calls(), Calls()
+            net, traced = self._model.net, self._model.pipeline.traced_names
+            watched = [(name, m) for name, m in net.named_modules() if name and name not in traced]
+            plain = [(name, m) for name, m in self._net.named_modules() if name]
             with (
                 torch.no_grad(),
+                self._shared_state_undone(),
                 self._seeds(len(parts)) as seeds,
-                _outputs_of_layers(self._model.net, self._model.pipeline.traced_names) as mine,
+                mine.watching(watched),
             ):
                 self._model.map_outputs(inputs, None, lambda output, _: None)
-            with torch.no_grad(), _outputs_of_layers(self._net) as theirs:
+            with torch.no_grad(), theirs.watching(plain):
                 for part, own_seeds in zip(parts, seeds, strict=True):
                     with self._plainly(own_seeds):
                         self._forward(part)
             differing = [
                 (place, name)
-                for place, (name, outputs) in enumerate(theirs.items())
-                if name in mine
-                and len(mine[name]) == len(outputs)
-                and _difference(mine[name], outputs) > self._tolerance
+                for place, (name, outputs) in enumerate(theirs.outputs.items())
+                if len(mine.outputs.get(name, ())) == len(outputs)
+                and difference(mine.outputs[name], outputs) > self._tolerance
             ]
             found = self._world.gather(min(differing, default=None))
             if first := min((one for one in found if one is not None), default=None):
                 return first[1]
         return None
+
+    @contextmanager
+    def _shared_state_undone(self) -> Iterator[None]:
+        """Puts back what a run of the stages changes and the unsplit module sees too.
+
+        That is in closures and globals of both, such as a counter in a hook.
+        """
+        state = PythonState(self._net, self._loss.function, without=self._model.net)
+        yield
+        state.restore()
 
     @contextmanager
     def _plainly(self, seeds: Sequence[int] = (), autocast: bool = True) -> Iterator[None]:
@@ -488,66 +580,17 @@ class _Comparison:
     def _differs(self) -> bool:
         return any(difference > self._tolerance for _, _, difference in self._compared)
 
-    def _add(self, kind: str, name: str, mine: Any, theirs: Any, least: float = 0.0) -> None:
-        self._compared.append((kind, name, _difference(mine, theirs, least)))
+    def _add(self, kind: str, name: str, mine: Any, theirs: Any, scale: float = 0.0) -> None:
+        if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+            theirs = put(theirs, mine.device)
+        self._compared.append((kind, name, difference(mine, theirs, scale)))
 
 
-def _difference(mine: Any, theirs: Any, least: float = 0.0) -> float:
-    """Returns the largest difference of two pytrees, relative to the largest entry of its tensor.
-
-    0 if all tensors are equal to the last bit, infinite if they are not of the same kind.
-
-    Args:
-        mine, theirs: the pytrees.
-        least: is taken for the largest entry where that is smaller.
-    """
-    ours, other = (tree_flatten_with_path(tree)[0] for tree in (mine, theirs))
-    if [keystr(path) for path, _ in ours] != [keystr(path) for path, _ in other]:
-        return math.inf
-    pairs = [(a, b) for (_, a), (_, b) in zip(ours, other, strict=True)]
-    return max((_of_tensors(a, b, least) for a, b in pairs), default=0.0)
-
-
-def _of_tensors(mine: Any, theirs: Any, least: float) -> float:
-    if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
-        return 0.0 if isinstance(mine, Tensor) is isinstance(theirs, Tensor) else math.inf
-    mine, theirs = mine.detach(), put(theirs.detach(), mine.device)
-    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-        return math.inf
-    if mine.is_sparse:
-        mine, theirs = mine.to_dense(), theirs.to_dense()
-    # NaN in the same places is the same result
-    if torch.equal(mine, theirs) or torch.equal(mine.nan_to_num(), theirs.nan_to_num()):
-        return 0.0
-    apart = mine.to(torch.complex128) - theirs.to(torch.complex128)
-    largest = max(float(theirs.abs().max()), float(mine.abs().max()), least)
-    found = float(apart.abs().max()) / largest
-    return math.inf if math.isnan(found) else found
-
-
-@contextmanager
-def _outputs_of_layers(
-    net: nn.Module, without: Collection[str] = ()
-) -> Iterator[Mapping[str, list[Any]]]:
-    """Gives the outputs of each submodule in the block, call by call, in the order of the calls.
-
-    Args:
-        net: whose submodules.
-        without: names of submodules that are left out.
-    """
-    outputs: dict[str, list[Any]] = {}
-
-    def hook(name: str) -> Any:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            copied = tree_map_only(Tensor, lambda t: t.detach().clone(), output)
-            outputs.setdefault(name, []).append(copied)
-
-        return note
-
-    watched = [(name, m) for name, m in net.named_modules() if name and name not in without]
-    hooks = [module.register_forward_hook(hook(name)) for name, module in watched]
+def _copied(net: nn.Module) -> nn.Module:
     try:
-        yield outputs
-    finally:
-        for each in hooks:
-            each.remove()
+        return copy_modules(net)
+    except Exception as error:
+        raise ConfigError(
+            f"{type(net).__name__} cannot be copied ({error}): pass reference=, the module before "
+            f"it was wrapped"
+        ) from error

@@ -1,0 +1,92 @@
+"""Copies of a module that behave as the module does, wherever its parameters are.
+
+`copy.deepcopy` drops the hooks of parameters, and refuses tensors that were computed from others
+(the `weight` of `torch.nn.utils.weight_norm`, of pruned layers) and Python modules.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hybridtrain.graph import Segment
+from hybridtrain.pipeline import remove_aliases
+
+T = TypeVar("T")
+
+
+def copy_modules(modules: T, convert: Callable[[Tensor], Tensor] | None = None) -> T:
+    """Returns a deep copy of a module, or of a tuple or list of modules that share parts.
+
+    Parameters keep their hooks and get no gradient. Compiled code is left out: the copy runs the
+    plain modules.
+
+    Args:
+        modules: what is copied.
+        convert: makes the copy of a parameter, a buffer or another tensor of a module.
+
+    Raises:
+        Exception: raised by `copy.deepcopy` for attributes that cannot be copied.
+    """
+    parts = list(_parts(modules))
+    memo: dict[int, Any] = {}
+    for part in parts:
+        for value in _values(part):
+            # an alias in a pipeline copies the parameter that it stands for
+            is_alias = isinstance(value, Tensor) and "__deepcopy__" in vars(value)
+            if isinstance(value, Tensor) and id(value) not in memo and not is_alias:
+                if convert is not None:
+                    memo[id(value)] = convert(value)
+                elif value.grad_fn is not None:
+                    memo[id(value)] = value.detach().clone()
+            elif isinstance(value, ModuleType):
+                memo[id(value)] = value
+        if isinstance(part, Segment):
+            memo |= {id(run): None for run in part.compiled_graphs()}
+    copied = copy.deepcopy(modules, memo)
+    for original, twin in zip(parts, _parts(copied), strict=True):
+        for name, parameter in original._parameters.items():
+            other = twin._parameters[name]
+            if parameter is not None and other is not None:
+                other.grad = None
+                _copy_hooks(parameter, other)
+        if not isinstance(twin, torch.jit.ScriptModule):
+            remove_aliases(twin)
+    return copied
+
+
+def _parts(modules: Any) -> Iterable[nn.Module]:
+    """Yields all modules, each once."""
+    todo, seen = [modules], set[int]()
+    while todo:
+        value = todo.pop()
+        if isinstance(value, nn.Module):
+            for part in value.modules():
+                if id(part) not in seen:
+                    seen.add(id(part))
+                    yield part
+        else:
+            todo.extend(reversed(value))
+
+
+def _values(module: nn.Module) -> Iterable[Any]:
+    for value in list(vars(module).values()):
+        yield value
+        if isinstance(value, dict):
+            yield from value.values()
+        elif isinstance(value, list | tuple):
+            yield from value
+
+
+def _copy_hooks(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    if other._backward_hooks is None:  # one of two names of a tied parameter
+        for hook in (parameter._backward_hooks or {}).values():
+            other.register_hook(hook)
+    if not getattr(other, "_post_accumulate_grad_hooks", None):
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            other.register_post_accumulate_grad_hook(hook)
