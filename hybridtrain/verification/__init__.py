@@ -2,10 +2,10 @@
 
 report        the comparison that a user asks for: steps and evaluations of the run's own stages
 self_check    the comparison before the first step of each kind of input, on copies of the model
-comparison    how far two results are apart
+comparison    the difference of two results
 expressions   a run without data: which expression each tensor would hold
 module_copy   copies of a module that behave as the module does
-python_state  what the code of a module can reach, put back after a run
+python_state  a snapshot of everything mutable that a module's code can reach
 """
 
 from hybridtrain.verification.report import (

@@ -1,4 +1,4 @@
-"""How far two results of one computation are apart, tensor by tensor.
+"""The difference of two results of one computation, tensor by tensor.
 
 Two tensors are equal if every entry is: NaN equals NaN, and an infinity the same infinity. Where
 entries differ, the difference is relative to the largest entry of that tensor alone.

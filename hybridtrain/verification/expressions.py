@@ -32,7 +32,7 @@ _COPIES = {"aten::clone", "aten::_to_copy", "aten::lift_fresh", "aten::lift_fres
 
 
 class Symbol:
-    """What stands for a tensor in a comparison: its expression, shape and dtype."""
+    """Stands for a tensor in a comparison: its expression, shape and dtype."""
 
     def __init__(self, digest: str, tensor: Tensor) -> None:
         self._key = digest, tuple(tensor.shape), tensor.dtype
@@ -48,7 +48,7 @@ class Symbol:
 
 
 class _Memory:
-    """What a block of memory holds.
+    """A block of memory, and the expression of its contents.
 
     Attributes:
         digest: of the expression.

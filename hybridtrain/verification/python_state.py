@@ -35,7 +35,7 @@ _ATOMS = (
 
 
 class PythonState:
-    """What `roots` and everything reachable from them contain now.
+    """The contents of `roots` and of everything reachable from them.
 
     Args:
         roots: modules, functions or other objects.

@@ -1,16 +1,15 @@
-"""A pipeline beside the module that it was made of: do they compute the same numbers?
+"""Compares the steps and evaluations of a pipeline with those of the module it was made of.
 
-Steps and evaluations run twice, in the stages of this run and in the plain module, on the same
-micro-batches with the same dropout masks, and every number is compared: outputs, losses, gradients,
-buffers. So a fault of the tracing, of a cut, of a schedule or of a loss that is not the mean it is
-taken for shows on the user's own model and batches.
+Both run the same micro-batches with the same random draws, and every number is compared: outputs,
+losses, gradients, buffers. So a fault of the tracing, of a cut, of a schedule, or a loss that is no
+mean over the batch, shows on the user's own model and batches.
 
     pipeline    cut by the plan, run by schedule and engine ─┐
                                                              ├─ compared, tensor by tensor
-    plain       net(micro-batch), loss, backward: in turn ───┘
+    plain       net(micro-batch), loss, backward, in turn ───┘
 
-It cannot prove what needs the model twice where it does not fit twice, nor what only other batches
-would show. An optimizer gets the gradients that are compared, and is not run.
+It cannot compare a model that does not fit on a device a second time, and it says nothing of other
+batches. The optimizer does not run: it would be given the gradients that are compared.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ _PRECISION_OF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # bias before a batch norm, is compared there with this share of the largest entry of all gradients.
 _SMALL = 1e-2
 
-# How far weights are moved between two batches, as a share of their size: what a forward leaves
-# behind may not matter as long as the weights stay as they are.
+# How far weights are moved between two batches, as a share of their size: state that a forward
+# leaves behind may have no effect while the weights stay the same.
 _MOVE = 1e-2
 
 

@@ -7,7 +7,7 @@ one of every new kind of input, a small sample runs twice on copies of the model
                                                                     ├─ outputs, gradients, buffers
     copy 2   module(sample), backward ──────────────────────────────┘
 
-A small model computes numbers, which are compared bit for bit, with the same random draws in both.
+A small model computes numbers, which are compared bitwise, with the same random draws in both.
 A large one, or one of which this process has a part only, runs without data, and its expressions
 are compared (see `expressions`). Where its code depends on data, or a difference is found, numbers
 decide unless the model is too large for them. A mismatch is an error that names the first layer
@@ -63,8 +63,8 @@ MAX_SECONDS = 5.0
 """Time of a forward and backward of the cut model after which the numbers are given up."""
 
 TOLERANCE = 1e-5
-"""How far gradients of parameters that stages share may differ: they are summed in another order.
-Relative to the largest entry of the tensor."""
+"""The difference allowed for gradients of parameters that stages share, which are summed in another
+order; relative to the largest entry of the tensor."""
 
 
 class _Skipped(Exception):
@@ -89,7 +89,7 @@ class _Sample(NamedTuple):
 
 
 class _Numbers(NamedTuple):
-    """What a run gives: outputs, and by name the gradients and buffers after it."""
+    """The outputs of a run, and by name the gradients and buffers after it."""
 
     output: Any
     gradients: dict[str, Any]
@@ -237,7 +237,7 @@ class SelfCheck:
             f"the model in {len(self._plan.stages)} stages does not compute what "
             f"{type(self._net).__name__} itself computes, {where}. Move the code around that "
             f"place, and what shares state with it, into a submodule that the model calls: a "
-            f"submodule runs as it is. self_check=False trains without this comparison"
+            f"submodule is called, not traced. self_check=False trains without this comparison"
         )
 
 
