@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.model import HybridModel
-from hybridtrain.param_groups import CombinedOptimizer, needs_closure
+from hybridtrain.param_groups import CombinedOptimizer, check_steps_alone, show_weights
 
 # Parameters of fewer bytes travel together, copied into one tensor.
 _PACKED_BYTES = 1 << 20
@@ -137,11 +137,7 @@ class ShardedOptimizer(Optimizer):
                 "a ShardedOptimizer is of one optimizer: with several (CombinedOptimizer) take "
                 "shard=none"
             )
-        if needs_closure(self._inner):
-            raise ConfigError(
-                f"{type(self._inner).__name__} computes the loss several times in a step, which a "
-                f"pipeline does not do: choose another optimizer"
-            )
+        check_steps_alone(self._inner, f"optimizer={type(self._inner).__name__}")
         self._is_complete = False
         super().__init__([dict(group) for group in self._inner.param_groups], self._inner.defaults)
         self._is_complete = True
@@ -178,6 +174,22 @@ class ShardedOptimizer(Optimizer):
         self.state = self._inner.state  # which some optimizers replace
         for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_settings(own))  # some optimizers count their steps there
+        self._shares.send_updates()
+
+    def train(self) -> None:
+        """Gives the parameters the values to train on; a collective call of the replicas."""
+        self._show_weights(training=True)
+
+    def eval(self) -> None:
+        """Gives the parameters the values to evaluate and save; a collective call, too."""
+        self._show_weights(training=False)
+
+    def _show_weights(self, training: bool) -> None:
+        if not hasattr(self._inner, "train" if training else "eval"):
+            return
+        show_weights(self._inner, training)
+        for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update(_settings(own))
         self._shares.send_updates()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
