@@ -258,9 +258,8 @@ def keys_of_state(optimizer: Optimizer) -> list[frozenset[str]]:
     They are not settings, but a part of its state, such as the number of steps: its constructor
     makes them, and has no argument for them.
     """
-    inner = getattr(optimizer, "inner", optimizer)
     keys = []
-    for each in getattr(inner, "optimizers", [inner]):
+    for each in getattr(optimizer, "optimizers", [optimizer]):
         kinds = [kind for kind in type(each).__mro__ if "__init__" in vars(kind)]
         settings = {name for kind in kinds for name in inspect.signature(kind).parameters}
         made = frozenset(getattr(each, "defaults", {})) - settings

@@ -13,6 +13,7 @@ any optimizer that treats parameters one by one stays exact.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -168,9 +169,13 @@ class ShardedOptimizer(Optimizer):
             raise ConfigError(
                 "ShardedOptimizer.step takes no closure: call train_step before it, and then step()"
             )
+        self._update(self._inner.step)
+
+    def _update(self, action: Callable[[], object]) -> None:
+        """Has the inner optimizer change its parameters, and sends them to the other replicas."""
         for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             own.update(_settings(group))
-        self._inner.step()
+        action()
         self.state = self._inner.state  # which some optimizers replace
         for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_settings(own))  # some optimizers count their steps there
@@ -178,19 +183,13 @@ class ShardedOptimizer(Optimizer):
 
     def train(self) -> None:
         """Gives the parameters the values to train on; a collective call of the replicas."""
-        self._show_weights(training=True)
+        if hasattr(self._inner, "train"):
+            self._update(partial(show_weights, self._inner, training=True))
 
     def eval(self) -> None:
         """Gives the parameters the values to evaluate and save; a collective call, too."""
-        self._show_weights(training=False)
-
-    def _show_weights(self, training: bool) -> None:
-        if not hasattr(self._inner, "train" if training else "eval"):
-            return
-        show_weights(self._inner, training)
-        for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group.update(_settings(own))
-        self._shares.send_updates()
+        if hasattr(self._inner, "eval"):
+            self._update(partial(show_weights, self._inner, training=False))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of all parameters, or of this replica's; keeps what this one updates.

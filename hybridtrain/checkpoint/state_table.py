@@ -105,7 +105,7 @@ def load_optimizer_by_name(
     moments = source.tree(state.get("state"), to_param_device)
     groups = optimizer.state_dict()["param_groups"]
     saved_groups = source.tree(state.get("param_groups")) or [{}] * len(groups)
-    for group, saved, keys in zip(groups, saved_groups, keys_of_state(optimizer), strict=True):
+    for group, saved, keys in zip(groups, saved_groups, keys_of_state(updated), strict=True):
         group.update({key: saved[key] for key in keys if key in saved})
     optimizer.load_state_dict(
         {

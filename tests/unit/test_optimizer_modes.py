@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from support.compare import cpu_world
+from support.schedule_free import ScheduleFree
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import HybridModel, Session, Trainer
@@ -22,47 +22,6 @@ from hybridtrain.step import OptimizerStep
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 BATCH = 8
-
-
-class ScheduleFree(Optimizer):
-    """SGD whose parameters are y while it trains, and the average x while it evaluates.
-
-    Its steps are counted in the groups. A step in the wrong mode is an error.
-    """
-
-    def __init__(self, params, lr=0.1, beta=0.9):
-        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "trains": False})
-
-    def _show(self, training):
-        for group in self.param_groups:
-            if group["trains"] is training:
-                continue
-            group["trains"] = training
-            beta = group["beta"]
-            for p in group["params"]:
-                if "z" in self.state[p]:
-                    with torch.no_grad():
-                        p.lerp_(self.state[p]["z"], 1 - beta if training else 1 - 1 / beta)
-
-    def train(self):
-        self._show(True)
-
-    def eval(self):
-        self._show(False)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            assert group["trains"], "not in train mode"
-            weight = 1 / (group["k"] + 1)
-            group["k"] += 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                z = self.state[p].setdefault("z", p.clone())
-                p.lerp_(z, weight)
-                p.add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - weight) - 1))
-                z.sub_(p.grad, alpha=group["lr"])
 
 
 def net():
