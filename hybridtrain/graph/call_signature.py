@@ -158,8 +158,8 @@ def _shown(value: Any) -> str:
 
     def short(leaf: Any) -> Any:
         if isinstance(leaf, Tensor | np.ndarray):
-            kind = "tensor" if isinstance(leaf, Tensor) else "array"
-            return _Shown(f"a {kind} of shape {tuple(leaf.shape)}")
+            kind = "a tensor" if isinstance(leaf, Tensor) else "an array"
+            return _Shown(f"{kind} of shape {tuple(leaf.shape)}")
         return leaf
 
     text = repr(tree_map(short, value))
