@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hybridtrain.losses.counted import CountedLoss
 
@@ -28,6 +29,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _ALL_NEW = 64
 
 
+_MOST_COMPARED = 32  # entries of a list; a longer one is itself what is compared
+_SMALL = 1000  # entries of a list that is copied
 _COPIED_BYTES = 2**26  # of a tensor: a larger one is shared
 
 
@@ -81,9 +84,9 @@ class SeenLosses:
             parts = value.__code__, *defaults, *map(_content, value.__closure__ or ())
         elif isinstance(value, CountedLoss):
             parts = value.function, value.count
-        elif type(value) in (tuple, list):
+        elif type(value) in (tuple, list) and len(value) <= _MOST_COMPARED:
             parts = value
-        elif type(value) is dict:
+        elif type(value) is dict and len(value) <= _MOST_COMPARED:
             parts = [part for item in value.items() for part in item]
         if parts is not None:
             return type(value), *(self._key(part, inside) for part in parts)
@@ -130,72 +133,81 @@ def copied(function: Any) -> Any:
     """Returns a copy of a loss, whose calls change nothing that `function` captures.
 
     A closure, a partial, a method or a callable object is copied with the lists, counters, metrics
-    and buffers in it. Parameters are shared, since no loss changes them, and so are large tensors
-    and objects that cannot be copied, such as a `HybridModel`. What a function keeps in a global is
-    not copied.
+    and buffers in it. Parameters are shared, since no loss changes them, and so are large tensors.
+    Of an object with a model or much data, such as a trainer, only those attributes are copied that
+    the code names. What a function keeps in a global is not copied.
     """
     return _copied(function, {})
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
+def _copied(value: Any, memo: dict[int, Any], code: CodeType | None = None) -> Any:
+    """Returns a copy of `value`, which is captured by a function with this code."""
     if id(value) in memo:
         return memo[id(value)]
+    if isinstance(value, (type, *_PLAIN)) or hasattr(value, "__del__"):
+        return value  # the end of a copy would end what both hold
     if isinstance(value, partial):
         args = [_copied(each, memo) for each in value.args]
         named = {key: _copied(each, memo) for key, each in value.keywords.items()}
         return partial(_copied(value.func, memo), *args, **named)
     if isinstance(value, MethodType):
-        return MethodType(value.__func__, _owner_copied(value, memo))
+        own = getattr(value.__func__, "__code__", None)
+        return MethodType(value.__func__, _copied(value.__self__, memo, own))
     if isinstance(value, FunctionType):
         return _function_copied(value, memo)
     if isinstance(value, Tensor):
         is_state = not (value.requires_grad or value.is_meta) and value.nbytes <= _COPIED_BYTES
         memo[id(value)] = value.clone() if is_state else value
-        return memo[id(value)]
-    if isinstance(value, (type, *_PLAIN)):
-        return value
-    if isinstance(value, torch.Generator):
+    elif isinstance(value, torch.Generator):
         memo[id(value)] = value.clone_state()
-        return memo[id(value)]
-    if isinstance(value, nn.Module):
-        memo |= {id(parameter): parameter for parameter in value.parameters()}
-    with suppress(Exception):  # else it is shared
-        memo[id(value)] = copy.deepcopy(value, memo)
-    return memo.get(id(value), value)
+    elif isinstance(value, nn.Module) or not _holds_much(value):
+        if isinstance(value, nn.Module):
+            memo |= {id(parameter): parameter for parameter in value.parameters()}
+        with suppress(Exception):  # it may refuse
+            memo[id(value)] = copy.deepcopy(value, memo)
+    return memo[id(value)] if id(value) in memo else _object_copied(value, memo, code)
 
 
 def _function_copied(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    code = function.__code__
     cells = tuple(CellType() for _ in function.__closure__ or ())
-    own = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
-    )
-    own.__kwdefaults__ = function.__kwdefaults__
+    own = FunctionType(code, function.__globals__, function.__name__, None, cells)
     own.__dict__.update(function.__dict__)
     memo[id(function)] = own  # first: it may be in one of its cells
+    own.__defaults__ = tuple(_copied(each, memo, code) for each in function.__defaults__ or ())
+    named = function.__kwdefaults__ or {}
+    own.__kwdefaults__ = {name: _copied(each, memo, code) for name, each in named.items()}
     for new, cell in zip(cells, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not set yet
-            new.cell_contents = _copied(cell.cell_contents, memo)
+            new.cell_contents = _copied(cell.cell_contents, memo, code)
     return own
 
 
-def _owner_copied(method: MethodType, memo: dict[int, Any]) -> Any:
-    """Returns a copy of the object of a method: of an object, with copies of what it may use.
+def _holds_much(value: Any) -> bool:
+    """Returns whether an object holds a model, an optimizer or much data."""
 
-    An object such as a trainer holds a data set and a model too. So only those attributes are
-    copied whose names stand in the code that the method may run.
-    """
-    owner = method.__self__
-    if isinstance(owner, nn.Module | type):
-        return _copied(owner, memo)
+    def is_much(held: Any) -> bool:
+        with suppress(Exception):
+            return isinstance(held, nn.Module | Optimizer) or len(held) > _SMALL
+        return False
+
+    return is_much(value) or any(map(is_much, getattr(value, "__dict__", {}).values()))
+
+
+def _object_copied(value: Any, memo: dict[int, Any], code: CodeType | None) -> Any:
+    """Returns a copy of an object that shares what the code does not name; or the object itself."""
+    kind = type(value)
+    calls = [code, getattr(kind.__call__, "__code__", None) if callable(value) else None]
     try:
-        own = object.__new__(type(owner))
-        attributes = vars(owner)
-    except TypeError:  # not an object of Python
-        return _copied(owner, memo)
-    memo[id(owner)] = own
-    used = set(_names_used(method.__func__.__code__, type(owner), set()))
-    for name, value in attributes.items():
-        own.__dict__[name] = _copied(value, memo) if name in used else value
+        own = object.__new__(kind)
+        attributes = vars(value)
+    except TypeError:  # not of a class in Python
+        return value
+    memo[id(value)] = own
+    seen = set[CodeType]()
+    used = {name for each in calls if each for name in _names_used(each, kind, seen)}
+    for name, held in attributes.items():
+        own.__dict__[name] = _copied(held, memo, code) if name in used else held
     return own
 
 

@@ -13,7 +13,8 @@ may compare samples with one another on purpose: that is a warning. Losses of Py
 The parts are the micro-batches of the step, as many of the first ones as have outputs of at most
 `KEPT_BYTES`. Where not even two have, they are halves of one micro-batch, or two micro-batches of
 one sample each: the ones whose parts both count, and most unevenly, since equal parts tell little
-of a count. At its peak the proof holds about five times the outputs of these samples.
+of a count. Of larger halves only as many samples are taken as fit, or one of each. At its peak the
+proof holds about five times the outputs of these samples.
 
 The calls are those of a copy (`captures.copied`), on copies of the outputs, with gradients as in
 training. What a loss draws for all samples it is given again for the parts (`replayed_draws`).
@@ -24,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -130,7 +132,8 @@ class ModelLossProof:
     ) -> None:
         samples = _telling(loss, inputs, targets, sizes)
         self.inputs = samples.of(inputs, sum(sizes))
-        self._calls = _Calls(loss, samples, samples.of(targets, sum(sizes)), warn)
+        copy = loss.of(copied(loss.function))
+        self._calls = _Calls(copy, samples, samples.of(targets, sum(sizes)), warn)
 
     def head(self, number: int, output: Any) -> HeadOutput:
         """Takes the output for one of `inputs`.
@@ -156,6 +159,7 @@ class LogProbabilityCheck:
 
     def __init__(self, loss: CountedLoss, targets: Any, samples: int) -> None:
         self._loss, self._targets, self._samples = loss, targets, samples
+        self._copy = loss if loss.takes_log_probabilities else loss.of(copied(loss.function))
 
     def look(self, microbatch: int, output: Any) -> None:
         """Looks at the output of the first micro-batch.
@@ -173,7 +177,7 @@ class LogProbabilityCheck:
             return
         sample = map_tensors(lambda t: t[:1].detach(), output)
         one = _Samples(0, [1], [1], range(1))
-        calls = _Calls(self._loss, one, one.of(self._targets, self._samples), lambda *_: None)
+        calls = _Calls(self._copy, one, one.of(self._targets, self._samples), lambda *_: None)
         calls.add(0, sample)
 
 
@@ -222,7 +226,9 @@ class OutputProof:
     def __init__(
         self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int], warn: Warn
     ) -> None:
-        self._loss, self._targets, self._sizes, self._warn = loss, targets, sizes, warn
+        self._loss, self._inputs, self._targets = loss, inputs, targets
+        self._sizes, self._warn = sizes, warn
+        self._copy = loss.of(copied(loss.function))  # while no stage changes what it captures
         everything = range(len(sizes))
         self._whole = _Samples(0, sizes, _counts(loss, inputs, targets, sizes), everything)
         self._samples = _telling(loss, inputs, targets, sizes)
@@ -244,15 +250,13 @@ class OutputProof:
                 self._warn(_NOT_BY_SAMPLE, self._loss.name)
             return
         if microbatch == 0:
-            nbytes = sum(t.nbytes for t in tensors)
-            kept = [sum(self._sizes[: n + 1]) * nbytes for n in self._whole.microbatches]
-            fitting = sum(each <= KEPT_BYTES * self._sizes[0] for each in kept)
-            if fitting > 1:
-                self._samples = self._whole.first(fitting)
+            self._choose(sum(t.nbytes for t in tensors) / self._sizes[0])
         if microbatch not in self._samples.microbatches:
             return
+        start = self._samples.start - sum(self._sizes[:microbatch])
+        own = slice(max(start, 0), start + sum(self._samples.sizes))
         self._trained = [t.requires_grad for t in tensors]
-        self._outputs.append(map_tensors(_single, output))
+        self._outputs.append(map_tensors(lambda t: _single(t[own]), output))
         if microbatch + 1 < self._samples.microbatches.stop:
             return
         outputs, self._outputs = self._outputs, None
@@ -262,10 +266,29 @@ class OutputProof:
             return
         del outputs
         targets = self._samples.of(self._targets, sum(self._sizes))
-        calls = _Calls(self._loss, self._samples, targets, self._warn, self._trained)
+        calls = _Calls(self._copy, self._samples, targets, self._warn, self._trained)
         with torch.autocast(_device_of(tensors).type, enabled=False):
             for number, part in enumerate([merged, *split(merged, self._samples.sizes)]):
                 calls.add(number, part)
+
+    def _choose(self, sample_bytes: float) -> None:
+        """Chooses the samples to compare by the bytes of the outputs of one."""
+        ends = accumulate(self._sizes)
+        fitting = sum(samples * sample_bytes <= KEPT_BYTES for samples in ends)
+        if fitting > 1:
+            self._samples = self._whole.first(fitting)
+        elif sum(self._samples.sizes) * sample_bytes > KEPT_BYTES:
+            self._samples = self._fewer(max(1, int(KEPT_BYTES / sample_bytes / 2)))
+
+    def _fewer(self, most: int) -> _Samples:
+        """Returns so many samples at most of each of both parts, where they meet."""
+        start, (first, second), _, microbatches = self._samples
+        meet, end = start + first, sum(self._sizes)
+        two = [min(first, most), min(second, most)]
+        sizes = [meet - two[0], *two, end - meet - two[1]]
+        counts = iter(_counts(self._loss, self._inputs, self._targets, [n for n in sizes if n]))
+        by_part = [next(counts) if size else 0 for size in sizes]
+        return _Samples(meet - two[0], two, by_part[1:3], microbatches)
 
 
 _NOT_BY_SAMPLE = (
@@ -283,7 +306,7 @@ class _Calls:
     """Calls of a loss for some samples and for parts of them, which are compared after the last.
 
     Args:
-        loss: of the step.
+        loss: a copy of the step's.
         samples: the samples.
         targets: theirs: all together, and in parts.
         warn: see `OutputProof`.
@@ -302,12 +325,11 @@ class _Calls:
         self._sizes, self._counts = samples.sizes, samples.counts
         self._values: list[Tensor] = []
         self._gradients: list[list[Tensor]] = []
-        self._copy = loss.of(copied(loss.function))
         self._draws = RecordedDraws()
         self._half = False
 
     def add(self, number: int, output: Any) -> None:
-        """Calls a copy of the loss for all samples (0), or for a part; compares after the last.
+        """Calls the loss for all samples (0), or for a part; compares after the last.
 
         Raises:
             ConfigError: the loss is not what it is said to be.
@@ -361,7 +383,7 @@ class _Calls:
                 size, samples = self._sizes[number - 1], sum(self._sizes)
                 draws = SameDraws(self._draws.drawn, start, size, samples)
             with _drawing_the_same(device), draws, _NllInputs(self._loss.name):
-                value = self._copy(tree_unflatten(leaves, tree), targets)
+                value = self._loss(tree_unflatten(leaves, tree), targets)
             gradients: Sequence[Tensor | None] = [None] * len(inputs)
             if value.requires_grad and inputs:
                 gradients = torch.autograd.grad(value, inputs, allow_unused=True)

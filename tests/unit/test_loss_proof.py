@@ -247,24 +247,57 @@ def noted(output, targets):
     return F.cross_entropy(output, targets)
 
 
-def test_the_proof_leaves_the_object_of_a_method_and_what_a_closure_holds_alone():
-    own, steps, metric = Own(torch.ones(5)), torch.zeros(()), [0, {"n": 0}]
+class Small(Own):
+    """May be copied."""
 
-    def loss(output, targets):
+    def __deepcopy__(self, memo):
+        own = Small(self.weight)
+        own.calls, own.values = self.calls, list(self.values)
+        return own
+
+
+class Experiment(Own):
+    """Holds what must not be copied."""
+
+    def __init__(self, weight):
+        super().__init__(weight)
+        self.data = [object()] * 10_000
+        self.model = net()
+
+
+@pytest.mark.parametrize("kind", [Own, Small, Experiment])
+def test_the_proof_leaves_what_a_loss_captures_alone(kind):
+    own, steps, held = kind(torch.ones(5)), torch.zeros(()), [0, {"n": 0}]
+
+    def loss(output, targets, log=[]):  # noqa: B006
         steps.add_(1)
-        metric[0] += 1
-        metric[1]["n"] += 1
+        held[0] += 1
+        held[1]["n"] += 1
+        log.append(1)
         return own.loss(output, targets)
 
-    HybridModel(net(), cpu_world(2), chunks=3).train_step(*batch(), own.loss)
-    assert (own.calls, own.values) == (3, [3, 2, 2])
-    own.calls = 0
-    own.__class__.__deepcopy__, refuses = lambda self, memo: self, own.__class__.__deepcopy__
-    try:
-        HybridModel(net(), cpu_world(2), chunks=3).train_step(*batch(), loss)
-    finally:
-        own.__class__.__deepcopy__ = refuses
-    assert (int(steps), metric) == (3, [3, {"n": 3}])
+    for form in (own.loss, own, loss):
+        own.calls, own.values[:] = 0, []
+        HybridModel(net(), cpu_world(2), chunks=3).train_step(*batch(), form)
+        assert (own.calls, own.values) == (3, [3, 2, 2])
+    assert (int(steps), held, len(loss.__defaults__[0])) == (3, [3, {"n": 3}], 3)
+
+
+@pytest.mark.parametrize("width", [5, 40_000, 9_000_000])
+def test_a_count_is_proved_whatever_the_outputs_take(width):
+    class Wide(nn.Module):
+        def forward(self, x):
+            return x.repeat(1, width // x.shape[1])
+
+    def wrong(output, targets):
+        weight = WEIGHT[targets]
+        return (output.mean(1) * weight).sum() / weight.sum()
+
+    model = HybridModel(nn.Sequential(nn.Linear(6, 5), Wide()), cpu_world(2), chunks=2)
+    targets = torch.tensor([0, 4, 0, 4, 0, 4, 4])
+    with pytest.raises(ConfigError, match="it is not a mean over what is counted") as error:
+        model.train_step(batch()[0], targets, MeanLoss(wrong, lambda _, t: len(t)))
+    assert ("for 2 samples" in str(error.value)) == (width == 9_000_000)
 
 
 def noise(output, targets):
