@@ -1,4 +1,4 @@
-"""The objects that a loss function captures: in a closure, in a partial, as the self of a method.
+"""The objects that a loss function captures: in a closure, a partial, a method's self, a global.
 
 Losses with the same code differ by them, so that `SeenLosses` tells them apart, and a trial call
 must not change them, so that `copied` gives the call copies.
@@ -7,12 +7,14 @@ must not change them, so that `copied` gives the call copies.
 from __future__ import annotations
 
 import copy
+import sysconfig
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType
+from functools import cache, partial
+from pathlib import Path
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -28,32 +30,30 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 # function that is made anew in each step, around tensors of the step, would never stop.
 _ALL_NEW = 64
 
-
-_MOST_COMPARED = 32  # entries of a list; a longer one is itself what is compared
 _SMALL = 1000  # entries of a list that is copied
 _COPIED_BYTES = 2**26  # of a tensor: a larger one is shared
+
+_STDLIB, _OURS = Path(sysconfig.get_path("stdlib")), Path(__file__).parents[1]
 
 
 class SeenLosses:
     """Tells whether a loss is new: other code, or the same code that captures other objects.
 
     A lambda in a loop is a new function each time, and the same loss. Numbers and texts are
-    compared by value, other objects by identity. Objects are not kept alive.
+    compared by value, other objects by identity.
     """
 
     def __init__(self) -> None:
         self._seen = set[Hashable]()
         self._numbers = Counter[Hashable]()  # of the losses with this code
         self._said = set[Hashable]()
-        self._tokens: dict[int, tuple[Callable[[], Any], int]] = {}
-        self._made = 0
 
     def is_new(self, loss: CountedLoss) -> bool:
         """Returns whether `loss` was not seen before, and notes it."""
-        key = loss.is_sum, self._key(loss.function, ()), self._key(loss.count, ())
+        key = _key(loss, {})
         if key in self._seen:
             return False
-        code = code_of(loss.function)
+        code = tuple(_codes(key))
         self._numbers[code] += 1
         number = self._numbers[code]
         if number > _ALL_NEW and number & (number - 1):
@@ -63,51 +63,80 @@ class SeenLosses:
 
     def says(self, loss: CountedLoss) -> bool:
         """Returns True for the first loss with its code: a warning of it is given once."""
-        code = code_of(loss.function)
+        code = tuple(_codes(_key(loss, {})))
         is_first = code not in self._said
         self._said.add(code)
         return is_first
 
-    def _key(self, value: Any, around: tuple[int, ...]) -> Hashable:
-        if isinstance(value, _PLAIN):
-            return type(value), value
-        if id(value) in around:  # a function that calls itself
-            return "again", len(around) - around.index(id(value))
-        inside = (*around, id(value))
-        parts: Any = None
-        if isinstance(value, partial):
-            parts = value.func, value.args, value.keywords
-        elif isinstance(value, MethodType):
-            parts = value.__func__, value.__self__
-        elif isinstance(value, FunctionType):
-            defaults = value.__defaults__, value.__kwdefaults__
-            parts = value.__code__, *defaults, *map(_content, value.__closure__ or ())
-        elif isinstance(value, CountedLoss):
-            parts = value.function, value.count
-        elif type(value) in (tuple, list) and len(value) <= _MOST_COMPARED:
-            parts = value
-        elif type(value) is dict and len(value) <= _MOST_COMPARED:
-            parts = [part for item in value.items() for part in item]
-        if parts is not None:
-            return type(value), *(self._key(part, inside) for part in parts)
-        return self._token(value)
 
-    def _token(self, value: Any) -> int:
-        """Returns a number for an object, which no later one gets, even at the same address."""
-        reference, token = self._tokens.get(id(value), (None, 0))
-        if reference is None or reference() is not value:
-            try:
-                reference = weakref.ref(value)
-            except TypeError:  # it takes none: it is kept, so that its id stays its own
-                reference = partial(_itself, value)
-            self._made += 1
-            token = self._made
-            self._tokens[id(value)] = reference, token
-        return token
+class _Same:
+    """Is equal to another one of the same object; a weak reference where there can be one."""
+
+    def __init__(self, value: Any) -> None:
+        self.kind: Any = type(value)
+        self._id = id(value)
+        self._strong: Any = None
+        try:
+            self._weak: Any = weakref.ref(value)
+        except TypeError:  # it is kept, so that its id stays its own
+            self._weak, self._strong = None, value
+
+    def _value(self) -> Any:
+        return self._strong if self._weak is None else self._weak()
+
+    def __hash__(self) -> int:
+        return hash(self._id)
+
+    def __eq__(self, other: object) -> bool:
+        mine = self._value()
+        return mine is not None and isinstance(other, _Same) and mine is other._value()
 
 
-def _itself(value: Any) -> Any:
-    return value
+def _key(value: Any, seen: dict[int, int]) -> Hashable:
+    """Returns a value that is equal for losses that capture the same.
+
+    Args:
+        value: the loss, or something that it captures.
+        seen: what has its place in the key already, by id; a function may call itself.
+    """
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    parts: Any = None
+    if isinstance(value, partial):
+        parts = value.func, *value.args, *value.keywords, *value.keywords.values()
+    elif isinstance(value, MethodType):
+        parts = value.__func__, value.__self__
+    elif isinstance(value, FunctionType):
+        named = value.__kwdefaults__ or {}
+        parts = (
+            value.__code__,
+            *(value.__defaults__ or ()),
+            *named.values(),
+            *map(_content, value.__closure__ or ()),
+            *_globals_of(value).values(),
+        )
+    elif isinstance(value, CountedLoss):
+        parts = value.function, value.count, value.is_sum
+    elif type(value) is tuple:
+        parts = value
+    if parts is None:
+        return _Same(value)
+    if id(value) in seen:
+        return seen[id(value)]
+    seen[id(value)] = len(seen)
+    return type(value), *(_key(part, seen) for part in parts)
+
+
+def _codes(key: Any) -> Iterator[Hashable]:
+    """Yields the code, and the types, in a key."""
+    if isinstance(key, tuple):
+        is_plain = len(key) == 2 and isinstance(key[0], type) and isinstance(key[1], key[0])
+        kind: Hashable = key[1] if key[0] is CodeType else key[0]
+        yield kind
+        for part in () if is_plain else key[1:]:
+            yield from _codes(part)
+    elif isinstance(key, _Same):
+        yield key.kind
 
 
 def _content(cell: CellType) -> Any:
@@ -117,16 +146,33 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-def code_of(function: Any) -> Hashable:
-    """Returns the code of a function, a partial, a method or a compiled one, or else the type."""
-    while isinstance(function, partial | MethodType | CountedLoss):
-        if isinstance(function, CountedLoss):
-            function = function.function
-        else:
-            function = function.func if isinstance(function, partial) else function.__func__
-    kind: Any = type(function)
-    code: Hashable = getattr(function, "__code__", kind)
-    return code
+def _globals_of(function: FunctionType) -> Mapping[str, Any]:
+    """Returns the global objects that a function of the user's names, but for other modules'."""
+    if _is_of_library(function.__code__.co_filename):
+        return {}
+    own = function.__globals__
+    return {name: own[name] for name in _names(function.__code__) if _is_state(own, name)}
+
+
+@cache
+def _is_of_library(file: str) -> bool:
+    parents = Path(file).parents
+    named = {parent.name for parent in parents} & {"site-packages", "dist-packages"}
+    return bool(named) or _STDLIB in parents or _OURS in parents
+
+
+def _is_state(own: Mapping[str, Any], name: str) -> bool:
+    value = own.get(name, ModuleType)
+    if isinstance(value, ModuleType | type | BuiltinFunctionType):
+        return False
+    return not isinstance(value, FunctionType) or value.__globals__ is own
+
+
+def _names(code: CodeType) -> list[str]:
+    """Returns the global names and attributes in a code and in the functions inside of it."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    names = [*code.co_names, *(name for each in inner for name in _names(each))]
+    return list(dict.fromkeys(names))
 
 
 def copied(function: Any) -> Any:
@@ -135,7 +181,7 @@ def copied(function: Any) -> Any:
     A closure, a partial, a method or a callable object is copied with the lists, counters, metrics
     and buffers in it. Parameters are shared, since no loss changes them, and so are large tensors.
     Of an object with a model or much data, such as a trainer, only those attributes are copied that
-    the code names. What a function keeps in a global is not copied.
+    the code names. What a function of a library keeps in a global is not copied.
     """
     return _copied(function, {})
 
@@ -152,7 +198,7 @@ def _copied(value: Any, memo: dict[int, Any], code: CodeType | None = None) -> A
         return partial(_copied(value.func, memo), *args, **named)
     if isinstance(value, MethodType):
         own = getattr(value.__func__, "__code__", None)
-        return MethodType(value.__func__, _copied(value.__self__, memo, own))
+        return MethodType(_copied(value.__func__, memo), _copied(value.__self__, memo, own))
     if isinstance(value, FunctionType):
         return _function_copied(value, memo)
     if isinstance(value, Tensor):
@@ -169,11 +215,17 @@ def _copied(value: Any, memo: dict[int, Any], code: CodeType | None = None) -> A
 
 
 def _function_copied(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
-    code = function.__code__
+    code, state = function.__code__, _globals_of(function)
+    if not (state or function.__closure__ or function.__defaults__ or function.__kwdefaults__):
+        return function
     cells = tuple(CellType() for _ in function.__closure__ or ())
-    own = FunctionType(code, function.__globals__, function.__name__, None, cells)
+    own_globals = memo.setdefault(id(function.__globals__), {**function.__globals__})
+    used = own_globals if state else function.__globals__
+    own = FunctionType(code, used, function.__name__, None, cells)
     own.__dict__.update(function.__dict__)
     memo[id(function)] = own  # first: it may be in one of its cells
+    for name, value in state.items():
+        own_globals[name] = _copied(value, memo, code)
     own.__defaults__ = tuple(_copied(each, memo, code) for each in function.__defaults__ or ())
     named = function.__kwdefaults__ or {}
     own.__kwdefaults__ = {name: _copied(each, memo, code) for name, each in named.items()}

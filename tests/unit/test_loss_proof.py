@@ -231,20 +231,59 @@ def test_a_second_loss_with_the_same_code_and_other_captures_is_proved_too(form,
     assert "taken for a mean over samples, and is none" in said
 
 
-def test_a_lambda_that_is_made_anew_in_each_step_is_proved_once():
-    model = HybridModel(net(), cpu_world(2), chunks=3)
-    GLOBAL_CALLS.clear()
-    for _ in range(3):
-        model.train_step(*batch(), lambda output, targets: noted(output, targets))
-    assert len(GLOBAL_CALLS) == 4 + 3 * 3  # all samples and three parts, and three steps
-
-
-GLOBAL_CALLS = []
+NOTES = []
+GLOBAL_WEIGHT = torch.ones(5)
 
 
 def noted(output, targets):
-    GLOBAL_CALLS.append(len(output))
+    NOTES.append(len(output))
     return F.cross_entropy(output, targets)
+
+
+def of_a_global(output, targets):
+    return F.cross_entropy(output, targets, GLOBAL_WEIGHT)
+
+
+def test_a_lambda_that_is_made_anew_in_each_step_is_proved_once():
+    model, calls = HybridModel(net(), cpu_world(2), chunks=3), Calls()
+    NOTES.clear()
+    for _ in range(3):
+        model.train_step(*batch(), lambda output, targets: noted(output, targets))
+        model.train_step(*batch(), lambda output, targets: calls(output, targets))
+    assert calls.seen == [3, 2, 7, 3, 2, 2, 2] + 2 * [3, 2, 2]  # before the last micro-batch
+    assert NOTES == 3 * [3, 2, 2]  # the proof has written to a copy
+
+
+class Calls:
+    """Cannot be copied: notes the calls of a proof too."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __del__(self):
+        pass
+
+    def __call__(self, output, targets):
+        self.seen.append(len(output))
+        return F.cross_entropy(output, targets)
+
+
+def test_another_global_is_another_loss(monkeypatch, caplog):
+    model = HybridModel(net(), cpu_world(2), chunks=3)
+    model.train_step(*batch(), lambda output, targets: of_a_global(output, targets))
+    assert not warnings_of(caplog)
+    monkeypatch.setitem(globals(), "GLOBAL_WEIGHT", WEIGHT)
+    for _ in range(2):
+        model.train_step(*batch(), lambda output, targets: of_a_global(output, targets))
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_a_loss_that_is_another_one_in_each_step_is_not_proved_for_ever():
+    model, calls = HybridModel(net(), cpu_world(2), chunks=3), Calls()
+    for number in range(200):
+        weight = torch.ones(5)
+        model.train_step(*batch(), lambda o, t, n=number, w=weight: calls(o * (n + w.sum()), t))
+    assert calls.seen.count(7) == 64 + 1
 
 
 class Small(Own):
