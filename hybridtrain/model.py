@@ -32,6 +32,7 @@ from hybridtrain.losses import (
     SeenLosses,
     StepWeights,
     is_of_model,
+    model_output,
     resolve,
     zero_of,
 )
@@ -469,9 +470,9 @@ class HybridModel:
         """
         if loss.trusted and not loss.takes_log_probabilities:
             return None
-        if not self._seen_losses.is_new(loss):
-            return None
         is_one = is_whole or sum(sizes) == 1
+        if not self._seen_losses.is_new(loss, divided=not is_one):
+            return None
         if is_one and is_of_model(loss, targets):
             return None
         if loss.trusted or is_one:
@@ -495,7 +496,9 @@ class HybridModel:
                 error.add_note("in an evaluation that compares the model's loss with its count")
                 raise
             log.warning("the loss is not compared with its count: the evaluation failed: %s", error)
-        return None
+        # in training too, if it is computed from outputs that have samples
+        is_output = loss.function is model_output
+        return None if is_output else OutputProof(loss, inputs, targets, sizes, warn)
 
     def step_weights(
         self,

@@ -48,12 +48,17 @@ class SeenLosses:
         self._numbers = Counter[Hashable]()  # of the losses with this code
         self._said = set[Hashable]()
 
-    def is_new(self, loss: CountedLoss) -> bool:
-        """Returns whether `loss` was not seen before, and notes it."""
-        key = _key(loss, {})
+    def is_new(self, loss: CountedLoss, divided: bool) -> bool:
+        """Returns whether `loss` was not seen before, and notes it.
+
+        Args:
+            loss: of a step.
+            divided: the step has several micro-batches. With one it is another loss.
+        """
+        key = divided, _key(loss, {})
         if key in self._seen:
             return False
-        code = tuple(_codes(key))
+        code = divided, *_codes(key[1])
         self._numbers[code] += 1
         number = self._numbers[code]
         if number > _ALL_NEW and number & (number - 1):
@@ -175,15 +180,19 @@ def _names(code: CodeType) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def copied(function: Any) -> Any:
+def copied(function: Any, held: dict[int, Any] | None = None) -> Any:
     """Returns a copy of a loss, whose calls change nothing that `function` captures.
 
     A closure, a partial, a method or a callable object is copied with the lists, counters, metrics
     and buffers in it. Parameters are shared, since no loss changes them, and so are large tensors.
     Of an object with a model or much data, such as a trainer, only those attributes are copied that
     the code names. What a function of a library keeps in a global is not copied.
+
+    Args:
+        function: the loss.
+        held: gets what the copy holds, by the id of what it is a copy of.
     """
-    return _copied(function, {})
+    return _copied(function, {} if held is None else held)
 
 
 def _copied(value: Any, memo: dict[int, Any], code: CodeType | None = None) -> Any:

@@ -23,8 +23,7 @@ training. What a loss draws for all samples it is given again for the parts (`re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -34,12 +33,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hybridtrain.accelerator import put
-from hybridtrain.construction import default_generators, rewind
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.losses.by_name import model_output
 from hybridtrain.losses.captures import copied
 from hybridtrain.losses.counted import CountedLoss
-from hybridtrain.losses.replayed_draws import OtherDrawsError, RecordedDraws, SameDraws
+from hybridtrain.losses.replayed_draws import (
+    HostDraws,
+    OtherDrawsError,
+    RecordedDraws,
+    SameDraws,
+)
 from hybridtrain.losses.transformers_counts import WAY_OUT
 from hybridtrain.losses.weights import copied_to_host
 from hybridtrain.metrics import field_of
@@ -132,8 +135,7 @@ class ModelLossProof:
     ) -> None:
         samples = _telling(loss, inputs, targets, sizes)
         self.inputs = samples.of(inputs, sum(sizes))
-        copy = loss.of(copied(loss.function))
-        self._calls = _Calls(copy, samples, samples.of(targets, sum(sizes)), warn)
+        self._calls = _Calls(_Copy(loss), samples, samples.of(targets, sum(sizes)), warn)
 
     def head(self, number: int, output: Any) -> HeadOutput:
         """Takes the output for one of `inputs`.
@@ -159,7 +161,7 @@ class LogProbabilityCheck:
 
     def __init__(self, loss: CountedLoss, targets: Any, samples: int) -> None:
         self._loss, self._targets, self._samples = loss, targets, samples
-        self._copy = loss if loss.takes_log_probabilities else loss.of(copied(loss.function))
+        self._copy = None if loss.takes_log_probabilities else _Copy(loss)
 
     def look(self, microbatch: int, output: Any) -> None:
         """Looks at the output of the first micro-batch.
@@ -169,7 +171,7 @@ class LogProbabilityCheck:
         """
         if microbatch:
             return
-        if self._loss.takes_log_probabilities:
+        if self._copy is None:
             check_log_probabilities(field_of(output, "logits", output), self._loss.name)
             return
         tensors = _tensors_of(output)
@@ -228,7 +230,7 @@ class OutputProof:
     ) -> None:
         self._loss, self._inputs, self._targets = loss, inputs, targets
         self._sizes, self._warn = sizes, warn
-        self._copy = loss.of(copied(loss.function))  # while no stage changes what it captures
+        self._copy = _Copy(loss)  # while no stage changes what it captures
         everything = range(len(sizes))
         self._whole = _Samples(0, sizes, _counts(loss, inputs, targets, sizes), everything)
         self._samples = _telling(loss, inputs, targets, sizes)
@@ -306,7 +308,7 @@ class _Calls:
     """Calls of a loss for some samples and for parts of them, which are compared after the last.
 
     Args:
-        loss: a copy of the step's.
+        copy: of the step's loss.
         samples: the samples.
         targets: theirs: all together, and in parts.
         warn: see `OutputProof`.
@@ -315,13 +317,14 @@ class _Calls:
 
     def __init__(
         self,
-        loss: CountedLoss,
+        copy: _Copy,
         samples: _Samples,
         targets: Sequence[Any],
         warn: Warn,
         trained: Sequence[bool] | None = None,
     ) -> None:
-        self._loss, self._targets, self._warn, self._trained = loss, targets, warn, trained
+        self._copy, self._loss = copy, copy.loss
+        self._targets, self._warn, self._trained = targets, warn, trained
         self._sizes, self._counts = samples.sizes, samples.counts
         self._values: list[Tensor] = []
         self._gradients: list[list[Tensor]] = []
@@ -382,8 +385,8 @@ class _Calls:
                 start = sum(self._sizes[: number - 1])
                 size, samples = self._sizes[number - 1], sum(self._sizes)
                 draws = SameDraws(self._draws.drawn, start, size, samples)
-            with _drawing_the_same(device), draws, _NllInputs(self._loss.name):
-                value = self._loss(tree_unflatten(leaves, tree), targets)
+            with draws, _NllInputs(self._loss.name):
+                value = self._copy(tree_unflatten(leaves, tree), targets, device)
             gradients: Sequence[Tensor | None] = [None] * len(inputs)
             if value.requires_grad and inputs:
                 gradients = torch.autograd.grad(value, inputs, allow_unused=True)
@@ -472,19 +475,22 @@ def _listed(numbers: Sequence[float]) -> str:
     return ", ".join(texts[:-1]) + f" and {texts[-1]}"
 
 
-@contextmanager
-def _drawing_the_same(device: torch.device) -> Iterator[None]:
-    """Puts back the default generators, so that each call begins with the same numbers."""
-    # stages in other threads may use the same generators
-    with (
-        default_generator_lock,
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-    ):
-        before = default_generators()
-        try:
-            yield
-        finally:
-            rewind(before)
+class _Copy:
+    """A copy of a loss, whose calls leave no trace and draw the same numbers each time."""
+
+    def __init__(self, loss: CountedLoss) -> None:
+        held: dict[int, Any] = {}
+        self.loss = loss.of(copied(loss.function, held))
+        self._draws = HostDraws(held.values())
+
+    def __call__(self, output: Any, targets: Any, device: torch.device) -> Tensor:
+        # stages in other threads may use the same generators
+        with (
+            default_generator_lock,
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            self._draws.call(),
+        ):
+            return self.loss(output, targets)
 
 
 def _single(tensor: Tensor) -> Tensor:

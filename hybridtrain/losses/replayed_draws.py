@@ -1,10 +1,20 @@
-"""The draws of a loss for some samples, given again to its calls for parts of them."""
+"""The draws of a loss for some samples, given again to its calls for parts of them.
+
+Draws of PyTorch are cut as the samples are (`RecordedDraws`, `SameDraws`). Draws of Python and
+NumPy cannot be seen: each call begins with the same numbers, and must take equally many
+(`HostDraws`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -85,3 +95,46 @@ class SameDraws(InterceptedDraws):
             raise OtherDrawsError
         own: Tensor = numbers.clone()
         return own
+
+
+class HostDraws:
+    """Gives each call of a loss the same numbers of Python and NumPy.
+
+    Args:
+        held: objects that a copy of the loss holds, among them perhaps generators.
+    """
+
+    def __init__(self, held: Iterable[Any]) -> None:
+        # each a function that reads the state, and one that sets it
+        self._generators: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+            (random.getstate, random.setstate),
+            (np.random.get_state, np.random.set_state),
+        ]
+        for each in held:
+            if isinstance(each, random.Random):
+                self._generators.append((each.getstate, each.setstate))
+            elif isinstance(each, np.random.RandomState):
+                self._generators.append((each.get_state, each.set_state))
+            elif isinstance(each, np.random.Generator):
+                bits = each.bit_generator
+                state = partial(getattr, bits, "state"), partial(setattr, bits, "state")
+                self._generators.append(state)
+        self._after: bytes | None = None
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Puts the generators back after a call.
+
+        Raises:
+            OtherDrawsError: it has drawn more or fewer numbers than the call before.
+        """
+        before = [read() for read, _ in self._generators]
+        try:
+            yield
+            after = pickle.dumps([read() for read, _ in self._generators])
+        finally:
+            for (_, write), state in zip(self._generators, before, strict=True):
+                write(state)
+        if self._after not in (None, after):
+            raise OtherDrawsError
+        self._after = after

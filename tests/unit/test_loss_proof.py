@@ -349,6 +349,12 @@ DRAWS = {
     "one number": lambda o, t: F.cross_entropy(o * torch.rand(()), t),
     "python": lambda o, t: F.cross_entropy(o * random.random(), t),
     "numpy": lambda o, t: F.cross_entropy(o * np.random.rand(), t),
+    "own generator": (lambda g: lambda o, t: F.cross_entropy(o * g.random(), t))(
+        np.random.default_rng(0)
+    ),
+    "own torch generator": (
+        lambda g: lambda o, t: F.cross_entropy(o + torch.rand(o.shape, generator=g), t)
+    )(torch.Generator()),
     "by sample": lambda o, t: (F.cross_entropy(o, t, reduction="none") * torch.rand(len(o))).mean(),
 }
 
@@ -367,6 +373,22 @@ def test_a_loss_that_draws_is_compared_with_the_same_draws(name, caplog):
     assert "taken for a mean over samples, and is none" in said
 
 
+def test_draws_of_numpy_by_sample_are_said_where_a_mean_is_assumed_and_are_no_error(caplog):
+    def loss(output, targets):
+        noise = torch.from_numpy(np.random.rand(len(output), 1)).float()
+        return F.cross_entropy(output + noise, targets)
+
+    model = HybridModel(net(), cpu_world(2), chunks=3)
+    np.random.seed(0)
+    np.random.rand()
+    state = np.random.get_state()[2]
+    model.train_step(*batch(), loss)
+    [said] = warnings_of(caplog)
+    assert "which is not checked: " in said
+    model.train_step(*batch(), MeanLoss(loss, lambda _, t: len(t)))
+    assert np.random.get_state()[2] - state == 2 * 2 * 7  # two words for each of 7 numbers
+
+
 def test_a_loss_that_draws_a_permutation_of_its_samples_is_said(caplog):
     def mixed(output, targets):
         return F.mse_loss(output, output[torch.randperm(len(output))].detach())
@@ -380,6 +402,27 @@ def in_training(condition):
         return (masked if condition(output) else F.cross_entropy)(output, targets)
 
     return loss
+
+
+def test_a_loss_is_proved_in_its_first_step_that_is_divided(caplog):
+    model, (inputs, targets) = HybridModel(net(), cpu_world(2), chunks=3), batch()
+    model.train_step(inputs[:1], targets[:1], masked)
+    assert not warnings_of(caplog)
+    for _ in range(2):
+        model.train_step(inputs, targets, masked)
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_a_counted_loss_of_outputs_without_targets_is_proved_in_training_too():
+    def loss(output, _):
+        counted = output[:, 0] > 0
+        if output.requires_grad:
+            return (output.square().mean(1) * counted).sum() / counted.sum()
+        return output.square().mean()
+
+    model = HybridModel(net(), cpu_world(2), chunks=3)
+    with pytest.raises(ConfigError, match="it is not a mean over what is counted"):
+        model.train_step(batch()[0], None, MeanLoss(loss, lambda inputs, _: len(inputs)))
 
 
 @pytest.mark.parametrize("condition", [
