@@ -216,12 +216,12 @@ def check_steps_alone(optimizer: Optimizer, key: str) -> None:
 
 
 @contextmanager
-def closure_errors_named(optimizer: Optimizer) -> Iterator[None]:
+def closure_errors_named(optimizer: Optimizer, key: str | None = None) -> Iterator[None]:
     """Says what to do where a step in the block fails because it was given no closure.
 
     Raises:
         ConfigError: in place of the error of an optimizer such as SAM, whose step has `closure` as
-            an optional argument, and asks for it.
+            an optional argument, and asks for it; `key` says where it was given.
     """
     try:
         yield
@@ -229,7 +229,8 @@ def closure_errors_named(optimizer: Optimizer) -> Iterator[None]:
         failing = traceback.extract_tb(error.__traceback__)[-1].line or ""
         if "closure" not in f"{error} {failing}":
             raise
-        raise ConfigError(_needs_closure(f"optimizer={type(optimizer).__name__}")) from error
+        key = key or f"optimizer={type(optimizer).__name__}"
+        raise ConfigError(_needs_closure(key)) from error
 
 
 def _needs_closure(key: str) -> str:

@@ -1,4 +1,4 @@
-"""An optimizer that trains on other weights than those it evaluates."""
+"""Optimizers with modes, and with a closure, as other packages have them."""
 
 from __future__ import annotations
 
@@ -47,3 +47,13 @@ class ScheduleFree(Optimizer):
                 p.lerp_(z, weight)
                 p.add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - weight) - 1))
                 z.sub_(p.grad, alpha=group["lr"])
+
+
+class AsksForClosure(torch.optim.SGD):
+    """Its closure is an optional argument, and needed, as those of sharpness-aware optimizers."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "it needs a closure"

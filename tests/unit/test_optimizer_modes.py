@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from support.compare import cpu_world
-from support.schedule_free import ScheduleFree
+from support.schedule_free import AsksForClosure, ScheduleFree
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -159,19 +159,12 @@ def test_an_own_loop_evaluates_with_the_weights_for_it():
     assert optimizer.param_groups[0]["trains"]
 
 
-class SAM(torch.optim.SGD):
-    """Asks for its closure, as sharpness-aware optimizers do."""
-
-    def step(self, closure=None):
-        assert closure is not None, "SAM needs a closure"
-
-
 class Asks(torch.optim.SGD):
     def step(self, closure=None):
         return closure()
 
 
-NEED_CLOSURES = [torch.optim.LBFGS, SAM, Asks]
+NEED_CLOSURES = [torch.optim.LBFGS, AsksForClosure, Asks]
 
 
 def in_optimizer_step(make):
