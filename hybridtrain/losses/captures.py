@@ -30,6 +30,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 # function that is made anew in each step, around tensors of the step, would never stop.
 _ALL_NEW = 64
 
+_MOST_COMPARED = 32  # entries of a list; a longer one is an object like others
 _SMALL = 1000  # entries of a list that is copied
 _COPIED_BYTES = 2**26  # of a tensor: a larger one is shared
 
@@ -40,7 +41,7 @@ class SeenLosses:
     """Tells whether a loss is new: other code, or the same code that captures other objects.
 
     A lambda in a loop is a new function each time, and the same loss. Numbers and texts are
-    compared by value, other objects by identity.
+    compared by value, also in lists and dicts, other objects by identity. None is kept alive.
     """
 
     def __init__(self) -> None:
@@ -75,26 +76,25 @@ class SeenLosses:
 
 
 class _Same:
-    """Is equal to another one of the same object; a weak reference where there can be one."""
+    """Is equal to another one of the same object, which it does not keep alive."""
 
     def __init__(self, value: Any) -> None:
         self.kind: Any = type(value)
         self._id = id(value)
-        self._strong: Any = None
         try:
-            self._weak: Any = weakref.ref(value)
-        except TypeError:  # it is kept, so that its id stays its own
-            self._weak, self._strong = None, value
-
-    def _value(self) -> Any:
-        return self._strong if self._weak is None else self._weak()
+            self._object: Any = weakref.ref(value)
+        except TypeError:  # a later object may have its id
+            self._object = None
 
     def __hash__(self) -> int:
         return hash(self._id)
 
     def __eq__(self, other: object) -> bool:
-        mine = self._value()
-        return mine is not None and isinstance(other, _Same) and mine is other._value()
+        if not isinstance(other, _Same) or self._id != other._id:
+            return False
+        if self._object is None or other._object is None:
+            return self._object is other._object
+        return self._object() is not None and self._object() is other._object()
 
 
 def _key(value: Any, seen: dict[int, int]) -> Hashable:
@@ -122,8 +122,8 @@ def _key(value: Any, seen: dict[int, int]) -> Hashable:
         )
     elif isinstance(value, CountedLoss):
         parts = value.function, value.count, value.is_sum
-    elif type(value) is tuple:
-        parts = value
+    elif type(value) in (tuple, list, set, dict) and len(value) <= _MOST_COMPARED:
+        parts = [*value, *value.values()] if isinstance(value, dict) else list(value)
     if parts is None:
         return _Same(value)
     if id(value) in seen:

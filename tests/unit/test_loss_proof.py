@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import gc
 import logging
 import random
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -209,6 +211,12 @@ FORMS = {
     "object": Own,
     "default": lambda weight: lambda o, t, w=weight: F.cross_entropy(o, t, w),
     "nested": lambda weight: functools.partial(lambda f, o, t: f(o, t), made(weight)),
+    "numbers": lambda weight: (lambda n: lambda o, t: F.cross_entropy(o, t, torch.tensor(n)))(
+        weight.tolist()
+    ),
+    "in a dict": lambda weight: (lambda held: lambda o, t: F.cross_entropy(o, t, **held))(
+        {"weight": weight}
+    ),
     "in a list": lambda weight: (lambda held: lambda o, t: F.cross_entropy(o, t, *held))([weight]),
     "compiled": lambda weight: torch.compile(made(weight), backend="eager"),
 }
@@ -276,6 +284,21 @@ def test_another_global_is_another_loss(monkeypatch, caplog):
     for _ in range(2):
         model.train_step(*batch(), lambda output, targets: of_a_global(output, targets))
     assert len(warnings_of(caplog)) == 1
+
+
+def test_what_a_loss_of_one_step_captures_is_not_kept_alive():
+    model, alive = HybridModel(net(), cpu_world(2), chunks=3), []
+
+    def step():
+        held = {"weight": torch.ones(5), "more": [torch.ones(5)]}
+        alive.extend(map(weakref.ref, (held["weight"], held["more"][0])))
+        model.train_step(*batch(), lambda o, t: F.cross_entropy(o, t, held["weight"]))
+
+    for _ in range(3):
+        step()
+    model.train_step(*batch(), F.cross_entropy)  # what holds the last loss
+    gc.collect()
+    assert not [reference for reference in alive if reference() is not None]
 
 
 def test_a_loss_that_is_another_one_in_each_step_is_not_proved_for_ever():
