@@ -199,7 +199,7 @@ def _copied(value: Any, memo: dict[int, Any], code: CodeType | None = None) -> A
     """Returns a copy of `value`, which is captured by a function with this code."""
     if id(value) in memo:
         return memo[id(value)]
-    if isinstance(value, (type, *_PLAIN)) or hasattr(value, "__del__"):
+    if isinstance(value, (type, *_PLAIN)) or hasattr(type(value), "__del__"):
         return value  # the end of a copy would end what both hold
     if isinstance(value, partial):
         args = [_copied(each, memo) for each in value.args]

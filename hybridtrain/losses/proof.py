@@ -6,9 +6,9 @@ Some samples are cut into parts, and the loss of all is compared with the losses
     a sum     loss(all) = loss(a) + loss(b) + ...
 
 So are their gradients with respect to the outputs, which decide what is learnt. A loss that is
-contradicted by its own count is an error. A plain function, which is taken for a mean over samples,
-may compare samples with one another on purpose: that is a warning. Losses of PyTorch and of
-`hybridtrain.losses` are known, and are only looked at for log-probabilities that are logits.
+contradicted by its own count is an error. A plain function, which is treated as a mean over
+samples, may compare samples with one another on purpose: that is a warning. Losses of PyTorch and
+of `hybridtrain.losses` are known, and only checked for logits in place of log-probabilities.
 
 The parts are the micro-batches of the step, as many of the first ones as have outputs of at most
 `KEPT_BYTES`. Where not even two have, they are halves of one micro-batch, or two micro-batches of
@@ -174,8 +174,7 @@ class LogProbabilityCheck:
         if self._copy is None:
             check_log_probabilities(field_of(output, "logits", output), self._loss.name)
             return
-        tensors = _tensors_of(output)
-        if any(not t.dim() or not t.shape[0] for t in tensors):
+        if any(not t.dim() or not t.shape[0] or t.is_sparse for t in _tensors_of(output)):
             return
         sample = map_tensors(lambda t: t[:1].detach(), output)
         one = _Samples(0, [1], [1], range(1))
@@ -245,6 +244,15 @@ class OutputProof:
         """
         if self._outputs is None:
             return
+        try:
+            self._look(self._outputs, microbatch, output)
+        except ConfigError:
+            raise
+        except Exception as error:  # of outputs that cannot be cut, such as sparse ones
+            self._outputs = None
+            _say_not_compared(self._loss, self._warn, error)
+
+    def _look(self, outputs: list[Any], microbatch: int, output: Any) -> None:
         tensors = _tensors_of(output)
         if any(not t.dim() or t.shape[0] != self._sizes[microbatch] for t in tensors):
             self._outputs = None  # not cut along its samples
@@ -258,10 +266,10 @@ class OutputProof:
         start = self._samples.start - sum(self._sizes[:microbatch])
         own = slice(max(start, 0), start + sum(self._samples.sizes))
         self._trained = [t.requires_grad for t in tensors]
-        self._outputs.append(map_tensors(lambda t: _single(t[own]), output))
+        outputs.append(map_tensors(lambda t: _single(t[own]), output))
         if microbatch + 1 < self._samples.microbatches.stop:
             return
-        outputs, self._outputs = self._outputs, None
+        self._outputs = None
         try:
             merged = merge(outputs)
         except (BatchError, RuntimeError):  # of other shapes, as where padding is cut off
@@ -294,14 +302,22 @@ class OutputProof:
 
 
 _NOT_BY_SAMPLE = (
-    "loss_fn=%s is taken for a mean over samples, which is not checked: the model's output has "
+    "loss_fn=%s is treated as a mean over samples, which was not checked: the model's output has "
     "tensors without the samples in dim 0, such as the loss. For the loss of a model of "
     "transformers, pass losses.model_output"
 )
 _NOT_COMPARED = (
-    "loss_fn=%s is taken for a mean over samples, which is not checked: in a call for all samples "
-    "together, or for parts of them with the same random numbers, it %s"
+    "loss_fn=%s is treated as a mean over samples, which was not checked: in a call for all "
+    "samples together, or for parts of them with the same random numbers, it %s"
 )
+
+
+def _say_not_compared(loss: CountedLoss, warn: Warn, error: Exception) -> None:
+    if loss.counts_samples:
+        why = "draws others"
+        if not isinstance(error, OtherDrawsError):
+            why = f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        warn(_NOT_COMPARED, loss.name, why)
 
 
 class _Calls:
@@ -356,17 +372,12 @@ class _Calls:
             self._call(number, output, device)
         except ConfigError:  # of `_NllInputs`
             raise
-        except OtherDrawsError:
-            self._say_not_compared("draws others")
+        except OtherDrawsError as error:
+            _say_not_compared(self._loss, self._warn, error)
         except Exception as error:
             # the step calls it for the parts too, but with draws that are not the same
             if number == 0 or self._draws.drawn:
-                text = str(error).partition("\n")[0]
-                self._say_not_compared(f"raises {type(error).__name__}: {text}")
-
-    def _say_not_compared(self, why: str) -> None:
-        if self._loss.counts_samples:
-            self._warn(_NOT_COMPARED, self._loss.name, why)
+                _say_not_compared(self._loss, self._warn, error)
 
     def _call(self, number: int, output: Any, device: torch.device) -> None:
         leaves, tree = tree_flatten(output)
@@ -442,7 +453,7 @@ class _Calls:
             )
         if self._loss.is_sum:
             raise ConfigError(
-                f"loss_fn={name} is said to be a sum: {found} sum of parts of {of_parts}. For a "
+                f"loss_fn={name} was passed as a sum: {found} sum of parts of {of_parts}. For a "
                 f"mean, pass MeanLoss(loss_fn, count), with a count of what it is a mean over"
             )
         if not self._loss.counts_samples:
@@ -462,7 +473,8 @@ class _Calls:
                 "micro-batch alone"
             )
         text = (
-            "loss_fn=%s is taken for a mean over samples, and is none: %s mean of parts of %s. %s"
+            "loss_fn=%s is treated as a mean over samples, but it is not one: %s mean of parts of "
+            "%s. %s"
         )
         self._warn(text, name, found, of_parts, way)
 

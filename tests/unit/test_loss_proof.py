@@ -122,7 +122,7 @@ def test_a_plain_function_that_is_no_mean_over_samples_is_said_once(name, chunks
     model = HybridModel(net(), cpu_world(2), chunks=chunks)
     for _ in range(2):
         model.train_step(*batch(), NO_MEANS[name])
-    [said] = [r.message for r in caplog.records if "taken for a mean over samples" in r.message]
+    [said] = [r.message for r in caplog.records if "treated as a mean over samples" in r.message]
     assert ("It is a sum: pass SumLoss" if name == "sum" else "pass MeanLoss(loss_fn") in said
 
 
@@ -236,7 +236,7 @@ def test_a_second_loss_with_the_same_code_and_other_captures_is_proved_too(form,
     for _ in range(2):
         model.train_step(*batch(), wrong)
     [said] = warnings_of(caplog)
-    assert "taken for a mean over samples, and is none" in said
+    assert "treated as a mean over samples, but it is not one" in said
 
 
 NOTES = []
@@ -393,7 +393,7 @@ def test_a_loss_that_draws_is_compared_with_the_same_draws(name, caplog):
 
     model.train_step(*batch(), wrong)
     [said] = warnings_of(caplog)
-    assert "taken for a mean over samples, and is none" in said
+    assert "treated as a mean over samples, but it is not one" in said
 
 
 def test_draws_of_numpy_by_sample_are_said_where_a_mean_is_assumed_and_are_no_error(caplog):
@@ -407,7 +407,7 @@ def test_draws_of_numpy_by_sample_are_said_where_a_mean_is_assumed_and_are_no_er
     state = np.random.get_state()[2]
     model.train_step(*batch(), loss)
     [said] = warnings_of(caplog)
-    assert "which is not checked: " in said
+    assert "which was not checked: " in said
     model.train_step(*batch(), MeanLoss(loss, lambda _, t: len(t)))
     assert np.random.get_state()[2] - state == 2 * 2 * 7  # two words for each of 7 numbers
 
@@ -488,16 +488,25 @@ def test_outputs_that_cannot_be_compared_are_said_where_a_mean_is_assumed(caplog
         def forward(self, x):
             return x.square().mean()
 
+    class Sparse(nn.Module):
+        def forward(self, x):
+            return {"x": x, "at": (x.detach() > 0).float().to_sparse()}
+
     def square(output, _):
         return output.square().mean()
 
     model = HybridModel(nn.Sequential(nn.Linear(6, 8), Trims()), cpu_world(2), chunks=2)
     model.train_step(batch()[0], None, square)
     assert not caplog.records  # each micro-batch has another shape, as with padding
+    model = HybridModel(nn.Sequential(nn.Linear(6, 8), Sparse()), cpu_world(1), chunks=2)
+    model.train_step(batch()[0], None, lambda output, _: square(output["x"], None))
+    [said] = warnings_of(caplog)
+    assert "was not checked: in a call" in said
+    caplog.clear()
     model = HybridModel(nn.Sequential(nn.Linear(6, 8), Inside()), cpu_world(2), chunks=2)
     model.train_step(batch()[0], None, lambda output, _: output)
     [said] = warnings_of(caplog)
-    assert "not checked: the model's output has tensors without the samples" in said
+    assert "was not checked: the model's output has tensors without the samples" in said
 
 
 BODIES = {
