@@ -156,7 +156,7 @@ def _globals_of(function: FunctionType) -> Mapping[str, Any]:
     if _is_of_library(function.__code__.co_filename):
         return {}
     own = function.__globals__
-    return {name: own[name] for name in _names(function.__code__) if _is_state(own, name)}
+    return {name: own[name] for name in _names(function.__code__) if _is_captured(own, name)}
 
 
 @cache
@@ -166,7 +166,7 @@ def _is_of_library(file: str) -> bool:
     return bool(named) or _STDLIB in parents or _OURS in parents
 
 
-def _is_state(own: Mapping[str, Any], name: str) -> bool:
+def _is_captured(own: Mapping[str, Any], name: str) -> bool:
     value = own.get(name, ModuleType)
     if isinstance(value, ModuleType | type | BuiltinFunctionType):
         return False
@@ -206,21 +206,37 @@ def _copied(value: Any, memo: dict[int, Any], code: CodeType | None = None) -> A
         named = {key: _copied(each, memo) for key, each in value.keywords.items()}
         return partial(_copied(value.func, memo), *args, **named)
     if isinstance(value, MethodType):
-        own = getattr(value.__func__, "__code__", None)
-        return MethodType(_copied(value.__func__, memo), _copied(value.__self__, memo, own))
+        of_method = getattr(value.__func__, "__code__", None)
+        owner = _copied(value.__self__, memo, of_method)
+        return MethodType(_copied(value.__func__, memo), owner)
     if isinstance(value, FunctionType):
         return _function_copied(value, memo)
     if isinstance(value, Tensor):
-        is_state = not (value.requires_grad or value.is_meta) and value.nbytes <= _COPIED_BYTES
-        memo[id(value)] = value.clone() if is_state else value
+        memo[id(value)] = value.clone() if _is_state(value) else value
     elif isinstance(value, torch.Generator):
         memo[id(value)] = value.clone_state()
+    elif type(value) in (list, dict) and len(value) <= _SMALL:
+        memo[id(value)] = own = type(value)()  # first: it may be in itself
+        if isinstance(own, dict):
+            own.update({key: _copied(each, memo, code) for key, each in value.items()})
+        else:
+            own.extend(_copied(each, memo, code) for each in value)
+    elif type(value) is tuple:
+        memo[id(value)] = tuple(_copied(each, memo, code) for each in value)
     elif isinstance(value, nn.Module) or not _holds_much(value):
         if isinstance(value, nn.Module):
-            memo |= {id(parameter): parameter for parameter in value.parameters()}
+            held = [*value.parameters(), *value.buffers()]
+            memo |= {id(tensor): tensor for tensor in held if not _is_state(tensor)}
         with suppress(Exception):  # it may refuse
             memo[id(value)] = copy.deepcopy(value, memo)
     return memo[id(value)] if id(value) in memo else _object_copied(value, memo, code)
+
+
+def _is_state(tensor: Tensor) -> bool:
+    """Returns whether a loss may change a tensor, which is small enough to be copied."""
+    if tensor.requires_grad or isinstance(tensor, nn.Parameter) or tensor.is_meta:
+        return False
+    return tensor.numel() * tensor.element_size() <= _COPIED_BYTES
 
 
 def _function_copied(function: FunctionType, memo: dict[int, Any]) -> FunctionType:

@@ -330,14 +330,17 @@ class Experiment(Own):
 @pytest.mark.parametrize("kind", [Own, Small, Experiment])
 def test_the_proof_leaves_what_a_loss_captures_alone(kind):
     own, steps, held = kind(torch.ones(5)), torch.zeros(()), [0, {"n": 0}]
+    parts = {"own": own, "nets": [net()]}
 
     def loss(output, targets, log=[]):  # noqa: B006
+        assert parts["nets"][0][0].weight is weight  # parameters are not copied
         steps.add_(1)
         held[0] += 1
         held[1]["n"] += 1
         log.append(1)
-        return own.loss(output, targets)
+        return parts["own"].loss(output, targets)
 
+    weight = parts["nets"][0][0].weight
     for form in (own.loss, own, loss):
         own.calls, own.values[:] = 0, []
         HybridModel(net(), cpu_world(2), chunks=3).train_step(*batch(), form)
