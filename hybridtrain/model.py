@@ -33,6 +33,7 @@ from hybridtrain.losses import (
     StepWeights,
     is_of_model,
     model_output,
+    prove_in_training,
     resolve,
     zero_of,
 )
@@ -496,7 +497,8 @@ class HybridModel:
                 error.add_note("in an evaluation that compares the model's loss with its count")
                 raise
             log.warning("the loss is not compared with its count: the evaluation failed: %s", error)
-        # in training too, if it is computed from outputs that have samples
+        prove_in_training(loss, self.net, inputs, targets, sizes, warn)
+        # in the step too, if it is computed from outputs that have samples
         is_output = loss.function is model_output
         return None if is_output else OutputProof(loss, inputs, targets, sizes, warn)
 

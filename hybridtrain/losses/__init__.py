@@ -22,6 +22,7 @@ from hybridtrain.losses.proof import (
     ModelLossProof,
     OutputProof,
     is_of_model,
+    prove_in_training,
 )
 from hybridtrain.losses.transformers_counts import count_of_output
 from hybridtrain.losses.weights import BatchWeight, StepWeights
@@ -48,6 +49,7 @@ __all__ = [
     "model_output",
     "mse",
     "nll",
+    "prove_in_training",
     "resolve",
     "zero_of",
 ]

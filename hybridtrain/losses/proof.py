@@ -22,18 +22,22 @@ training. What a loss draws for all samples it is given again for the parts (`re
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from hybridtrain._torch_private import hooks_of
 from hybridtrain.accelerator import put
 from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.losses.by_name import model_output
 from hybridtrain.losses.captures import copied
 from hybridtrain.losses.counted import CountedLoss
@@ -145,6 +149,56 @@ class ModelLossProof:
         """
         self._calls.add(number, output)
         return HeadOutput(None)
+
+
+def prove_in_training(
+    loss: CountedLoss, net: nn.Module, inputs: Any, targets: Any, sizes: Sequence[int], warn: Warn
+) -> None:
+    """Compares the loss of a small model in training mode too, in a copy of it.
+
+    A difference is a warning, since samples may change one another there on purpose; batch norms
+    are in evaluation mode. A model of more than `KEPT_BYTES`, or in several processes, is not
+    compared.
+
+    Args:
+        loss: of the step, which comes out of the model.
+        net: the model.
+        inputs: of the batch.
+        targets: of the batch.
+        sizes: of its micro-batches.
+        warn: as of `OutputProof`.
+    """
+    tensors = [*net.parameters(), *net.buffers()]
+    nbytes = sum(t.numel() * t.element_size() for t in tensors)
+    if not net.training or nbytes > KEPT_BYTES or any(t.is_meta for t in tensors):
+        return
+    samples = _telling(loss, inputs, targets, sizes)
+    try:
+        whole = copy.deepcopy(net).to(_device_of(tensors))
+    except Exception:  # it refuses, as in `verify`
+        return
+    for module in whole.modules():
+        for hooks in hooks_of(module):
+            hooks.clear()
+        if isinstance(module, _BatchNorm):
+            module.eval()
+
+    def function(part: Any, targets: Any) -> Any:
+        signature, values = CallSignature.of_inputs(whole, part)
+        args, kwargs = signature.split(values)
+        return loss.function(whole(*args, **kwargs), targets)
+
+    function.__name__ = loss.name
+    device, untrained = _device_of(tensors), [False] * len(_tensors_of(inputs))
+    parts, of_targets = (samples.of(each, sum(sizes)) for each in (inputs, targets))
+    calls = _Calls(_Copy(loss.of(function)), samples, of_targets, warn, untrained)
+    calls.is_half = any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tensors)
+    try:
+        with torch.autocast(device.type, enabled=False):
+            for number, part in enumerate(parts):
+                calls.add(number, map_tensors(lambda t: put(t, device), part))
+    except ConfigError as error:
+        warn("in training mode, unlike in evaluation, %s", error)
 
 
 class LogProbabilityCheck:
@@ -324,28 +378,31 @@ class _Calls:
     """Calls of a loss for some samples and for parts of them, which are compared after the last.
 
     Args:
-        copy: of the step's loss.
+        own: a copy of the step's loss.
         samples: the samples.
         targets: theirs: all together, and in parts.
         warn: see `OutputProof`.
         trained: for each tensor of an output whether it has a gradient; None: none is compared.
+
+    Attributes:
+        is_half: something is computed in half precision.
     """
 
     def __init__(
         self,
-        copy: _Copy,
+        own: _Copy,
         samples: _Samples,
         targets: Sequence[Any],
         warn: Warn,
         trained: Sequence[bool] | None = None,
     ) -> None:
-        self._copy, self._loss = copy, copy.loss
+        self._copy, self._loss = own, own.loss
         self._targets, self._warn, self._trained = targets, warn, trained
         self._sizes, self._counts = samples.sizes, samples.counts
         self._values: list[Tensor] = []
         self._gradients: list[list[Tensor]] = []
         self._draws = RecordedDraws()
-        self._half = False
+        self.is_half = False
 
     def add(self, number: int, output: Any) -> None:
         """Calls the loss for all samples (0), or for a part; compares after the last.
@@ -355,7 +412,7 @@ class _Calls:
         """
         tensors = _tensors_of(output)
         device = _device_of(tensors)
-        self._half |= any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tensors)
+        self.is_half |= any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tensors)
         if len(self._values) == number:  # else an earlier one has failed
             if number and not self._counts[number - 1]:  # of nothing: it is not called
                 self._values.append(torch.zeros((), device=device, dtype=torch.double))
@@ -401,7 +458,7 @@ class _Calls:
             gradients: Sequence[Tensor | None] = [None] * len(inputs)
             if value.requires_grad and inputs:
                 gradients = torch.autograd.grad(value, inputs, allow_unused=True)
-        self._half |= value.dtype.itemsize < 4
+        self.is_half |= value.dtype.itemsize < 4
         self._values.append(value.detach().double())
         self._gradients.append(
             [
@@ -420,7 +477,7 @@ class _Calls:
         whole, *parts, apart, scale = torch.stack([*self._values, apart, scale]).cpu().tolist()
         expected = sum(part * weight for part, weight in zip(parts, weights, strict=True))
         largest = max(map(abs, [whole, *map(float.__mul__, parts, map(float, weights))]))
-        relative = _RELATIVE_OF_HALF if self._half else _RELATIVE
+        relative = _RELATIVE_OF_HALF if self.is_half else _RELATIVE
         if not math.isfinite(whole):
             return
         if not abs(whole - expected) <= _ABSOLUTE + relative * largest:  # of a part it may be NaN
