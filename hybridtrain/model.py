@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,13 +25,15 @@ from hybridtrain.graph import layers_of
 from hybridtrain.losses import (
     BatchWeight,
     CountedLoss,
+    LogProbabilityCheck,
     LossFn,
     ModelLossProof,
     OutputProof,
+    SeenLosses,
     StepWeights,
-    can_be_copied,
     is_of_model,
-    kind_of,
+    model_output,
+    prove_in_training,
     resolve,
     zero_of,
 )
@@ -343,7 +345,7 @@ class HybridModel:
         self._sequence_first = sequence_first_layer(net)
         self._resolved: tuple[LossFn, CountedLoss] | None = None  # the last one
         self._says_no_graph = False  # once
-        self._proven = set[Hashable]()  # kinds of losses; see `losses.proof`
+        self._seen_losses = SeenLosses()
         if options.shard != "none" and world.replicas == 1:
             log.info("shard=%s has no effect: there is one replica", options.shard)
         self._self_check = SelfCheck(net, plan, planned, options, world)
@@ -428,7 +430,8 @@ class HybridModel:
         elif weight.microbatches != len(sizes):
             raise BatchError("weight= is one of another batch: pass step_weights in order")
         batch_weight = weight
-        proof = None if batch_weight.is_whole_step else self._proof(loss, inputs, targets, sizes)
+        is_whole = batch_weight.is_whole_step
+        proof = self._proof(loss, inputs, targets, sizes, is_whole)
 
         def head(microbatch: int, output: Any) -> HeadOutput:
             if proof is not None:
@@ -460,21 +463,36 @@ class HybridModel:
         return TrainStepResult(mean, samples, recorded, batch_weight.count_in_step)
 
     def _proof(
-        self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int]
-    ) -> OutputProof | None:
+        self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int], is_whole: bool
+    ) -> OutputProof | LogProbabilityCheck | None:
         """Returns what looks at the outputs of a first step with a loss; None if nothing must.
 
         All processes of a pipeline call it together: a loss of the model's own takes a forward.
+
+        Args:
+            loss: of the step.
+            inputs: of the batch.
+            targets: of the batch.
+            sizes: of its micro-batches.
+            is_whole: the step is one micro-batch, so that no mean is taken of several.
         """
-        if loss.trusted or sum(sizes) == 1 or (kind := kind_of(loss)) in self._proven:
+        if loss.trusted and not loss.takes_log_probabilities:
             return None
-        self._proven.add(kind)
-        if not can_be_copied(loss):
+        is_one = is_whole or sum(sizes) == 1
+        if not self._seen_losses.is_new(loss, divided=not is_one):
             return None
-        warns = self.world.replica == 0
+        if is_one and is_of_model(loss, targets):
+            return None
+        if loss.trusted or is_one:
+            return LogProbabilityCheck(loss, targets, sum(sizes))
+
+        def warn(text: str, *args: object) -> None:
+            if self.world.replica == 0 and self._seen_losses.says(loss):
+                log.warning(text, *args)
+
         if not is_of_model(loss, targets):
-            return OutputProof(loss, inputs, targets, sizes, warns)
-        proof = ModelLossProof(loss, inputs, targets, sizes, warns)
+            return OutputProof(loss, inputs, targets, sizes, warn)
+        proof = ModelLossProof(loss, inputs, targets, sizes, warn)
         try:
             # without dropout, and without changes of running statistics
             with self.evaluating(), torch.no_grad():
@@ -486,7 +504,10 @@ class HybridModel:
                 error.add_note("in an evaluation that compares the model's loss with its count")
                 raise
             log.warning("the loss is not compared with its count: the evaluation failed: %s", error)
-        return None
+        prove_in_training(loss, self.net, inputs, targets, sizes, warn)
+        # in the step too, if it is computed from outputs that have samples
+        is_output = loss.function is model_output
+        return None if is_output else OutputProof(loss, inputs, targets, sizes, warn)
 
     def step_weights(
         self,

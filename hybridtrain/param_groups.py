@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
+import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +169,18 @@ class CombinedOptimizer(Optimizer):
             each.step()
         self._join()
 
+    def train(self) -> None:
+        """Gives the parameters the values to train on; see `show_weights`."""
+        for each in self.optimizers:
+            show_weights(each, training=True)
+        self._join()
+
+    def eval(self) -> None:
+        """Gives the parameters the values to evaluate and save; see `show_weights`."""
+        for each in self.optimizers:
+            show_weights(each, training=False)
+        self._join()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of all parameters."""
         for each in self.optimizers:
@@ -189,20 +203,66 @@ class CombinedOptimizer(Optimizer):
         self._join()
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Returns whether a step of `optimizer` computes the loss itself, as that of LBFGS does."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
-
-
 def check_steps_alone(optimizer: Optimizer, key: str) -> None:
-    """Refuses an optimizer whose step computes the loss.
+    """Refuses an optimizer whose step must be given a closure, as that of LBFGS.
 
     Raises:
         ConfigError: it is one; `key` says where it was given.
     """
-    if needs_closure(optimizer):
-        raise ConfigError(
-            f"{key}: its step computes the loss several times, which a pipeline does not do; "
-            f"choose another optimizer"
-        )
+    for each in getattr(optimizer, "optimizers", [optimizer]):
+        closure = inspect.signature(each.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ConfigError(_needs_closure(key))
+
+
+@contextmanager
+def closure_errors_named(optimizer: Optimizer, key: str | None = None) -> Iterator[None]:
+    """Says what to do where a step in the block fails because it was given no closure.
+
+    Raises:
+        ConfigError: in place of the error of an optimizer such as SAM, whose step has `closure` as
+            an optional argument, and asks for it; `key` says where it was given.
+    """
+    try:
+        yield
+    except (TypeError, AssertionError, AttributeError, RuntimeError, ValueError) as error:
+        failing = traceback.extract_tb(error.__traceback__)[-1].line or ""
+        if "closure" not in f"{error} {failing}":
+            raise
+        key = key or f"optimizer={type(optimizer).__name__}"
+        raise ConfigError(_needs_closure(key)) from error
+
+
+def _needs_closure(key: str) -> str:
+    return (
+        f"{key}: its step computes the loss again, by a closure, and a step here has one forward "
+        f'and backward. In your own loop over model.train_step it works, see "Optimizers that '
+        f'compute the loss again" in docs/own-loop.md; or choose another optimizer'
+    )
+
+
+def show_weights(optimizer: Optimizer, training: bool) -> None:
+    """Gives the parameters the values to train on, or those to evaluate and save.
+
+    These differ for an optimizer with methods `train` and `eval`, as schedule-free ones have; for
+    others nothing happens.
+    """
+    switch = getattr(optimizer, "train" if training else "eval", None)
+    if callable(switch):
+        with torch.no_grad():
+            switch()
+
+
+def keys_of_state(optimizer: Optimizer) -> list[frozenset[str]]:
+    """Returns for each parameter group the entries that the optimizer counts in.
+
+    They are not settings, but a part of its state, such as the number of steps: its constructor
+    makes them, and has no argument for them.
+    """
+    keys = []
+    for each in getattr(optimizer, "optimizers", [optimizer]):
+        kinds = [kind for kind in type(each).__mro__ if "__init__" in vars(kind)]
+        settings = {name for kind in kinds for name in inspect.signature(kind).parameters}
+        made = frozenset(getattr(each, "defaults", {})) - settings
+        keys += [made] * len(each.param_groups)
+    return keys

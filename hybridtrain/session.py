@@ -8,7 +8,7 @@ an optimizer step, and how far the script's loop is in them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ from hybridtrain.microbatch import merge
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.monitor import Monitor, Monitors
 from hybridtrain.options import PipelineOptions, with_settings
+from hybridtrain.param_groups import check_steps_alone
 from hybridtrain.step import OptimizerStep, replay
 from hybridtrain.world import World
 
@@ -52,11 +53,15 @@ if TYPE_CHECKING:
 class PreparedModel:
     """A `HybridModel` whose call returns the output in every process of a pipeline.
 
-    Everything else is the `HybridModel`'s, `hybrid`.
+    Everything else is the `HybridModel`'s, `hybrid`. `train` and `eval` are those of the optimizers
+    too, if they have them, as schedule-free ones do.
     """
 
-    def __init__(self, hybrid: HybridModel) -> None:
+    def __init__(
+        self, hybrid: HybridModel, show_weights: Callable[[bool], None] = lambda training: None
+    ) -> None:
         self.hybrid = hybrid
+        self._show_weights = show_weights
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the output for a batch, see `HybridModel`, on the CPU where it was sent."""
@@ -73,11 +78,13 @@ class PreparedModel:
     def train(self, mode: bool = True) -> PreparedModel:
         """Sets training mode, as `nn.Module.train`."""
         self.hybrid.train(mode)
+        self._show_weights(mode)
         return self
 
     def eval(self) -> PreparedModel:
         """Sets evaluation mode, as `nn.Module.eval`, with replica 0's buffers on all replicas."""
         self.hybrid.eval()
+        self._show_weights(False)
         self.hybrid.sync_buffers()
         return self
 
@@ -417,10 +424,11 @@ class Session:
         if id(each) in loaders:
             return PreparedLoader(loaders[id(each)], each, self)
         if isinstance(each, nn.Module):
-            return PreparedModel(self.model)
+            return PreparedModel(self.model, self._step.show_weights)
         if isinstance(each, Optimizer):
             for optimizer in getattr(each, "optimizers", [each]):
                 keep_own_parameters(optimizer, self.model, self._before)
+            check_steps_alone(each, f"optimizer={type(each).__name__}")
             self._step.add(each)
             return PreparedOptimizer(each, self)
         if isinstance(each, ReduceLROnPlateau):

@@ -13,6 +13,7 @@ any optimizer that treats parameters one by one stays exact.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.model import HybridModel
-from hybridtrain.param_groups import CombinedOptimizer, needs_closure
+from hybridtrain.param_groups import CombinedOptimizer, check_steps_alone, show_weights
 
 # Parameters of fewer bytes travel together, copied into one tensor.
 _PACKED_BYTES = 1 << 20
@@ -137,11 +138,7 @@ class ShardedOptimizer(Optimizer):
                 "a ShardedOptimizer is of one optimizer: with several (CombinedOptimizer) take "
                 "shard=none"
             )
-        if needs_closure(self._inner):
-            raise ConfigError(
-                f"{type(self._inner).__name__} computes the loss several times in a step, which a "
-                f"pipeline does not do: choose another optimizer"
-            )
+        check_steps_alone(self._inner, f"optimizer={type(self._inner).__name__}")
         self._is_complete = False
         super().__init__([dict(group) for group in self._inner.param_groups], self._inner.defaults)
         self._is_complete = True
@@ -172,13 +169,27 @@ class ShardedOptimizer(Optimizer):
             raise ConfigError(
                 "ShardedOptimizer.step takes no closure: call train_step before it, and then step()"
             )
+        self._update(self._inner.step)
+
+    def _update(self, action: Callable[[], object]) -> None:
+        """Has the inner optimizer change its parameters, and sends them to the other replicas."""
         for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             own.update(_settings(group))
-        self._inner.step()
+        action()
         self.state = self._inner.state  # which some optimizers replace
         for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_settings(own))  # some optimizers count their steps there
         self._shares.send_updates()
+
+    def train(self) -> None:
+        """Gives the parameters the values to train on; a collective call of the replicas."""
+        if hasattr(self._inner, "train"):
+            self._update(partial(show_weights, self._inner, training=True))
+
+    def eval(self) -> None:
+        """Gives the parameters the values to evaluate and save; a collective call, too."""
+        if hasattr(self._inner, "eval"):
+            self._update(partial(show_weights, self._inner, training=False))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of all parameters, or of this replica's; keeps what this one updates.

@@ -69,8 +69,9 @@ class Trainer:
         evaluation: the batches to evaluate on.
         metrics: by name, what to evaluate besides the loss; see `evaluate`.
         lr_schedule: stepped once per optimizer step.
-        scaler: scales the loss, for fp16; a step whose gradients overflow is skipped by all
-            replicas alike, since they share the averaged gradients.
+        scaler: scales the loss; None: one that is made for the model's `precision="fp16"`, with
+            `loss_scale`. A step whose gradients overflow is skipped by all replicas alike, since
+            they share the averaged gradients.
         store: where checkpoints go; None: none are saved.
         states: what else is saved and restored, by name: anything with `state_dict` and
             `load_state_dict` of tensors and plain values, such as a moving average of the weights.
@@ -125,7 +126,7 @@ class Trainer:
             model,
             optimizer,
             lr_schedule=lr_schedule,
-            scaler=scaler or GradScaler(enabled=False),
+            scaler=scaler,
             loss_scale=self.options.loss_scale,
             clip_norm=self.options.clip_norm,
             max_skipped=self.options.max_skipped,
@@ -224,6 +225,7 @@ class Trainer:
                 except Exception as error:
                     self._save_finished_step(error)
                     raise
+                self._step.show_weights(training=False)  # which one evaluates and exports
         except DivergedError as error:
             error.args = (f"{error}. {self._ways_out()}",)
             raise
@@ -348,6 +350,7 @@ class Trainer:
     @contextmanager
     def _evaluation_context(self) -> Iterator[None]:
         with ExitStack() as contexts:
+            contexts.enter_context(self._step.evaluation_weights())
             for callback in self.callbacks:
                 contexts.enter_context(callback.evaluation_context(self))
             yield
@@ -372,14 +375,15 @@ class Trainer:
         saved = self._checkpoints.step == self.step
         if again or not saved:
             activity.now(f"step {self.step}: save")
-            self._step.check_savable()
             # weights that the last step could not be taken with may be at fault
             prune = not self._finite.skipping
             required = required and not saved
-            path = self._checkpoints.write(self, required=required, prune=prune)
-            if path is not None:
-                self._tell("on_save", path)
-            elif not saved:
+            with self._step.evaluation_weights():
+                self._step.check_savable()
+                path = self._checkpoints.write(self, required=required, prune=prune)
+                if path is not None:
+                    self._tell("on_save", path)
+            if path is None and not saved:
                 self._checkpoints.mark_best(self, saved=False)
                 return
         self._checkpoints.mark_best(self)
@@ -405,6 +409,7 @@ class Trainer:
         """
         found = find_checkpoint(path, self.world, missing_ok)
         if found is not None:
+            self._step.show_weights(training=False)  # as they were saved
             self._checkpoints.restore(self, found)
             if self.lr_schedule is not None:
                 replay(self.lr_schedule, self.step)

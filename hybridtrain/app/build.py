@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 
 from hybridtrain.app.components import (
     build_callbacks,
@@ -272,14 +271,6 @@ def checked_options(config: Config) -> RunOptions:
         settings = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
         loader_options = LoaderOptions(**settings)
     return RunOptions(pipeline_options, trainer_options, loader_options, loss_fn, metrics)
-
-
-def build_scaler(config: Config, world: World) -> GradScaler | None:
-    """Returns the scaler of the loss, which fp16 needs."""
-    if config.trainer.precision != "fp16":
-        return None
-    scale = config.trainer.loss_scale or 2.0**16  # torch's default
-    return GradScaler(world.devices[0].type, init_scale=scale)
 
 
 def build_files(directory: RunDirectory) -> Monitor:

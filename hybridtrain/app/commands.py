@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.app.build import RunContext, build_files, build_scaler, setup_run, writing
+from hybridtrain.app.build import RunContext, build_files, setup_run, writing
 from hybridtrain.app.components import (
     build_callbacks,
     build_lr_schedule,
@@ -108,7 +108,6 @@ def train(settings: Settings) -> Result:
         evaluation=context.eval_loader(),
         metrics=options.metrics,
         lr_schedule=lr_schedule,
-        scaler=build_scaler(config, world),
         store=None if config.checkpoint.every_steps == 0 else context.store,
         monitor=build_files(context.directory) if world.is_main else None,
         callbacks=[

@@ -24,7 +24,13 @@ from hybridtrain.errors import ConfigError, DataError, UserError, check_choice
 from hybridtrain.losses import LOSSES, METRICS, LossFn, resolve
 from hybridtrain.model import HybridModel
 from hybridtrain.monitor import MONITORS
-from hybridtrain.param_groups import CombinedOptimizer, check_steps_alone, parameter_groups
+from hybridtrain.param_groups import (
+    CombinedOptimizer,
+    check_steps_alone,
+    closure_errors_named,
+    parameter_groups,
+    show_weights,
+)
 from hybridtrain.report import check_installed
 from hybridtrain.sharded_optimizer import ShardedOptimizer
 from hybridtrain.step import check_lr_schedule
@@ -296,8 +302,12 @@ def optimizer_tensors_per_param(config: Mapping[str, Any], allow: Sequence[str] 
     optimizer.param_groups[0]["capturable"] = False  # which is for parameters on a GPU
     parameter.grad = torch.zeros_like(parameter)
     try:
-        optimizer.step()
-    except (RuntimeError, TypeError, ValueError) as error:  # for sparse gradients only, say
+        show_weights(optimizer, training=True)
+        with closure_errors_named(optimizer, f"optim._target_={config['_target_']}"):
+            optimizer.step()
+    except ConfigError:
+        raise
+    except Exception as error:  # for sparse gradients only, say
         raise ConfigError(
             f"optim._target_={config['_target_']} fails at a step: {error}"
         ) from error

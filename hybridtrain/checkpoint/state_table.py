@@ -34,6 +34,7 @@ from hybridtrain.checkpoint.joint_save import Source
 from hybridtrain.checkpoint.tensor_files import TensorInfo, check_storable, pack, without_aliases
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
+from hybridtrain.param_groups import keys_of_state
 from hybridtrain.sharded_optimizer import ShardedOptimizer
 
 
@@ -81,7 +82,8 @@ def load_optimizer_by_name(
     """Loads a `state`, from `optimizer_by_name`, on every rank; a collective call.
 
     The hyperparameters (learning rate, weight decay, ...) stay those of `optimizer`, because the
-    present run's settings are what the user wants now.
+    present run's settings are what the user wants now. What an optimizer counts in its groups is
+    loaded.
     """
     updated = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
     own = {id(p) for group in updated.param_groups for p in group["params"]}
@@ -101,6 +103,10 @@ def load_optimizer_by_name(
         return value.to(parameter.device)
 
     moments = source.tree(state.get("state"), to_param_device)
+    groups = optimizer.state_dict()["param_groups"]
+    saved_groups = source.tree(state.get("param_groups")) or [{}] * len(groups)
+    for group, saved, keys in zip(groups, saved_groups, keys_of_state(updated), strict=True):
+        group.update({key: saved[key] for key in keys if key in saved})
     optimizer.load_state_dict(
         {
             "state": {
@@ -108,7 +114,7 @@ def load_optimizer_by_name(
                 for number, name in enumerate(parameter_names(model, optimizer))
                 if name in moments and name in parameters
             },
-            "param_groups": optimizer.state_dict()["param_groups"],
+            "param_groups": groups,
         }
     )
 

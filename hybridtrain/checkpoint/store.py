@@ -86,7 +86,7 @@ class CheckpointStore:
 
     def __init__(
         self,
-        root: Path,
+        root: str | Path,
         keep: int | None = None,
         background: bool = False,
         writers: str = "auto",
@@ -94,7 +94,7 @@ class CheckpointStore:
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep={keep} must be at least 1, or None to keep all")
         check_choice("writers", writers, WRITERS)
-        self.root = root
+        self.root = Path(root)
         self.keep = keep
         self.background = background
         self.writers = writers

@@ -8,8 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from hybridtrain.errors import BatchError
 
@@ -105,10 +106,12 @@ class CallSignature:
         by_name = dict(zip(given.names, values, strict=True))
         model = type(self.module).__name__
         for name, constant in self.constants.items():
-            if name in by_name and by_name[name] != constant:
+            if name in by_name and not _equal(by_name[name], constant):
                 raise BatchError(
-                    f"{model} was traced with {name}={constant}, and this batch gives "
-                    f"{name}={by_name[name]}: only tensors may change"
+                    f"{model} was traced with {name}={_shown(constant)}, and this batch gives "
+                    f"{name}={_shown(by_name[name])}: only tensors may change. Pass the same in "
+                    f"each batch as in example_inputs=, or make another HybridModel of the same "
+                    f"module for the other value"
                 )
         if set(by_name) != set(self.names):
             raise BatchError(
@@ -125,6 +128,52 @@ class CallSignature:
             )
         values = [by_name[name] for name in self.names]
         return tree_leaves(values) if self.flat else values
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Returns whether two values without tensors are equal.
+
+    Arrays are equal if all their elements are; an object that cannot be compared only to itself.
+    """
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return False
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        if type(one) is not type(other) or one.dtype != other.dtype:
+            return False
+        return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    mine, spec = tree_flatten(one)
+    if mine and mine[0] is one:
+        try:
+            return bool(one == other) or bool(one != one and other != other)  # NaN
+        except Exception:  # no answer, as of an array inside an object
+            return False
+    theirs, other_spec = tree_flatten(other)
+    return spec == other_spec and all(map(_equal, mine, theirs))
+
+
+def _shown(value: Any) -> str:
+    """Returns a value for a message: of tensors and arrays the shapes, of a text its beginning."""
+
+    def short(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor | np.ndarray):
+            kind = "a tensor" if isinstance(leaf, Tensor) else "an array"
+            return _Shown(f"{kind} of shape {tuple(leaf.shape)}")
+        return leaf
+
+    text = repr(tree_map(short, value))
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+class _Shown:
+    """A value whose `repr` is a text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
 
 
 def _signature(module: nn.Module) -> inspect.Signature:

@@ -335,6 +335,11 @@ class Segment(nn.Module):
                 stash(name, None)
         return main if graph.output_spec is None else tree_unflatten(main, graph.output_spec)
 
+    @property
+    def root(self) -> nn.Module:
+        """The traced module."""
+        return self._root[0]
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the graphs; the code around them only passes values on."""
         for graph in self._graphs:

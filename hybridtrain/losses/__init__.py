@@ -15,13 +15,14 @@ from hybridtrain.losses.by_name import (
     mse,
     nll,
 )
+from hybridtrain.losses.captures import SeenLosses
 from hybridtrain.losses.counted import CountedLoss, MeanLoss, SumLoss, resolve, zero_of
 from hybridtrain.losses.proof import (
+    LogProbabilityCheck,
     ModelLossProof,
     OutputProof,
-    can_be_copied,
     is_of_model,
-    kind_of,
+    prove_in_training,
 )
 from hybridtrain.losses.transformers_counts import count_of_output
 from hybridtrain.losses.weights import BatchWeight, StepWeights
@@ -33,21 +34,22 @@ __all__ = [
     "METRICS",
     "BatchWeight",
     "CountedLoss",
+    "LogProbabilityCheck",
     "LossFn",
     "MeanLoss",
     "ModelLossProof",
     "OutputProof",
+    "SeenLosses",
     "StepWeights",
     "SumLoss",
     "accuracy",
-    "can_be_copied",
     "count_of_output",
     "cross_entropy",
     "is_of_model",
-    "kind_of",
     "model_output",
     "mse",
     "nll",
+    "prove_in_training",
     "resolve",
     "zero_of",
 ]

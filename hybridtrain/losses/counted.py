@@ -94,6 +94,12 @@ class CountedLoss:
         """True for a cross-entropy or nll, whose targets are classes."""
         return isinstance(self.count, TargetCount)
 
+    @property
+    def takes_log_probabilities(self) -> bool:
+        """True for an nll of PyTorch or of `hybridtrain.losses`."""
+        function = _unwrapped(self.function)[0]
+        return function is F.nll_loss or function is nll
+
     def counts(
         self, inputs: Any, targets: Any, sizes: Sequence[int]
     ) -> Sequence[int | float | Tensor]:
@@ -309,7 +315,7 @@ def _unwrapped(loss_fn: Any) -> tuple[Any, Mapping[str, Any]]:
     if base is None or any(getattr(kinds[0], n) is not getattr(base, n) for n in _CALLS):
         return loss_fn, settings
     if issubclass(base, nn.CrossEntropyLoss | nn.NLLLoss):
-        base = F.cross_entropy  # which has the same count
+        base = F.nll_loss if issubclass(base, nn.NLLLoss) else F.cross_entropy
     return base, {**vars(loss_fn), **dict(loss_fn.named_buffers()), **settings}
 
 

@@ -243,14 +243,29 @@ def copy_of(layer: Layer, own: Callable[[Tensor], Tensor]) -> nn.Module:
 
 @contextmanager
 def undisturbed(layers: Sequence[Layer], device: torch.device) -> Iterator[None]:
-    """Restores the default generators; gradients are on if some module is in training mode."""
-    trains = any(part.training for layer in layers for part in layer.module.modules())
+    """Turns gradients on, and restores the default generators.
+
+    A model that is all in evaluation mode, as `from_pretrained` returns it, is in training mode in
+    the block: it will be trained so. Modules that the user keeps in evaluation mode stay there.
+
+    Args:
+        layers: all of the model's.
+        device: that they run on.
+    """
+    # of a traced model its own modules: those of the graph have no mode
+    roots = [m.root if isinstance(m := layer.module, Segment) else m for layer in layers]
+    modes = {part: part.training for root in dict.fromkeys(roots) for part in root.modules()}
     gpus = [device] if device.type == "cuda" else []
     before = default_generators()
     try:
-        with torch.random.fork_rng(gpus), torch.set_grad_enabled(trains):
+        if not any(modes.values()):
+            for part in modes:
+                part.training = True
+        with torch.random.fork_rng(gpus), torch.enable_grad():
             yield
     finally:
+        for part, training in modes.items():
+            part.training = training
         rewind(before)
 
 
@@ -298,8 +313,8 @@ class LayerProfiler:
 
     Copies of the layers run, one at a time, so that none leaves a trace in the model. The default
     generators and the inputs stay as they were. Layers run in the mode they are in; if all are in
-    evaluation mode there is no backward. At first every layer is warmed up and timed once, or only
-    warmed up if this takes long.
+    evaluation mode, they run in training mode. At first every layer is warmed up and timed once, or
+    only warmed up if this takes long.
 
     Args:
         layers: the chain; for parameters on the meta device there are random values.
@@ -322,6 +337,7 @@ class LayerProfiler:
         precision: Callable[[], AbstractContextManager[object]] | None = None,
         optimizer_tensors_per_param: int = 2,
     ) -> None:
+        self._layers = layers
         self._devices = devices
         self._device = device = devices[0]
         self._precision = precision or nullcontext
@@ -332,7 +348,7 @@ class LayerProfiler:
             kept = min(kept, RECENT_WITHOUT_VALUES)
         self._recent: deque[LayerRun] = deque(maxlen=kept)
         self._patient_until = perf_counter() + FIRST_PASS_BUDGET_S
-        with self._as_in_a_step(layers):
+        with self._as_in_a_step():
             # copied, as micro-batches are views of all of a batch's memory
             copies = tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), inputs)
             costs = run_chain(layers, copies, self._first_run, optimizer_tensors_per_param)
@@ -346,7 +362,7 @@ class LayerProfiler:
         disturbs a run or two of each, which the median leaves out.
         """
         deadline = perf_counter() + seconds
-        with self._as_in_a_step([timing.layer for timing in self._timings]):
+        with self._as_in_a_step():
             for _ in range(MAX_REPEATS):
                 for timing in self._timings:
                     with self._copied(timing.layer) as (module,):
@@ -375,13 +391,12 @@ class LayerProfiler:
         alone: list[float] = []
         together: list[float] = []
         with (
-            self._as_in_a_step([timing.layer]),
+            self._as_in_a_step(),
             self._copied(timing.layer, 1 + others) as modules,
         ):
-            gradients = torch.is_grad_enabled()
 
             def run(module: nn.Module) -> float:
-                with torch.set_grad_enabled(gradients):  # of each thread its own
+                with torch.enable_grad():  # of each thread its own
                     clock = partial(_timed, self._device)
                     ran = run_layer(module, timing.given, self._precision, clock)
                 return ran.forward_ms + ran.backward_ms
@@ -430,12 +445,12 @@ class LayerProfiler:
             raise
 
     @contextmanager
-    def _as_in_a_step(self, layers: Sequence[Layer]) -> Iterator[None]:
+    def _as_in_a_step(self) -> Iterator[None]:
         """Gives layers the intra-op threads and the gradient mode that they have in a step."""
         threads = torch.get_num_threads()
         torch.set_num_threads(max(1, threads // len(self._devices)))
         try:
-            with undisturbed(layers, self._device):
+            with undisturbed(self._layers, self._device):
                 yield
         finally:
             torch.set_num_threads(threads)

@@ -340,6 +340,9 @@ def _too_large(
     }
 
 
+_SHARE = "Two modules may share their parameters instead of being one (b.weight = a.weight)"
+
+
 def _hints(chain: Chain) -> str:
     """Returns why there are not more places to cut."""
     hints = ""
@@ -349,7 +352,7 @@ def _hints(chain: Chain) -> str:
             last += 1
         hints = (
             f"; {chain.layers[first - 1].name!r} to {chain.layers[last].name!r} stay together, "
-            f"since they use one module, or one changes in place what another one reads"
+            f"since they use one module, or one changes in place what another one reads. {_SHARE}"
         )
     for name, why in list(chain.unexpanded.items())[-3:]:
         hints += f"; {name} could not be expanded: {why}"
@@ -367,7 +370,6 @@ def _runs_of(items: Sequence[Item], counts: Sequence[int], chain: Chain) -> list
             before, after = chain.layers[cut - 1].name, chain.layers[cut].name
             raise SplitError(
                 f"there can be no cut between {before!r} and {after!r}: a module is used before "
-                f"and after it, or a tensor is changed in place there. Cut elsewhere, or let two "
-                f"modules share the parameters instead (b.weight = a.weight)"
+                f"and after it, or a tensor is changed in place there. Cut elsewhere. {_SHARE}"
             )
     return [list(items[start:end]) for start, end in pairwise(accumulate(counts, initial=0))]

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +33,12 @@ from hybridtrain.errors import BatchError, CheckpointError, ConfigError
 from hybridtrain.launch import activity
 from hybridtrain.losses import LossFn, StepWeights
 from hybridtrain.model import HybridModel, TrainStepResult
-from hybridtrain.param_groups import CombinedOptimizer
+from hybridtrain.param_groups import (
+    CombinedOptimizer,
+    check_steps_alone,
+    closure_errors_named,
+    show_weights,
+)
 from hybridtrain.pipeline import check_replicas
 from hybridtrain.step.finite_check import FiniteCheck
 from hybridtrain.step.loss_mean import LossMean
@@ -43,6 +49,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
 log = logging.getLogger(__name__)
+
+
+_FIRST_SCALE = 2.0**16  # of the loss in fp16; PyTorch's default
 
 
 def check_lr_schedule(lr_schedule: LRScheduler | None) -> None:
@@ -122,6 +131,13 @@ def check_optimizers(model: HybridModel, groups: Sequence[Mapping[str, Any]]) ->
     return [trainable[name] for name in left_out]
 
 
+_NO_BATCHES = (
+    "a step takes a list of Batch, as loader.batches() gives them, not {}a {}: write `for batch "
+    "in loader.batches(): step.run([batch], loss_fn)`, or make each by hybridtrain.data.Batch("
+    "inputs, targets, samples=len(inputs), total=len(inputs) * world.replicas)"
+)
+
+
 class StepResult(NamedTuple):
     """Result of `OptimizerStep.run`.
 
@@ -170,7 +186,7 @@ class OptimizerStep:
         finite: decides whether an optimizer may step, and counts those that may not.
 
     Raises:
-        ConfigError: the schedule depends on more than the step.
+        ConfigError: the schedule depends on more than the step, or an optimizer needs a closure.
     """
 
     def __init__(
@@ -187,11 +203,14 @@ class OptimizerStep:
     ) -> None:
         check_lr_schedule(lr_schedule)
         self.model = model
+        for optimizer in optimizers:
+            check_steps_alone(optimizer, f"optimizer={type(optimizer).__name__}")
         self.optimizers = list(optimizers)
+        self._trains = False  # the parameters have the values to train on
         self.lr_schedule = lr_schedule
         if scaler is None:
-            fp16 = model.options.precision == "fp16"
-            scaler = GradScaler(model.world.devices[0].type, enabled=fp16)
+            fp16, device = model.options.precision == "fp16", model.world.devices[0].type
+            scaler = GradScaler(device, init_scale=loss_scale or _FIRST_SCALE, enabled=fp16)
         self.number = 0
         self.losses = LossMean(model)
         self.finite = FiniteCheck(model, scaler, max_skipped, adaptive_scale=loss_scale is None)
@@ -263,6 +282,11 @@ class OptimizerStep:
 
         All processes call it together.
         """
+        is_one = not isinstance(batches, Sequence)
+        others = [batches] if is_one else [each for each in batches if not isinstance(each, Batch)]
+        if others:
+            kind = type(others[0]).__name__
+            raise BatchError(_NO_BATCHES.format("" if is_one else "a list with ", kind))
         pairs = [(batch.inputs, batch.targets) for batch in batches]
         weights = self.model.step_weights(  # [1]
             pairs,
@@ -285,6 +309,7 @@ class OptimizerStep:
         self.losses.fold(1000, but=self._undecided.trained.results if self._undecided else ())
         self.weights = None
         self._forget_decision()
+        self.show_weights(training=True)
         # not where gradients are added to those of a step that no optimizer has taken yet
         was_taken = self.number >= self._trained.number
         if was_taken or all(parameter.grad is None for parameter in self.model.parameters()):
@@ -372,7 +397,8 @@ class OptimizerStep:
             if self._decides_on_device():  # [4]
                 self._take_on_device(optimizer, norm)
             elif self._is_allowed():
-                self.scaler.step(optimizer)
+                with closure_errors_named(optimizer):
+                    self.scaler.step(optimizer)
         finally:  # what a script does after an error need not move on
             activity.phase = before
 
@@ -428,7 +454,8 @@ class OptimizerStep:
         optimizer.found_inf = (~norm.isfinite()).float()
         optimizer.grad_scale = None
         try:
-            optimizer.step()
+            with closure_errors_named(optimizer):
+                optimizer.step()
         finally:
             del optimizer.found_inf, optimizer.grad_scale
 
@@ -453,7 +480,33 @@ class OptimizerStep:
             self._is_unscaled = False
             self.scaler.update(self._loss_scale)
 
-    # --- what a run goes on from
+    # --- what a run evaluates and goes on from
+
+    def show_weights(self, training: bool) -> None:
+        """Gives the parameters the values to train on, or those to evaluate and save.
+
+        These differ for schedule-free optimizers, which have methods `train` and `eval`. A step
+        begins with the values to train on.
+        """
+        self._trains = training
+        for optimizer in self.optimizers:
+            show_weights(optimizer, training)
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        """Gives the parameters the values to evaluate and save in the block; see `show_weights`.
+
+        with step.evaluation_weights():
+            evaluate(model, loader, loss_fn, metrics)
+        """
+        self.settle()
+        before = self._trains
+        self.show_weights(training=False)
+        try:
+            yield
+        finally:
+            if before:
+                self.show_weights(training=True)
 
     def mean_loss(self) -> float:
         """Returns the mean loss over all replicas since the last call; a collective call.
@@ -530,15 +583,16 @@ class OptimizerStep:
             CheckpointError: it cannot be written.
             DivergedError, UserError: see `check_savable`; nothing is written.
         """
-        self.check_savable()
-        path = save_checkpoint(
-            CheckpointStore(Path(directory), keep),
-            self.number,
-            self.model,
-            self.optimizer,
-            {"progress": progress or self},
-            _by_name(loaders, states),
-        )
+        with self.evaluation_weights():
+            self.check_savable()
+            path = save_checkpoint(
+                CheckpointStore(directory, keep),
+                self.number,
+                self.model,
+                self.optimizer,
+                {"progress": progress or self},
+                _by_name(loaders, states),
+            )
         assert path is not None  # a full disk is an error
         return path
 
@@ -572,6 +626,7 @@ class OptimizerStep:
         newest = find_checkpoint(path, self.model.world, missing_ok)
         if newest is None:
             return None
+        self.show_weights(training=False)  # as they were saved
         saved = restore_checkpoint(
             newest,
             self.model,

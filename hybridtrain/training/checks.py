@@ -17,7 +17,6 @@ from hybridtrain.data import EvalLoader, Loader, TrainLoader, share_of
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.microbatch import chunk_sizes
 from hybridtrain.model import HybridModel
-from hybridtrain.param_groups import check_steps_alone
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +50,6 @@ def check_arguments(
             f"optimizer= must be an optimizer, not {_named(optimizer)}: write "
             f"torch.optim.AdamW(model.parameters(), lr=1e-3)"
         )
-    check_steps_alone(optimizer, f"optimizer={type(optimizer).__name__}")
     if evaluation is not None:
         check_eval_loader("evaluation=", evaluation)
     for name, metric in _mapping(metrics).items():

@@ -217,6 +217,14 @@ def test_the_memory_of_an_optimizer_for_gpus_alone_is_counted_on_the_cpu() -> No
     assert optimizer_tensors_per_param(config) == 2
 
 
+def test_an_optimizer_with_modes_is_counted_and_one_with_a_closure_refused() -> None:
+    schedule_free = {"_target_": "support.schedule_free.ScheduleFree"}
+    assert optimizer_tensors_per_param(schedule_free, ["support"]) == 1
+    asks = {"_target_": "support.schedule_free.AsksForClosure"}
+    message = refusal(lambda: optimizer_tensors_per_param(asks, ["support"]))
+    assert message.startswith(f"optim._target_={asks['_target_']}: its step computes the loss")
+
+
 @pytest.mark.parametrize(
     ("key", "path", "meant"),
     [

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from hybridtrain import HybridModel, ShardedOptimizer, World
 
 from .compare import assert_same
+from .schedule_free import ScheduleFree
 
 STEPS = 3
 # The samples of each replica's batch in each step: other numbers of micro-batches, and ragged ones.
@@ -45,7 +46,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 def make_optimizer(model: HybridModel, name: str) -> Optimizer:
-    make = OPTIMIZERS[name]
+    make = {**OPTIMIZERS, "schedule-free": ScheduleFree}[name]
     if model.options.shard == "optimizer":
         return ShardedOptimizer(model, make)
     return make(model.parameters())

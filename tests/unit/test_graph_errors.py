@@ -1,9 +1,13 @@
 """A model or a batch that cannot be traced is refused in one message that says what to do."""
 
 import copy
+import math
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.traced import (
     WIDTH,
     Shapes,
@@ -18,6 +22,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from hybridtrain.errors import BatchError, ConfigError, SplitError
+from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.chain import ChainBuilder
 
 
@@ -82,6 +87,74 @@ def test_a_batch_with_other_inputs_than_the_model_was_traced_with_is_refused():
     model = hybrid(TwoInputs(), 2, example_inputs=inputs)
     with pytest.raises(BatchError, match=r"traced with scale=0\.5, and this batch gives scale=2"):
         model(inputs | {"scale": 2})
+
+
+class Ignores(nn.Module):
+    """Has an argument that is no tensor when it is traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = linear(), linear()
+
+    def forward(self, x, extra=None):
+        h = self.first(x)
+        return self.last(h)
+
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 2), st.sampled_from([0.5, math.nan, "a", "bc"]),
+    st.sampled_from([2, 3]).map(np.arange), st.just(np.array([1.0, math.nan])),
+    st.just(np.array(["x", "y"])),
+)  # fmt: skip
+CONSTANTS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+    ),
+    max_leaves=4,
+)
+
+
+def described(value):
+    """A text that differs for values that differ; 1, 1.0 and True are equal."""
+    if isinstance(value, np.ndarray):
+        return f"array {value.dtype} {value.tolist()}"
+    if isinstance(value, dict):
+        return str({key: described(value[key]) for key in sorted(value)})
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__} {[described(each) for each in value]}"
+    return repr(float(value)) if isinstance(value, bool | int | float) else repr(value)
+
+
+@settings(max_examples=30, deadline=None)
+@given(CONSTANTS, CONSTANTS)
+def test_arguments_that_are_no_tensors_are_compared_whatever_they_are(traced, other):
+    net = Ignores()
+    signature, _ = CallSignature.of_inputs(net, {"x": samples(0), "extra": traced})
+    signature.graph_inputs({"x": samples(1), "extra": copy.deepcopy(traced)})
+    inputs = {"x": samples(1), "extra": other}
+    if described(traced) == described(other):
+        signature.graph_inputs(inputs)
+        return
+    with pytest.raises(BatchError, match="Ignores was traced with extra=") as error:
+        signature.graph_inputs(inputs)
+    assert len(str(error.value)) < 500
+
+
+def test_a_tensor_in_place_of_another_value_is_shown_by_its_shape():
+    net = Ignores()
+    model = hybrid(net, 2, example_inputs={"x": samples(0), "extra": None})
+    with pytest.raises(
+        BatchError, match=r"extra=None, and .* gives extra=a tensor of shape \(\d+,"
+    ):
+        model({"x": samples(0), "extra": samples(1)})
+    array = {"x": samples(0), "extra": np.arange(4)}
+    model = hybrid(Ignores(), 2, example_inputs=array)
+    model({"x": samples(1), "extra": np.arange(4)})
+    with pytest.raises(BatchError, match=r"gives extra=an array of shape \(5,\)"):
+        model({"x": samples(1), "extra": np.arange(5)})
 
 
 class Carrier:

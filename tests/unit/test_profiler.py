@@ -1,13 +1,17 @@
 """Measured costs: bytes exactly, times by the clock, and no trace of the measuring."""
 
 from contextlib import contextmanager
+from typing import ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.graph.segment import layers_of
 from hybridtrain.planning.costs import MAX_REPEATS, SLOW_MS, LayerProfiler
+from hybridtrain.planning.estimates import estimate_costs
 from hybridtrain.skip import pop, stash
 
 CPU = torch.device("cpu")
@@ -228,10 +232,45 @@ def test_a_layers_time_is_the_median_without_the_warm_up(clock):
     assert measured(net, torch.randn(2, 3), seconds=0.0)[0].forward_ms == pytest.approx(5)
 
 
-def test_a_model_in_evaluation_mode_has_no_backward():
-    costs = measured(image_net().eval(), images())
-    assert all(cost.backward_ms == cost.activation_bytes == 0 for cost in costs)
-    assert all(cost.forward_ms > 0 for cost in costs)
+class Modes(nn.Module):
+    """Notes the mode that its copies run in."""
+
+    seen: ClassVar[list[bool]] = []
+
+    def forward(self, x):
+        self.seen.append(self.training)
+        return F.dropout(x, 0.5, self.training)
+
+
+class Traced(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("make", [nn.Sequential, Traced])
+def test_a_model_that_arrives_in_evaluation_mode_is_measured_in_training(make):
+    def activations(trains):
+        net = make(nn.Linear(3, 4), Modes(), nn.Linear(4, 4), Modes(), nn.Linear(4, 2))
+        net.train(trains)
+        layers = ChainBuilder(net, torch.randn(2, 3)).chain().layers
+        Modes.seen.clear()
+        profiler = LayerProfiler(layers, torch.randn(2, 3), [CPU])
+        profiler.repeat(0.0)
+        costs = profiler.costs()
+        assert all(Modes.seen)
+        estimates = estimate_costs(layers, torch.randn(2, 3))
+        assert all(cost.backward_ms > 0 for cost in estimates)
+        assert not any(module.training is not trains for module in net.modules())
+        assert all(cost.backward_ms > 0 for cost in costs)
+        return [[each.activation_bytes for each in found] for found in (costs, estimates)]
+
+    assert activations(False) == activations(True)
 
 
 def test_frozen_layers_have_a_backward_only_behind_a_trained_one():

@@ -66,7 +66,7 @@ def with_method(base, name):
         ({"monitor": with_method(Monitor, "on_xyz")}, r"on_xyz is not .*: the hooks are: on_end, "),
         (
             {"optimizer": torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])},
-            r"optimizer=LBFGS: its step computes the loss several times, which a pipeline does not",
+            r"optimizer=LBFGS: its step computes the loss again, by a closure",
         ),
         (
             {"lr_schedule": ReduceLROnPlateau(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))},

@@ -263,7 +263,7 @@ def run_of(world, shard, net, steps=6, at=(), **options):
         chunks=2,
         precision=options.pop("precision", "fp32"),
     )
-    optimizer = make_optimizer(model, "adamw")
+    optimizer = make_optimizer(model, options.pop("optimizer", "adamw"))
     ours = Trainer(
         model,
         optimizer,
@@ -300,6 +300,14 @@ def run_of(world, shard, net, steps=6, at=(), **options):
 def _(world):
     expected, weights = run_of(world, "none", rich_net(), accumulate=2, clip_norm=0.5)
     found, ours = run_of(world, "optimizer", rich_net(), accumulate=2, clip_norm=0.5)
+    assert_same(found, expected)
+    assert_same(ours, weights)
+
+
+@cells.add("a schedule-free optimizer is switched on all replicas together")
+def _(world):
+    expected, weights = run_of(world, "none", rich_net(), optimizer="schedule-free")
+    found, ours = run_of(world, "optimizer", rich_net(), optimizer="schedule-free")
     assert_same(found, expected)
     assert_same(ours, weights)
 
