@@ -12,6 +12,7 @@ Several searches may work on one study. One that was interrupted goes on with it
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Overrid
 
 from hybridtrain.app.compose import compose_settings, given_keys, parse_overrides
 from hybridtrain.app.config import Config, SearchConfig
+from hybridtrain.app.resolve import OF_THE_COMMAND
 from hybridtrain.app.results import best_run, lines_of, runs_of, table
 from hybridtrain.app.run_lock import RunLock
 from hybridtrain.errors import ConfigError, DivergedError, Interrupted, UserError
@@ -59,6 +61,7 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
     fixed = [str(each.input_line) for each in parsed if not each.is_sweep_override()]
     config = compose_settings(fixed, config_dir).config
     options = config.search
+    _refuse_words_of_files(options, given_keys(fixed))
     space = _space([each for each in parsed if each.is_sweep_override()], options)
     metric, mode = _criterion(config)
     # A run_name may be group/name, and those of the trials have two parts as well.
@@ -104,6 +107,28 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
     if best := best_run(runs, "-" * (mode == "max") + metric, config_dir):
         print(best, file=sys.stderr, flush=True)
     return 0
+
+
+# Text from a recipe, or from a study, becomes words of a command line here. Words from files never
+# grant: they may set what a run computes, not what it may run, where it writes or how it starts.
+_NEVER_SEARCHED = (*OF_THE_COMMAND, "hydra", "search", "submit")
+
+
+def _refuse_words_of_files(options: SearchConfig, given: Sequence[str]) -> None:
+    """Raises a ConfigError for settings of the search that only the command line may have."""
+    for name in ("launcher", "storage"):
+        value, key = getattr(options, name), f"search.{name}"
+        if value is not None and key not in given:
+            raise ConfigError(
+                f"{key} is set in a file, and counts on the command line alone, since it says "
+                f"which command is run or which database is opened: give {key}={shlex.quote(value)}"
+            )
+
+
+def _check_searched(key: str) -> None:
+    """Raises a ConfigError for a key that is no setting of a run."""
+    if not re.fullmatch(r"[A-Za-z_][\w.-]*", key) or key.split(".")[0] in _NEVER_SEARCHED:
+        raise ConfigError(f"{key!r} cannot be searched for: it is not a setting of what is learnt")
 
 
 def _optuna() -> Any:
@@ -155,6 +180,8 @@ def _space(swept: Sequence[Override], options: SearchConfig) -> dict[str, BaseDi
         ConfigError: nothing is, or Hydra's words for a space are something else.
     """
     words = [*parse_overrides(options.space), *swept]
+    for word in words:
+        _check_searched(str(word.input_line).partition("=")[0])
     found = {str(each.get_key_element()): _distribution(each) for each in words}
     if not found:
         raise ConfigError(
@@ -256,8 +283,9 @@ def _trials(
     from optuna.trial import Trial, TrialState
 
     running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    # One that lacks a value is just being asked for by another search.
-    left = {each.number for each in running if each.params.keys() >= space.keys()}
+    # One that lacks a value is just being asked for by another search. One with another key, or a
+    # value that is not in the space, is not of this search: a study may come from a stranger.
+    left = {trial.number for trial in running if _is_in(space, trial.params)}
     while left or len(study.get_trials(deepcopy=False)) < most:
         number = left.pop() if left else study.ask(dict(space)).number
         lock = RunLock(folder / "claims" / _name(number))
@@ -272,6 +300,21 @@ def _trials(
                 yield Trial(study, trial._trial_id)
         finally:
             lock.release()
+
+
+def _is_in(space: Mapping[str, BaseDistribution], values: Mapping[str, Any]) -> bool:
+    """Returns whether `values` are a point of the search space."""
+    from optuna.distributions import CategoricalDistribution
+
+    if values.keys() != space.keys():
+        return False
+    for key, distribution in space.items():
+        if isinstance(distribution, CategoricalDistribution):
+            if values[key] not in distribution.choices:
+                return False
+        elif not distribution.low <= values[key] <= distribution.high:  # type: ignore[attr-defined]
+            return False
+    return True
 
 
 def _train(

@@ -255,3 +255,64 @@ def test_each_trial_may_be_a_launch_of_torchrun(capfd: pytest.CaptureFixture[str
         assert (summary["world"]["processes"], summary["steps"]) == (2, 4)
         assert trial.value == summary["eval"]["loss"]
         assert trial.intermediate_values.keys() == {2, 4}
+
+
+@pytest.mark.parametrize(
+    "search",
+    [
+        {"launcher": "touch granted"},
+        {"storage": "sqlite:////tmp/granted.db"},
+        {"space": ["allow_targets=[subprocess],[os]"]},
+        {"space": ["hydra.searchpath=[pkg://granted],[pkg://other]"]},
+        {"space": ["search.launcher='touch granted','touch other'"]},
+        {"space": ["submit.setup=a,b"]},
+        {"space": ["+recipe=a,b"]},
+        {"space": ["output_dir=/tmp/a,/tmp/b"]},
+        {"space": ["~optim=a,b"]},
+    ],
+    ids=lambda search: str(*search.values()),
+)
+def test_words_of_a_recipe_never_grant(
+    search: dict[str, object], capfd: pytest.CaptureFixture[str]
+) -> None:
+    values = {"space": ["optim.lr=1e-3,1e-2"], **search, "trials": 1}
+    Path("stranger.yaml").write_text(json.dumps({"run_name": "s", "search": values}))
+    assert main(["search", "recipe=stranger.yaml", "world.devices=cpu"]) == 2
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert "command line alone" in line or "cannot be searched for" in line
+    assert not Path("granted").exists()
+    assert not Path("outputs/s-search/trial_000").exists()
+
+
+def test_a_trial_of_a_stored_study_with_other_keys_or_values_is_left_alone(
+    words: list[str],
+) -> None:
+    FOLDER.mkdir(parents=True)
+    url = f"sqlite:///{FOLDER.resolve() / 'study.db'}"
+    made = optuna.create_study(storage=url, study_name="digits-search", direction="minimize")
+    lr = FloatDistribution(0.1, 0.4)
+    granting = {
+        "optim.lr": lr,
+        "allow_targets": CategoricalDistribution(["[subprocess]"]),
+        "model._target_": CategoricalDistribution(["subprocess.getoutput"]),
+    }
+    for params, distributions in (
+        (
+            {
+                "optim.lr": 0.2,
+                "allow_targets": "[subprocess]",
+                "model._target_": "subprocess.getoutput",
+            },
+            granting,
+        ),
+        ({"optim.lr": 0.8}, {"optim.lr": FloatDistribution(0.1, 0.9)}),
+    ):
+        made.add_trial(
+            optuna.trial.create_trial(
+                params=params, distributions=distributions, state=TrialState.RUNNING
+            )
+        )
+    assert main(words) == 0
+    commands = [path.read_text() for path in FOLDER.glob("trial_*/command")]
+    assert commands
+    assert not any("allow_targets" in command or "0.8" in command for command in commands)
