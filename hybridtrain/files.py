@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 from uuid import uuid4
 
 
@@ -52,6 +54,35 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def open_to_append(path: Path) -> TextIO:
+    """Opens a text file of a run to append to it; a link in its place is replaced by a file.
+
+    A run directory may be a stranger's, and its links would lead the lines anywhere.
+
+    Raises:
+        OSError: the file cannot be opened, or the folder that it is in is a link.
+    """
+    if path.parent.is_symlink():
+        raise OSError(errno.ELOOP, "its folder is a link", str(path.parent))
+    for _ in range(2):
+        try:
+            return open(path, "a", encoding="utf-8", buffering=1, opener=_without_links)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EMLINK):
+                raise
+            path.unlink()
+    raise OSError(errno.ELOOP, "another process puts a link in its place", str(path))
+
+
+def _without_links(path: str, flags: int) -> int:
+    # without waiting for a reader, if it is a pipe
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return descriptor
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Writes `content` to `path`; text is encoded as UTF-8."""
     with atomic_file(path) as file:
@@ -92,7 +123,7 @@ def entries_of(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             entry: Any = json.loads(line)
-        except ValueError:  # the last line, half written, or that of a killed run
+        except (ValueError, RecursionError):  # the last line, half written, or that of a killed run
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int):
             yield entry

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Returns `text` with escapes in place of control characters, but for tabs and line ends.
+
+    They could move the cursor of a terminal, set its title, or turn the order of its text.
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def in_one_line(text: str) -> str:
+    """Returns `text` with escapes in place of all control characters."""
+    return printable(text).replace("\n", "\\n").replace("\t", " ")
 
 
 def text_table(lines: Sequence[Sequence[str]], right_aligned: int) -> list[str]:
     """Returns lines with columns of equal width, the first `right_aligned` flush right."""
+    lines = [list(map(in_one_line, line)) for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  "

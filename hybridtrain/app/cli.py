@@ -92,7 +92,9 @@ def _dispatch(arguments: list[str]) -> int:
         if parsed.info or parsed.cfg:
             compose_config(overrides, parsed.config_dir)  # for the one-line errors
         flags = [word for word in arguments if word not in parsed.overrides]
-        if parsed.help:  # Hydra sets up the config's logging, with objects that a recipe may name
+        if (
+            parsed.help or parsed.hydra_help
+        ):  # Hydra sets up the config's logging, with objects that a recipe may name
             overrides.append("hydra.hydra_logging.root=null")
         return _show([*overrides, *flags])
     _refuse_what_has_no_effect(parsed, overrides)

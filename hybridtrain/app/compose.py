@@ -405,7 +405,7 @@ def read_overrides(run: Path) -> list[str]:
     """Returns what the `overrides.yaml` of a run has; nothing if it cannot be read."""
     try:
         found = OmegaConf.to_container(OmegaConf.load(run / "overrides.yaml"))
-    except (OSError, YAMLError, OmegaConfBaseException):
+    except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException):
         return []
     return with_new_keys([str(each) for each in found]) if isinstance(found, list) else []
 

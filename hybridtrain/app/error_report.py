@@ -50,6 +50,7 @@ from hybridtrain.launch import (
     tell_failure,
     write_error_file,
 )
+from hybridtrain.text_table import printable
 
 # Before the processes have met, rank 0 speaks at once and the others after this time, if the
 # launcher has not ended them by then: the mistake is theirs alone.
@@ -133,7 +134,7 @@ def report_and_go_on(error: BaseException) -> int:
     """Prints the error of one run of several; returns the exit code that it has."""
     text, _, code = describe(error)
     _write_to_log(error)
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
     return code
 
 
@@ -201,7 +202,7 @@ def _say(text: str, line: str, at: float, on: str = "") -> None:
     """Prints the text last, and leaves the line for torchrun."""
     write_error_file(line, at)
     one_line = text == line or text.startswith("error: ")
-    print(text if one_line or not on else f"{text}\n{on}", file=sys.stderr)
+    print(printable(text if one_line or not on else f"{text}\n{on}"), file=sys.stderr)
     sys.stderr.flush()
 
 

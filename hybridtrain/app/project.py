@@ -92,11 +92,27 @@ def _project(path: Path) -> dict[str, Any]:
     return table
 
 
+# A run has a config, and one of the others.
+_FILES_OF_RUNS = ("config.yaml", "overrides.yaml", "metrics.jsonl")
+
+
+def _is_run(folder: Path) -> bool:
+    """Returns whether `folder` may be a run directory, whole or with files left out."""
+    if (folder / "overrides.yaml").exists() or (folder / "metrics.jsonl").exists():
+        return True
+    return (folder / "config.yaml").exists() and any(
+        (folder / name).is_dir() for name in ("checkpoints", "logs")
+    )
+
+
 def _refuse_among_runs(path: Path, table: Mapping[str, Any]) -> None:
     """Refuses the file in a directory of runs or inside a run, which may be a stranger's."""
     here = Path.cwd()
-    if any((folder / "overrides.yaml").exists() for folder in (here, *here.parents)) or any(
-        here.glob("*/overrides.yaml")
+    if any(map(_is_run, (here, *here.parents))) or any(
+        _is_run(file.parent)
+        for depth in ("*/", "*/*/")  # runs may be in groups
+        for name in _FILES_OF_RUNS
+        for file in here.glob(depth + name)
     ):
         packages = ",".join(table.get(_ALLOW, []))
         raise ConfigError(

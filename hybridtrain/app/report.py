@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hybridtrain.app.results import runs_of
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.report import write_report
+from hybridtrain.text_table import in_one_line
 
 _USAGE = (
     "usage: hybridtrain report <run_name or folder>... [output=FILE.html]; a folder is that of a "
@@ -27,8 +31,33 @@ def report(arguments: Sequence[str]) -> int:
     named = [word for word in arguments if not word.startswith("output=")]
     if not named or len(outputs) > 1 or any(word.startswith("-") or "=" in word for word in named):
         raise ConfigError(_USAGE)
-    runs = [run.path for run in runs_of(named) if (run.path / "metrics.jsonl").is_file()]
-    if not runs:
+    logged = [run.path for run in runs_of(named) if (run.path / "metrics.jsonl").is_file()]
+    if not logged:
         raise ConfigError(f"{' '.join(named)}: no run has logged anything yet")
-    print(write_report(runs, outputs[0] if outputs else None).resolve())
+    output = outputs[0] if outputs else None
+    try:
+        page = write_report(logged, output)
+    except UserError:
+        raise
+    except Exception:  # whatever a damaged file, or a stranger's, leads to
+        if not (runs := _readable(logged)):
+            raise
+        page = write_report(runs, output)
+    print(page.resolve())
     return 0
+
+
+def _readable(paths: Sequence[Path]) -> list[Path]:
+    """Returns the runs of which there can be a page; says which are left out, and why."""
+    readable = []
+    for path in paths:
+        try:
+            with TemporaryDirectory() as folder:
+                # twice, since what differs between runs is on pages of several
+                write_report([path, path], Path(folder) / "page.html")
+        except Exception as error:
+            why = in_one_line(str(error).partition("\n")[0][:200]) or type(error).__name__
+            print(f"{path} is left out, since it cannot be read: {why}", file=sys.stderr)
+        else:
+            readable.append(path)
+    return readable

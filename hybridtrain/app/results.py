@@ -23,7 +23,7 @@ from hybridtrain.app.compose import parse_overrides, read_overrides
 from hybridtrain.errors import ConfigError
 from hybridtrain.files import json_lines, write_atomically
 from hybridtrain.report import RunSettings, that_differ
-from hybridtrain.text_table import markdown_table, text_table
+from hybridtrain.text_table import in_one_line, markdown_table, text_table
 
 SWEEP_FILE = Path("slurm") / "sweep.txt"
 """In the folder of a sweep that was submitted: the overrides of each run, one run a line."""
@@ -35,6 +35,10 @@ _USAGE = (
     "that of a run, of a sweep, or one with these in it"
 )
 _COMPARISONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+
+
+# Keys that let a command run code, or others than the run's own.
+_GRANTS = ("allow_targets", "hydra.", "search.launcher", "search.storage", "submit.", "push_to")
 
 
 @dataclass
@@ -159,14 +163,22 @@ def best_run(
     if len(known) < 2:
         return None
     run = _sorted(known, wanted)[0]
-    words = [o for o in run.overrides if not o.startswith(("run_name=", "output_dir="))]
+    # the command is for pasting, and words of a run directory never grant
+    left_out = [o for o in run.overrides if o.lstrip("+~").startswith(_GRANTS)]
+    words = [
+        o
+        for o in run.overrides
+        if not o.startswith(("run_name=", "output_dir=")) and o not in left_out
+    ]
     words.append(f"run_name={run.config.get('run_name', run.name)}")
     if (output_dir := run.config.get("output_dir", _OUTPUT_DIR)) != _OUTPUT_DIR:
         words.append(f"output_dir={output_dir}")
     if config_dir is not None:
         words += ["--config-dir", config_dir]
     said = f"best by {key}: {run.name}, {_text(run.reached[key])}"
-    return f"{said}\n  hybridtrain {shlex.join(words)}"
+    keys = ", ".join(o.partition("=")[0] for o in left_out)
+    note = f"\n  (without {keys}, which only you can grant)" if keys else ""
+    return in_one_line(said) + f"\n  hybridtrain {in_one_line(shlex.join(words))}{note}"
 
 
 def read_sweep(path: Path) -> list[list[str]]:
@@ -210,11 +222,20 @@ def _runs(folder: Path) -> Iterator[Run]:
 
 
 def _run(path: Path, name: str) -> Run:
+    """Reads a run. Damaged files are told in its line, and hide no other run."""
     try:
-        config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError, yaml.YAMLError):
-        config = {}
-    return Run(path, name, read_overrides(path), _reached(path), config)
+        try:
+            config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")) or {}
+        except (OSError, ValueError, yaml.YAMLError):
+            config = {}
+        if not isinstance(config, dict):
+            raise TypeError("config.yaml is not a mapping")
+        run = Run(path, name, read_overrides(path), _reached(path), config)
+        _cells(lines_of([run]))  # so that the table can show what the files have
+    except Exception as error:  # of whatever a damaged file, or a stranger's, makes of it
+        why = str(error).partition("\n")[0][:100] or type(error).__name__
+        return Run(path, name, [], {"state": f"not readable: {why}", "step": 0})
+    return run
 
 
 def _reached(run: Path) -> dict[str, Any]:

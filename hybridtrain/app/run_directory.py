@@ -39,7 +39,8 @@ from hybridtrain.app.config import Config, with_config_keys
 from hybridtrain.app.error_report import finite, json_line, versions
 from hybridtrain.checkpoint import CheckpointStore, step_of
 from hybridtrain.errors import CheckpointError, ConfigError, UserError
-from hybridtrain.files import write_atomically
+from hybridtrain.files import open_to_append, write_atomically
+from hybridtrain.text_table import printable
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
@@ -78,11 +79,13 @@ class RunLog:
         for handler in list(root.handlers):
             root.removeHandler(handler)
         self._early.addFilter(_name_config_keys)
+        self._early.addFilter(_escape)
         root.addHandler(self._early)
         if rank == 0:
             terminal = logging.StreamHandler(DummyTqdmFile(sys.stderr))  # above the progress bar
             terminal.addFilter(lambda record: record.name != _FILE_ONLY)
             terminal.addFilter(_name_config_keys)
+            terminal.addFilter(_escape)
             root.addHandler(terminal)
         logging.captureWarnings(True)
         if folder.is_dir():
@@ -102,6 +105,7 @@ class RunLog:
             return
         file.setFormatter(logging.Formatter(_FORMAT))
         file.addFilter(_name_config_keys)
+        file.addFilter(_escape)
         early.setTarget(file)
         early.flush()
         early.setTarget(None)
@@ -112,6 +116,14 @@ def _name_config_keys(record: logging.LogRecord) -> bool:
     """Puts config keys in the place of arguments in the library's warnings; as a filter."""
     if record.levelno >= logging.WARNING and record.name.startswith("hybridtrain."):
         record.msg, record.args = with_config_keys(record.getMessage()), ()
+    return True
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    """Escapes control characters, which the names in a config may have; as a filter."""
+    text = record.getMessage()
+    if (escaped := printable(text)) != text:
+        record.msg, record.args = escaped, ()
     return True
 
 
@@ -130,6 +142,9 @@ class _LogFile(logging.FileHandler):
     """A log file that says once that it cannot be written, and not with a traceback each line."""
 
     _failed = False
+
+    def _open(self) -> Any:
+        return open_to_append(Path(self.baseFilename))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         if not self._failed:
@@ -203,7 +218,7 @@ class RunDirectory:
     def add_evaluation(self, result: Mapping[str, Any]) -> None:
         """Appends a line to `evaluations.jsonl`; only warns if that fails."""
         try:
-            with open(self.path / "evaluations.jsonl", "a", encoding="utf-8") as file:
+            with open_to_append(self.path / "evaluations.jsonl") as file:
                 file.write(json_line(result) + "\n")
         except OSError as error:
             _log.warning("the evaluation is not in evaluations.jsonl: %s", error)

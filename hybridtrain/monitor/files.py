@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from hybridtrain.files import atomic_file, entries_of
+from hybridtrain.files import atomic_file, entries_of, open_to_append
 from hybridtrain.monitor.base import Monitor
 
 Entry = dict[str, Any]
@@ -84,7 +84,7 @@ class MetricsFile(Monitor):
         self._file.write(self._text(entry))
 
     def _open(self) -> None:
-        self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._file = open_to_append(self.path)
 
     def _rewrite(self, wanted: Callable[[Entry], bool], more: Iterable[Entry] = ()) -> None:
         """Drops other entries of the open file, and adds some."""

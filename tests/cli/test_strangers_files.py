@@ -1,0 +1,157 @@
+"""A run directory or a project file of a stranger does nothing that the user has not allowed."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from support.launch import SMALL
+
+from hybridtrain.app.cli import main
+
+EVIL = "\x1b]0;title\x07\x1b[2J"
+DAMAGE = {
+    "deep": "[" * 100_000,
+    "a list": "[]",
+    "a text for a number": '{"steps": "x", "eval": 3}',
+    "a huge number": '{"steps": ' + "9" * 400 + ', "eval": {}, "step": ' + "9" * 400 + "}",
+    "bytes": "\x00\xff",
+    "another type": '{"steps": [1], "eval": [2]}',
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has ended."""
+    folder = tmp_path_factory.mktemp("runs")
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        assert main([*SMALL, "run_name=good", "trainer.eval_every=null"]) == 0
+    finally:
+        os.chdir(before)
+    return folder / "outputs" / "good"
+
+
+def copy_of(run: Path, name: str) -> Path:
+    import shutil
+
+    target = Path("outputs") / name
+    shutil.copytree(run, target)
+    for file in ("config.yaml", "overrides.yaml"):
+        text = (target / file).read_text()
+        (target / file).write_text(text.replace("run_name: good", f"run_name: {name}"))
+    return target
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict", "export"])
+def test_links_in_a_run_directory_lead_nowhere(run: Path, command: str, tmp_path: Path) -> None:
+    evil = copy_of(run, "evil")
+    victim = tmp_path / "bashrc"
+    victim.write_text("mine\n")
+    for name in ("logs/rank_000.log", "evaluations.jsonl", "metrics.jsonl", "summary.json"):
+        (evil / name).unlink(missing_ok=True)
+        (evil / name).symlink_to(victim)
+    main([command, "run_name=evil", "world.devices=cpu"])
+    assert victim.read_text() == "mine\n"
+
+
+def test_a_folder_of_logs_that_is_a_link_is_not_written_to(run: Path, tmp_path: Path) -> None:
+    import shutil
+
+    evil = copy_of(run, "evil")
+    shutil.rmtree(evil / "logs")
+    (tmp_path / "home").mkdir()
+    (evil / "logs").symlink_to(tmp_path / "home")
+    assert main(["evaluate", "run_name=evil", "world.devices=cpu"]) == 0
+    assert list((tmp_path / "home").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("command", ["results", "report"])
+def test_a_damaged_run_is_one_line_and_hides_no_other(
+    run: Path, command: str, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copy_of(run, "good")
+    for number, name in enumerate(
+        ("summary.json", "metrics.jsonl", "overrides.yaml", "config.yaml")
+    ):
+        bad = copy_of(run, f"bad_{number}")
+        (bad / name).write_text(DAMAGE[kind] + "\n", encoding="latin-1")
+    capfd.readouterr()
+    assert main([command, "outputs"]) == 0
+    said = capfd.readouterr()
+    assert "Traceback" not in said.err
+    if command == "results":
+        lines = said.out.splitlines()
+        assert [line.split()[0] for line in lines[1:]] == [
+            *(f"bad_{number}" for number in range(4)),
+            "good",
+        ]
+    else:
+        assert "good" in Path(said.out.strip()).read_text()
+
+
+def test_control_characters_of_a_stranger_are_escaped(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copy_of(run, "good")
+    evil = copy_of(run, "evil")
+    summary = json.loads((evil / "summary.json").read_text())
+    summary["eval"] = {f"loss{EVIL}": 1.0, "loss": 0.0}
+    (evil / "summary.json").write_text(json.dumps(summary))
+    capfd.readouterr()
+    assert main(["results", "outputs"]) == 0
+    said = capfd.readouterr()
+    assert "\x1b" not in said.out + said.err
+    assert "\x07" not in said.out + said.err
+
+
+def test_the_best_command_of_a_stranger_grants_nothing(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copy_of(run, "good")
+    evil = copy_of(run, "evil")
+    (evil / "overrides.yaml").write_text(
+        json.dumps(["recipe=digits", "allow_targets=[evil]", "+hydra.searchpath=[pkg://evil]"])
+    )
+    summary = json.loads((evil / "summary.json").read_text())
+    summary["eval"]["loss"] = -1.0
+    (evil / "summary.json").write_text(json.dumps(summary))
+    capfd.readouterr()
+    assert main(["results", "outputs"]) == 0
+    said = capfd.readouterr().err
+    assert "best by loss: evil" in said
+    assert "allow_targets=[" not in said
+    assert "pkg://evil" not in said
+    assert "only you can grant" in said
+
+
+@pytest.mark.parametrize("depth", ["", "group/", "group/other/"])
+@pytest.mark.parametrize("left_out", ["overrides.yaml", "metrics.jsonl", None])
+def test_a_project_file_among_runs_does_not_count(
+    run: Path,
+    depth: str,
+    left_out: str | None,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import shutil
+
+    shared = Path("shared")
+    target = shared / depth / "evil" if depth != "group/other/" else shared / "group" / "evil"
+    shutil.copytree(run, target)
+    if left_out:
+        (target / left_out).unlink()
+    (shared / "pyproject.toml").write_text('[tool.hybridtrain]\nallow_targets = ["os"]\n')
+    monkeypatch.chdir(shared)
+    name = target.relative_to(shared)
+    assert main(["evaluate", "output_dir=.", f"run_name={name}", "world.devices=cpu"]) == 2
+    assert "does not count in a directory of runs" in capfd.readouterr().err
+
+
+def test_deep_json_is_one_line_of_smp_config(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("deep.json").write_text("[" * 100_000)
+    assert main(["smp-config", "deep.json"]) == 2
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert line.startswith("error: deep.json is not JSON")
