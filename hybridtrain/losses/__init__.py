@@ -2,7 +2,8 @@
 
 `by_name` has the losses that a config names, `counted` what any loss is resolved to, `weights` how
 its values are weighed in a step, `transformers_counts` what the models of transformers average
-over, and `proof` compares a loss with its count in its first step.
+over, and `proof` compares a loss with its count in its first step: by calls of a copy (`captures`)
+with equal random numbers (`replayed_draws`).
 """
 
 from hybridtrain.losses.by_name import (

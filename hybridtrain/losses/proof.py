@@ -455,6 +455,8 @@ class _Calls:
                 draws = SameDraws(self._draws.drawn, start, size, samples)
             with draws, _NllInputs(self._loss.name):
                 value = self._copy(tree_unflatten(leaves, tree), targets, device)
+            if self._copy.has_drawn and not self._draws.drawn:  # unseen, in compiled code
+                raise OtherDrawsError
             gradients: Sequence[Tensor | None] = [None] * len(inputs)
             if value.requires_grad and inputs:
                 gradients = torch.autograd.grad(value, inputs, allow_unused=True)
@@ -545,21 +547,30 @@ def _listed(numbers: Sequence[float]) -> str:
 
 
 class _Copy:
-    """A copy of a loss, whose calls leave no trace and draw the same numbers each time."""
+    """A copy of a loss, whose calls leave no trace and draw the same numbers each time.
+
+    Attributes:
+        has_drawn: whether the last call has drawn from a default generator of PyTorch.
+    """
 
     def __init__(self, loss: CountedLoss) -> None:
         held: dict[int, Any] = {}
         self.loss = loss.of(copied(loss.function, held))
         self._draws = HostDraws(held.values())
+        self.has_drawn = False
 
     def __call__(self, output: Any, targets: Any, device: torch.device) -> Tensor:
+        gpus = [device] if device.type == "cuda" else []
+
+        def generators() -> list[Tensor]:
+            return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
+
         # stages in other threads may use the same generators
-        with (
-            default_generator_lock,
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
-            self._draws.call(),
-        ):
-            return self.loss(output, targets)
+        with default_generator_lock, torch.random.fork_rng(gpus), self._draws.call():
+            before = generators()
+            value = self.loss(output, targets)
+            self.has_drawn = not all(map(torch.equal, before, generators()))
+            return value
 
 
 def _single(tensor: Tensor) -> Tensor:

@@ -415,6 +415,29 @@ def test_draws_of_numpy_by_sample_are_said_where_a_mean_is_assumed_and_are_no_er
     assert np.random.get_state()[2] - state == 2 * 2 * 7  # two words for each of 7 numbers
 
 
+def test_draws_that_nobody_sees_are_no_error(caplog):
+    class Unseen(torch.autograd.Function):
+        """Draws as compiled code does: a generator moves on without an operation."""
+
+        @staticmethod
+        def forward(ctx, x):
+            torch.set_rng_state(torch.Generator().manual_seed(len(x)).get_state())
+            return x * len(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    def loss(output, targets):
+        return F.cross_entropy(Unseen.apply(output), targets)
+
+    model = HybridModel(net(), cpu_world(2), chunks=3)
+    model.train_step(*batch(), MeanLoss(loss, lambda _, t: len(t)))
+    model.train_step(*batch(), loss)
+    [said] = warnings_of(caplog)
+    assert "it draws others" in said
+
+
 def test_a_loss_that_draws_a_permutation_of_its_samples_is_said(caplog):
     def mixed(output, targets):
         return F.mse_loss(output, output[torch.randperm(len(output))].detach())
