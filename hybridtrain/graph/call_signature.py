@@ -25,7 +25,6 @@ class CallSignature:
         keywords: the names of those that are passed by keyword.
         constants: the values of those that contain no tensor (`use_cache=False`), by name.
         tensors: the names of those that are tensors.
-        flat: whether the graph traced with them takes the leaves of their pytrees.
     """
 
     module: nn.Module
@@ -33,7 +32,6 @@ class CallSignature:
     keywords: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
     tensors: frozenset[str] = frozenset()
-    flat: bool = False
 
     @classmethod
     def of_inputs(cls, module: nn.Module, inputs: Any) -> tuple[CallSignature, list[Any]]:
@@ -123,8 +121,7 @@ class CallSignature:
                 f"{model} was traced with a tensor as {name}, and this batch gives a "
                 f"{type(by_name[name]).__name__}"
             )
-        values = [by_name[name] for name in self.names]
-        return tree_leaves(values) if self.flat else values
+        return [by_name[name] for name in self.names]
 
 
 def _signature(module: nn.Module) -> inspect.Signature:

@@ -12,8 +12,9 @@ be cut inside a chosen module.
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
 from functools import cache, partial
@@ -27,11 +28,13 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, export
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from hybridtrain._torch_private import FakeTensorMode, TorchDispatchMode, exported_guards, has_hooks
+from hybridtrain._torch_private import FakeTensorMode, TorchDispatchMode, exported_guards
 from hybridtrain.errors import BatchError
 from hybridtrain.graph.call_signature import CallSignature
+from hybridtrain.graph.examples import Examples
+from hybridtrain.graph.output_capture import INSTALLED, has_hooks
 from hybridtrain.graph.traced_graph import (
     AutogradFunctionDetector,
     Call,
@@ -55,36 +58,40 @@ def export_tracer(
     signature: CallSignature,
     values: list[Any],
     precision: Callable[[], AbstractContextManager[object]] | None = None,
+    alike: bool = True,
 ) -> Tracer:
     """Returns a tracer that exports a module once per mode, whatever is to be expanded.
 
-    `values` has an example of each argument; the module runs in the context `precision`.
+    `values` has an example of each argument; the module runs in the context `precision`. With
+    `alike` a batch of one sample stands for any; else sizes of 0 and 1 are those of the example.
     """
     exported: dict[bool, TracedGraph] = {}
 
     def trace(module: nn.Module, should_expand: ShouldExpand) -> TracedGraph:
         if module.training not in exported:
             with torch.inference_mode(False), (precision or nullcontext)():
-                exported[module.training] = _export(module, signature, values)
+                exported[module.training] = _export(module, signature, values, alike)
         traced = exported[module.training]
         return replace(traced, calls=_calls(traced.graph, module, should_expand))
 
     return trace
 
 
-def _export(module: nn.Module, signature: CallSignature, values: list[Any]) -> TracedGraph:
+def _export(
+    module: nn.Module, signature: CallSignature, values: list[Any], alike: bool
+) -> TracedGraph:
     for name, part in module.named_modules():
         if has_hooks(part):
             raise Untraceable(f"torch.export would lose the hooks of module {name!r}")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    values = tree_map(partial(_example, device), values)
+    values = tree_map(partial(_example, device, alike), values)
     shapes = tree_map(_dynamic_sizes, values)
     dynamic = dict(zip(signature.names, shapes, strict=True))
     guards = _ExportGuards(module)
     with guards.entered():
         grad_matters = _check_changes(module, signature, values, guards)
         arguments = signature.split(values)
-        with torch.random.fork_rng([]), _quiet():
+        with torch.random.fork_rng([]), _quiet(), torch.set_grad_enabled(module.training):
             program = export(module, *arguments, dynamic_shapes=dynamic, strict=False)
             if grad_matters is None:  # the quick check was not possible
                 again = export(module, *arguments, dynamic_shapes=dynamic, strict=False)
@@ -101,11 +108,20 @@ def _export(module: nn.Module, signature: CallSignature, values: list[Any]) -> T
                 raise Untraceable("torch.export loses which batch norm moves its statistics when")
         part.recompile()
 
+    checks = None
+    if hasattr(exported, GUARDS):
+        conditions = getattr(exported, GUARDS)
+        checks = SizeChecks(type(module).__name__, conditions, exported_guards(program))
+
     def find(name: str) -> Any:
-        found = attrgetter(name)(exported)
-        if name != GUARDS:
-            return found
-        return SizeChecks(type(module).__name__, found, exported_guards(program))
+        if name == GUARDS:
+            return checks
+        holder, _, leaf = name.rpartition(".")
+        try:  # the model's own, which may have taken the place of what was exported
+            own = module.get_submodule(holder)
+            return (own._parameters | own._buffers)[leaf]
+        except (AttributeError, KeyError):
+            return attrgetter(name)(exported)
 
     return TracedGraph(
         graph=exported.graph,
@@ -128,7 +144,8 @@ def _check_changes(
     """
     run = FakeForward(module, signature, values).run
     try:
-        first = run()
+        with _quiet():
+            first = run()
     except Untraceable:
         raise
     except Exception:
@@ -203,7 +220,7 @@ class _ExportGuards:
         parts = set(self._module.modules())
 
         def set_attribute(original: Callable[..., None], part: Any, name: str, value: Any) -> None:
-            if part in parts and is_user_code(sys._getframe(2)):
+            if part in parts and name != INSTALLED and is_user_code(sys._getframe(2)):
                 raise Untraceable(f"sets its attribute {name!r}, which a graph would not")
             original(part, name, value)
 
@@ -243,7 +260,7 @@ class _ForbidCustomBackward(TorchFunctionMode):
 def _quiet() -> Iterator[None]:
     """Suppresses the output of a failing export; its exception says what is wrong."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     try:
         with redirect_stderr(StringIO()):
             yield
@@ -251,18 +268,27 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _example(device: torch.device, leaf: Any) -> Any:
+def as_any_batch(leaf: Any) -> Any:
+    """Returns a tensor with a batch of one sample as one of two, which stands for any number."""
+    if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == 1:
+        return torch.cat([leaf, leaf])  # torch.export takes a batch of one for a constant
+    return leaf
+
+
+def _example(device: torch.device, alike: bool, leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return leaf
-    if leaf.shape[0] == 1:
-        leaf = torch.cat([leaf, leaf])  # torch.export takes a batch of one for a constant
+    if alike:
+        leaf = as_any_batch(leaf)
     return leaf.to(device, copy=True)  # an inference tensor cannot be exported
 
 
 def _dynamic_sizes(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return None
-    return dict.fromkeys(range(leaf.dim()), Dim.AUTO) | {0: Dim.DYNAMIC}
+    # torch.export takes a size that may change to be at least 2
+    sizes = {dim: Dim.AUTO if size > 1 else None for dim, size in enumerate(leaf.shape)}
+    return sizes | ({0: Dim.DYNAMIC} if leaf.shape[0] > 1 else {})
 
 
 def _calls(
@@ -359,3 +385,76 @@ def first_change(one: FakeRun, other: FakeRun) -> int | None:
         if ours != theirs:
             return number
     return None
+
+
+# They compute nothing, and a graph may have them in other places: a slice of everything as well.
+_COMPUTES_NOTHING = re.compile(
+    r"prim\.|aten\.(detach|alias|lift_fresh|lift_fresh_copy)\."
+    r"|aten\.slice\..*, 0, 9223372036854775807\)"
+)
+
+
+def graph_does_the_same(
+    traced: TracedGraph,
+    module: nn.Module,
+    signature: CallSignature,
+    values: Sequence[Any],
+    example: Sequence[Any],
+    examples: Examples,
+) -> bool:
+    """Returns whether an exported graph calls the operators that the forward calls for `values`.
+
+    Both run on tensors without data, so that not only sizes of 0 and 1 are compared, for which
+    torch.export has no conditions, but all that may decide about the way through the forward. Where
+    they differ for the arguments `example` too, with which the module was exported (some code asks
+    whether it is being exported), the forward is compared with itself, but for its numbers.
+    """
+    try:
+        ours = _calls_of_forward(module, signature, values, examples)
+        if ours == _calls_of_graph(traced, module, values, examples):
+            return True
+        usual = _calls_of_forward(module, signature, example, examples)
+        if usual == _calls_of_graph(traced, module, example, examples):
+            return False
+    except Exception:
+        return False
+    return [_NUMBER.sub("", call) for call in ours] == [_NUMBER.sub("", call) for call in usual]
+
+
+_NUMBER = re.compile(r"\b\d+\b")
+
+
+def _calls_of_forward(
+    module: nn.Module, signature: CallSignature, values: Sequence[Any], examples: Examples
+) -> list[str]:
+    state, given = examples.stand_ins(module), examples.of_inputs(list(values))
+    with examples.active(), _run_of(state) as run:
+        functional_call(module, state, *signature.split(given))
+    return _computing(run)
+
+
+def _calls_of_graph(
+    traced: TracedGraph, module: nn.Module, values: Sequence[Any], examples: Examples
+) -> list[str]:
+    state, given = examples.stand_ins(module), examples.of_inputs(list(values))
+    env: dict[fx.Node, Any] = {
+        node: examples.stand_in(traced.find(str(node.target)))
+        for node in traced.graph.find_nodes(op="get_attr")
+    }
+    leaves = iter(tree_leaves(given))
+    with examples.active(), _run_of(state) as run:
+        for node in traced.graph.nodes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.get)
+            if node.op == "placeholder":
+                env[node] = next(leaves)
+            elif node.op == "call_function":
+                env[node] = node.target(*args, **kwargs)
+    return _computing(run)
+
+
+def _run_of(state: Mapping[str, Tensor]) -> FakeRun:
+    return FakeRun({id(tensor): name for name, tensor in state.items()}, with_lines=False)
+
+
+def _computing(run: FakeRun) -> list[str]:
+    return [call for call in run.calls if not _COMPUTES_NOTHING.match(call)]

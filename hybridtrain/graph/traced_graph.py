@@ -33,6 +33,8 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import Function
 from torch.utils._pytree import TreeSpec
 
+from hybridtrain.graph.examples import SizeGuards
+
 # A submodule's name and the number of its call: where a segment may begin.
 Call = tuple[str, int]
 
@@ -54,6 +56,7 @@ class TracedGraph:
         output_spec: the structure of the output, if the graph returns its leaves alone.
         grad_matters: whether the forward does something else where gradients are switched on or
             off otherwise than usual in this mode.
+        size_guards: the answers about sizes that it was traced with; None if there were none.
     """
 
     graph: fx.Graph
@@ -63,6 +66,7 @@ class TracedGraph:
     unexpanded: dict[str, str] = field(default_factory=dict)
     output_spec: TreeSpec | None = None
     grad_matters: bool = False
+    size_guards: SizeGuards | None = None
 
 
 def operations(traced: TracedGraph, tensor: Callable[[Any], Any] = id) -> list[Any]:
