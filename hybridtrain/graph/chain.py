@@ -26,7 +26,7 @@ from hybridtrain.graph.call_signature import CallSignature, optional_arguments
 from hybridtrain.graph.examples import Examples
 from hybridtrain.graph.exporter import as_any_batch, export_tracer
 from hybridtrain.graph.mode_graphs import ModeGraphs, TraceGuards, trace_both_modes
-from hybridtrain.graph.output_capture import has_hooks
+from hybridtrain.graph.output_capture import gathers, has_hooks
 from hybridtrain.graph.segment import Layer, SingleLayer, is_chain, layers_of
 from hybridtrain.graph.traced_graph import ShouldExpand, Tracer, Untraceable, user_line
 from hybridtrain.graph.tracer import trace
@@ -87,18 +87,18 @@ class ChainBuilder:
         self._tracer: Tracer | None = None
         self._exported = False
         self._values: list[Any] | None = None  # which the trace may be for alone
-        self._failures: list[Exception] = []
+        self._failures: dict[str, Exception] = {}  # by how it was traced
         check_unwrapped(net)
         initialize_lazy(net, example_inputs)
         if is_chain(net):
             return
         if isinstance(net, torch.jit.ScriptModule):
             why = "it is of TorchScript, whose code torch.fx and torch.export do not see"
-            self._failures.append(Untraceable(why))
+            self._failures[""] = Untraceable(why)
             return
         if has_hooks(net):
             why = "the model itself has hooks, which would not run around its layers"
-            self._failures.append(Untraceable(why))
+            self._failures[""] = Untraceable(why)
             return
         model = type(net).__name__
         if example_inputs is not None:
@@ -111,19 +111,19 @@ class ChainBuilder:
                     f"{model}.forward has {which}, and is traced with those arguments that a batch "
                     f"gives: pass example_inputs=<the inputs of a batch>"
                 )
-        if reason := self._try(partial(trace, self._signature)):
+        if reason := self._try("", partial(trace, self._signature)):
             if example_inputs is None:
                 raise ConfigError(
                     f"torch.fx cannot trace {model} ({reason}), and torch.export needs a batch for "
                     f"that: pass example_inputs=<the inputs of a batch>"
                 )
-            if not self._try(export_tracer(self._signature, values, precision)):
+            if not self._try("by torch.export", export_tracer(self._signature, values, precision)):
                 self._exported = True
                 self._values = tree_map(as_any_batch, values)
-            elif not self._try(self._example_tracer(values)):
+            elif not self._try("on the example inputs", self._example_tracer(values)):
                 self._values = values
 
-    def _try(self, tracer: Tracer) -> str:
+    def _try(self, how: str, tracer: Tracer) -> str:
         """Returns the reason why `tracer` cannot expand enough of the model; "" if it can.
 
         The first one that can trace the model's own forward is kept, until one can expand it.
@@ -131,7 +131,7 @@ class ChainBuilder:
         try:
             coarse = trace_both_modes(self._net, tracer, _expand_rule(self._net, (), LARGE_SHARE))
         except Exception as error:
-            self._failures.append(error)
+            self._failures[how] = error
             return user_line(error)
         parts = dict(self._net.named_modules())
         reason = next(
@@ -193,20 +193,30 @@ class ChainBuilder:
                     units.append([])
                 units[-1].append(layer)
         else:
-            reasons = dict.fromkeys(map(user_line, self._failures))
+            reasons: dict[str, str] = {}
+            for how, failure in self._failures.items():
+                if (reason := user_line(failure)) not in reasons:
+                    reasons[reason] = f"{how}: {reason}" if how else reason
+            hint = ""
+            if gathers(self._net):
+                hint = (
+                    "It gathers what its layers return: leave out output_router_logits=, "
+                    "output_hidden_states= and output_attentions= if you can. "
+                )
             raise SplitError(
                 f"{type(self._net).__name__} cannot be traced, so that it cannot be cut: "
-                f"{'; by torch.export: '.join(reasons)}. Put this statement, and all that shares "
+                f"{'; '.join(reasons.values())}. {hint}Put this statement, and all that shares "
                 f"state with it, into the forward of a separate nn.Module that the model calls: it "
                 f"runs unchanged, as one layer. Or pass the model as an nn.Sequential"
-            ) from self._failures[0]
+            ) from next(iter(self._failures.values()))
         layers = [layer for unit in units for layer in unit]
         no_cut_before = _between_uses(layers)
         for start, graph in graphs:
             no_cut_before |= {start + position for position in graph.no_cut_before()}
             unexpanded |= graph.unexpanded
-        if unexpanded and self._failures:  # torch.export was asked because of them
-            unexpanded["the model, by torch.export,"] = user_line(self._failures[-1])
+        if unexpanded:  # because of which others were tried
+            for how, failure in self._failures.items():
+                unexpanded[f"the model{f', {how},' if how else ''}"] = user_line(failure)
         return Chain(
             layers,
             [(number, inside) for number, unit in enumerate(units) for inside in range(len(unit))],

@@ -15,7 +15,13 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    suppress,
+)
 from dataclasses import replace
 from functools import cache, partial
 from io import StringIO
@@ -113,15 +119,28 @@ def _export(
         conditions = getattr(exported, GUARDS)
         checks = SizeChecks(type(module).__name__, conditions, exported_guards(program))
 
+    # the graph outlives parameters that go to other processes: it finds the model's by their names
+    names = [
+        name
+        for named in (module.named_parameters, module.named_buffers)
+        for name, _ in named(remove_duplicate=False)
+    ]
+    for name in names:
+        holder, _, leaf = name.rpartition(".")
+        with suppress(AttributeError):  # not used
+            part = exported.get_submodule(holder)
+            part._parameters.pop(leaf, None)
+            part._buffers.pop(leaf, None)
+    own = frozenset(names)
+
     def find(name: str) -> Any:
         if name == GUARDS:
             return checks
         holder, _, leaf = name.rpartition(".")
-        try:  # the model's own, which may have taken the place of what was exported
-            own = module.get_submodule(holder)
-            return (own._parameters | own._buffers)[leaf]
-        except (AttributeError, KeyError):
+        if name not in own:
             return attrgetter(name)(exported)
+        part = module.get_submodule(holder)
+        return part._parameters[leaf] if leaf in part._parameters else part._buffers[leaf]
 
     return TracedGraph(
         graph=exported.graph,

@@ -26,6 +26,12 @@ def has_hooks(module: nn.Module) -> bool:
     return any(not _captures(hook) for table in hooks_of(module) for hook in table.values())
 
 
+def gathers(module: nn.Module) -> bool:
+    """Returns whether a forward of `module` or of a module in it was asked to gather something."""
+    tables = [table for part in module.modules() for table in hooks_of(part)]
+    return any(_captures(hook) for table in tables for hook in table.values())
+
+
 def gathered(module: nn.Module) -> list[Any]:
     """Returns the hooks of `module` that gather something in the forward that runs now."""
     capturing = sys.modules.get(_CAPTURING)

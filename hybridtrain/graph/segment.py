@@ -211,7 +211,11 @@ def _works_in_place(node: fx.Node, find: Callable[[str], Any]) -> bool:
         return True
     if (schema := operator_schema(target)) is not None:
         return bool(schema.is_mutable)
-    if target in IN_PLACE_OPERATORS or getattr(target, "__name__", "").endswith("_"):
+    if (
+        target in IN_PLACE_OPERATORS
+        or target is operator.setitem
+        or getattr(target, "__name__", "").endswith("_")
+    ):
         return True
     try:
         bound = inspect.signature(target).bind(*node.args, **node.kwargs)
@@ -242,7 +246,7 @@ def segments_without_cut(traced: TracedGraph, segment_of: Mapping[fx.Node, int])
                 has_views.add(base)
         elif base.op == "get_attr":
             changed.add(str(base.target))
-        elif base in has_views:
+        elif base in has_views or node.target is operator.setitem:
             no_cut_before.update(range(segment_of[base] + 1, segment_of[node] + 1))
     for target in changed:
         readers = [n for n in traced.graph.nodes if n.op == "get_attr" and n.target == target]

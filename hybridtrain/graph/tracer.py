@@ -228,7 +228,7 @@ class _Tracer(fx.Tracer):
         name = module_qualified_name
         if name in self.unexpanded:
             return True
-        if self._examples is not None and gathers_inside(m):
+        if self._examples is not None and (gathered(m) or gathers_inside(m)):
             return False
         return not self._should_expand(name, m)
 
@@ -470,6 +470,9 @@ class _ExampleProxy(_GuardedProxy):
 
     tracer: _Tracer
     __getitem__: Callable[..., Any]
+    # Python's `isinstance` is answered by `is_instance` above; PyTorch's code in C must not take a
+    # proxy for a tensor
+    __class__ = property(lambda self: _ExampleProxy)
 
     def _value(self) -> Any:
         return self.tracer.values.get(self.node, UNKNOWN)
@@ -488,11 +491,15 @@ class _ExampleProxy(_GuardedProxy):
             self.tracer.asked_grad_mode = True
         return self.tracer.create_proxy("call_function", getattr, (self, name), {})
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
     def __iter__(self) -> Any:
-        frame = sys._getframe(1)
-        unpacks = _instruction(frame).opname == "UNPACK_SEQUENCE"
+        instruction = _instruction(sys._getframe(1))
+        if instruction.opname == "UNPACK_SEQUENCE":
+            return iter([self[i] for i in range(instruction.argval)])
         value = self._value()
-        if value is UNKNOWN or unpacks or not hasattr(value, "__getitem__"):
+        if value is UNKNOWN or not hasattr(value, "__getitem__"):
             return super().__iter__()
         if isinstance(value, str):
             return iter(self._answered("text"))
@@ -605,7 +612,7 @@ def _is_question(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     """Returns whether a node only computes a number or the like, or takes a part of a value."""
     if node.op == "call_method":
         return not isinstance(values.get(node, UNKNOWN), Tensor | _UnknownType | None)
-    if node.op != "call_function":
+    if node.op != "call_function" or node.target in (operator.setitem, *IN_PLACE_OPERATORS):
         return False
     return node.target in (getattr, len) or getattr(node.target, "__module__", "") == "_operator"
 

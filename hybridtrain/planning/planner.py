@@ -360,7 +360,8 @@ def _hints(chain: Chain) -> str:
             last += 1
         hints = (
             f"; {chain.layers[first - 1].name!r} to {chain.layers[last].name!r} stay together, "
-            f"since they use one module, or one changes in place what another one reads"
+            f"since they use one module, or one changes in place what another one reads (a module "
+            f"that is called once for each input can be called once with all of them: torch.cat)"
         )
     for name, why in list(chain.unexpanded.items())[-3:]:
         hints += f"; {name} could not be expanded: {why}"
