@@ -51,6 +51,8 @@ from hybridtrain.graph.traced_graph import (
     Untraceable,
     current_user_line,
     is_user_code,
+    none_swallowed,
+    note_refusal,
     refused_calls,
     replaced,
     unchanged_containers,
@@ -96,6 +98,7 @@ def _export(
     guards = _ExportGuards(module)
     with guards.entered():
         grad_matters = _check_changes(module, signature, values, guards)
+        guards.forget_data()
         arguments = signature.split(values)
         with torch.random.fork_rng([]), _quiet(), torch.set_grad_enabled(module.training):
             program = export(module, *arguments, dynamic_shapes=dynamic, strict=False)
@@ -232,6 +235,11 @@ class _ExportGuards:
         self._module = module
         self.grad_enabled = module.training
         self.asked_grad_mode = False
+        self._refusals: list[Exception] = []
+
+    def forget_data(self) -> None:
+        """Forgets what a run on no data could not answer: torch.export may be able to."""
+        self._refusals[:] = [e for e in self._refusals if isinstance(e, Untraceable)]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -250,6 +258,7 @@ class _ExportGuards:
             return self.grad_enabled
 
         with (
+            none_swallowed() as self._refusals,
             replaced(nn.Module, "__setattr__", set_attribute),
             replaced(torch, "is_grad_enabled", is_grad_enabled),
             _ForbidCustomBackward(),
@@ -272,7 +281,16 @@ class _ForbidCustomBackward(TorchFunctionMode):
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             raise Untraceable("registers a hook on a tensor, which a graph would lose")
         self._autograd_functions.check_not_inside(sys._getframe(1))
-        return func(*args, **(kwargs or {}))
+        if func not in _ASK_FOR_DATA:
+            return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            note_refusal(error)
+            raise
+
+
+_ASK_FOR_DATA = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__}
 
 
 @contextmanager

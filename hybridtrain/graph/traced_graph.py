@@ -137,6 +137,37 @@ class Untraceable(Exception):
     def __init__(self, message: str, place: str = "") -> None:
         super().__init__(message)
         self.place = place
+        _refusals.noted.append(self)
+
+
+class _Refusals(threading.local):
+    def __init__(self) -> None:
+        self.noted: list[Exception] = []
+
+
+_refusals = _Refusals()
+
+
+def note_refusal(error: Exception) -> None:
+    """Notes an error that the model may catch; see `none_swallowed`."""
+    _refusals.noted.append(error)
+
+
+@contextmanager
+def none_swallowed() -> Iterator[list[Exception]]:
+    """Raises at its end what a model's own `except` has swallowed in the block.
+
+    That is an `Untraceable`, or what was noted.
+
+    Yields the list of them, from which those are to be removed that were dealt with.
+    """
+    before, _refusals.noted = _refusals.noted, []
+    try:
+        yield _refusals.noted
+        if _refusals.noted:
+            raise _refusals.noted[0]
+    finally:
+        _refusals.noted = before
 
 
 def user_line(error: BaseException) -> str:

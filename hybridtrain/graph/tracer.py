@@ -22,11 +22,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from operator import attrgetter
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.proxy import Attribute
 
 from hybridtrain._torch_private import GRAD_MODE_SETTER, TorchDispatchMode
 from hybridtrain.graph.call_signature import CallSignature
@@ -43,6 +46,7 @@ from hybridtrain.graph.traced_graph import (
     current_user_line,
     first_difference,
     is_user_code,
+    none_swallowed,
     refused_calls,
     replaced,
     unchanged_containers,
@@ -154,6 +158,7 @@ class _Tracer(fx.Tracer):
         self.generators = generators
         self.grad_enabled = grad_enabled
         self.asked_grad_mode = False
+        self._refusals: list[Exception] = []
         self._inside = [""]  # the expanded modules that are being run
         self._autograd_functions = AutogradFunctionDetector()
         self._thread = threading.get_ident()
@@ -165,7 +170,7 @@ class _Tracer(fx.Tracer):
         attributes = set(vars(module))
         self.parts = set(module.modules())
         try:
-            with _guards(self, module):
+            with none_swallowed() as self._refusals, _guards(self, module):
                 graph = self.trace(module)
         finally:
             # tensors that the forward reads from elsewhere, which torch.fx has put into the module
@@ -243,12 +248,16 @@ class _Tracer(fx.Tracer):
         is_leaf = self.is_leaf_module(m, name)
         if not is_leaf:
             stack, calls = OrderedDict(self.module_stack), dict(self.num_calls)
+            refused = len(self._refusals)
             self._inside.append(name)
             try:
                 with self.generators.no_draws(), unchanged_containers(m):
                     result = super().call_module(m, forward, args, kwargs)
+                if self._refusals[refused:]:  # by its own `except`
+                    raise self._refusals[refused]
                 self.expanded[name] = m
             except Exception as error:
+                del self._refusals[refused:]
                 self.module_stack, self.num_calls = stack, calls
                 self._erase_after(last)
                 self.unexpanded[name], is_leaf = user_line(error), True
@@ -327,6 +336,7 @@ class _Tracer(fx.Tracer):
             value = self._arguments.get(target, UNKNOWN)
         else:
             given = _mapped((args, kwargs), lambda one: self.values.get(one.node, UNKNOWN))
+            refused = len(self._refusals)
             self.computing = True
             try:
                 with self.generators.no_draws():
@@ -335,6 +345,7 @@ class _Tracer(fx.Tracer):
                 value = UNKNOWN  # it may differ at another call
             finally:
                 self.computing = False
+                del self._refusals[refused:]
         self.values[proxy.node] = value
         return self._seen(proxy, value, kind in ("placeholder", "call_module"))
 
@@ -421,6 +432,16 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
                 raise Untraceable(_ASKS_TYPE)
         return original(value, kind)
 
+    def has_attribute(original: Callable[[Any, str], bool], value: Any, name: str) -> bool:
+        if issubclass(type(value), fx.Proxy) and is_user_code(sys._getframe(2)):
+            known = tracer.values.get(value.node, UNKNOWN)
+            if known is UNKNOWN:
+                raise Untraceable(
+                    "asks for an attribute of a value that is not known while tracing"
+                )
+            return original(known, name)
+        return original(value, name)
+
     def length(original: Callable[[Any], int], value: Any) -> Any:
         # a number from Python's own len, which would be the example's
         if not issubclass(type(value), fx.Proxy) or tracer.computing:
@@ -434,8 +455,9 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
 
     with ExitStack() as guards:
         guards.enter_context(replaced(builtins, "len", length))
+        guards.enter_context(replaced(builtins, "hasattr", has_attribute))
+        guards.enter_context(replaced(builtins, "isinstance", is_instance))
         if tracer.uses_examples:
-            guards.enter_context(replaced(builtins, "isinstance", is_instance))
             for name in ("finfo", "iinfo"):
                 guards.enter_context(replaced(torch, name, finfo))
         for name in _FACTORIES:
@@ -456,6 +478,9 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
 class _GuardedProxy(fx.Proxy):
     """A proxy that does not reveal its type, and has the flags that all tensors here have."""
 
+    tracer: _Tracer
+    __getitem__: Callable[..., Any]
+
     is_nested = is_sparse = is_quantized = is_mkldnn = False
 
     @property  # type: ignore[misc]
@@ -464,12 +489,58 @@ class _GuardedProxy(fx.Proxy):
             raise Untraceable(_ASKS_TYPE)
         return _GuardedProxy
 
+    def __getattr__(self, name: str) -> Any:
+        frame = sys._getframe(1)
+        if frame.f_lasti in _compared_by_identity(frame.f_code):
+            raise Untraceable("compares a value by `is`, which is not known while tracing")
+        return super().__getattr__(name)
+
+    # what PyTorch raises a model may catch, and go on otherwise
+
+    def __bool__(self) -> bool:
+        try:
+            return bool(super().__bool__())
+        except fx.proxy.TraceError as error:
+            raise Untraceable(str(error)) from error
+
+    def __iter__(self) -> Any:
+        instruction = _instruction(sys._getframe(1))
+        if instruction.opname == "UNPACK_SEQUENCE":
+            return iter([self[i] for i in range(instruction.argval)])
+        try:
+            return super().__iter__()
+        except fx.proxy.TraceError as error:
+            raise Untraceable(str(error)) from error
+
+    def __len__(self) -> int:
+        raise Untraceable("asks for a length, which is not known while tracing")
+
+    def __float__(self) -> float:
+        raise Untraceable("makes a Python number of a value, which is not known while tracing")
+
+    def __int__(self) -> int:
+        raise Untraceable("makes a Python number of a value, which is not known while tracing")
+
+
+@cache
+def _compared_by_identity(code: CodeType) -> frozenset[int]:
+    """Returns where code reads an attribute that it then compares by `is`."""
+    instructions = list(dis.get_instructions(code))
+    found = set()
+    for number, instruction in enumerate(instructions):
+        if instruction.opname == "LOAD_ATTR":
+            following = instructions[number + 1 : number + 5]
+            opnames = [after.opname for after in following]
+            while opnames and opnames[0].startswith("LOAD_"):
+                del opnames[0]
+            if opnames and (opnames[0] == "IS_OP" or opnames[0].endswith("_NONE")):
+                found.add(instruction.offset)
+    return frozenset(found)
+
 
 class _ExampleProxy(_GuardedProxy):
     """A proxy whose value for the examples is known, and tells Python what it asks for."""
 
-    tracer: _Tracer
-    __getitem__: Callable[..., Any]
     # Python's `isinstance` is answered by `is_instance` above; PyTorch's code in C must not take a
     # proxy for a tensor
     __class__ = property(lambda self: _ExampleProxy)
@@ -481,15 +552,20 @@ class _ExampleProxy(_GuardedProxy):
         value = self._value()
         if value is UNKNOWN:
             return super().__getattr__(name)
+        frame = sys._getframe(1)
         kind = Tensor if isinstance(value, Tensor) else type(value)
         held = getattr(kind, name, None)
         if held is None and name not in getattr(value, "__dict__", {}) and not hasattr(kind, name):
             raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
         if callable(held):
-            return super().__getattr__(name)
+            return Attribute(self, name)
         if name in ("requires_grad", "grad_fn", "is_leaf"):
             self.tracer.asked_grad_mode = True
-        return self.tracer.create_proxy("call_function", getattr, (self, name), {})
+        result = self.tracer.create_proxy("call_function", getattr, (self, name), {})
+        if _is_proxy(result) and frame.f_lasti in _compared_by_identity(frame.f_code):
+            answer = self.tracer.answer(result, "value")
+            return result if answer is None else answer
+        return result
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
@@ -499,7 +575,7 @@ class _ExampleProxy(_GuardedProxy):
         if instruction.opname == "UNPACK_SEQUENCE":
             return iter([self[i] for i in range(instruction.argval)])
         value = self._value()
-        if value is UNKNOWN or not hasattr(value, "__getitem__"):
+        if value is UNKNOWN or not isinstance(value, Tensor | tuple | list | str):
             return super().__iter__()
         if isinstance(value, str):
             return iter(self._answered("text"))

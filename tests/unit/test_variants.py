@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -81,7 +82,38 @@ def contiguous(x, h):
     return h * 2 if x.is_contiguous() else h
 
 
+def asks_for_attributes(x, h):
+    if hasattr(h, "logits") or h.dtype is not torch.float32 or x.grad is not None:
+        return h * 100
+    return h * 2
+
+
+def asks_for_an_abstract_type(x, h):
+    parts = h.chunk(2, dim=1)
+    return torch.cat(parts[::-1], dim=1) if isinstance(parts, Sequence) else h
+
+
+def sets_items(x, h):
+    only_export_follows(h)
+    h = h.clone()
+    h[:, 0] = x[:, 1] * 2
+    h[:, 1:] += 1
+    return h
+
+
+def measures_in_a_try(x, h):
+    try:
+        count = len(h)
+    except TypeError:
+        count = 100
+    return h * count
+
+
 BODIES = [
+    asks_for_attributes,
+    asks_for_an_abstract_type,
+    sets_items,
+    measures_in_a_try,
     one_sample,
     one_sample_of_an_export,
     centred_if_several,
