@@ -292,7 +292,7 @@ class _Values:
                 "If it averages over something else, pass MeanLoss(loss_fn, lambda inputs, "
                 "targets: ...) with a count of that, such as (targets != -100).sum() or "
                 "weight[targets].sum(); a loss that compares samples sees those of its "
-                "micro-batch alone"
+                "micro-batch alone (see docs/contrastive.md)"
             )
         text = (
             "loss_fn=%s is taken for a mean over samples, and is none: it is %.7g for %d samples, "
