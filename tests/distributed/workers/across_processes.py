@@ -212,12 +212,16 @@ class AsksForSizes(nn.Module):
 
 @cells.add("both processes choose the same variant for micro-batches of other sizes")
 def _(world):
-    torch.manual_seed(0)
-    net = AsksForSizes()
-    whole = copy.deepcopy(net)
     across = World.from_env(2, "cpu", timeout_s=30, engine="distributed")
-    example = classification(6, 0)[0]
-    model = HybridModel(net, across, chunks=3, stages_per_device=2, example_inputs=example)
+    options = {"chunks": 3, "stages_per_device": 2, "example_inputs": classification(6, 0)[0]}
+    torch.manual_seed(0)
+    whole = AsksForSizes()
+    check_variants(HybridModel(copy.deepcopy(whole), across, **options), whole)
+    torch.manual_seed(0)  # each process makes its own part alone
+    check_variants(HybridModel.construct(AsksForSizes, across, **options), whole)
+
+
+def check_variants(model, whole):
     for rows in (6, 7, 4, 3, 7):
         inputs, targets = classification(rows, rows)
         model.zero_grad()
