@@ -350,6 +350,7 @@ class HybridModel:
             log.info("shard=%s has no effect: there is one replica", options.shard)
         self._self_check = SelfCheck(net, plan, planned, options, world)
         self.pipeline = Pipeline(net, plan, planned, world, options)
+        self._self_check.variants_of = self.pipeline.variants_of
         self.plan = plan
         self.stages = self.pipeline.stages
         self.rng = self.pipeline.rng
@@ -418,7 +419,8 @@ class HybridModel:
         samples = batch_size(inputs, targets)
         sizes = self._sizes(samples)
         self._check_synchronised(len(sizes))
-        self._self_check.look(inputs, sizes, trains=True)
+        with self.autocast():
+            self._self_check.look(inputs, sizes, trains=True)
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
         loss = self.resolve_loss(loss_fn)
@@ -587,7 +589,8 @@ class HybridModel:
         self._follow_changes(trains=False)
         self._batch_check.begin(inputs, targets)
         sizes = self._sizes(batch_size(inputs, targets))
-        self._self_check.look(inputs, sizes, trains=False)
+        with self.autocast():
+            self._self_check.look(inputs, sizes, trains=False)
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
 

@@ -4,6 +4,9 @@ chain              a module as a chain of layers
 segment            a layer, and one that is a part of a graph
 tracer, exporter   a forward as a graph, by torch.fx or torch.export
 traced_graph       what both give, and what must not be frozen into it
+variants           the graphs of a model for inputs of other kinds
+examples           what a forward's values are for example inputs
+output_capture     the hooks of transformers that gather outputs of layers
 mode_graphs        one graph for training and one for evaluation, and what they depend on
 call_signature     a batch as the arguments of a forward
 """
@@ -11,7 +14,15 @@ call_signature     a batch as the arguments of a forward
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.chain import Chain, ChainBuilder, can_expand
 from hybridtrain.graph.mode_graphs import TraceGuards
-from hybridtrain.graph.segment import Layer, Segment, is_chain, layers_of, works_in_place
+from hybridtrain.graph.segment import (
+    Layer,
+    Segment,
+    SegmentGraph,
+    is_chain,
+    layers_of,
+    works_in_place,
+)
+from hybridtrain.graph.variants import VariantCut, Variants
 
 __all__ = [
     "CallSignature",
@@ -19,7 +30,10 @@ __all__ = [
     "ChainBuilder",
     "Layer",
     "Segment",
+    "SegmentGraph",
     "TraceGuards",
+    "VariantCut",
+    "Variants",
     "can_expand",
     "is_chain",
     "layers_of",

@@ -26,7 +26,6 @@ class CallSignature:
         keywords: the names of those that are passed by keyword.
         constants: the values of those that contain no tensor (`use_cache=False`), by name.
         tensors: the names of those that are tensors.
-        flat: whether the graph traced with them takes the leaves of their pytrees.
     """
 
     module: nn.Module
@@ -34,7 +33,6 @@ class CallSignature:
     keywords: tuple[str, ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict)
     tensors: frozenset[str] = frozenset()
-    flat: bool = False
 
     @classmethod
     def of_inputs(cls, module: nn.Module, inputs: Any) -> tuple[CallSignature, list[Any]]:
@@ -126,8 +124,7 @@ class CallSignature:
                 f"{model} was traced with a tensor as {name}, and this batch gives a "
                 f"{type(by_name[name]).__name__}"
             )
-        values = [by_name[name] for name in self.names]
-        return tree_leaves(values) if self.flat else values
+        return [by_name[name] for name in self.names]
 
 
 def _equal(one: Any, other: Any) -> bool:

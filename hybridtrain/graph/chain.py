@@ -9,8 +9,8 @@ keep the unit's number, so that random draws do not depend on how finely the mod
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,15 +18,19 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map
 
-from hybridtrain._torch_private import compiled_module, has_hooks
+from hybridtrain._torch_private import compiled_module
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.call_signature import CallSignature, optional_arguments
-from hybridtrain.graph.exporter import export_tracer
+from hybridtrain.graph.examples import Examples
+from hybridtrain.graph.exporter import as_any_batch, export_tracer
 from hybridtrain.graph.mode_graphs import ModeGraphs, TraceGuards, trace_both_modes
+from hybridtrain.graph.output_capture import gathers, has_hooks
 from hybridtrain.graph.segment import Layer, SingleLayer, is_chain, layers_of
 from hybridtrain.graph.traced_graph import ShouldExpand, Tracer, Untraceable, user_line
 from hybridtrain.graph.tracer import trace
+from hybridtrain.graph.variants import Variants
 from hybridtrain.skip import popped_by, stashed_by
 
 # A module of a traced model that holds more of its parameters than this is expanded.
@@ -48,6 +52,7 @@ class Chain:
             sides, or a tensor is changed in place there.
         unexpanded: the modules that could not be expanded, with the reason.
         guards: checks that the model has not changed since it was traced.
+        variants: its graphs for inputs of other kinds; None if they are the same for all.
     """
 
     layers: list[Layer]
@@ -55,6 +60,7 @@ class Chain:
     no_cut_before: frozenset[int] = frozenset()
     unexpanded: Mapping[str, str] = field(default_factory=dict)
     guards: TraceGuards = field(default_factory=TraceGuards)
+    variants: Variants | None = None
 
 
 class ChainBuilder:
@@ -73,21 +79,26 @@ class ChainBuilder:
         net: nn.Module,
         example_inputs: Any = None,
         precision: Callable[[], AbstractContextManager[object]] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._net = net
+        self._precision = precision or nullcontext
+        self._device = device or torch.device("cpu")
         self._tracer: Tracer | None = None
-        self._failures: list[Exception] = []
+        self._exported = False
+        self._values: list[Any] | None = None  # which the trace may be for alone
+        self._failures: dict[str, Exception] = {}  # by how it was traced
         check_unwrapped(net)
         initialize_lazy(net, example_inputs)
         if is_chain(net):
             return
         if isinstance(net, torch.jit.ScriptModule):
             why = "it is of TorchScript, whose code torch.fx and torch.export do not see"
-            self._failures.append(Untraceable(why))
+            self._failures[""] = Untraceable(why)
             return
         if has_hooks(net):
             why = "the model itself has hooks, which would not run around its layers"
-            self._failures.append(Untraceable(why))
+            self._failures[""] = Untraceable(why)
             return
         model = type(net).__name__
         if example_inputs is not None:
@@ -100,32 +111,54 @@ class ChainBuilder:
                     f"{model}.forward has {which}, and is traced with those arguments that a batch "
                     f"gives: pass example_inputs=<the inputs of a batch>"
                 )
-        if reason := self._try(partial(trace, self._signature)):
+        if reason := self._try("", partial(trace, self._signature)):
             if example_inputs is None:
                 raise ConfigError(
                     f"torch.fx cannot trace {model} ({reason}), and torch.export needs a batch for "
                     f"that: pass example_inputs=<the inputs of a batch>"
                 )
-            if not self._try(export_tracer(self._signature, values, precision)):
-                self._signature = replace(self._signature, flat=True)
+            if not self._try("by torch.export", export_tracer(self._signature, values, precision)):
+                self._exported = True
+                self._values = tree_map(as_any_batch, values)
+            elif not self._try("on the example inputs", self._example_tracer(values)):
+                self._values = values
 
-    def _try(self, tracer: Tracer) -> str:
+    def _try(self, how: str, tracer: Tracer) -> str:
         """Returns the reason why `tracer` cannot expand enough of the model; "" if it can.
 
-        It is kept if it can trace the model's own forward.
+        The first one that can trace the model's own forward is kept, until one can expand it.
         """
         try:
             coarse = trace_both_modes(self._net, tracer, _expand_rule(self._net, (), LARGE_SHARE))
         except Exception as error:
-            self._failures.append(error)
+            self._failures[how] = error
             return user_line(error)
-        self._tracer, self._coarse = tracer, coarse
         parts = dict(self._net.named_modules())
-        for name, reason in coarse.unexpanded.items():
-            # not every name is that of a module
-            if name in parts and _size(parts[name]) > TOO_LARGE_SHARE * _size(self._net):
-                return reason
-        return ""
+        reason = next(
+            (
+                reason
+                for name, reason in coarse.unexpanded.items()
+                # not every name is that of a module
+                if name in parts and _size(parts[name]) > TOO_LARGE_SHARE * _size(self._net)
+            ),
+            "",
+        )
+        if not reason or self._tracer is None:
+            self._tracer, self._coarse = tracer, coarse
+        return reason
+
+    def _example_tracer(
+        self,
+        values: Sequence[Any],
+        precision: Callable[[], AbstractContextManager[object]] | None = None,
+    ) -> Tracer:
+        """Returns a tracer by torch.fx that knows what the arguments are for an example."""
+
+        def make_examples(module: nn.Module) -> tuple[Examples, list[Any]]:
+            examples = Examples(module, self._device, precision or self._precision)
+            return examples, examples.of_inputs(list(values))
+
+        return partial(trace, self._signature, make_examples=make_examples)
 
     def chain(self, expand: Collection[str] = ()) -> Chain:
         """Returns the chain in which the modules in `expand` are expanded, where they can be.
@@ -136,6 +169,7 @@ class ChainBuilder:
         units: list[list[Layer]] = []
         graphs: list[tuple[int, ModeGraphs]] = []  # with the position of the first layer of each
         unexpanded: dict[str, str] = {}
+        variants: Variants | None = None
         if is_chain(self._net):
             for layer in layers_of(self._net):
                 units.append([layer])
@@ -151,33 +185,64 @@ class ChainBuilder:
                 except Exception as error:  # the model as a whole can be traced without
                     unexpanded |= dict.fromkeys(expand, user_line(error))
             graphs.append((0, finer))
+            if self._values is not None:
+                variants = self._variants(finer, rule, self._values)
             begins = {calls[-1] for calls in self._coarse.calls}
             for layer, calls in zip(finer.layers(self._signature), finer.calls, strict=True):
                 if not units or not begins.isdisjoint(calls):
                     units.append([])
                 units[-1].append(layer)
         else:
-            reasons = dict.fromkeys(map(user_line, self._failures))
+            reasons: dict[str, str] = {}
+            for how, failure in self._failures.items():
+                if (reason := user_line(failure)) not in reasons:
+                    reasons[reason] = f"{how}: {reason}" if how else reason
+            hint = ""
+            if gathers(self._net):
+                hint = (
+                    "It gathers what its layers return: leave out output_router_logits=, "
+                    "output_hidden_states= and output_attentions= if you can. "
+                )
             raise SplitError(
                 f"{type(self._net).__name__} cannot be traced, so that it cannot be cut: "
-                f"{'; by torch.export: '.join(reasons)}. Put this statement, and all that shares "
+                f"{'; '.join(reasons.values())}. {hint}Put this statement, and all that shares "
                 f"state with it, into the forward of a separate nn.Module that the model calls: it "
                 f"runs unchanged, as one layer. Or pass the model as an nn.Sequential"
-            ) from self._failures[0]
+            ) from next(iter(self._failures.values()))
         layers = [layer for unit in units for layer in unit]
         no_cut_before = _between_uses(layers)
         for start, graph in graphs:
             no_cut_before |= {start + position for position in graph.no_cut_before()}
             unexpanded |= graph.unexpanded
-        if unexpanded and self._failures:  # torch.export was asked because of them
-            unexpanded["the model, by torch.export,"] = user_line(self._failures[-1])
+        if unexpanded:  # because of which others were tried
+            for how, failure in self._failures.items():
+                unexpanded[f"the model{f', {how},' if how else ''}"] = user_line(failure)
         return Chain(
             layers,
             [(number, inside) for number, unit in enumerate(units) for inside in range(len(unit))],
             frozenset(no_cut_before),
             unexpanded,
             TraceGuards([graph for _, graph in graphs]),
+            variants,
         )
+
+    def _variants(self, first: ModeGraphs, rule: ShouldExpand, values: Sequence[Any]) -> Variants:
+        net, signature, exported = self._net, self._signature, self._exported
+
+        def retrace(values: Sequence[Any]) -> ModeGraphs:
+            failures: list[Exception] = []
+            tracers = [self._example_tracer(values, nullcontext)]
+            devices = {tensor.device for tensor in (*net.parameters(), *net.buffers())}
+            if exported and len(devices) == 1 and torch.device("meta") not in devices:
+                tracers.insert(0, export_tracer(signature, list(values), alike=False))
+            for tracer in tracers:
+                try:
+                    return trace_both_modes(net, tracer, rule)
+                except Exception as error:
+                    failures.append(error)
+            raise failures[0]
+
+        return Variants(net, signature, first, values, retrace, self._device)
 
     def one_layer(self) -> Chain:
         """Returns the model as a single layer."""

@@ -12,9 +12,16 @@ be cut inside a chosen module.
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    suppress,
+)
 from dataclasses import replace
 from functools import cache, partial
 from io import StringIO
@@ -27,11 +34,13 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, export
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from hybridtrain._torch_private import FakeTensorMode, TorchDispatchMode, exported_guards, has_hooks
+from hybridtrain._torch_private import FakeTensorMode, TorchDispatchMode, exported_guards
 from hybridtrain.errors import BatchError
 from hybridtrain.graph.call_signature import CallSignature
+from hybridtrain.graph.examples import Examples
+from hybridtrain.graph.output_capture import INSTALLED, has_hooks
 from hybridtrain.graph.traced_graph import (
     AutogradFunctionDetector,
     Call,
@@ -42,6 +51,8 @@ from hybridtrain.graph.traced_graph import (
     Untraceable,
     current_user_line,
     is_user_code,
+    none_swallowed,
+    note_refusal,
     refused_calls,
     replaced,
     unchanged_containers,
@@ -55,36 +66,41 @@ def export_tracer(
     signature: CallSignature,
     values: list[Any],
     precision: Callable[[], AbstractContextManager[object]] | None = None,
+    alike: bool = True,
 ) -> Tracer:
     """Returns a tracer that exports a module once per mode, whatever is to be expanded.
 
-    `values` has an example of each argument; the module runs in the context `precision`.
+    `values` has an example of each argument; the module runs in the context `precision`. With
+    `alike` a batch of one sample stands for any; else sizes of 0 and 1 are those of the example.
     """
     exported: dict[bool, TracedGraph] = {}
 
     def trace(module: nn.Module, should_expand: ShouldExpand) -> TracedGraph:
         if module.training not in exported:
             with torch.inference_mode(False), (precision or nullcontext)():
-                exported[module.training] = _export(module, signature, values)
+                exported[module.training] = _export(module, signature, values, alike)
         traced = exported[module.training]
         return replace(traced, calls=_calls(traced.graph, module, should_expand))
 
     return trace
 
 
-def _export(module: nn.Module, signature: CallSignature, values: list[Any]) -> TracedGraph:
+def _export(
+    module: nn.Module, signature: CallSignature, values: list[Any], alike: bool
+) -> TracedGraph:
     for name, part in module.named_modules():
         if has_hooks(part):
             raise Untraceable(f"torch.export would lose the hooks of module {name!r}")
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    values = tree_map(partial(_example, device), values)
+    values = tree_map(partial(_example, device, alike), values)
     shapes = tree_map(_dynamic_sizes, values)
     dynamic = dict(zip(signature.names, shapes, strict=True))
     guards = _ExportGuards(module)
     with guards.entered():
         grad_matters = _check_changes(module, signature, values, guards)
+        guards.forget_data()
         arguments = signature.split(values)
-        with torch.random.fork_rng([]), _quiet():
+        with torch.random.fork_rng([]), _quiet(), torch.set_grad_enabled(module.training):
             program = export(module, *arguments, dynamic_shapes=dynamic, strict=False)
             if grad_matters is None:  # the quick check was not possible
                 again = export(module, *arguments, dynamic_shapes=dynamic, strict=False)
@@ -101,11 +117,33 @@ def _export(module: nn.Module, signature: CallSignature, values: list[Any]) -> T
                 raise Untraceable("torch.export loses which batch norm moves its statistics when")
         part.recompile()
 
+    checks = None
+    if hasattr(exported, GUARDS):
+        conditions = getattr(exported, GUARDS)
+        checks = SizeChecks(type(module).__name__, conditions, exported_guards(program))
+
+    # the graph outlives parameters that go to other processes: it finds the model's by their names
+    names = [
+        name
+        for named in (module.named_parameters, module.named_buffers)
+        for name, _ in named(remove_duplicate=False)
+    ]
+    for name in names:
+        holder, _, leaf = name.rpartition(".")
+        with suppress(AttributeError):  # not used
+            part = exported.get_submodule(holder)
+            part._parameters.pop(leaf, None)
+            part._buffers.pop(leaf, None)
+    own = frozenset(names)
+
     def find(name: str) -> Any:
-        found = attrgetter(name)(exported)
-        if name != GUARDS:
-            return found
-        return SizeChecks(type(module).__name__, found, exported_guards(program))
+        if name == GUARDS:
+            return checks
+        holder, _, leaf = name.rpartition(".")
+        if name not in own:
+            return attrgetter(name)(exported)
+        part = module.get_submodule(holder)
+        return part._parameters[leaf] if leaf in part._parameters else part._buffers[leaf]
 
     return TracedGraph(
         graph=exported.graph,
@@ -128,7 +166,8 @@ def _check_changes(
     """
     run = FakeForward(module, signature, values).run
     try:
-        first = run()
+        with _quiet():
+            first = run()
     except Untraceable:
         raise
     except Exception:
@@ -196,6 +235,11 @@ class _ExportGuards:
         self._module = module
         self.grad_enabled = module.training
         self.asked_grad_mode = False
+        self._refusals: list[Exception] = []
+
+    def forget_data(self) -> None:
+        """Forgets what a run on no data could not answer: torch.export may be able to."""
+        self._refusals[:] = [e for e in self._refusals if isinstance(e, Untraceable)]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -203,7 +247,7 @@ class _ExportGuards:
         parts = set(self._module.modules())
 
         def set_attribute(original: Callable[..., None], part: Any, name: str, value: Any) -> None:
-            if part in parts and is_user_code(sys._getframe(2)):
+            if part in parts and name != INSTALLED and is_user_code(sys._getframe(2)):
                 raise Untraceable(f"sets its attribute {name!r}, which a graph would not")
             original(part, name, value)
 
@@ -214,6 +258,7 @@ class _ExportGuards:
             return self.grad_enabled
 
         with (
+            none_swallowed() as self._refusals,
             replaced(nn.Module, "__setattr__", set_attribute),
             replaced(torch, "is_grad_enabled", is_grad_enabled),
             _ForbidCustomBackward(),
@@ -236,14 +281,23 @@ class _ForbidCustomBackward(TorchFunctionMode):
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             raise Untraceable("registers a hook on a tensor, which a graph would lose")
         self._autograd_functions.check_not_inside(sys._getframe(1))
-        return func(*args, **(kwargs or {}))
+        if func not in _ASK_FOR_DATA:
+            return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            note_refusal(error)
+            raise
+
+
+_ASK_FOR_DATA = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__}
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Suppresses the output of a failing export; its exception says what is wrong."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     try:
         with redirect_stderr(StringIO()):
             yield
@@ -251,18 +305,27 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _example(device: torch.device, leaf: Any) -> Any:
+def as_any_batch(leaf: Any) -> Any:
+    """Returns a tensor with a batch of one sample as one of two, which stands for any number."""
+    if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == 1:
+        return torch.cat([leaf, leaf])  # torch.export takes a batch of one for a constant
+    return leaf
+
+
+def _example(device: torch.device, alike: bool, leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return leaf
-    if leaf.shape[0] == 1:
-        leaf = torch.cat([leaf, leaf])  # torch.export takes a batch of one for a constant
+    if alike:
+        leaf = as_any_batch(leaf)
     return leaf.to(device, copy=True)  # an inference tensor cannot be exported
 
 
 def _dynamic_sizes(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return None
-    return dict.fromkeys(range(leaf.dim()), Dim.AUTO) | {0: Dim.DYNAMIC}
+    # torch.export takes a size that may change to be at least 2
+    sizes = {dim: Dim.AUTO if size > 1 else None for dim, size in enumerate(leaf.shape)}
+    return sizes | ({0: Dim.DYNAMIC} if leaf.shape[0] > 1 else {})
 
 
 def _calls(
@@ -359,3 +422,82 @@ def first_change(one: FakeRun, other: FakeRun) -> int | None:
         if ours != theirs:
             return number
     return None
+
+
+# They compute nothing, and a graph may have them in other places: a slice of everything as well.
+_COMPUTES_NOTHING = re.compile(
+    r"prim\.|aten\.(detach|alias|lift_fresh|lift_fresh_copy)\."
+    r"|aten\.slice\..*, 0, 9223372036854775807\)"
+)
+
+
+def graph_does_the_same(
+    traced: TracedGraph,
+    module: nn.Module,
+    signature: CallSignature,
+    values: Sequence[Any],
+    example: Sequence[Any],
+    examples: Examples,
+) -> bool:
+    """Returns whether an exported graph calls the operators that the forward calls for `values`.
+
+    Both run on tensors without data, so that not only sizes of 0 and 1 are compared, for which
+    torch.export has no conditions, but all that may decide about the way through the forward. Where
+    they differ for the arguments `example` too, with which the module was exported (some code asks
+    whether it is being exported), the forward is compared with itself, but for its numbers.
+    """
+    try:
+        ours = _calls_of_forward(module, signature, values, examples)
+        if ours == _calls_of_graph(traced, module, values, examples):
+            return True
+        usual = _calls_of_forward(module, signature, example, examples)
+        if usual == _calls_of_graph(traced, module, example, examples):
+            return False
+    except Exception:
+        return False
+    return _without_numbers(ours) == _without_numbers(usual)
+
+
+_NUMBER = re.compile(r"\b\d+\b")
+# What else of memory an operator does depends on sizes of 1; shapes show in the next operator.
+_MEMORY = re.compile(r"aten\.(view|_unsafe_view|clone|expand)\.")
+
+
+def _without_numbers(calls: Sequence[str]) -> list[str]:
+    return [_NUMBER.sub("", call) for call in calls if not _MEMORY.match(call)]
+
+
+def _calls_of_forward(
+    module: nn.Module, signature: CallSignature, values: Sequence[Any], examples: Examples
+) -> list[str]:
+    state, given = examples.stand_ins(module), examples.of_inputs(list(values))
+    with examples.active(), _run_of(state) as run:
+        functional_call(module, state, *signature.split(given))
+    return _computing(run)
+
+
+def _calls_of_graph(
+    traced: TracedGraph, module: nn.Module, values: Sequence[Any], examples: Examples
+) -> list[str]:
+    state, given = examples.stand_ins(module), examples.of_inputs(list(values))
+    env: dict[fx.Node, Any] = {
+        node: examples.stand_in(traced.find(str(node.target)))
+        for node in traced.graph.find_nodes(op="get_attr")
+    }
+    leaves = iter(tree_leaves(given))
+    with examples.active(), _run_of(state) as run:
+        for node in traced.graph.nodes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.get)
+            if node.op == "placeholder":
+                env[node] = next(leaves)
+            elif node.op == "call_function":
+                env[node] = node.target(*args, **kwargs)
+    return _computing(run)
+
+
+def _run_of(state: Mapping[str, Tensor]) -> FakeRun:
+    return FakeRun({id(tensor): name for name, tensor in state.items()}, with_lines=False)
+
+
+def _computing(run: FakeRun) -> list[str]:
+    return [call for call in run.calls if not _COMPUTES_NOTHING.match(call)]

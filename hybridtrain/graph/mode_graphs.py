@@ -13,9 +13,17 @@ import torch
 from torch import fx, nn
 
 from hybridtrain._torch_private import hooks_of
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.graph.segment import Layer, Segment, assign_segments, cut, segments_without_cut
+from hybridtrain.graph.output_capture import has_hooks
+from hybridtrain.graph.segment import (
+    Layer,
+    Segment,
+    SegmentGraph,
+    assign_segments,
+    cut,
+    segments_without_cut,
+)
 from hybridtrain.graph.traced_graph import (
     Call,
     ShouldExpand,
@@ -62,21 +70,30 @@ class ModeGraphs:
 
         `signature` says which arguments the inputs of a batch are, if the model begins here.
         """
-        names = [self.prefix + (f"{name}@{n + 1}" if n else name) for *_, (name, n) in self.calls]
+        names = self.names
         training = cut(self.training, [node for node, _ in self.starts], names)
         evaluation = training
         if self.evaluation is not self.training:
             evaluation = cut(self.evaluation, [node for _, node in self.starts], names)
-        buffers = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
         layers = []
         for name, first, second in zip(names, training, evaluation, strict=True):
-            owners = {}
-            for target in {*first.attrs, *second.attrs} & buffers:
-                holder, _, leaf = target.rpartition(".")
-                owners[target] = self.module.get_submodule(holder), leaf
+            owners = self._owners(first, second)
             layers.append(Layer(name, Segment(first, second, self.module, owners, signature)))
             signature = None
         return layers
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the segments: the modules that they begin with."""
+        return [self.prefix + (f"{name}@{n + 1}" if n else name) for *_, (name, n) in self.calls]
+
+    def _owners(self, *graphs: SegmentGraph) -> dict[str, tuple[nn.Module, str]]:
+        buffers = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
+        owners = {}
+        for target in {target for graph in graphs for target in graph.attrs} & buffers:
+            holder, _, leaf = target.rpartition(".")
+            owners[target] = self.module.get_submodule(holder), leaf
+        return owners
 
     def no_cut_before(self) -> set[int]:
         """Returns the numbers of the segments before which there may be no cut."""
@@ -86,6 +103,41 @@ class ModeGraphs:
             for traced, starts in pairs
             for position in segments_without_cut(traced, assign_segments(traced.graph, starts))
         }
+
+    def cut_alike(
+        self, other: ModeGraphs
+    ) -> tuple[
+        list[tuple[SegmentGraph, SegmentGraph]],
+        list[dict[str, tuple[nn.Module, str]]],
+        set[int],
+    ]:
+        """Cuts another trace of the module at the segments of this one.
+
+        A segment whose call the other trace does not have is empty there.
+
+        Returns:
+            the graphs of each segment in training and in evaluation, the owners of the buffers in
+            it, and the segments before which there may be no cut.
+
+        Raises:
+            SplitError: the other trace has the calls in another order.
+        """
+        modes: list[list[SegmentGraph]] = []
+        no_cut_before: set[int] = set()
+        for traced in (other.training, other.evaluation):
+            where = {call: node for node, calls in traced.calls.items() for call in calls}
+            starts = [where.get(calls[-1]) for calls in self.calls]
+            order = {node: number for number, node in enumerate(traced.graph.nodes)}
+            places = [order[node] for node in starts[1:] if node is not None]
+            if places != sorted(places):
+                raise SplitError("it calls its modules in another order")
+            no_cut_before |= segments_without_cut(traced, assign_segments(traced.graph, starts))
+            if modes and other.evaluation is other.training:
+                modes.append(modes[0])
+            else:
+                modes.append(cut(traced, starts, self.names))
+        pairs = list(zip(*modes, strict=True))
+        return pairs, [self._owners(*pair) for pair in pairs], no_cut_before
 
 
 def trace_both_modes(
@@ -160,7 +212,7 @@ class TraceGuards:
         self._modes = [(graph.expanded, graph.modes) for graph in graphs if graph.modes]
         self._root = graphs[0].module if any(graph.grad_matters for graph in graphs) else None
         traced = [named for graph in graphs for named in graph.expanded.items()]
-        self._hooks = [(name, hooks) for name, module in traced for hooks in hooks_of(module)]
+        self._hooks = [(name, module, hooks_of(module)) for name, module in traced]
         self._values = [
             (name, vars(module), key, value)
             for name, module in traced
@@ -177,7 +229,7 @@ class TraceGuards:
     @property
     def traced_names(self) -> frozenset[str]:
         """Names of the modules that were traced through: graphs run in their place."""
-        return frozenset(name for name, _ in self._hooks)
+        return frozenset(name for name, _, _ in self._hooks)
 
     def check(self) -> None:
         """Makes sure that the graphs still do what the modules would do.
@@ -187,8 +239,8 @@ class TraceGuards:
         """
         if self._root is not None:
             _check_grad_mode(self._root)
-        for name, hooks in self._hooks:
-            if hooks:
+        for name, module, tables in self._hooks:
+            if any(tables) and has_hooks(module):
                 raise ConfigError(
                     f"{name or 'the model'} had a hook registered after tracing, which would not "
                     f"run: register hooks before you create the HybridModel"

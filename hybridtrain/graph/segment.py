@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
-from hybridtrain._torch_private import has_hooks, operator_overloads, operator_schema
+from hybridtrain._torch_private import operator_overloads, operator_schema
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.call_signature import CallSignature
+from hybridtrain.graph.output_capture import has_hooks
 from hybridtrain.graph.traced_graph import TracedGraph
 from hybridtrain.skip import pop, stash, take
 
@@ -64,9 +65,11 @@ class SegmentGraph:
         outputs: the names of the values that it passes on besides the main value.
         attrs: the parameters, buffers and constants that it reads: the name of each in the traced
             module, and in `module`.
+        modules: the submodules that it calls, by their names in the traced module.
         in_place: whether it changes a tensor in place or, for the first segment, passes on an
             input that a later one changes.
         output_spec: the structure of the main value, if `module` returns its leaves alone.
+        takes_leaves: whether the model's arguments are the leaves of their pytrees.
     """
 
     module: fx.GraphModule
@@ -75,8 +78,10 @@ class SegmentGraph:
     last_uses: frozenset[str]
     outputs: tuple[str, ...]
     attrs: Mapping[str, str]
+    modules: Mapping[str, nn.Module]
     in_place: bool
     output_spec: TreeSpec | None = None
+    takes_leaves: bool = False
     compiled: Callable[..., Any] | None = None
 
     def put_constants_on(self, device: torch.device) -> None:
@@ -97,16 +102,24 @@ class SegmentGraph:
                 part.recompile()
 
 
-def assign_segments(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """Returns the number of each node's segment; `starts` are the nodes that begin one."""
+def assign_segments(graph: fx.Graph, starts: Sequence[fx.Node | None]) -> dict[fx.Node, int]:
+    """Returns the number of each node's segment; `starts` are the nodes that begin one.
+
+    A segment without a node is empty.
+    """
+    number = {node: segment for segment, node in enumerate(starts) if node is not None}
     segment_of: dict[fx.Node, int] = {}
+    here = 0
     for node in graph.nodes:
-        here = segment_of.get(node.prev, 0)
-        segment_of[node] = here + (here + 1 < len(starts) and node is starts[here + 1])
+        segment_of[node] = here = max(here, number.get(node, 0))
+        if node.op == "output":  # the last segments may be empty
+            segment_of[node] = len(starts) - 1
     return segment_of
 
 
-def cut(traced: TracedGraph, starts: Sequence[fx.Node], names: Sequence[str]) -> list[SegmentGraph]:
+def cut(
+    traced: TracedGraph, starts: Sequence[fx.Node | None], names: Sequence[str]
+) -> list[SegmentGraph]:
     """Cuts `traced` before each of `starts` but the first.
 
     The values between segments get names that begin with the segments' `names`.
@@ -147,9 +160,11 @@ def cut(traced: TracedGraph, starts: Sequence[fx.Node], names: Sequence[str]) ->
                 last_uses=frozenset(name_of[node] for node in inputs if users[node][-1] == here),
                 outputs=tuple(outputs.values()),
                 attrs={t: own for t, own in own_names.items() if isinstance(find(t), Tensor)},
+                modules={t: find(t) for t in own_names if isinstance(find(t), nn.Module)},
                 in_place=any(_works_in_place(node, find) for node in body)
                 or (here == 0 and input_changes),
                 output_spec=traced.output_spec if is_last else None,
+                takes_leaves=traced.output_spec is not None,
             )
         )
     return segments
@@ -196,7 +211,11 @@ def _works_in_place(node: fx.Node, find: Callable[[str], Any]) -> bool:
         return True
     if (schema := operator_schema(target)) is not None:
         return bool(schema.is_mutable)
-    if target in IN_PLACE_OPERATORS or getattr(target, "__name__", "").endswith("_"):
+    if (
+        target in IN_PLACE_OPERATORS
+        or target is operator.setitem
+        or getattr(target, "__name__", "").endswith("_")
+    ):
         return True
     try:
         bound = inspect.signature(target).bind(*node.args, **node.kwargs)
@@ -227,7 +246,7 @@ def segments_without_cut(traced: TracedGraph, segment_of: Mapping[fx.Node, int])
                 has_views.add(base)
         elif base.op == "get_attr":
             changed.add(str(base.target))
-        elif base in has_views:
+        elif base in has_views or node.target is operator.setitem:
             no_cut_before.update(range(segment_of[base] + 1, segment_of[node] + 1))
     for target in changed:
         readers = [n for n in traced.graph.nodes if n.op == "get_attr" and n.target == target]
@@ -308,17 +327,21 @@ class Segment(nn.Module):
         self.pops = tuple(dict.fromkeys([*training.inputs, *evaluation.inputs]))
         self.inplace = training.in_place or evaluation.in_place
         self.signature = signature
-        self._graph_of_mode = {True: training, False: evaluation}
+        self.variant = 0
+        self._variants = [{True: training, False: evaluation}]
         self._graphs = [training] if evaluation is training else [training, evaluation]
         self._root = (root,)  # in a tuple, to keep it from becoming a submodule
-        self._owners = owners
+        self._owners = dict(owners)
+        self._compile_options: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.uses_compiled = True  # the compiled graphs, if there are any
 
     def forward(self, value: Any) -> Any:
         """Returns the main value of this segment from that of the one before."""
-        graph = self._graph_of_mode[self._root[0].training]
+        graph = self._variants[self.variant][self._root[0].training]
         if self.signature is not None:
             arguments = self.signature.graph_inputs(value)
+            if graph.takes_leaves:
+                arguments = tree_leaves(arguments)
         else:
             arguments = [value] if graph.takes_main else []
             for name in graph.inputs:
@@ -340,14 +363,66 @@ class Segment(nn.Module):
         """The traced module."""
         return self._root[0]
 
+    @property
+    def takes_leaves(self) -> bool:
+        """True if torch.export has traced it."""
+        return self._graphs[0].takes_leaves
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the graphs; the code around them only passes values on."""
+        self._compile_options = args, kwargs
         for graph in self._graphs:
             graph.compiled = torch.compile(graph.module, *args, **kwargs)
 
     def compiled_graphs(self) -> list[Callable[..., Any]]:
         """Returns what `compile` has made."""
         return [graph.compiled for graph in self._graphs if graph.compiled is not None]
+
+    def add_variant(
+        self,
+        training: SegmentGraph,
+        evaluation: SegmentGraph,
+        owners: Mapping[str, tuple[nn.Module, str]],
+        device: torch.device | None,
+        aliases: Mapping[int, nn.Parameter],
+    ) -> None:
+        """Adds the graphs for inputs of another kind; see `variants`.
+
+        Args:
+            training: as of the segment.
+            evaluation: likewise.
+            owners: likewise.
+            device: where the segment is; None if another process has it.
+            aliases: what takes the place of tied parameters, by their `id`.
+        """
+        number = len(self._variants)
+        graphs = [training] if evaluation is training else [training, evaluation]
+        self._owners |= owners
+        self._variants.append({True: training, False: evaluation})
+        self._graphs += graphs
+        self.stashes = tuple(
+            dict.fromkeys([*self.stashes, *(n for g in graphs for n in g.outputs)])
+        )
+        self.pops = tuple(dict.fromkeys([*self.pops, *(n for g in graphs for n in g.inputs)]))
+        self.inplace = self.inplace or any(graph.in_place for graph in graphs)
+        for graph, mode in zip(graphs, ("training", "evaluation"), strict=False):
+            if device is not None:
+                self._place(graph, device, aliases)
+            self.add_module(f"{mode}_graph_{number}", graph.module)
+            if self._compile_options is not None:
+                args, kwargs = self._compile_options
+                graph.compiled = torch.compile(graph.module, *args, **kwargs)
+
+    def _place(
+        self, graph: SegmentGraph, device: torch.device, aliases: Mapping[int, nn.Parameter]
+    ) -> None:
+        graph.put_constants_on(device)
+        for held in graph.attrs.values():
+            tensor = getattr(graph.module, held)
+            if not isinstance(tensor, nn.Parameter):
+                setattr(graph.module, held, tensor.to(device))
+            elif id(tensor) in aliases:
+                vars(graph.module)[held] = aliases[id(tensor)]
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
         """Returns the buffers that this segment has copies of, as pairs (the user's, the copy).

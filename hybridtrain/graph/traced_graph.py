@@ -33,6 +33,8 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import Function
 from torch.utils._pytree import TreeSpec
 
+from hybridtrain.graph.examples import SizeGuards
+
 # A submodule's name and the number of its call: where a segment may begin.
 Call = tuple[str, int]
 
@@ -54,6 +56,7 @@ class TracedGraph:
         output_spec: the structure of the output, if the graph returns its leaves alone.
         grad_matters: whether the forward does something else where gradients are switched on or
             off otherwise than usual in this mode.
+        size_guards: the answers about sizes that it was traced with; None if there were none.
     """
 
     graph: fx.Graph
@@ -63,6 +66,7 @@ class TracedGraph:
     unexpanded: dict[str, str] = field(default_factory=dict)
     output_spec: TreeSpec | None = None
     grad_matters: bool = False
+    size_guards: SizeGuards | None = None
 
 
 def operations(traced: TracedGraph, tensor: Callable[[Any], Any] = id) -> list[Any]:
@@ -133,6 +137,37 @@ class Untraceable(Exception):
     def __init__(self, message: str, place: str = "") -> None:
         super().__init__(message)
         self.place = place
+        _refusals.noted.append(self)
+
+
+class _Refusals(threading.local):
+    def __init__(self) -> None:
+        self.noted: list[Exception] = []
+
+
+_refusals = _Refusals()
+
+
+def note_refusal(error: Exception) -> None:
+    """Notes an error that the model may catch; see `none_swallowed`."""
+    _refusals.noted.append(error)
+
+
+@contextmanager
+def none_swallowed() -> Iterator[list[Exception]]:
+    """Raises at its end what a model's own `except` has swallowed in the block.
+
+    That is an `Untraceable`, or what was noted.
+
+    Yields the list of them, from which those are to be removed that were dealt with.
+    """
+    before, _refusals.noted = _refusals.noted, []
+    try:
+        yield _refusals.noted
+        if _refusals.noted:
+            raise _refusals.noted[0]
+    finally:
+        _refusals.noted = before
 
 
 def user_line(error: BaseException) -> str:

@@ -5,10 +5,16 @@ that it cannot record faithfully must not be recorded at all. Where a submodule 
 that depends on data, a change of the grad mode or of autocast, or a random choice of Python's, the
 submodule stays one node, which calls it. The same in the model's own forward is an error that names
 the line.
+
+A trace on `Examples` also knows what each proxy stands for. It answers what Python asks for (a
+length, a type, a condition on sizes) and notes the answers: the graph is for inputs with the same
+ones. Sizes that nothing asks for stay variable.
 """
 
 from __future__ import annotations
 
+import builtins
+import dis
 import operator
 import sys
 import threading
@@ -16,14 +22,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from operator import attrgetter
+from types import CodeType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.fx.proxy import Attribute
 
 from hybridtrain._torch_private import GRAD_MODE_SETTER, TorchDispatchMode
 from hybridtrain.graph.call_signature import CallSignature
+from hybridtrain.graph.examples import QUESTIONS, UNKNOWN, Examples, SizeGuards
+from hybridtrain.graph.output_capture import INSTALLED, gathered, gathers_inside
 from hybridtrain.graph.segment import IN_PLACE_OPERATORS, viewed_by
 from hybridtrain.graph.traced_graph import (
     AutogradFunctionDetector,
@@ -35,6 +46,7 @@ from hybridtrain.graph.traced_graph import (
     current_user_line,
     first_difference,
     is_user_code,
+    none_swallowed,
     refused_calls,
     replaced,
     unchanged_containers,
@@ -58,6 +70,8 @@ _REFUSED: tuple[tuple[Any, str, str], ...] = (
 )
 
 
+_ASKS_TYPE = "asks for the type of a value, which is not known while tracing"
+
 # Methods that change a list or dict, and that tensors do not have.
 _CONTAINER_METHODS = {
     "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update",
@@ -68,8 +82,12 @@ def trace(
     signature: CallSignature,
     module: nn.Module,
     should_expand: ShouldExpand,
+    make_examples: Callable[[nn.Module], tuple[Examples, list[Any]]] | None = None,
 ) -> TracedGraph:
     """Returns the forward of `module` as a graph, in the mode that the module is in.
+
+    With `make_examples`, which gives the examples of a module and the values of its arguments, the
+    graph may be for such inputs alone.
 
     A question for the grad mode gets the answer of a training step in training mode, and of an
     evaluation in the other. The forward is traced twice, to find what changes by itself.
@@ -81,7 +99,8 @@ def trace(
     generators = Generators(module)
 
     def run(grad_enabled: bool) -> tuple[_Tracer, TracedGraph]:
-        tracer = _Tracer(signature, should_expand, kept, generators, grad_enabled)
+        known = make_examples(module) if make_examples is not None else None
+        tracer = _Tracer(signature, should_expand, kept, generators, grad_enabled, known)
         return tracer, tracer.traced(module)
 
     while True:
@@ -120,8 +139,17 @@ class _Tracer(fx.Tracer):
         kept: Mapping[str, str],
         generators: Generators,
         grad_enabled: bool,
+        examples: tuple[Examples, list[Any]] | None = None,
     ) -> None:
         super().__init__()
+        self.values: dict[fx.Node, Any] = {}  # of the examples
+        self.computing = False  # the value of an example: what runs is not recorded
+        self._answers: dict[tuple[fx.Node, str], Any] = {}
+        self._examples: Examples | None = None
+        values: list[Any] = []
+        if examples is not None:
+            self._examples, values = examples
+        self._arguments = dict(zip(signature.names, values, strict=False))
         self.calls: dict[fx.Node, list[Call]] = {}
         self.expanded: dict[str, nn.Module] = {}
         self.unexpanded: dict[str, str] = dict(kept)
@@ -130,6 +158,7 @@ class _Tracer(fx.Tracer):
         self.generators = generators
         self.grad_enabled = grad_enabled
         self.asked_grad_mode = False
+        self._refusals: list[Exception] = []
         self._inside = [""]  # the expanded modules that are being run
         self._autograd_functions = AutogradFunctionDetector()
         self._thread = threading.get_ident()
@@ -141,7 +170,7 @@ class _Tracer(fx.Tracer):
         attributes = set(vars(module))
         self.parts = set(module.modules())
         try:
-            with _guards(self, module):
+            with none_swallowed() as self._refusals, _guards(self, module):
                 graph = self.trace(module)
         finally:
             # tensors that the forward reads from elsewhere, which torch.fx has put into the module
@@ -152,9 +181,24 @@ class _Tracer(fx.Tracer):
             find=lambda name: constants[name] if name in constants else attrgetter(name)(module),
             expanded=self.expanded,
             unexpanded=self.unexpanded,
+            size_guards=self._finish_guards(graph),
         )
         _settle_augmented_assignments(traced)
         return traced
+
+    def _finish_guards(self, graph: fx.Graph) -> SizeGuards | None:
+        """Returns the answers of the examples, and erases what was computed for them alone."""
+        if self._examples is None:
+            return None
+        left = set(graph.nodes)
+        answers = {key: answer for key, answer in self._answers.items() if key[0] in left}
+        guards = SizeGuards(graph, self.values, answers)
+        for node in reversed(list(graph.nodes)):
+            if not node.users and _is_question(node, self.values):
+                if (calls := self.calls.pop(node, None)) is not None:
+                    self.calls[node.next] = calls + self.calls.get(node.next, [])
+                graph.erase_node(node)
+        return guards
 
     def find_read(self, graph: fx.Graph) -> tuple[str, str, str] | None:
         """Returns where a tensor is read from a module that may replace it: module, line, reason.
@@ -173,7 +217,9 @@ class _Tracer(fx.Tracer):
     ) -> tuple[Any, list[Any]]:
         """Returns the forward and the proxies of its arguments; the others keep their defaults."""
         signature, forward = self._signature, self.root.forward
-        proxies = {n: self.create_proxy("placeholder", n, (), {}) for n in signature.names}
+        proxies: dict[str, Any] = {
+            n: self.create_proxy("placeholder", n, (), {}) for n in signature.names
+        }
         values = list((proxies | dict(signature.constants)).values())
 
         def call(*values: Any) -> Any:
@@ -185,12 +231,16 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Returns whether calls of the module become one node."""
         name = module_qualified_name
-        return name in self.unexpanded or not self._should_expand(name, m)
+        if name in self.unexpanded:
+            return True
+        if self._examples is not None and (gathered(m) or gathers_inside(m)):
+            return False
+        return not self._should_expand(name, m)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Records a leaf as one node, and any other module by its operations where it can."""
         # torch.fx sees the calls of all threads, and of modules that the forward has just made
-        if threading.get_ident() != self._thread or m not in self.parts:
+        if threading.get_ident() != self._thread or self.computing or m not in self.parts:
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
         call = name, self.num_calls.get(name, 0)
@@ -198,18 +248,26 @@ class _Tracer(fx.Tracer):
         is_leaf = self.is_leaf_module(m, name)
         if not is_leaf:
             stack, calls = OrderedDict(self.module_stack), dict(self.num_calls)
+            refused = len(self._refusals)
             self._inside.append(name)
             try:
                 with self.generators.no_draws(), unchanged_containers(m):
                     result = super().call_module(m, forward, args, kwargs)
+                if self._refusals[refused:]:  # by its own `except`
+                    raise self._refusals[refused]
                 self.expanded[name] = m
             except Exception as error:
+                del self._refusals[refused:]
                 self.module_stack, self.num_calls = stack, calls
                 self._erase_after(last)
                 self.unexpanded[name], is_leaf = user_line(error), True
             self._inside.pop()
         if is_leaf:
+            if gathers_inside(m):  # it would gather nothing while it is traced
+                raise Untraceable("gathers what modules inside it return (output_router_logits)")
             result = super().call_module(m, forward, args, kwargs)
+            for hook in gathered(m):
+                hook(m, args, result)
         first = last.next if last is not None else next(iter(self.graph.nodes), None)
         if first is not None and first.op != "root":
             self.calls.setdefault(first, []).insert(0, call)
@@ -226,6 +284,10 @@ class _Tracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         """Keeps the type of a dataclass that is also a dict, as outputs of `transformers` are."""
+        if _is_proxy(a):  # which may say that it is a tensor
+            return a.node
+        if isinstance(a, _Size):
+            return tuple(self.create_arg(size) for size in a)
         if not is_dataclass(a) or isinstance(a, type) or not isinstance(a, dict):
             return super().create_arg(a)
         values = {f.name: self.create_arg(getattr(a, f.name)) for f in fields(a) if f.init}
@@ -233,7 +295,7 @@ class _Tracer(fx.Tracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         """Reads a parameter or buffer anew each time: its node may be erased again."""
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread or self.computing:
             return attr_val
         return super().getattr(attr, attr_val, {})
 
@@ -243,13 +305,83 @@ class _Tracer(fx.Tracer):
         Raises:
             Untraceable: the value may be something else.
         """
-        if value.node.op == "placeholder" and value.node.target in self._signature.tensors:
+        if self.is_input_tensor(value):
             return True
-        raise Untraceable("asks for the type of a value, which is not known while tracing")
+        known = self.values.get(value.node, UNKNOWN)
+        if known is UNKNOWN:
+            raise Untraceable(_ASKS_TYPE)
+        return isinstance(known, Tensor)
+
+    def is_input_tensor(self, value: fx.Proxy) -> bool:
+        """Returns whether `value` is an input that every batch must give as a tensor."""
+        return value.node.op == "placeholder" and value.node.target in self._signature.tensors
+
+    @property
+    def uses_examples(self) -> bool:
+        """True if the values of nodes are known."""
+        return self._examples is not None
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Returns a `_GuardedProxy`."""
-        return _GuardedProxy(node, self)
+        """Returns a proxy that guards its type."""
+        return _GuardedProxy(node, self) if self._examples is None else _ExampleProxy(node, self)
+
+    def create_proxy(
+        self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **named: Any
+    ) -> Any:
+        """Records a node; on examples returns what Python sees of its value."""
+        proxy = super().create_proxy(kind, target, args, kwargs, *more, **named)
+        if self._examples is None:
+            return proxy
+        if kind == "placeholder":
+            value = self._arguments.get(target, UNKNOWN)
+        else:
+            given = _mapped((args, kwargs), lambda one: self.values.get(one.node, UNKNOWN))
+            refused = len(self._refusals)
+            self.computing = True
+            try:
+                with self.generators.no_draws():
+                    value = self._examples.run(kind, target, *given)
+            except Untraceable:
+                value = UNKNOWN  # it may differ at another call
+            finally:
+                self.computing = False
+                del self._refusals[refused:]
+        self.values[proxy.node] = value
+        return self._seen(proxy, value, kind in ("placeholder", "call_module"))
+
+    def _seen(self, proxy: Any, value: Any, opens: bool) -> Any:
+        """Returns the value of a node as Python sees it: a container of proxies, or a proxy.
+
+        With `opens` tuples and lists are opened too; elsewhere their lengths may depend on sizes.
+        """
+        if value is None:
+            return None
+        if isinstance(value, torch.Size):
+            return _Size(proxy[i] for i in range(len(value)))
+        if opens and type(value) in (tuple, list):
+            return type(value)(proxy[i] for i in range(len(value)))
+        if opens and isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(proxy[i] for i in range(len(value))))
+        if type(value) is dict:
+            return {key: proxy[key] for key in value}
+        if is_dataclass(value) and isinstance(value, dict) and not isinstance(value, type):
+            names = [f.name for f in fields(value) if f.init]
+            with _computing(self):
+                empty = type(value)()
+            for name in names:
+                if getattr(value, name) is not None:
+                    empty[name] = self.create_proxy("call_function", getattr, (proxy, name), {})
+            return empty
+        return proxy
+
+    def answer(self, proxy: fx.Proxy, question: str) -> Any:
+        """Returns what Python asks of a value, and notes it; None where it depends on data."""
+        value = self.values.get(proxy.node, UNKNOWN)
+        if value is UNKNOWN or (isinstance(value, Tensor) and question != "len"):
+            return None
+        answer = QUESTIONS[question](value)
+        self._answers[proxy.node, question] = answer
+        return answer
 
     def _erase_after(self, last: fx.Node | None) -> None:
         for node in reversed(list(self.graph.nodes)):
@@ -264,21 +396,28 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
     """Raises `Untraceable` where the forward does what a graph would not do again."""
 
     def record(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if tracer.computing:
+            return function(*args, **kwargs)
         return tracer.create_proxy("call_function", function, args, kwargs)
 
     def refuse(what: str) -> Callable[..., Any]:
-        def refused(*args: Any, **kwargs: Any) -> Any:
+        def refused(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if tracer.computing:
+                return original(*args, **kwargs)
             raise Untraceable(f"uses {what}, which a graph would lose")
 
         return refused
 
     def set_attribute(original: Callable[..., None], module: Any, name: str, value: Any) -> None:
         # modules that the forward has made are not parts, and torch.fx sets constants
-        if module in tracer.parts and not name.startswith("_tensor_constant"):
+        is_constant = name.startswith("_tensor_constant") or name == INSTALLED
+        if module in tracer.parts and not is_constant and not tracer.computing:
             raise Untraceable(f"sets its attribute {name!r}, which a graph would not")
         original(module, name, value)
 
     def is_grad_enabled(original: Callable[[], bool]) -> bool:
+        if tracer.computing:
+            return original()
         tracer.asked_grad_mode = True
         return tracer.grad_enabled
 
@@ -286,11 +425,41 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
         return original(value) if not _is_proxy(value) else tracer.check_is_tensor(value)
 
     def is_instance(original: Callable[..., bool], value: Any, kind: Any) -> bool:
-        if _is_proxy(value):
-            raise Untraceable("asks for the type of a value, which is not known while tracing")
+        # not PyTorch's own code, which asks whether it is a proxy
+        if issubclass(type(value), fx.Proxy) and is_user_code(sys._getframe(2)):
+            value = tracer.values.get(value.node, UNKNOWN)
+            if value is UNKNOWN:
+                raise Untraceable(_ASKS_TYPE)
         return original(value, kind)
 
+    def has_attribute(original: Callable[[Any, str], bool], value: Any, name: str) -> bool:
+        if issubclass(type(value), fx.Proxy) and is_user_code(sys._getframe(2)):
+            known = tracer.values.get(value.node, UNKNOWN)
+            if known is UNKNOWN:
+                raise Untraceable(
+                    "asks for an attribute of a value that is not known while tracing"
+                )
+            return original(known, name)
+        return original(value, name)
+
+    def length(original: Callable[[Any], int], value: Any) -> Any:
+        # a number from Python's own len, which would be the example's
+        if not issubclass(type(value), fx.Proxy) or tracer.computing:
+            return original(value)
+        known = tracer.values.get(value.node, UNKNOWN)
+        is_tensor = isinstance(known, Tensor) or tracer.is_input_tensor(value)
+        return value.shape[0] if is_tensor else original(value)
+
+    def finfo(original: Any, dtype: Any = None) -> Any:
+        return original(tracer.answer(dtype, "value") if _is_proxy(dtype) else dtype)
+
     with ExitStack() as guards:
+        guards.enter_context(replaced(builtins, "len", length))
+        guards.enter_context(replaced(builtins, "hasattr", has_attribute))
+        guards.enter_context(replaced(builtins, "isinstance", is_instance))
+        if tracer.uses_examples:
+            for name in ("finfo", "iinfo"):
+                guards.enter_context(replaced(torch, name, finfo))
         for name in _FACTORIES:
             guards.enter_context(replaced(torch, name, record))
         for holder, name, what in _REFUSED:
@@ -301,7 +470,7 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
         guards.enter_context(replaced(torch.jit, "isinstance", is_instance))
         guards.enter_context(refused_calls(module))
         guards.enter_context(unchanged_containers(module))
-        guards.enter_context(_ForbidEagerOps())
+        guards.enter_context(_ForbidEagerOps(tracer))
         guards.enter_context(tracer.generators.no_draws())
         yield
 
@@ -309,13 +478,169 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
 class _GuardedProxy(fx.Proxy):
     """A proxy that does not reveal its type, and has the flags that all tensors here have."""
 
+    tracer: _Tracer
+    __getitem__: Callable[..., Any]
+
     is_nested = is_sparse = is_quantized = is_mkldnn = False
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # what `isinstance` asks for
         if is_user_code(sys._getframe(1)):
-            raise Untraceable("asks for the type of a value, which is not known while tracing")
+            raise Untraceable(_ASKS_TYPE)
         return _GuardedProxy
+
+    def __getattr__(self, name: str) -> Any:
+        frame = sys._getframe(1)
+        if frame.f_lasti in _compared_by_identity(frame.f_code):
+            raise Untraceable("compares a value by `is`, which is not known while tracing")
+        return super().__getattr__(name)
+
+    # what PyTorch raises a model may catch, and go on otherwise
+
+    def __bool__(self) -> bool:
+        try:
+            return bool(super().__bool__())
+        except fx.proxy.TraceError as error:
+            raise Untraceable(str(error)) from error
+
+    def __iter__(self) -> Any:
+        instruction = _instruction(sys._getframe(1))
+        if instruction.opname == "UNPACK_SEQUENCE":
+            return iter([self[i] for i in range(instruction.argval)])
+        try:
+            return super().__iter__()
+        except fx.proxy.TraceError as error:
+            raise Untraceable(str(error)) from error
+
+    def __len__(self) -> int:
+        raise Untraceable("asks for a length, which is not known while tracing")
+
+    def __float__(self) -> float:
+        raise Untraceable("makes a Python number of a value, which is not known while tracing")
+
+    def __int__(self) -> int:
+        raise Untraceable("makes a Python number of a value, which is not known while tracing")
+
+
+@cache
+def _compared_by_identity(code: CodeType) -> frozenset[int]:
+    """Returns where code reads an attribute that it then compares by `is`."""
+    instructions = list(dis.get_instructions(code))
+    found = set()
+    for number, instruction in enumerate(instructions):
+        if instruction.opname == "LOAD_ATTR":
+            following = instructions[number + 1 : number + 5]
+            opnames = [after.opname for after in following]
+            while opnames and opnames[0].startswith("LOAD_"):
+                del opnames[0]
+            if opnames and (opnames[0] == "IS_OP" or opnames[0].endswith("_NONE")):
+                found.add(instruction.offset)
+    return frozenset(found)
+
+
+class _ExampleProxy(_GuardedProxy):
+    """A proxy whose value for the examples is known, and tells Python what it asks for."""
+
+    # Python's `isinstance` is answered by `is_instance` above; PyTorch's code in C must not take a
+    # proxy for a tensor
+    __class__ = property(lambda self: _ExampleProxy)
+
+    def _value(self) -> Any:
+        return self.tracer.values.get(self.node, UNKNOWN)
+
+    def __getattr__(self, name: str) -> Any:
+        value = self._value()
+        if value is UNKNOWN:
+            return super().__getattr__(name)
+        frame = sys._getframe(1)
+        kind = Tensor if isinstance(value, Tensor) else type(value)
+        held = getattr(kind, name, None)
+        if held is None and name not in getattr(value, "__dict__", {}) and not hasattr(kind, name):
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
+        if callable(held):
+            return Attribute(self, name)
+        if name in ("requires_grad", "grad_fn", "is_leaf"):
+            self.tracer.asked_grad_mode = True
+        result = self.tracer.create_proxy("call_function", getattr, (self, name), {})
+        if _is_proxy(result) and frame.f_lasti in _compared_by_identity(frame.f_code):
+            answer = self.tracer.answer(result, "value")
+            return result if answer is None else answer
+        return result
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+    def __iter__(self) -> Any:
+        instruction = _instruction(sys._getframe(1))
+        if instruction.opname == "UNPACK_SEQUENCE":
+            return iter([self[i] for i in range(instruction.argval)])
+        value = self._value()
+        if value is UNKNOWN or not isinstance(value, Tensor | tuple | list | str):
+            return super().__iter__()
+        if isinstance(value, str):
+            return iter(self._answered("text"))
+        return iter([self[i] for i in range(self._answered("len"))])
+
+    def __bool__(self) -> bool:
+        value = self._value()
+        if value is UNKNOWN or isinstance(value, Tensor):
+            return super().__bool__()  # says that this is control flow
+        return bool(self._answered("len" if isinstance(value, tuple | list) else "bool"))
+
+    def __int__(self) -> int:
+        return int(self._answered("int"))
+
+    def __index__(self) -> int:
+        return int(self._answered("index"))
+
+    def __float__(self) -> float:
+        return float(self._answered("float"))
+
+    def __len__(self) -> int:
+        return int(self._answered("len"))
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self._answered("value")
+
+    def __repr__(self) -> str:
+        return str(self._answered("text")) if self._is_plain() else super().__repr__()
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __format__(self, form: str) -> str:
+        return format(self._answered("value"), form) if self._is_plain() else repr(self)
+
+    def __hash__(self) -> int:
+        return hash(self._answered("value")) if self._is_plain() else id(self)
+
+    def _is_plain(self) -> bool:
+        """Returns whether the value is one of Python's."""
+        value = self._value()
+        return value is not UNKNOWN and not isinstance(value, Tensor)
+
+    def _answered(self, question: str) -> Any:
+        answer = self.tracer.answer(self, question)
+        if answer is None:
+            raise Untraceable("asks for a value that depends on the data of a tensor")
+        return answer
+
+
+class _Size(tuple[Any, ...]):
+    """The sizes of a tensor, as numbers and proxies."""
+
+    def numel(self) -> Any:
+        """Returns their product."""
+        product: Any = 1
+        for size in self:
+            product = product * size
+        return product
+
+
+def _instruction(frame: Any) -> dis.Instruction:
+    """Returns what a frame runs now."""
+    instructions = dis.get_instructions(frame.f_code)
+    return next(one for one in instructions if one.offset == frame.f_lasti)
 
 
 def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -359,6 +684,47 @@ def _settle_augmented_assignments(traced: TracedGraph) -> None:
             node.target = _IN_PLACE[node.target] if in_place else getattr(operator, name)
 
 
+def _is_question(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
+    """Returns whether a node only computes a number or the like, or takes a part of a value."""
+    if node.op == "call_method":
+        return not isinstance(values.get(node, UNKNOWN), Tensor | _UnknownType | None)
+    if node.op != "call_function" or node.target in (operator.setitem, *IN_PLACE_OPERATORS):
+        return False
+    return node.target in (getattr, len) or getattr(node.target, "__module__", "") == "_operator"
+
+
+_UnknownType = type(UNKNOWN)
+
+
+def _mapped(values: Any, function: Callable[[fx.Proxy], Any]) -> Any:
+    """Returns the arguments of a call with `function` of each proxy in them."""
+    if _is_proxy(values):
+        return function(values)
+    if isinstance(values, tuple | list):
+        parts = [_mapped(value, function) for value in values]
+        if isinstance(values, _Size):
+            return torch.Size(parts) if all(type(p) is int for p in parts) else tuple(parts)
+        return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
+    if isinstance(values, slice):
+        ends = (values.start, values.stop, values.step)
+        return slice(*(_mapped(end, function) for end in ends))
+    if type(values) is dict:
+        return {key: _mapped(value, function) for key, value in values.items()}
+    if is_dataclass(values) and not isinstance(values, type):
+        own = {f.name: _mapped(getattr(values, f.name), function) for f in fields(values) if f.init}
+        return type(values)(**own)
+    return values
+
+
+@contextmanager
+def _computing(tracer: _Tracer) -> Iterator[None]:
+    before, tracer.computing = tracer.computing, True
+    try:
+        yield
+    finally:
+        tracer.computing = before
+
+
 def _is_proxy(value: Any) -> bool:
     return issubclass(type(value), fx.Proxy)  # which does not ask the value for its class
 
@@ -366,5 +732,11 @@ def _is_proxy(value: Any) -> bool:
 class _ForbidEagerOps(TorchDispatchMode):
     """A context in which no tensor is computed: the graph would keep the result."""
 
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._tracer.computing:
+            return func(*args, **(kwargs or {}))
         raise Untraceable(f"computes a tensor ({func}) from no input, which a graph would do once")

@@ -86,6 +86,7 @@ class LayerRunner:
         layers: the layers.
         first: the number of the first one in the model.
         recomputes: True if some of them are recomputed one by one.
+        variants: by micro-batch, the variant of the graphs of traced layers; None: the first one.
 
     Args:
         layers, first: see above.
@@ -120,6 +121,7 @@ class LayerRunner:
         # bits: the first stage copies them only if its first layer may change them.
         self._copies_to_recompute = works_in_place(module if first else layers[0].module)
         self._states: dict[int, LayerState] = {}
+        self.variants: Sequence[int] | None = None
 
     def run(
         self,
@@ -140,6 +142,8 @@ class LayerRunner:
                 rng.seeded(microbatch) as draws,
             ):
                 for layer in self.layers:
+                    if self.variants is not None:
+                        self._choose_variant(layer, microbatch)
                     if looks and rng.needs_look(index):
                         self._look(microbatch, index, layer, value)
                     with profiled(layer.name):
@@ -179,11 +183,18 @@ class LayerRunner:
         self, snapshots: dict[int, Snapshot], microbatch: int, index: int, layer: Layer, value: Any
     ) -> Any:
         """Runs a layer from the state that it had the first time, and draws the same numbers."""
+        if self.variants is not None:  # this may be in a backward
+            self._choose_variant(layer, microbatch)
         if index not in self._states:
             self._states[index] = LayerState(layer)
         with self._states[index].of(snapshots, index), self.rng.seeded(microbatch) as draws:
             draws.at(index)
             return self._callable(index, layer)(value)
+
+    def _choose_variant(self, layer: Layer, microbatch: int) -> None:
+        assert self.variants is not None
+        if isinstance(layer.module, Segment):
+            layer.module.variant = self.variants[microbatch]
 
     def _callable(self, index: int, layer: Layer) -> Callable[[Any], Any]:
         """Returns the layer's module, or what runs it without its compiled code if it draws."""

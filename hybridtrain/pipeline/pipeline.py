@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from hybridtrain.accelerator import accelerator_of, put
 from hybridtrain.devices import optimizer_bytes, resident_bytes
 from hybridtrain.errors import ConfigError, did_you_mean
-from hybridtrain.graph import Segment
+from hybridtrain.graph import Segment, VariantCut
 from hybridtrain.launch import activity, second_signal_ends
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy, whole_stages
@@ -33,7 +33,12 @@ from hybridtrain.pipeline.layer_runner import compile_layers
 from hybridtrain.pipeline.links import links_between
 from hybridtrain.pipeline.model_watch import ModelWatch
 from hybridtrain.pipeline.own_stages import drop_other_stages
-from hybridtrain.pipeline.placement import build_stages, ties_of
+from hybridtrain.pipeline.placement import (
+    build_stages,
+    check_variant,
+    connections_of,
+    ties_of,
+)
 from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.ties import tied_uses
@@ -120,12 +125,14 @@ class Pipeline:
         own_layers = [layer.module for stage in self.stages for layer in stage.layers]
         if options.compile:
             compile_layers(own_layers, self._policy.is_active)
-        segments = [module for module in own_layers if isinstance(module, Segment)]
         self._guards = planned.guards
+        self._variants = planned.variants
+        if self._variants is not None:
+            self._variants.install = self._install
         world.say_stages(owned)
         self.output_process = cluster.process_of(len(plan.stages) - 1)
         self.owns_output = self.output_process == world.pipeline_rank
-        self._buffer_copies = [pair for segment in segments for pair in segment.copies()]
+        self._note_buffer_copies()
         self._watch = ModelWatch(net)
         self._is_first_step = True
         self._named: tuple[Sequence[Any], Mapping[str, nn.Parameter]] | None = None
@@ -138,6 +145,56 @@ class Pipeline:
         self._no_parameter = nn.Parameter(torch.empty(0, device=self.stages[-1].device))
         self._make_engine = engine or make_engine
         self._engine = self._make_engine(self.stages, links, world)
+
+    def _note_buffer_copies(self) -> None:
+        modules = [layer.module for stage in self.stages for layer in stage.layers]
+        segments = [module for module in modules if isinstance(module, Segment)]
+        self._buffer_copies = [pair for segment in segments for pair in segment.copies()]
+
+    def _install(self, variant: VariantCut) -> None:
+        """Gives all stages the graphs of another variant, and connects them anew.
+
+        All processes of a pipeline do so before the same step, since they have the same inputs.
+
+        Raises:
+            SplitError: a stage does not have what its graphs use.
+        """
+        parts = self.planned.stages
+        check_variant(variant, parts)
+        own = {stage.index: stage for stage in self.stages}
+        graphs = iter(zip(variant.graphs, variant.owners, strict=True))
+        for index, part in enumerate(parts):
+            stage = own.get(index)
+            aliases = {id(a.parameter): a.alias for a in stage.aliases} if stage else {}
+            for layer, (pair, owners) in zip(part, graphs, strict=False):
+                assert isinstance(layer.module, Segment)
+                device = stage.device if stage else None
+                layer.module.add_variant(*pair, owners, device, aliases)
+        self._links = links_between(parts)
+        connections = connections_of(
+            parts, self._links, self._world, self._options, self.groups, self.rng, self._policy
+        )
+        for stage in self.stages:
+            stage.connect(connections[stage.index])
+        self._note_buffer_copies()
+        self._engine = make_engine(self.stages, self._links, self._world)
+
+    def variants_of(self, parts: Sequence[Any]) -> list[int] | None:
+        """Returns the variant of the graphs for each of some micro-batches; see `Variants`.
+
+        One that is missing is traced and installed. None: the model has none.
+
+        Raises:
+            BatchError: the model cannot be traced for one, or has too many variants.
+            SplitError: the variant does not fit the stages.
+        """
+        return None if self._variants is None else self._variants.choose(parts)
+
+    def _choose_variants(self, step: Step) -> None:
+        assert self._variants is not None
+        chosen = self._variants.choose([step.source(i) for i in range(step.schedule.chunks)])
+        for stage in self.stages:
+            stage.choose_variants(chosen if self._variants.count > 1 else None)
 
     def run_train_step(
         self,
@@ -208,6 +265,8 @@ class Pipeline:
                 alias.alias.requires_grad_(alias.parameter.requires_grad)
             if stage.reducer is not None:
                 stage.reducer.build()
+        if self._variants is not None:
+            self._variants.forget()
         # one that has learned nothing: messages have other formats where gradients are others
         self._engine = self._make_engine(self.stages, self._links, self._world)
         self._watch.look()
@@ -225,6 +284,8 @@ class Pipeline:
 
     def _run(self, step: Step, trains: bool) -> list[Any]:
         self._guards.check()
+        if self._variants is not None:
+            self._choose_variants(step)
         for tie in self._ties:
             tie.refresh()
         for own, copy in self._buffer_copies:

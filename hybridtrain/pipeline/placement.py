@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parameter import Parameter
 
-from hybridtrain.graph import Layer, Segment, works_in_place
+from hybridtrain.errors import SplitError
+from hybridtrain.graph import Layer, Segment, SegmentGraph, VariantCut, works_in_place
 from hybridtrain.machine import Cluster
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.activation_checkpoint import CheckpointPolicy
@@ -16,7 +17,7 @@ from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import Link
 from hybridtrain.pipeline.reducer import StageReducer
-from hybridtrain.pipeline.stage import Stage
+from hybridtrain.pipeline.stage import Connection, Stage
 from hybridtrain.pipeline.ties import (
     AliasElsewhere,
     OwnerElsewhere,
@@ -42,50 +43,69 @@ def build_stages(
     cluster = world.cluster.placed(options.placement)
     owned = cluster.stages_of(world.pipeline_rank, options.stages_per_device)
     names = {id(parameter): name for name, parameter in net.named_parameters()}
-    in_place = any(works_in_place(layer.module) for part in parts for layer in part)
-    clones = in_place and policy.is_active
-    changers = [_changer(part) for part in parts]
     stages: list[Stage] = []
     own: list[dict[str, Parameter]] = []
-    first = 0
-    for index, (part, group) in enumerate(zip(parts, groups, strict=True)):
-        if index in owned:
-            place = cluster.process_of(index), cluster.device_of(index)
-            module = nn.ModuleList(layer.module for layer in part)
-            device = world.devices[cluster.local_index(index)]
-            crosses = any(
-                (cluster.process_of(link.target), cluster.device_of(link.target)) != place
-                for link in links
-                if link.source == index
-            )
-            stage = Stage(
-                index,
-                module,
-                device,
-                LayerRunner(part, first, module, rng, policy.layers, clones, changers[index]),
-                links,
-                place_with_aliases(module, device, uses[index]),
-                clone_outputs=clones,
-                # DDP looks for unused parameters from the tensors
-                hold_edges=crosses and not (options.find_unused_parameters and group),
-                changers=changers,
-            )
-            aliases = {id(alias.parameter): alias.alias for alias in stage.aliases}
-            own.append(
-                {
-                    names[id(p)]: aliases.get(id(p), p)
-                    for p in module.parameters()
-                    if id(p) in names  # an alias has no name
-                }
-            )
-            stages.append(stage)
-        first += len(part)
+    connections = connections_of(parts, links, world, options, groups, rng, policy)
+    for index, (part, connection) in enumerate(zip(parts, connections, strict=True)):
+        if index not in owned:
+            continue
+        module = nn.ModuleList(layer.module for layer in part)
+        device = world.devices[cluster.local_index(index)]
+        aliases = place_with_aliases(module, device, uses[index])
+        stage = Stage(index, module, device, part, connection, aliases)
+        alias_of = {id(alias.parameter): alias.alias for alias in stage.aliases}
+        own.append(
+            {
+                names[id(p)]: alias_of.get(id(p), p)
+                for p in module.parameters()
+                if id(p) in names  # an alias has no name
+            }
+        )
+        stages.append(stage)
     for stage, named in zip(stages, own, strict=True):
         group = groups[stage.index]
         if group is not None:
             unused = options.find_unused_parameters
             stage.reducer = StageReducer(stage.module, named, group, unused)
     return stages
+
+
+def connections_of(
+    parts: Sequence[Sequence[Layer]],
+    links: Sequence[Link],
+    world: World,
+    options: PipelineOptions,
+    groups: Sequence[ProcessGroup | None],
+    rng: LayerRNG,
+    policy: CheckpointPolicy,
+) -> list[Connection]:
+    """Returns how the layers of each stage run, and what crosses its borders."""
+    cluster = world.cluster.placed(options.placement)
+    in_place = any(works_in_place(layer.module) for part in parts for layer in part)
+    clones = in_place and policy.is_active
+    changers = [_changer(part) for part in parts]
+    connections: list[Connection] = []
+    first = 0
+    for index, (part, group) in enumerate(zip(parts, groups, strict=True)):
+        place = cluster.process_of(index), cluster.device_of(index)
+        crosses = any(
+            (cluster.process_of(link.target), cluster.device_of(link.target)) != place
+            for link in links
+            if link.source == index
+        )
+        module = nn.ModuleList(layer.module for layer in part)
+        connections.append(
+            Connection(
+                LayerRunner(part, first, module, rng, policy.layers, clones, changers[index]),
+                links,
+                clone_outputs=clones,
+                # DDP looks for unused parameters from the tensors
+                hold_edges=crosses and not (options.find_unused_parameters and group),
+                changers=changers,
+            )
+        )
+        first += len(part)
+    return connections
 
 
 def _changer(layers: Sequence[Layer]) -> str | None:
@@ -123,3 +143,40 @@ def ties_of(
             elif home == here:
                 ties.append(AliasElsewhere(use.parameter, world, user))
     return ties
+
+
+def check_variant(variant: VariantCut, parts: Sequence[Sequence[Layer]]) -> None:
+    """Makes sure that the stages have what the graphs of another variant use.
+
+    Raises:
+        SplitError: one does not; names the layer.
+    """
+    cuts = zip(variant.graphs, variant.owners, strict=True)
+    position = 0
+    for index, part in enumerate(parts):
+        if position in variant.no_cut_before:
+            raise SplitError(f"a tensor is changed in place on both sides of {part[0].name!r}")
+        position += len(part)
+        stage = nn.ModuleList(layer.module for layer in part)
+        held = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
+        for layer, (graphs, owners) in zip(part, cuts, strict=False):
+            for graph in graphs:
+                for own, tensor in _tensors_of_model(graph, owners).items():
+                    if id(tensor) not in held:
+                        raise SplitError(
+                            f"it uses {own} in stage {index}, with layer {layer.name!r}, and that "
+                            f"stage does not have it"
+                        )
+
+
+def _tensors_of_model(graph: SegmentGraph, owners: Collection[str]) -> dict[str, Tensor]:
+    """Returns the parameters and buffers of the model that a graph uses, by their names."""
+    tensors: dict[str, Tensor] = {}
+    for target, module in graph.modules.items():
+        named = (*module.named_parameters(), *module.named_buffers())
+        tensors |= {f"{target}.{name}": tensor for name, tensor in named}
+    for target, name in graph.attrs.items():
+        tensor = getattr(graph.module, name)
+        if target in owners or isinstance(tensor, Parameter):
+            tensors[target] = tensor
+    return tensors

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +75,25 @@ class _ToWeights(NamedTuple):
     roots: Sequence[Root]
 
 
+@dataclass(frozen=True)
+class Connection:
+    """The runner of the layers of a stage, and what crosses its borders.
+
+    Attributes:
+        runner: runs the layers.
+        links: all of the pipeline.
+        clone_outputs: see `OutputBoundary`.
+        hold_edges: likewise.
+        changers: of each stage, see `boundary.refuse_overlaps`.
+    """
+
+    runner: LayerRunner
+    links: Sequence[Link]
+    clone_outputs: bool
+    hold_edges: bool
+    changers: Sequence[str | None]
+
+
 class Stage:
     """Runs its layers forward and backward, one micro-batch at a time.
 
@@ -97,41 +117,46 @@ class Stage:
         index: int,
         module: nn.Module,
         device: torch.device,
-        runner: LayerRunner,
-        links: Sequence[Link],
+        layers: Sequence[Layer],
+        connection: Connection,
         aliases: Sequence[Alias],
-        *,
-        clone_outputs: bool,
-        hold_edges: bool,
-        changers: Sequence[str | None],
     ) -> None:
         self.index = index
         self.module = module
         self.device = device
         self.accelerator = accelerator_of(device)
-        self.layers: tuple[Layer, ...] = runner.layers
-        self.first = runner.first
-        self.incoming = sorted((k for k in links if k.target == index), key=lambda k: -k.source)
-        self.outgoing = [link for link in links if link.source == index]
+        self.layers: tuple[Layer, ...] = tuple(layers)
+        self.first = connection.runner.first
         self.aliases = list(aliases)
         self.reducer: StageReducer | None = None
         self.saved_bytes: int | None = None
         tied = {id(p) for alias in aliases for p in (alias.parameter, alias.alias)}
         self.parameter_count = sum(p.numel() for p in module.parameters() if id(p) not in tied)
-        self._runner = runner
-        self._input = InputBoundary(self.incoming, device, works_in_place(module))
-        self._output = OutputBoundary(
-            self.outgoing,
-            self.layers[-1].name,
-            module,
-            clone=clone_outputs,
-            hold_edges=hold_edges,
-            changers=[changers[link.target] for link in self.outgoing],
-        )
+        self.connect(connection)
         self._in_flight: dict[int, _InFlight] = {}
         self._to_weights: dict[int, _ToWeights] = {}
         # None until a first backward has shown whether its graph can be divided
         self._may_split: bool | None = None
+
+    def connect(self, connection: Connection) -> None:
+        """Takes what runs the layers, and their links, which another variant of them changes."""
+        index, links, changers = self.index, connection.links, connection.changers
+        self.incoming = sorted((k for k in links if k.target == index), key=lambda k: -k.source)
+        self.outgoing = [link for link in links if link.source == index]
+        self._runner = connection.runner
+        self._input = InputBoundary(self.incoming, self.device, works_in_place(self.module))
+        self._output = OutputBoundary(
+            self.outgoing,
+            self.layers[-1].name,
+            self.module,
+            clone=connection.clone_outputs,
+            hold_edges=connection.hold_edges,
+            changers=[changers[link.target] for link in self.outgoing],
+        )
+
+    def choose_variants(self, variants: Sequence[int] | None) -> None:
+        """Says which variant of the graphs each micro-batch of the next step takes."""
+        self._runner.variants = variants
 
     def __repr__(self) -> str:
         first, last = self.layers[0].name, self.layers[-1].name

@@ -17,7 +17,15 @@ import torch
 from torch import nn
 
 from hybridtrain.errors import ConfigError, SplitError, did_you_mean
-from hybridtrain.graph import Chain, ChainBuilder, Layer, TraceGuards, can_expand, is_chain
+from hybridtrain.graph import (
+    Chain,
+    ChainBuilder,
+    Layer,
+    TraceGuards,
+    Variants,
+    can_expand,
+    is_chain,
+)
 from hybridtrain.machine import Cluster
 from hybridtrain.microbatch import Microbatch, batch_size, chunk_sizes
 from hybridtrain.microbatch import split as split_batch
@@ -110,11 +118,12 @@ def balance_by_size(net: nn.Module, stages: int) -> list[int]:
 
 @dataclass(frozen=True)
 class PlannedLayers:
-    """The layers of each stage of a plan; `units` and `guards` are those of the `Chain`."""
+    """The layers of each stage of a plan; the other attributes are those of the `Chain`."""
 
     stages: list[list[Layer]]
     units: list[tuple[int, int]]
     guards: TraceGuards
+    variants: Variants | None = None
 
 
 class _Decision(NamedTuple):
@@ -163,7 +172,8 @@ class Planner:
         self._microbatch = example_inputs
         device = torch.device(self._cluster.devices[0])
         precision = partial(autocast, options.precision, device.type)
-        self._chains = ChainBuilder(net, example_inputs, precision)
+        seen_as = device if torch.cuda.is_available() else torch.device("cpu")
+        self._chains = ChainBuilder(net, example_inputs, precision, seen_as)
         self._last: tuple[frozenset[str], Chain] | None = None
 
     @torch.inference_mode(False)  # layers are measured with their backward
@@ -199,7 +209,8 @@ class Planner:
         """
         chain = self._chain(plan.expand)
         counts = counts_for(plan, [layer.name for layer in chain.layers], self._stages)
-        return PlannedLayers(_runs_of(chain.layers, counts, chain), chain.units, chain.guards)
+        stages = _runs_of(chain.layers, counts, chain)
+        return PlannedLayers(stages, chain.units, chain.guards, chain.variants)
 
     def _chain(self, expand: Collection[str] = ()) -> Chain:
         key = frozenset(expand)
@@ -352,7 +363,8 @@ def _hints(chain: Chain) -> str:
             last += 1
         hints = (
             f"; {chain.layers[first - 1].name!r} to {chain.layers[last].name!r} stay together, "
-            f"since they use one module, or one changes in place what another one reads. {_SHARE}"
+            f"since they use one module, or one changes in place what another one reads. {_SHARE} "
+            f"(a module that is called for each of several inputs may be called once: torch.cat)"
         )
     for name, why in list(chain.unexpanded.items())[-3:]:
         hints += f"; {name} could not be expanded: {why}"

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
@@ -77,6 +77,7 @@ class _Sample(NamedTuple):
     inputs: Any
     training: bool
     trains: bool
+    variant: int | None = None
 
     def __str__(self) -> str:
         shapes = [
@@ -105,6 +106,9 @@ class SelfCheck:
         planned: its layers.
         options: those of the run.
         world: the processes and devices of the run.
+
+    Attributes:
+        variants_of: returns the variant of the graphs for each micro-batch, or None.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class SelfCheck:
         options: PipelineOptions,
         world: World,
     ) -> None:
+        self.variants_of: Callable[[Sequence[Any]], Sequence[int] | None] = lambda parts: None
         self._net = net
         self._plan = plan
         self._planned = planned
@@ -177,24 +182,26 @@ class SelfCheck:
         if signature in self._signatures:
             return
         self._signatures.add(signature)
-        parts: Sequence[Any] | None = None
-        for number, size in enumerate(sizes):
-            kind = _kind(inputs, size), training, trains
+        parts = split(inputs, sizes)
+        variants: Sequence[int | None] = self.variants_of(parts) or [None] * len(sizes)
+        for part, size, variant in zip(parts, sizes, variants, strict=True):
+            kind = _kind(inputs, size), training, trains, variant
             if kind not in self._kinds:
                 self._kinds.add(kind)
-                if parts is None:
-                    parts = split(inputs, sizes)
-                self._check(parts[number], size, training, trains)
+                self._check(part, size, training, trains, variant)
 
-    def _check(self, part: Any, size: int, training: bool, trains: bool) -> None:
+    def _check(
+        self, part: Any, size: int, training: bool, trains: bool, variant: int | None
+    ) -> None:
         small = part if size <= SAMPLES else split(part, [SAMPLES, size - SAMPLES])[0]
         try:
             try:
-                self._compare(_Sample(small, training, trains))
+                self._compare(_Sample(small, training, trains, variant))
             except _Failed:
                 if small is part:
                     raise
-                self._compare(_Sample(part, training, trains))  # it may need more samples
+                # it may need more samples
+                self._compare(_Sample(part, training, trains, variant))
         except _Failed as failure:
             # the step itself will say so, if it is more than the sample's fault
             log.debug("the stages were not compared with the unsplit module: %r", failure.error)
@@ -383,6 +390,7 @@ class _Run:
         net, copied = numbers.copied((self._net, layers))
         planned = replace(
             self._planned,
+            variants=None,  # they are in the layers
             stages=[
                 [Layer(layer.name, module) for layer, module in zip(stage, modules, strict=True)]
                 for stage, modules in zip(self._planned.stages, copied, strict=True)
@@ -403,6 +411,9 @@ class _Run:
         with self._as_before(net), _failures(), numbers.entered():
             pipeline = Pipeline(net, self._plan, planned, world, self._options, InlineEngine)
             pipeline.rng.seeds_evaluations = not self._symbolic
+            if sample.variant is not None:
+                for stage in pipeline.stages:
+                    stage.choose_variants([sample.variant])
             step = pipeline.rng.step
             begun = time.perf_counter()
             with (

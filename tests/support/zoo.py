@@ -170,7 +170,7 @@ def traced_by(model: HybridModel) -> str:
     first = model.stages[0].layers[0].module
     if not isinstance(first, Segment) or first.signature is None:
         return "chain"
-    return "torch.export" if first.signature.flat else "torch.fx"
+    return "torch.export" if first.takes_leaves else "torch.fx"
 
 
 def shares(model: HybridModel) -> Sequence[float]:

@@ -252,26 +252,6 @@ def test_packed_sequences_may_go_from_stage_to_stage():
     assert_same(Packs(), inputs, 3, example_inputs=inputs)
 
 
-class DependsOnSizes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = linear(), linear()
-
-    def forward(self, x):
-        y = self.first(x)
-        if isinstance(x, torch.Tensor) and x.shape[0] >= 3:  # torch.fx cannot follow this
-            y = y * 2
-        return self.second(y)
-
-
-def test_a_micro_batch_of_a_size_that_the_graph_is_not_for_is_refused_in_one_line():
-    model = hybrid(DependsOnSizes(), 2, example_inputs=torch.randn(9, WIDTH))
-    model(torch.randn(9, WIDTH))
-    message = r"DependsOnSizes depends on sizes: .* x\.size\(\)\[0\] >= 3, .* \[2, 6\]\. Choose"
-    with pytest.raises(BatchError, match=message):
-        model(torch.randn(7, WIDTH))
-
-
 class AsksTorchScript(nn.Module):
     """As the U-nets of MONAI."""
 

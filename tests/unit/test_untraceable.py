@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import traced
 from support.traced import assert_same, hybrid, linear, loss_of, names, samples
 from torch import nn
 
@@ -207,3 +208,31 @@ def test_another_grad_mode_than_usual_is_an_error_if_it_matters(kind):
         model.train_step(samples(), None, loss_of)
     model = hybrid(AsksInVain(), 2, example_inputs=samples())
     model(samples())
+
+
+def swallows_control_flow(net, x):
+    h = net.a(x)
+    try:
+        if h.mean() > 0:
+            h = h * 2
+    except Exception:
+        h = h * 3
+    return net.c(net.b(h))
+
+
+def swallows_a_number(net, x):
+    h = net.a(x)
+    try:
+        h = h * float(h.mean())
+    except Exception:
+        h = h * 3
+    return net.c(net.b(h))
+
+
+@pytest.mark.parametrize("body", [swallows_control_flow, swallows_a_number])
+def test_a_question_that_cannot_be_answered_is_refused_though_the_model_catches_its_error(body):
+    with pytest.raises(SplitError, match=r"Body cannot be traced.*h\.mean\(\)"):
+        hybrid(traced.Body(body), 2, example_inputs=samples())
+    assert_same(
+        nn.Sequential(traced.Body(body), traced.Body(body)), samples(), 2
+    )  # in a layer it may

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.compare import plain_step
 from support.engine import LOSS_SCALE, fp16_trainer
 from support.launch import Cells
 from support.matrix import FIRST, check_cell
@@ -188,6 +189,47 @@ class Blocks(nn.Module):
 
     def forward(self, x):
         return self.head(self.block(x))
+
+
+class AsksForSizes(nn.Module):
+    """Takes another way for one sample, for odd widths, and for several rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x):
+        first = h = self.layers[0](x)
+        if isinstance(h, torch.Tensor) and x.shape[0] == 1:
+            h = h * 3
+        for layer in self.layers[1:]:
+            h = layer(h).tanh()
+        if x.shape[0] % 2:
+            h = h + first
+        return self.head(h + torch.ones(1, 6).expand(len(x), -1))
+
+
+@cells.add("both processes choose the same variant for micro-batches of other sizes")
+def _(world):
+    across = World.from_env(2, "cpu", timeout_s=30, engine="distributed")
+    options = {"chunks": 3, "stages_per_device": 2, "example_inputs": classification(6, 0)[0]}
+    torch.manual_seed(0)
+    whole = AsksForSizes()
+    check_variants(HybridModel(copy.deepcopy(whole), across, **options), whole)
+    torch.manual_seed(0)  # each process makes its own part alone
+    check_variants(HybridModel.construct(AsksForSizes, across, **options), whole)
+
+
+def check_variants(model, whole):
+    for rows in (6, 7, 4, 3, 7):
+        inputs, targets = classification(rows, rows)
+        model.zero_grad()
+        whole.zero_grad()
+        model.train_step(inputs, targets, F.cross_entropy)
+        plain_step(whole, inputs, targets, F.cross_entropy, chunks=3)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.grad, whole.get_parameter(name).grad), (rows, name)
 
 
 add_equal(

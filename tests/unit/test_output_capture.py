@@ -1,0 +1,78 @@
+"""What models of transformers gather from their layers by hooks: router logits, hidden states."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from support.traced import hybrid
+from torch import nn
+
+from hybridtrain.errors import SplitError
+
+IDS = torch.arange(1, 71).reshape(7, 10) * 13 % 64
+
+
+@pytest.fixture(autouse=True)
+def _seeded(one_intra_op_thread):
+    torch.manual_seed(0)
+
+
+def batch():
+    mask = torch.ones_like(IDS)
+    mask[:, 8:] = 0
+    return {"input_ids": IDS, "attention_mask": mask, "labels": IDS}
+
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "use_cache": False,
+}
+EXPERTS = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+def mixtral(**settings) -> nn.Module:
+    config = transformers.MixtralConfig(**SIZES, **EXPERTS, **settings)
+    return transformers.MixtralForCausalLM(config)
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, output_hidden_states=True)
+    )
+
+
+def router_loss(output, _=None):
+    return output.loss + output.aux_loss
+
+
+def with_hidden_states(output, _=None):
+    return output.loss + sum(state.tanh().mean() for state in output.hidden_states)
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [(mixtral, router_loss), (llama, with_hidden_states)],
+    ids=["router", "states"],
+)
+def test_what_layers_return_is_gathered_as_in_the_plain_model(make, loss):
+    net = make()
+    whole = copy.deepcopy(net)
+    model = hybrid(net, 2, example_inputs=batch())
+    model.train_step(batch(), None, loss)
+    for part in torch.arange(7).tensor_split(3):
+        output = whole(**{name: value[part] for name, value in batch().items()})
+        loss(output).backward(torch.tensor(len(part) / 7))
+    for (name, ours), theirs in zip(net.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad), name
+
+
+def test_where_it_cannot_be_gathered_the_error_says_what_to_leave_out():
+    net = mixtral(experts_implementation="eager")  # a loop over the experts that were chosen
+    with pytest.raises(SplitError, match="leave out output_router_logits="):
+        hybrid(net, 2, example_inputs=batch())
