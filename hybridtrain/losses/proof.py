@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from hybridtrain._torch_private import hooks_of
 from hybridtrain.accelerator import put
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.graph.call_signature import CallSignature
+from hybridtrain.graph import CallSignature
 from hybridtrain.losses.by_name import model_output
 from hybridtrain.losses.captures import copied
 from hybridtrain.losses.counted import CountedLoss
