@@ -76,6 +76,7 @@ __all__ = [
     "record_cuda_memory",
     "run_backward",
     "scaler_found_inf",
+    "without_torch_function",
     "write_cuda_memory",
 ]
 
@@ -409,6 +410,10 @@ def is_traced(args: tuple[Any, ...]) -> bool:
 # small layer: (roots, gradients, retain_graph, create_graph, inputs, allow_unreachable=,
 # accumulate_grad=); a root is a tensor or a GradientEdge.
 run_backward = Variable._execution_engine.run_backward
+
+# A context in which neither the `__torch_function__` of subclasses nor that of modes is called.
+# The public `DisableTorchFunctionSubclass` leaves out the modes.
+without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
 
 _saved_names: dict[type, list[str]] = {}
 

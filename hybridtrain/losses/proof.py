@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridtrain.accelerator import put
+from hybridtrain.devices import byte_size
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.losses.by_name import model_output
 from hybridtrain.losses.counted import CountedLoss
@@ -178,7 +179,7 @@ class OutputProof:
             return
         self._outputs.append(map_tensors(_single, output))
         seen = self._sizes[: microbatch + 1]
-        kept = len(self._outputs) * sum(t.nbytes for t in tensors)
+        kept = len(self._outputs) * sum(map(byte_size, tensors))
         if self._loss.counts_samples and sum(seen) > 1 and kept > _KEPT_BYTES:
             self._samples = _of_first(seen)
         if microbatch + 1 < self._samples.microbatches.stop:

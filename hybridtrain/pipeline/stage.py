@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain.accelerator import accelerator_of
-from hybridtrain.devices import count_saved
+from hybridtrain.devices import byte_size, count_saved
 from hybridtrain.errors import UserError
 from hybridtrain.graph import Layer, works_in_place
 from hybridtrain.pipeline.boundary import (
@@ -32,6 +32,7 @@ from hybridtrain.pipeline.boundary import (
     OutputBoundary,
     Root,
     StageInputs,
+    leads_to,
     run_from,
 )
 from hybridtrain.pipeline.engine import Head
@@ -132,6 +133,7 @@ class Stage:
         self._to_weights: dict[int, _ToWeights] = {}
         # None until a first backward has shown whether its graph can be divided
         self._may_split: bool | None = None
+        self._needs_no_gradient = False
 
     def __repr__(self) -> str:
         first, last = self.layers[0].name, self.layers[-1].name
@@ -182,7 +184,7 @@ class Stage:
         given = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         with count_saved(self.module, given) as saved:
             yield
-        self.saved_bytes = saved.bytes + sum(tensor.nbytes for tensor in given)
+        self.saved_bytes = saved.bytes + sum(map(byte_size, given))
 
     def backward(
         self, microbatch: int, gradients: Sequence[Gradients], reduce: bool
@@ -201,8 +203,28 @@ class Stage:
         """
         # popped, so that what is kept of the micro-batch is free when the backward is done
         begun = self._in_flight.pop(microbatch)
-        self._backward(_starts(begun, gradients), reduce)  # 4, 5
-        return self._input.gradients(begun.inputs)  # 6
+        starts = _starts(begun, gradients)
+        self._backward(starts, reduce)  # 4, 5
+        return self._gradients_of_inputs(begun.inputs, starts)  # 6
+
+    def _gradients_of_inputs(
+        self, inputs: StageInputs, starts: Sequence[tuple[Root, Tensor]]
+    ) -> list[Gradients]:
+        """Returns the gradients to send back over each incoming link.
+
+        Raises:
+            UserError: there are none, and the stage's graph leads to the inputs.
+        """
+        gradients = self._input.gradients(inputs)
+        if starts and not self._needs_no_gradient and self.incoming and gradients[0]:
+            lost = all(gradient is None for gradient in gradients[0])
+            if lost and leads_to([root for root, _ in starts], inputs.leaves[0]):
+                raise UserError(
+                    f"{self} has computed no gradient of its inputs, on which its outputs depend, "
+                    f"so the stages before it would not be trained: set schedule=1f1b"
+                )
+            self._needs_no_gradient = lost  # the layers detach what they are given
+        return gradients
 
     def backward_to_input(
         self, microbatch: int, gradients: Sequence[Gradients], reduce: bool
@@ -231,7 +253,7 @@ class Stage:
         reduces = reduce and self.reducer is not None
         roots = [root for root, _ in starts] if reduces else ()
         self._to_weights[microbatch] = _ToWeights(parts, roots)
-        return self._input.gradients(begun.inputs)
+        return self._gradients_of_inputs(begun.inputs, starts)
 
     def backward_to_weights(self, microbatch: int, reduce: bool) -> None:
         """Runs what `backward_to_input` has left; arguments as of `backward`."""
