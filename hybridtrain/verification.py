@@ -24,15 +24,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from hybridtrain.accelerator import put
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.graph import CallSignature
 from hybridtrain.losses import BatchWeight, CountedLoss, LossFn
-from hybridtrain.microbatch import batch_size, chunk_sizes, split
+from hybridtrain.microbatch import batch_size, chunk_sizes, split, uncut
 from hybridtrain.pipeline import ReplayedDraws, remove_aliases, threads_per_lane
 from hybridtrain.text_table import text_table
+from hybridtrain.values import named_leaves
 
 if TYPE_CHECKING:
     from hybridtrain.model import HybridModel
@@ -392,8 +393,8 @@ class _Comparison:
                 self._add("loss in evaluation", where, own_loss, plain.losses[number])
         if len(batch.parts) > 1:
             with self._plainly():
-                output = self._forward(self._placed(batch.inputs))
-                whole = self._loss(output, self._placed(batch.targets))
+                output = self._forward(uncut(self._placed(batch.inputs)))
+                whole = self._loss(output, uncut(self._placed(batch.targets)))
             if self._loss.is_sum:
                 whole = whole / max(weights.count, 1)
             values = [
@@ -501,8 +502,8 @@ def _difference(mine: Any, theirs: Any, least: float = 0.0) -> float:
         mine, theirs: the pytrees.
         least: is taken for the largest entry where that is smaller.
     """
-    ours, other = (tree_flatten_with_path(tree)[0] for tree in (mine, theirs))
-    if [keystr(path) for path, _ in ours] != [keystr(path) for path, _ in other]:
+    ours, other = map(named_leaves, (mine, theirs))
+    if [place for place, _ in ours] != [place for place, _ in other]:
         return math.inf
     pairs = [(a, b) for (_, a), (_, b) in zip(ours, other, strict=True)]
     return max((_of_tensors(a, b, least) for a, b in pairs), default=0.0)

@@ -36,8 +36,9 @@ from hybridtrain.losses.by_name import model_output
 from hybridtrain.losses.counted import CountedLoss
 from hybridtrain.losses.transformers_counts import WAY_OUT
 from hybridtrain.losses.weights import copied_to_host
-from hybridtrain.microbatch import leaves_of, map_tensors, merge, split
+from hybridtrain.microbatch import map_tensors, merge, split
 from hybridtrain.pipeline import HeadOutput, default_generator_lock
+from hybridtrain.values import leaves_of
 
 _log = logging.getLogger(__name__)
 
@@ -86,8 +87,10 @@ class _Samples(NamedTuple):
     def of(self, batch: Any, batch_size: int) -> list[Any]:
         """Returns these samples of a batch: together, and in two parts."""
         samples = sum(self.sizes)
-        both = split(batch, [self.start, samples, batch_size - self.start - samples])[1]
-        return [both, *split(both, self.sizes)]
+        rest = batch_size - self.start - samples
+        both = split(batch, [self.start, samples, rest])[1]
+        # of the batch again, in which values are marked that are not cut
+        return [both, *split(batch, [self.start, *self.sizes, rest])[1:-1]]
 
 
 def _of_first(sizes: Sequence[int]) -> _Samples:

@@ -23,9 +23,10 @@ from torch.utils.hooks import RemovableHandle
 from hybridtrain._torch_private import run_backward, without_torch_function
 from hybridtrain.devices import have_same_layout, storage_id
 from hybridtrain.errors import SplitError
-from hybridtrain.microbatch import hides_tensors, leaves_of, map_tensors
+from hybridtrain.microbatch import map_tensors
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
 from hybridtrain.pipeline.transfer import move
+from hybridtrain.values import as_base, find_unknown
 
 # The values that travel over one link for one micro-batch, and their gradients.
 Message = tuple[Any, ...]
@@ -199,7 +200,7 @@ class OutputBoundary:
         """Returns for each link the message, and where the backward of its tensors starts.
 
         Raises:
-            SplitError: a value holds tensors that cannot be found.
+            SplitError: a value may hold tensors that cannot be found.
         """
         messages: list[Message] = []
         roots: list[list[Root]] = []
@@ -213,10 +214,12 @@ class OutputBoundary:
             message = tuple(
                 [output if name == PRIMARY_OUTPUT else skipped[name] for name in link.names]
             )
-            self._check_sendable(message)
+            self._check_sendable(message, link)
             refuse_overlaps(message, changer)
             message = self._with_copies_of_buffers(message)
-            if torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
+                message = map_tensors(_same, message)  # a layer may change its list later
+            else:
                 tensors: list[Any] = requiring_grad(message)
                 roots.append([edge_of(t) for t in tensors] if self._hold_edges else tensors)
                 message = map_tensors(self._detached, message)
@@ -238,14 +241,18 @@ class OutputBoundary:
 
         return map_tensors(own, message)  # type: ignore[no-any-return]
 
-    def _check_sendable(self, message: Message) -> None:
-        hidden = [part for part in message if type(part) is not Tensor]
-        for leaf in leaves_of(hidden) if hidden else ():
-            if not isinstance(leaf, Tensor) and hides_tensors(leaf):
+    def _check_sendable(self, message: Message, link: Link) -> None:
+        """Raises a SplitError if there is more in a message than tensors and constants."""
+        if all(type(part) is Tensor for part in message):
+            return
+        for name, part in zip(link.names, message, strict=True):
+            if found := find_unknown(part, repr(name) if name else "its output"):
+                place, leaf = found
+                kind = type(leaf)
                 raise SplitError(
-                    f"layer {self._last_layer!r} passes a {type(leaf).__name__} to a later stage, "
-                    f"and the tensors inside it cannot be found: cut elsewhere, or let the layer "
-                    f"return tensors, or tuples, lists, dicts or dataclasses of them (for models "
+                    f"layer {self._last_layer!r} passes a {kind.__name__} to a later stage "
+                    f"({place}), where only tensors, constants, and tuples, lists, dicts or "
+                    f"dataclasses of them can go: {as_base(kind)}, or cut elsewhere (for models "
                     f"of transformers, set config.use_cache=False)"
                 )
 
@@ -260,6 +267,10 @@ class _NonLeafIdentity(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def requiring_grad(value: Any) -> list[Tensor]:

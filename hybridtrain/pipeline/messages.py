@@ -18,14 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import (
-    SUPPORTED_NODES,
     TreeSpec,
-    register_dataclass,
     tree_flatten,
     tree_unflatten,
 )
 
-from hybridtrain.microbatch import leaves_of
+from hybridtrain.values import leaves_of, register
 
 _CPU = torch.device("cpu")
 
@@ -148,8 +146,7 @@ def from_bytes(data: Tensor) -> MessageFormat:
     """Returns the format of the result of `to_bytes`, which a process of this run has sent."""
     form: MessageFormat = pickle.loads(data.numpy().tobytes())
     for kind in form.dataclasses:
-        if kind not in SUPPORTED_NODES:
-            register_dataclass(kind)
+        register(kind)
     return form
 
 
