@@ -68,6 +68,7 @@ __all__ = [
     "find_random_operations",
     "free_saved",
     "get_default_store",
+    "has_gradient_hooks",
     "has_hooks",
     "has_saved_hooks",
     "hooks_of",
@@ -475,6 +476,15 @@ run_backward = Variable._execution_engine.run_backward
 # A context in which neither the `__torch_function__` of subclasses nor that of modes is called.
 # The public `DisableTorchFunctionSubclass` leaves out the modes.
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Returns whether hooks of Python see or change the gradient of a leaf.
+
+    Uses `Tensor._backward_hooks` and `_post_accumulate_grad_hooks`: they cannot be listed.
+    """
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
 
 _saved_names: dict[type, list[str]] = {}
 

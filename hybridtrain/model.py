@@ -347,6 +347,7 @@ class HybridModel:
         self._resolved: tuple[LossFn, CountedLoss] | None = None  # the last one
         self._says_no_graph = False  # once
         self._join_proof = JoinProof()
+        self._seen_losses = set[Hashable]()
         self._proven = set[Hashable]()  # kinds of losses; see `losses.proof`
         if options.shard != "none" and world.replicas == 1:
             log.info("shard=%s has no effect: there is one replica", options.shard)
@@ -529,6 +530,10 @@ class HybridModel:
         """Returns `loss_fn` with what it counts; see `losses.resolve`."""
         if self._resolved is None or self._resolved[0] is not loss_fn:
             self._resolved = loss_fn, resolve(loss_fn, self.net)
+            if self.owns_output and (kind := kind_of(self._resolved[1])) not in self._seen_losses:
+                self._seen_losses.add(kind)
+                last = self.stages[-1]
+                last.checks_graph = last.names is not None  # a loss may read any parameter
         return self._resolved[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -148,6 +148,27 @@ def edge_of(tensor: Tensor) -> GradientEdge:
         return get_gradient_edge(tensor)
 
 
+def _leaf_of(node: Node) -> Tensor | None:
+    """Returns the leaf to whose gradient a node adds; None for any other node."""
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None  # type: ignore[attr-defined]
+
+
+def parameters_of(roots: Sequence[Root]) -> list[nn.Parameter]:
+    """Returns the parameters to whose gradients a backward from `roots` would add."""
+    stack = [root.node if isinstance(root, GradientEdge) else edge_of(root).node for root in roots]
+    seen: dict[int, Node] = {}
+    found: list[nn.Parameter] = []
+    while stack:
+        node = stack.pop()
+        if id(node) in seen:
+            continue
+        seen[id(node)] = node
+        if (leaf := _leaf_of(node)) is not None and isinstance(leaf, nn.Parameter):
+            found.append(leaf)
+        stack += [following for following, _ in node.next_functions if following is not None]
+    return found
+
+
 def leads_to(roots: Sequence[Root], leaves: Sequence[Tensor]) -> bool:
     """Returns whether PyTorch's own operations lead from `roots` to one of `leaves`.
 
@@ -160,7 +181,7 @@ def leads_to(roots: Sequence[Root], leaves: Sequence[Tensor]) -> bool:
         if id(node) in seen or isinstance(node, BackwardCFunction):
             continue
         seen[id(node)] = node
-        if id(getattr(node, "variable", None)) in numbers:
+        if id(_leaf_of(node)) in numbers:
             return True
         stack += [following for following, _ in node.next_functions if following is not None]
     return False

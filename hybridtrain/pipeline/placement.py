@@ -69,6 +69,8 @@ def build_stages(
                 # DDP looks for unused parameters from the tensors
                 hold_edges=crosses and not (options.find_unused_parameters and group),
                 changers=changers,
+                # exact in one process, where all gradients are
+                names=names if world.size > 1 else None,
             )
             aliases = {id(alias.parameter): alias.alias for alias in stage.aliases}
             own.append(

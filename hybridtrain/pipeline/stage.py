@@ -13,7 +13,7 @@ waits for, and `backward_to_weights` later (see `split_backward`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -33,15 +33,16 @@ from hybridtrain.pipeline.boundary import (
     Root,
     StageInputs,
     leads_to,
+    parameters_of,
     run_from,
 )
 from hybridtrain.pipeline.engine import Head
 from hybridtrain.pipeline.layer_rng import BackwardDraws
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
-from hybridtrain.pipeline.reducer import StageReducer
+from hybridtrain.pipeline.reducer import StageReducer, explaining_ready_twice
 from hybridtrain.pipeline.split_backward import SplitBackward, split_backward
-from hybridtrain.pipeline.ties import Alias
+from hybridtrain.pipeline.ties import Alias, refuse_foreign_parameters
 
 # The context of what needs none.
 _NONE: AbstractContextManager[None] = nullcontext()
@@ -91,6 +92,9 @@ class Stage:
         reducer: averages its gradients over the replicas; None where there is one replica.
         parameter_count: the elements of the parameters that it owns, without its aliases.
         saved_bytes: bytes that autograd keeps of one micro-batch; None before the first.
+        names: of the parameters of the model in this process, by their `id`; None where a backward
+            of this stage may add to the gradients of others.
+        checks_graph: whether the next forward looks for others; see `refuse_foreign_parameters`.
     """
 
     def __init__(
@@ -105,7 +109,10 @@ class Stage:
         clone_outputs: bool,
         hold_edges: bool,
         changers: Sequence[str | None],
+        names: Mapping[int, str] | None = None,
     ) -> None:
+        self.names = names
+        self.checks_graph = names is not None
         self.index = index
         self.module = module
         self.device = device
@@ -173,9 +180,21 @@ class Stage:
         if torch.is_grad_enabled():
             if head is not None and (root is None or not root.requires_grad):
                 raise UserError("the loss depends on no trainable parameter: nothing to train")
+            if self.checks_graph:
+                self._refuse_foreign_parameters(inputs, roots)
             whole = checkpoint or self._runner.recomputes or counts
             self._in_flight[microbatch] = _InFlight(inputs, roots, gradient, whole)
         return sent
+
+    def _refuse_foreign_parameters(
+        self, inputs: StageInputs, roots: Sequence[Sequence[Root]]
+    ) -> None:
+        self.checks_graph = False
+        own = {id(p) for p in self.module.parameters()}
+        own -= {id(alias.parameter) for alias in self.aliases}
+        own |= {id(leaf) for leaves in inputs.leaves for leaf in leaves}
+        used = parameters_of([root for own_roots in roots for root in own_roots])
+        refuse_foreign_parameters(used, own, self.names or {}, self)
 
     @contextmanager
     def _counting_saved(self, values: Any) -> Iterator[None]:
@@ -280,7 +299,8 @@ class Stage:
             # The collectives begin inside the backward, in the order of DDP's buckets. Stages have
             # a process group each, so it does not matter which stage of a process comes first.
             self.reducer.prepare_for_backward(roots)
-            yield
+            with explaining_ready_twice():
+                yield
             self.reducer.check_reduced()
         else:
             self.reducer.add_up_in_buckets()
