@@ -97,7 +97,7 @@ def _is_uncut(value: Any) -> bool:
 
 def as_containers(batch: Any) -> Any:
     """Returns `batch` with mappings that pytree functions do not enter as dicts."""
-    if type(batch) is Tensor:
+    if batch is None or type(batch) is Tensor:
         return batch
     leaves_of(batch)
     leaves, spec = tree_flatten(batch, _is_shared)

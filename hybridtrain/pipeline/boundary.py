@@ -106,6 +106,9 @@ class InputBoundary:
 
     def gradients(self, inputs: StageInputs) -> list[Gradients]:
         """Returns, after the backward, the gradients to send back over each incoming link."""
+        if not inputs.hooks:  # by far the most frequent
+            leaves = inputs.leaves[: len(self._links)]
+            return [[leaf.grad for leaf in own] for own in leaves]
         for hook in inputs.hooks:
             hook.remove()
         # a layer may run its own backwards, which add to the leaf's gradient as well

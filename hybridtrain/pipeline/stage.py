@@ -235,14 +235,16 @@ class Stage:
             UserError: there are none, and the stage's graph leads to the inputs.
         """
         gradients = self._input.gradients(inputs)
-        if starts and not self._needs_no_gradient and self.incoming and gradients[0]:
-            lost = all(gradient is None for gradient in gradients[0])
-            if lost and leads_to([root for root, _ in starts], inputs.leaves[0]):
+        if not gradients or not gradients[0] or gradients[0][0] is not None:
+            return gradients
+        lost = starts and all(gradient is None for gradient in gradients[0])
+        if lost and not self._needs_no_gradient:
+            if leads_to([root for root, _ in starts], inputs.leaves[0]):
                 raise UserError(
                     f"{self} has computed no gradient of its inputs, on which its outputs depend, "
                     f"so the stages before it would not be trained: set schedule=1f1b"
                 )
-            self._needs_no_gradient = lost  # the layers detach what they are given
+            self._needs_no_gradient = True  # the layers detach what they are given
         return gradients
 
     def backward_to_input(

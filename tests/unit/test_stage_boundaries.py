@@ -6,6 +6,8 @@ from support.compare import assert_same_gradients, floats_and_classes, hybrid, p
 from torch import nn
 from torch.nn import functional as F
 
+from hybridtrain.errors import UserError
+
 pytestmark = [
     pytest.mark.usefixtures("one_intra_op_thread"),
     pytest.mark.filterwarnings("ignore:.*(nested tensors|Sparse CSR)"),
@@ -94,6 +96,41 @@ def test_a_gradient_that_a_forward_takes_of_its_input_is_not_sent_back(schedule)
         return nn.Sequential(nn.Linear(8, 8), InnerGradient())
 
     assert_steps_equal_the_plain_module(make, schedule=schedule)
+
+
+class Forgets(nn.Module):
+    """Drops the gradient of its input, which no module can do where the input is not a leaf."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        if x.is_leaf and x.requires_grad:
+            x.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_stage_whose_gradient_of_its_inputs_is_lost_is_named(schedule):
+    net = nn.Sequential(nn.Linear(8, 8), Forgets(), nn.Linear(8, 3))
+    model = hybrid(net, schedule=schedule, split=[1, 2])
+    with pytest.raises(UserError, match=r"stage 1 \(1 to 2\) has computed no gradient of its in"):
+        model.train_step(*floats_and_classes(), F.cross_entropy)
+
+
+class Detaches(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.detach())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_layers_before_a_detach_get_no_gradient_as_in_the_plain_module(schedule):
+    assert_steps_equal_the_plain_module(
+        lambda: nn.Sequential(nn.Linear(8, 8), Detaches(8, 8), nn.Linear(8, 3)),
+        schedule=schedule,
+        split=[1, 2],
+    )
 
 
 class Graph(nn.Module):
