@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hybridtrain.data import EvalLoader, Loader
     from hybridtrain.launch import notebook_launcher
     from hybridtrain.machine import Cluster
+    from hybridtrain.microbatch import shared
     from hybridtrain.model import HybridModel, TrainStepResult
     from hybridtrain.options import PipelineOptions
     from hybridtrain.planning import partition, set_partition
@@ -41,6 +42,7 @@ __all__ = [
     "partition",
     "pop",
     "set_partition",
+    "shared",
     "stash",
     "verify",
 ]
@@ -65,6 +67,7 @@ _MODULE_OF = {
     "notebook_launcher": "hybridtrain.launch.notebook",
     "partition": "hybridtrain.planning.manual_split",
     "set_partition": "hybridtrain.planning.manual_split",
+    "shared": "hybridtrain.microbatch",
     "pop": "hybridtrain.skip",
     "stash": "hybridtrain.skip",
     "verify": "hybridtrain.verification",

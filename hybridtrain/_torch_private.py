@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable, profiler
 from torch.nn.parallel import DistributedDataParallel
 
+# What a default device is, as torch.set_default_device and `with torch.device(...)` set it.
+from torch.utils._device import DeviceContext
+
 # The public modes see calls of torch functions only, not the operators that they compute with.
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,6 +38,7 @@ from hybridtrain.errors import UserError
 
 __all__ = [
     "GRAD_MODE_SETTER",
+    "CallerModes",
     "FakeTensorMode",
     "HashStore",
     "InterceptedDraws",
@@ -64,6 +68,7 @@ __all__ = [
     "find_random_operations",
     "free_saved",
     "get_default_store",
+    "has_gradient_hooks",
     "has_hooks",
     "has_saved_hooks",
     "hooks_of",
@@ -76,6 +81,7 @@ __all__ = [
     "record_cuda_memory",
     "run_backward",
     "scaler_found_inf",
+    "without_torch_function",
     "write_cuda_memory",
 ]
 
@@ -235,6 +241,63 @@ def _without_saved_tensors_hooks(error_message: str) -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+class CallerModes(NamedTuple):
+    """The modes and hooks of a thread that see or change what its operations do.
+
+    Attributes:
+        function: the `TorchFunctionMode`s, the outermost first, with that of a default device.
+        dispatch: the `TorchDispatchMode`s.
+        saved: the pairs of hooks on saved tensors.
+    """
+
+    function: tuple[Any, ...] = ()
+    dispatch: tuple[Any, ...] = ()
+    saved: tuple[Any, ...] = ()
+
+    @classmethod
+    def capture(cls) -> CallerModes:
+        """Returns those of the calling thread.
+
+        Uses `torch._C._get_function_stack_at` and the like: there are no public names.
+        """
+        functions = range(torch._C._len_torch_function_stack())
+        dispatches = range(torch._C._len_torch_dispatch_stack())
+        saved = []
+        while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+            saved.append(top)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        for pack, unpack in reversed(saved):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        return cls(
+            tuple(map(torch._C._get_function_stack_at, functions)),
+            tuple(map(torch._C._get_dispatch_stack_at, dispatches)),
+            tuple(reversed(saved)),
+        )
+
+    @contextmanager
+    def applied(self, device: torch.device) -> Iterator[None]:
+        """Has this thread, which has no modes, take them over in the block.
+
+        A default device becomes `device`, where the thread computes, if it is of the same type.
+        """
+        for mode in self.function:
+            is_other = isinstance(mode, DeviceContext) and mode.device.type == device.type
+            torch._C._push_on_torch_function_stack(DeviceContext(device) if is_other else mode)
+        for mode in self.dispatch:
+            torch._C._push_on_torch_dispatch_stack(mode)
+        for pack, unpack in self.saved:
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        try:
+            yield
+        finally:
+            for _ in self.saved:
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+            for mode in reversed(self.dispatch):
+                torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None))
+            for _ in self.function:
+                torch._C._pop_torch_function_stack()
 
 
 def operator_schema(function: Callable[..., Any] | str) -> torch.FunctionSchema | None:
@@ -409,6 +472,19 @@ def is_traced(args: tuple[Any, ...]) -> bool:
 # small layer: (roots, gradients, retain_graph, create_graph, inputs, allow_unreachable=,
 # accumulate_grad=); a root is a tensor or a GradientEdge.
 run_backward = Variable._execution_engine.run_backward
+
+# A context in which neither the `__torch_function__` of subclasses nor that of modes is called.
+# The public `DisableTorchFunctionSubclass` leaves out the modes.
+without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Returns whether hooks of Python see or change the gradient of a leaf.
+
+    Uses `Tensor._backward_hooks` and `_post_accumulate_grad_hooks`: they cannot be listed.
+    """
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
 
 _saved_names: dict[type, list[str]] = {}
 

@@ -17,7 +17,7 @@ from hybridtrain.data import EvalLoader
 from hybridtrain.launch import activity, kind_of
 from hybridtrain.losses import BatchWeight, LossFn
 from hybridtrain.metrics import Metric, main_output
-from hybridtrain.microbatch import batch_size, check_samples, chunk_sizes, merge
+from hybridtrain.microbatch import batch_size, merge
 from hybridtrain.model import HybridModel
 
 _log = logging.getLogger(__name__)
@@ -152,8 +152,7 @@ def predict(model: HybridModel, data: EvalLoader) -> Any:
     with model.evaluating():
         for inputs, _ in data:
             found = model.map_outputs(inputs, None, lambda output, _: output)
-            if found:
-                check_samples(found, chunk_sizes(batch_size(inputs), model.options.chunks))
+            model.check_joinable(inputs, found)
             outputs += [tree_map_only(Tensor, Tensor.cpu, output) for output in found]
     own = merge(outputs) if outputs else None
     gathered = model.world.gather((model.world.replica, own) if outputs else None)

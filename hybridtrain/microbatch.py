@@ -1,29 +1,38 @@
-"""Batches and values between layers as pytrees: cutting into micro-batches, joining, mapping.
+"""Batches as pytrees: cutting into micro-batches, joining what comes out, mapping.
 
-A batch is any pytree (tuples, lists, dicts, dataclasses registered with torch's pytree). Its
-tensors are cut along dim 0; every micro-batch gets the same 0-dim tensors and other values.
+A batch is any pytree (tuples, lists, dicts, dataclasses, and mappings such as a `BatchEncoding` of
+transformers, which are taken as dicts). Per-sample values are cut along dim 0: tensors, arrays of
+numpy, and lists without tensors that are as long as the batch, such as one of names. Every
+micro-batch gets the same 0-dim tensors and constants, and what `shared` marks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import (
-    SUPPORTED_NODES,
-    keystr,
-    register_dataclass,
+    TreeSpec,
+    register_pytree_node,
     tree_flatten,
-    tree_flatten_with_path,
     tree_leaves,
     tree_map_only,
     tree_unflatten,
 )
 
 from hybridtrain.errors import BatchError
+from hybridtrain.values import (
+    as_base,
+    find_unknown,
+    is_array,
+    is_constant,
+    leaves_of,
+    named_leaves,
+    same_constant,
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,72 @@ class Microbatch:
     """Inputs of one micro-batch, in place of a batch's: they are not cut any more."""
 
     inputs: Any
+
+
+class Shared:
+    """A value of a batch that every micro-batch gets whole; made by `shared`.
+
+    Attributes:
+        value: any pytree.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"shared({self.value!r})"
+
+
+# entered by pytree functions, which move and compare batches
+register_pytree_node(
+    Shared, lambda mark: ([mark.value], None), lambda values, _: Shared(next(iter(values)))
+)
+
+
+def shared(value: Any) -> Any:
+    """Marks a value of a batch that is the same for all samples: every micro-batch gets all of it.
+
+    The tensors of a batch are cut along dim 0, where the samples are. A mask of (time, time), a
+    table of positions or a configuration object has none:
+
+        model.train_step({"x": x, "mask": shared(mask)}, targets, loss_fn)
+
+    The model and the loss are given the value itself. Works for inputs and targets, in tuples,
+    lists and dicts.
+
+    Args:
+        value: any pytree, or any object.
+    """
+    return value if isinstance(value, Shared) else Shared(value)
+
+
+def _is_shared(value: Any) -> bool:
+    return type(value) is Shared
+
+
+def _is_uncut(value: Any) -> bool:
+    """Returns whether `split` takes `value` as one: it is shared, or a list without tensors."""
+    kind = type(value)
+    if kind is Shared:
+        return True
+    if (kind is not list and kind is not tuple) or not value:
+        return False
+    return not any(
+        isinstance(leaf, Tensor | Shared | Mapping) or is_array(leaf) for leaf in tree_leaves(value)
+    )
+
+
+def as_containers(batch: Any) -> Any:
+    """Returns `batch` with mappings that pytree functions do not enter as dicts."""
+    if batch is None or type(batch) is Tensor:
+        return batch
+    leaves_of(batch)
+    leaves, spec = tree_flatten(batch, _is_shared)
+    if not any(isinstance(leaf, Mapping) for leaf in leaves):
+        return batch
+    return tree_unflatten(
+        [as_containers(dict(leaf)) if isinstance(leaf, Mapping) else leaf for leaf in leaves], spec
+    )
 
 
 def batch_size(*batches: Any) -> int:
@@ -44,19 +119,26 @@ def batch_size(*batches: Any) -> int:
         if isinstance(batch, Tensor) and batch.dim() and samples in (None, batch.shape[0]):
             samples = batch.shape[0]
             continue
-        for path, leaf in tree_flatten_with_path(batch)[0]:
-            if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        for number, leaf in enumerate(tree_flatten(as_containers(batch), _is_shared)[0]):
+            if not (isinstance(leaf, Tensor) and leaf.dim()) and not is_array(leaf):
                 continue
             if samples is not None and leaf.shape[0] != samples:
                 raise BatchError(
                     f"the tensors of a batch must have the same size in dim 0: "
-                    f"batch{keystr(path)} has shape {tuple(leaf.shape)}, others have {samples} "
-                    f"samples"
+                    f"{_place(batch, number)} has shape {tuple(leaf.shape)}, others have {samples} "
+                    f"samples. If all samples have it in common, as a mask of (time, time), pass "
+                    f"hybridtrain.shared(...) of it, so that every micro-batch gets it whole"
                 )
             samples = leaf.shape[0]
     if not samples:
         raise BatchError("a batch needs at least one tensor with at least one sample")
     return samples
+
+
+def _place(batch: Any, number: int) -> str:
+    """Returns the place of a leaf of `batch` for a message; what is shared is one leaf."""
+    leaves, spec = tree_flatten(as_containers(batch), _is_shared)
+    return named_leaves(tree_unflatten(range(len(leaves)), spec), "batch")[number][0]
 
 
 def chunk_sizes(samples: int, chunks: int) -> list[int]:
@@ -71,19 +153,49 @@ def chunk_sizes(samples: int, chunks: int) -> list[int]:
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cuts `batch` into micro-batches of the given sizes; no copies, see `cut`."""
-    if len(sizes) == 1:
-        return [batch]
+    """Cuts `batch` into micro-batches of the given sizes; no copies, see `cut`.
+
+    Raises:
+        BatchError: a value can be neither cut nor given to all.
+    """
     if isinstance(batch, Tensor) and batch.dim():
-        return cut(batch, sizes)
-    leaves, spec = tree_flatten(batch)
-    columns = [
-        cut(leaf, sizes) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * len(sizes)
-        for leaf in leaves
-    ]
+        return [batch] if len(sizes) == 1 else cut(batch, sizes)
+    batch = as_containers(batch)
+    if len(sizes) == 1:
+        return [uncut(batch)]
+    leaves, spec = tree_flatten(batch, _is_uncut)
+    columns = [_parts(spec, number, leaf, sizes) for number, leaf in enumerate(leaves)]
     return [tree_unflatten(part, spec) for part in zip(*columns, strict=True)] or [batch] * len(
         sizes
     )
+
+
+def uncut(batch: Any) -> Any:
+    """Returns a batch as one micro-batch: what is marked as shared without its mark."""
+    leaves, spec = tree_flatten(batch, _is_shared)
+    if not any(map(_is_shared, leaves)):
+        return batch
+    return tree_unflatten([leaf.value if _is_shared(leaf) else leaf for leaf in leaves], spec)
+
+
+def _parts(spec: TreeSpec, number: int, leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    """Returns what each micro-batch gets of a leaf, the one of this number in a batch of `spec`."""
+    if isinstance(leaf, Tensor):
+        return cut(leaf, sizes) if leaf.dim() else [leaf] * len(sizes)
+    if _is_shared(leaf):
+        return [leaf.value] * len(sizes)
+    if is_array(leaf) or (type(leaf) in (list, tuple) and len(leaf) == sum(sizes)):
+        ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
+        return [leaf[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    for value in leaves_of(leaf):
+        if not is_constant(value):
+            place = named_leaves(tree_unflatten(range(spec.num_leaves), spec), "batch")[number][0]
+            raise BatchError(
+                f"{place} holds a {type(value).__name__}, which cannot be cut into "
+                f"micro-batches: {as_base(type(value))}, or pass hybridtrain.shared(...) of it, so "
+                f"that every micro-batch gets it whole"
+            )
+    return [leaf] * len(sizes)
 
 
 def cut(tensor: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
@@ -101,17 +213,30 @@ def merge(outputs: Sequence[Any]) -> Any:
     """Joins the outputs of micro-batches: tensors along dim 0, 0-dim tensors stacked.
 
     Raises:
-        BatchError: the outputs differ in structure.
+        BatchError: the outputs differ in structure, in a constant, or in another dim than 0, or one
+            of several is neither a tensor nor a constant.
     """
     leaves_of(outputs[0])
     first, spec = tree_flatten(outputs[0])
     columns = [first]
     for output in outputs[1:]:
+        leaves_of(output)
         leaves, other = tree_flatten(output)
         if other != spec:
-            raise BatchError(f"micro-batches gave outputs of different structure: {spec}, {other}")
+            raise BatchError(
+                f"micro-batches gave outputs of different structure: {spec}, {other}. {WAY_OUT}"
+            )
         columns.append(leaves)
-    return tree_unflatten([_join(column) for column in zip(*columns, strict=True)], spec)
+    joined = [
+        _join(outputs[0], number, column)
+        for number, column in enumerate(zip(*columns, strict=True))
+    ]
+    return tree_unflatten(joined, spec)
+
+
+WAY_OUT = (
+    "Take the output of each micro-batch with map_outputs(inputs, None, lambda output, _: output)"
+)
 
 
 def check_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> None:
@@ -124,8 +249,16 @@ def check_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> None:
         sizes: the number of samples of each.
 
     Raises:
-        BatchError: a tensor has not; names it.
+        BatchError: a tensor has not, or there is something else than tensors and constants.
     """
+    for output in outputs:
+        if found := find_unknown(output, "output"):
+            place, leaf = found
+            raise BatchError(
+                f"{place} is a {type(leaf).__name__}, and the outputs of micro-batches are joined "
+                f"where they are tensors, constants, and tuples, lists, dicts or dataclasses of "
+                f"them: {as_base(type(leaf))} in the model. {WAY_OUT}"
+            )
     # `merge` refuses other structures
     for number, column in enumerate(zip(*map(leaves_of, outputs), strict=False)):
         shapes = [tuple(leaf.shape) for leaf in column if isinstance(leaf, Tensor) and leaf.dim()]
@@ -137,34 +270,47 @@ def check_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> None:
             for shape, samples in zip(shapes, sizes, strict=True)
         )
         for shape, samples in zip(shapes, sizes, strict=True):
-            if second or shape[0] % samples:
-                path, _ = tree_flatten_with_path(outputs[0])[0][number]
+            if second or shape[0] % samples or shape[0] * sizes[0] != shapes[0][0] * samples:
                 raise BatchError(
-                    f"output{keystr(path)} of a micro-batch with {samples} samples has shape "
-                    f"{shape}, and outputs are joined along dim 0, where the samples must be: "
-                    f"return it with the samples first (.transpose(0, 1)), or take the outputs of "
-                    f"each micro-batch with map_outputs()"
+                    f"{output_place(outputs[0], number)} of a micro-batch with {samples} samples "
+                    f"has shape {shape}, and outputs are joined along dim 0, where the samples "
+                    f"must be: return it with the samples first (.transpose(0, 1)), or take the "
+                    f"outputs of each micro-batch with map_outputs()"
                 )
 
 
-def _join(column: tuple[Any, ...]) -> Any:
-    if not isinstance(column[0], Tensor):
-        return column[0]
-    return torch.cat(column) if column[0].dim() else torch.stack(column)
+def _join(output: Any, number: int, column: tuple[Any, ...]) -> Any:
+    """Returns one value for the leaf of `output` of this number, from those of micro-batches."""
+    first = column[0]
+    if isinstance(first, Tensor) and all(isinstance(leaf, Tensor) for leaf in column):
+        if len({(leaf.dim(), str(leaf.shape[1:])) for leaf in column if not leaf.is_nested}) > 1:
+            shapes = ", ".join(str(tuple(leaf.shape)) for leaf in column)
+            raise BatchError(
+                f"{output_place(output, number)} has the shapes {shapes} in the micro-batches, and "
+                f"outputs are joined along dim 0. {WAY_OUT}"
+            )
+        try:
+            return torch.cat(column) if first.dim() else torch.stack(column)
+        except (RuntimeError, NotImplementedError) as error:  # of sparse and nested tensors
+            raise BatchError(
+                f"{output_place(output, number)} cannot be joined along dim 0. {WAY_OUT}"
+            ) from error
+    if len(column) == 1 or all(same_constant(leaf, first) for leaf in column[1:]):
+        return first
+    other = next(leaf for leaf in column[1:] if not same_constant(leaf, first))
+    if is_constant(first) and is_constant(other):
+        what = f"{first!r} in one micro-batch and {other!r} in another"[:200]
+    else:
+        what = f"a {type(other if is_constant(first) else first).__name__}"
+    raise BatchError(
+        f"{output_place(output, number)} is {what}: only tensors are joined, along dim 0, and "
+        f"constants that are equal. {WAY_OUT}"
+    )
 
 
-def leaves_of(tree: Any) -> list[Any]:
-    """Returns the leaves of `tree`, and registers its dataclasses for all pytree functions.
-
-    Types that are registered already, such as the outputs of `transformers`, are left alone.
-    """
-    while True:
-        leaves = tree_leaves(tree)
-        unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf)} - set(SUPPORTED_NODES)
-        if not unknown:
-            return leaves
-        for kind in unknown:
-            register_dataclass(kind)
+def output_place(output: Any, number: int) -> str:
+    """Returns the place of the leaf of `output` of this number, for a message."""
+    return named_leaves(output, "output")[number][0]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -181,12 +327,3 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return done[id(tensor)]
 
     return tree_map_only(Tensor, once, tree)
-
-
-def hides_tensors(leaf: Any, depth: int = 3) -> bool:
-    """Returns whether `leaf`, an object that pytree functions do not enter, contains tensors."""
-    if isinstance(leaf, Tensor):
-        return True
-    if depth == 0 or not hasattr(leaf, "__dict__") or isinstance(leaf, type):
-        return False
-    return any(hides_tensors(inner, depth - 1) for inner in tree_leaves(vars(leaf)))

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from hybridtrain.errors import BatchError, ConfigError, UserError
 from hybridtrain.graph import layers_of
+from hybridtrain.joining import JoinProof, check_same_but_samples, undone
 from hybridtrain.losses import (
     BatchWeight,
     CountedLoss,
@@ -37,7 +38,14 @@ from hybridtrain.losses import (
     resolve,
     zero_of,
 )
-from hybridtrain.microbatch import batch_size, check_samples, chunk_sizes, merge, split
+from hybridtrain.microbatch import (
+    as_containers,
+    batch_size,
+    check_samples,
+    chunk_sizes,
+    merge,
+    split,
+)
 from hybridtrain.options import PipelineOptions, with_settings
 from hybridtrain.pipeline import (
     BatchCheck,
@@ -345,7 +353,9 @@ class HybridModel:
         self._sequence_first = sequence_first_layer(net)
         self._resolved: tuple[LossFn, CountedLoss] | None = None  # the last one
         self._says_no_graph = False  # once
-        self._seen_losses = SeenLosses()
+        self._seen_losses = SeenLosses()  # by the proof of the first step
+        self._read_losses = SeenLosses()  # by the last stage's look at its graph
+        self._join_proof = JoinProof()
         if options.shard != "none" and world.replicas == 1:
             log.info("shard=%s has no effect: there is one replica", options.shard)
         self._self_check = SelfCheck(net, plan, planned, options, world)
@@ -394,7 +404,9 @@ class HybridModel:
 
         Args:
             inputs: a pytree of tensors with the batch in dim 0; what the first layer is given.
-            targets: likewise; None if `loss_fn` needs none.
+                Arrays of numpy, and lists without tensors that are as long as the batch, are cut as
+                well; `hybridtrain.shared` marks values that are not.
+            targets: as `inputs`; None if `loss_fn` needs none.
             loss_fn: `loss_fn(output, targets)` gives, for one micro-batch, the mean of the loss
                 over its samples. A mean over something else, such as the targets that are not
                 ignored, is a `SumLoss` or a `MeanLoss`; `cross_entropy` and `nll` of PyTorch and
@@ -414,6 +426,7 @@ class HybridModel:
         """
         check_grad_mode()
         check_loss_function(loss_fn, self.net, self.world)
+        inputs, targets = as_containers(inputs), as_containers(targets)
         self._follow_changes(trains=True)
         self._batch_check.begin(inputs, targets)
         samples = batch_size(inputs, targets)
@@ -540,12 +553,16 @@ class HybridModel:
                 the all-reduce for a loss without a count.
         """
         loss, chunks = self.resolve_loss(loss_fn), self.options.chunks
+        batches = [(as_containers(inputs), as_containers(targets)) for inputs, targets in batches]
         return StepWeights(loss, batches, chunks, self.world, samples=samples, total=total)
 
     def resolve_loss(self, loss_fn: LossFn) -> CountedLoss:
         """Returns `loss_fn` with what it counts; see `losses.resolve`."""
         if self._resolved is None or self._resolved[0] is not loss_fn:
             self._resolved = loss_fn, resolve(loss_fn, self.net)
+            if self.owns_output and self._read_losses.is_new(self._resolved[1], divided=False):
+                last = self.stages[-1]
+                last.checks_graph = last.names is not None  # a loss may read any parameter
         return self._resolved[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -555,12 +572,13 @@ class HybridModel:
         output carries no graph. In `train()` mode dropout is active and running statistics are
         updated, as in any module.
 
-        The outputs of the micro-batches are joined along dim 0. Of a 0-dim tensor, such as the loss
-        that a model of `transformers` returns, there is one value for each micro-batch; of what is
-        no tensor, the value of the first.
+        The outputs of the micro-batches are joined along dim 0. For a 0-dim tensor, such as the
+        loss that a model of `transformers` returns, there is one value for each micro-batch.
+        Constants must be equal in all micro-batches. `map_outputs` gives everything else.
 
         Raises:
-            BatchError: a tensor that is returned does not have the samples in dim 0.
+            BatchError: a tensor does not have the samples in dim 0, or another value depends on
+                the samples; see `check_joinable`.
         """
         inputs: Any = kwargs if kwargs and not args else args[0] if len(args) == 1 else args
         if args and kwargs:
@@ -569,9 +587,44 @@ class HybridModel:
             self._says_no_graph = True
             log.warning(NO_GRAPH)
         outputs = self.map_outputs(inputs, None, lambda output, _: output)
-        if len(outputs) > 1:
-            check_samples(outputs, chunk_sizes(batch_size(inputs), self.options.chunks))
+        if len(chunk_sizes(batch_size(inputs), self.options.chunks)) > 1:
+            self.check_joinable(inputs, outputs)
         return merge(outputs) if outputs else None
+
+    def check_joinable(self, inputs: Any, outputs: Sequence[Any]) -> None:
+        """Makes sure that the outputs of the micro-batches of a batch can be joined along dim 0.
+
+        In evaluation mode a forward of another number of samples tells, once for each kind of
+        output, and leaves buffers and generators as they were. All processes of a pipeline call it
+        together.
+
+        Args:
+            inputs: of the batch.
+            outputs: of its micro-batches, where the last stage is; empty elsewhere.
+
+        Raises:
+            BatchError: a value depends on the number of samples other than by its size in dim 0.
+        """
+        sizes = chunk_sizes(total := batch_size(inputs), self.options.chunks)
+        if outputs:
+            check_samples(outputs, sizes)
+        others = sizes[0] + 1 if total > sizes[0] else sizes[0] - 1
+        if self.training or not others:
+            return
+        if not self.pipeline.any_process(self._join_proof.asks(outputs, sizes)):
+            return
+        some = split(inputs, [others, total - others])[0]
+        try:
+            with torch.no_grad(), undone(self.net, self.world.devices):
+                found = self._run_forward([some], lambda _, output: HeadOutput(output))
+        except Exception as error:
+            if self.world.pipeline_group is not None:  # the other processes wait
+                error.add_note(f"in a forward of {others} samples, see hybridtrain.joining")
+                raise
+            log.warning("the outputs are joined unproven: %s samples failed: %s", others, error)
+            return
+        if outputs:
+            check_same_but_samples(outputs[0], sizes[0], found[0], others)
 
     def map_outputs(
         self, inputs: Any, targets: Any, function: Callable[[Any, Any], Any]
@@ -586,6 +639,7 @@ class HybridModel:
         Returns:
             the results by micro-batch; an empty list in a process without the last stage.
         """
+        inputs, targets = as_containers(inputs), as_containers(targets)
         self._follow_changes(trains=False)
         self._batch_check.begin(inputs, targets)
         sizes = self._sizes(batch_size(inputs, targets))

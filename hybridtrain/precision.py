@@ -1,7 +1,8 @@
 """Autocast, and the thread-local state of PyTorch that worker threads take over.
 
-A new thread starts with autocast off and gradients on, whatever its creator has set. Other
-thread-local modes of the caller, such as `saved_tensors_hooks`, do not reach the threads.
+A new thread starts with autocast off and gradients on, whatever its creator has set. The caller's
+modes of operations and hooks on saved tensors reach the threads as `_torch_private.CallerModes`,
+and its context variables as a copy of its context. A `threading.local` does not.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ from torch.utils.data import IterableDataset
 from hybridtrain.data.fetch import Request, fetch, name_of
 from hybridtrain.data.splits import WithoutTargets, already_batched
 from hybridtrain.errors import BatchError, DataError
-from hybridtrain.microbatch import leaves_of
 from hybridtrain.options import LoaderOptions, check_batch_size, with_settings
+from hybridtrain.values import leaves_of
 from hybridtrain.world import World
 
 if TYPE_CHECKING:

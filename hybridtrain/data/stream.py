@@ -46,7 +46,7 @@ from hybridtrain.data.loader import (
     share_of,
 )
 from hybridtrain.errors import CheckpointError, DataError
-from hybridtrain.microbatch import leaves_of
+from hybridtrain.values import leaves_of
 from hybridtrain.world import World
 
 # as many samples tell two streams apart

@@ -22,7 +22,8 @@ from hybridtrain.errors import BatchError, ConfigError, UserError
 from hybridtrain.losses.by_name import CountFn, LossFn, cross_entropy, model_output, mse, nll
 from hybridtrain.losses.transformers_counts import count_of_output
 from hybridtrain.metrics import IGNORED
-from hybridtrain.microbatch import batch_size, leaves_of, split
+from hybridtrain.microbatch import batch_size, split
+from hybridtrain.values import leaves_of
 
 
 def count_samples(inputs: Any, targets: Any) -> int:

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hybridtrain._torch_private import hooks_of
 from hybridtrain.accelerator import put
+from hybridtrain.devices import byte_size
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.graph import CallSignature
 from hybridtrain.losses.by_name import model_output
@@ -50,8 +51,9 @@ from hybridtrain.losses.replayed_draws import (
 from hybridtrain.losses.transformers_counts import WAY_OUT
 from hybridtrain.losses.weights import copied_to_host
 from hybridtrain.metrics import field_of
-from hybridtrain.microbatch import leaves_of, map_tensors, merge, split
+from hybridtrain.microbatch import map_tensors, merge, split
 from hybridtrain.pipeline import HeadOutput, default_generator_lock
+from hybridtrain.values import leaves_of
 
 Warn = Callable[..., object]
 
@@ -87,8 +89,10 @@ class _Samples(NamedTuple):
     def of(self, batch: Any, batch_size: int) -> list[Any]:
         """Returns these samples of a batch: all together, and in parts."""
         samples = sum(self.sizes)
-        all_of_them = split(batch, [self.start, samples, batch_size - self.start - samples])[1]
-        return [all_of_them, *split(all_of_them, self.sizes)]
+        rest = batch_size - self.start - samples
+        all_of_them = split(batch, [self.start, samples, rest])[1]
+        # of the batch again, in which values are marked that are not cut
+        return [all_of_them, *split(batch, [self.start, *self.sizes, rest])[1:-1]]
 
     def first(self, microbatches: int) -> _Samples:
         """Returns the first parts, each of which is a micro-batch."""
@@ -314,7 +318,7 @@ class OutputProof:
                 self._warn(_NOT_BY_SAMPLE, self._loss.name)
             return
         if microbatch == 0:
-            self._choose(sum(t.nbytes for t in tensors) / self._sizes[0])
+            self._choose(sum(map(byte_size, tensors)) / self._sizes[0])
         if microbatch not in self._samples.microbatches:
             return
         start = self._samples.start - sum(self._sizes[:microbatch])

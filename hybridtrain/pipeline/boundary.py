@@ -15,15 +15,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
-from hybridtrain._torch_private import run_backward
+from hybridtrain._torch_private import run_backward, without_torch_function
+from hybridtrain.devices import have_same_layout, storage_id
 from hybridtrain.errors import SplitError
-from hybridtrain.microbatch import hides_tensors, leaves_of, map_tensors
+from hybridtrain.microbatch import map_tensors
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
 from hybridtrain.pipeline.transfer import move
+from hybridtrain.values import as_base, find_unknown
 
 # The values that travel over one link for one micro-batch, and their gradients.
 Message = tuple[Any, ...]
@@ -40,17 +43,21 @@ class StageInputs(NamedTuple):
     """The tensors that came into a stage for a micro-batch and get a gradient.
 
     PyTorch brings a leaf's gradient into the leaf's memory layout, and a layer that sums such a
-    gradient may then do so in another order than in the unsplit model. A hook sees the gradient
-    before that, which costs a Python call per tensor.
+    gradient may then do so in another order than in the unsplit model. A hook of the node that adds
+    to the leaf's gradient sees it before that, which costs a Python call per tensor. It runs after
+    the hooks that a layer puts on the tensor, so it sees what these return, and only in a backward:
+    an `autograd.grad` of the tensor inside the forward does not run that node.
 
     Attributes:
         leaves: the tensors, for each incoming link.
-        raw: the gradients by the `id` of their leaf, as hooks have seen them.
+        raw: by the `id` of their leaf, the gradients that the hooks have seen.
+        nodes: those of the hooks; PyTorch drops a leaf's node that nobody holds.
         hooks: are taken off after the backward: a tensor may be the caller's own.
     """
 
     leaves: list[list[Tensor]]
-    raw: dict[int, Tensor]
+    raw: dict[int, list[Tensor | None]]
+    nodes: list[Node]
     hooks: list[RemovableHandle]
 
 
@@ -74,7 +81,7 @@ class InputBoundary:
     def enter(self, messages: Sequence[Message]) -> tuple[dict[str, Any], StageInputs]:
         """Returns the values by name, and the tensors among them that will get a gradient."""
         values: dict[str, Any] = {}
-        inputs = StageInputs([], {}, [])
+        inputs = StageInputs([], {}, [], [])
         for names, message in zip(self._names, messages, strict=True):
             leaves: list[Tensor] = []
             as_leaf = partial(self._as_leaf, inputs, leaves)
@@ -92,25 +99,95 @@ class InputBoundary:
             return tensor
         leaves.append(tensor)
         if self._captures_raw is not False:
-            see = partial(inputs.raw.__setitem__, id(tensor))
-            inputs.hooks.append(tensor.register_hook(see))
+            node, seen = edge_of(tensor).node, inputs.raw.setdefault(id(tensor), [])
+            inputs.nodes.append(node)
+            inputs.hooks.append(node.register_prehook(partial(_note, seen)))
         return _NonLeafIdentity.apply(tensor) if self._mutates_inputs else tensor
 
     def gradients(self, inputs: StageInputs) -> list[Gradients]:
         """Returns, after the backward, the gradients to send back over each incoming link."""
-        leaves, raw, hooks = inputs
+        if not inputs.hooks:  # by far the most frequent
+            leaves = inputs.leaves[: len(self._links)]
+            return [[leaf.grad for leaf in own] for own in leaves]
+        for hook in inputs.hooks:
+            hook.remove()
+        # a layer may run its own backwards, which add to the leaf's gradient as well
+        raw = {
+            number: seen[0]
+            for number, seen in inputs.raw.items()
+            if len(seen) == 1 and seen[0] is not None
+        }
         if self._captures_raw is None:
             self._captures_raw = any(
-                raw[id(leaf)].stride() != leaf.stride()
-                for own in leaves
+                number in raw and not have_same_layout(raw[number], leaf)
+                for own in inputs.leaves
                 for leaf in own
-                if id(leaf) in raw
+                if (number := id(leaf))
             )
-        for hook in hooks:
-            hook.remove()
         return [
-            [raw.get(id(leaf), leaf.grad) for leaf in own] for own in leaves[: len(self._links)]
+            [raw.get(id(leaf), leaf.grad) for leaf in own]
+            for own in inputs.leaves[: len(self._links)]
         ]
+
+
+def _note(seen: list[Tensor | None], gradients: tuple[Tensor | None, ...]) -> None:
+    seen.append(gradients[0])
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """Returns where the backward of `tensor` starts: for a leaf, at what adds to its gradient.
+
+    PyTorch asks a view of a leaf for it. Under the `__torch_function__` of a subclass, or under a
+    mode, that view may be the result of further operations, and the node not the leaf's.
+    """
+    with without_torch_function():
+        if tensor.grad_fn is None and (tensor.layout != torch.strided or tensor.is_nested):
+            with torch.enable_grad():  # such tensors have copies, and no views
+                copy = tensor.clone().grad_fn
+            assert copy is not None
+            node, index = copy.next_functions[0]
+            assert node is not None
+            return GradientEdge(node, index)
+        return get_gradient_edge(tensor)
+
+
+def _leaf_of(node: Node) -> Tensor | None:
+    """Returns the leaf to whose gradient a node adds; None for any other node."""
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None  # type: ignore[attr-defined]
+
+
+def parameters_of(roots: Sequence[Root]) -> list[nn.Parameter]:
+    """Returns the parameters to whose gradients a backward from `roots` would add."""
+    stack = [root.node if isinstance(root, GradientEdge) else edge_of(root).node for root in roots]
+    seen: dict[int, Node] = {}
+    found: list[nn.Parameter] = []
+    while stack:
+        node = stack.pop()
+        if id(node) in seen:
+            continue
+        seen[id(node)] = node
+        if (leaf := _leaf_of(node)) is not None and isinstance(leaf, nn.Parameter):
+            found.append(leaf)
+        stack += [following for following, _ in node.next_functions if following is not None]
+    return found
+
+
+def leads_to(roots: Sequence[Root], leaves: Sequence[Tensor]) -> bool:
+    """Returns whether PyTorch's own operations lead from `roots` to one of `leaves`.
+
+    Functions of Python are not followed: their backwards may return None.
+    """
+    stack = [root.node if isinstance(root, GradientEdge) else edge_of(root).node for root in roots]
+    numbers, seen = set(map(id, leaves)), dict[int, Node]()
+    while stack:
+        node = stack.pop()
+        if id(node) in seen or isinstance(node, BackwardCFunction):
+            continue
+        seen[id(node)] = node
+        if id(_leaf_of(node)) in numbers:
+            return True
+        stack += [following for following, _ in node.next_functions if following is not None]
+    return False
 
 
 class OutputBoundary:
@@ -147,7 +224,7 @@ class OutputBoundary:
         """Returns for each link the message, and where the backward of its tensors starts.
 
         Raises:
-            SplitError: a value holds tensors that cannot be found.
+            SplitError: a value may hold tensors that cannot be found.
         """
         messages: list[Message] = []
         roots: list[list[Root]] = []
@@ -155,20 +232,20 @@ class OutputBoundary:
             alone = type(output) is Tensor and link.names == _OUTPUT_ALONE
             if alone and output.requires_grad and torch.is_grad_enabled():
                 # by far the most frequent message, for which no more is to be done
-                roots.append([get_gradient_edge(output) if self._hold_edges else output])
+                roots.append([edge_of(output) if self._hold_edges else output])
                 messages.append((self._detached(output),))
                 continue
             message = tuple(
                 [output if name == PRIMARY_OUTPUT else skipped[name] for name in link.names]
             )
-            self._check_sendable(message)
+            self._check_sendable(message, link)
             refuse_overlaps(message, changer)
             message = self._with_copies_of_buffers(message)
-            if torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
+                message = map_tensors(_same, message)  # a layer may change its list later
+            else:
                 tensors: list[Any] = requiring_grad(message)
-                roots.append(
-                    [get_gradient_edge(t) for t in tensors] if self._hold_edges else tensors
-                )
+                roots.append([edge_of(t) for t in tensors] if self._hold_edges else tensors)
                 message = map_tensors(self._detached, message)
             messages.append(message)
         return messages, roots
@@ -188,14 +265,18 @@ class OutputBoundary:
 
         return map_tensors(own, message)  # type: ignore[no-any-return]
 
-    def _check_sendable(self, message: Message) -> None:
-        hidden = [part for part in message if type(part) is not Tensor]
-        for leaf in leaves_of(hidden) if hidden else ():
-            if not isinstance(leaf, Tensor) and hides_tensors(leaf):
+    def _check_sendable(self, message: Message, link: Link) -> None:
+        """Raises a SplitError if there is more in a message than tensors and constants."""
+        if all(type(part) is Tensor for part in message):
+            return
+        for name, part in zip(link.names, message, strict=True):
+            if found := find_unknown(part, repr(name) if name else "its output"):
+                place, leaf = found
+                kind = type(leaf)
                 raise SplitError(
-                    f"layer {self._last_layer!r} passes a {type(leaf).__name__} to a later stage, "
-                    f"and the tensors inside it cannot be found: cut elsewhere, or let the layer "
-                    f"return tensors, or tuples, lists, dicts or dataclasses of them (for models "
+                    f"layer {self._last_layer!r} passes a {kind.__name__} to a later stage "
+                    f"({place}), where only tensors, constants, and tuples, lists, dicts or "
+                    f"dataclasses of them can go: {as_base(kind)}, or cut elsewhere (for models "
                     f"of transformers, set config.use_cache=False)"
                 )
 
@@ -210,6 +291,10 @@ class _NonLeafIdentity(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def requiring_grad(value: Any) -> list[Tensor]:
@@ -269,6 +354,7 @@ def refuse_overlaps(values: Sequence[Any], changer: str | None) -> None:
 
 def _memory_of(tensor: Tensor) -> int:
     """Returns what a tensor has in common with its views: the address of their memory."""
-    if tensor.layout != torch.strided:
-        return id(tensor)
-    return tensor.untyped_storage().data_ptr() or id(tensor)
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper of others
+        return storage_id(tensor)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _NormBase
 
+from hybridtrain.devices import have_same_values
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph import Layer, Segment
 
@@ -156,7 +157,7 @@ class LayerState:
             # is done in a layer's first forward only.
             self._is_first = False
             for number, saved in list(before.copies.items()):
-                if number not in changed and _equal(*saved):
+                if number not in changed and have_same_values(*saved):
                     del before.copies[number]
                 else:
                     changed.add(number)
@@ -231,12 +232,6 @@ def _tensors_in(container: Any) -> list[Tensor]:
         return []
     items = container.values() if isinstance(container, dict) else container
     return [item for item in items if isinstance(item, Tensor) and not item.is_inference()]
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.is_meta:  # another process has it
-        return one.is_meta
-    return torch.equal(one, other) or bool(((one == other) | (one != one) & (other != other)).all())
 
 
 def _put(holder: _Holder, name: str, value: Any) -> None:

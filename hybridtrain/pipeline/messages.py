@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import (
-    SUPPORTED_NODES,
     TreeSpec,
-    register_dataclass,
     tree_flatten,
     tree_unflatten,
 )
 
-from hybridtrain.microbatch import leaves_of
+from hybridtrain.errors import SplitError
+from hybridtrain.values import leaves_of, register
 
 _CPU = torch.device("cpu")
 
@@ -73,6 +72,9 @@ def pack(
             for gradients: whether autograd gives two inputs the same tensor changes from step to
             step, and means nothing.
         known: the format that is expected, which is returned itself if `message` has it.
+
+    Raises:
+        SplitError: a tensor is sparse, nested or a wrapper of others.
     """
     if known is None:
         leaves_of(message)  # registers dataclasses
@@ -96,6 +98,14 @@ def pack(
         and structure == known.structure
     ):
         return known, tensors
+    for tensor in tensors:
+        if not _is_dense(tensor):
+            kind = type(tensor).__name__ if tensor.layout == torch.strided else tensor.layout
+            raise SplitError(
+                f"a tensor of {kind} and shape {tuple(tensor.shape)} would go to another process, "
+                f"and only dense tensors can: hand on its parts, or its to_dense(), cut elsewhere, "
+                f"or set engine=local"
+            )
     formats = [
         TensorFormat(tuple(t.shape), _dense(t), t.dtype, t.requires_grad, t.device == _CPU)
         for t in tensors
@@ -139,17 +149,23 @@ def to_bytes(form: MessageFormat) -> Tensor:
     """Returns a format as bytes, a 1-dim uint8 tensor on the CPU.
 
     Raises:
-        TypeError, PicklingError: a value in the message cannot be pickled.
+        SplitError: a value in the message cannot be pickled.
     """
-    return torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8)
+    try:
+        data = pickle.dumps(form)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise SplitError(
+            f"a value that would go to another process cannot be pickled ({error}): define its "
+            f"class at the top of a module, cut elsewhere, or set engine=local"
+        ) from error
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def from_bytes(data: Tensor) -> MessageFormat:
     """Returns the format of the result of `to_bytes`, which a process of this run has sent."""
     form: MessageFormat = pickle.loads(data.numpy().tobytes())
     for kind in form.dataclasses:
-        if kind not in SUPPORTED_NODES:
-            register_dataclass(kind)
+        register(kind)
     return form
 
 
@@ -180,9 +196,18 @@ def _dense(tensor: Tensor) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not hasattr(tensor, "__tensor_flatten__")
+    )
+
+
 def _has_format(tensor: Tensor, form: TensorFormat) -> bool:
     return (
-        tensor.shape == form.shape
+        tensor.layout is torch.strided
+        and tensor.shape == form.shape
         and tensor.dtype is form.dtype
         and tensor.requires_grad is form.requires_grad
         and (tensor.device == _CPU) is form.on_cpu

@@ -52,7 +52,9 @@ def build_stages(
         module = nn.ModuleList(layer.module for layer in part)
         device = world.devices[cluster.local_index(index)]
         aliases = place_with_aliases(module, device, uses[index])
-        stage = Stage(index, module, device, part, connection, aliases)
+        # parameters of other stages are exact in one process, where all gradients are
+        own_names = names if world.size > 1 else None
+        stage = Stage(index, module, device, part, connection, aliases, own_names)
         alias_of = {id(alias.parameter): alias.alias for alias in stage.aliases}
         own.append(
             {

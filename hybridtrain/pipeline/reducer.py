@@ -179,6 +179,26 @@ class StageReducer:
             ]
 
 
+@contextmanager
+def explaining_ready_twice() -> Iterator[None]:
+    """Says why DDP was given a gradient twice in the backward in the block, and what to do.
+
+    Raises:
+        UserError: it was.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "ready only once" not in str(error):
+            raise
+        raise UserError(
+            "a parameter got its gradient more than once in one backward, and the replicas average "
+            "it after the first time. A checkpoint with use_reentrant=True in a layer does so "
+            "where it runs a module a second time: set use_reentrant=False, or leave it out and "
+            "set checkpoint="
+        ) from error
+
+
 def use_in_sync_batch_norms(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Has the SyncBatchNorms of a stage use its own group, which no other thread uses."""
     for part in module.modules():

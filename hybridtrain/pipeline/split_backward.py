@@ -31,11 +31,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
 from hybridtrain._torch_private import free_saved, has_saved_hooks
 from hybridtrain.errors import UserError
-from hybridtrain.pipeline.boundary import Root, run_from
+from hybridtrain.pipeline.boundary import Root, edge_of, run_from
 from hybridtrain.pipeline.layer_rng import BackwardDraws
 
 # Custom functions that need their whole backward in one go, or free what they have saved in it.
@@ -161,17 +161,19 @@ def split_backward(
         inputs: leaves whose gradients are wanted first.
     """
     roots = [_node_of(root) for root, _ in starts]
-    graph = _Graph(roots, [get_gradient_edge(tensor).node for tensor in inputs])
+    graph = _Graph(roots, [edge_of(tensor).node for tensor in inputs])
+    leads = list(map(graph.leads_to_input, roots))
+    if inputs and not any(leads):
+        return None  # the stage before waits for nothing that a first part would compute
     branches = graph.branches(roots)
     if branches is None:
         return None
     others = graph.on_the_way({id(node) for node, _ in branches})
-    leads = list(map(graph.leads_to_input, roots))
     return SplitBackward(branches, others, starts, leads, inputs)
 
 
 def _node_of(root: Root) -> Node:
-    edge = root if isinstance(root, GradientEdge) else get_gradient_edge(root)
+    edge = root if isinstance(root, GradientEdge) else edge_of(root)
     return edge.node
 
 

@@ -13,7 +13,7 @@ waits for, and `backward_to_weights` later (see `split_backward`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain.accelerator import accelerator_of
-from hybridtrain.devices import count_saved
+from hybridtrain.devices import byte_size, count_saved
 from hybridtrain.errors import UserError
 from hybridtrain.graph import Layer, works_in_place
 from hybridtrain.pipeline.boundary import (
@@ -33,15 +33,17 @@ from hybridtrain.pipeline.boundary import (
     OutputBoundary,
     Root,
     StageInputs,
+    leads_to,
+    parameters_of,
     run_from,
 )
 from hybridtrain.pipeline.engine import Head
 from hybridtrain.pipeline.layer_rng import BackwardDraws
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
-from hybridtrain.pipeline.reducer import StageReducer
+from hybridtrain.pipeline.reducer import StageReducer, explaining_ready_twice
 from hybridtrain.pipeline.split_backward import SplitBackward, split_backward
-from hybridtrain.pipeline.ties import Alias
+from hybridtrain.pipeline.ties import Alias, refuse_foreign_parameters
 
 # The context of what needs none.
 _NONE: AbstractContextManager[None] = nullcontext()
@@ -110,6 +112,9 @@ class Stage:
         reducer: averages its gradients over the replicas; None where there is one replica.
         parameter_count: the elements of the parameters that it owns, without its aliases.
         saved_bytes: bytes that autograd keeps of one micro-batch; None before the first.
+        names: of the parameters of the model in this process, by their `id`; None where a backward
+            of this stage may add to the gradients of others.
+        checks_graph: whether the next forward looks for others; see `refuse_foreign_parameters`.
     """
 
     def __init__(
@@ -120,7 +125,10 @@ class Stage:
         layers: Sequence[Layer],
         connection: Connection,
         aliases: Sequence[Alias],
+        names: Mapping[int, str] | None = None,
     ) -> None:
+        self.names = names
+        self.checks_graph = names is not None
         self.index = index
         self.module = module
         self.device = device
@@ -137,6 +145,7 @@ class Stage:
         self._to_weights: dict[int, _ToWeights] = {}
         # None until a first backward has shown whether its graph can be divided
         self._may_split: bool | None = None
+        self._needs_no_gradient = False
 
     def connect(self, connection: Connection) -> None:
         """Takes what runs the layers, and their links, which another variant of them changes."""
@@ -196,9 +205,21 @@ class Stage:
         if torch.is_grad_enabled():
             if head is not None and (root is None or not root.requires_grad):
                 raise UserError("the loss depends on no trainable parameter: nothing to train")
+            if self.checks_graph:
+                self._refuse_foreign_parameters(inputs, roots)
             whole = checkpoint or self._runner.recomputes or counts
             self._in_flight[microbatch] = _InFlight(inputs, roots, gradient, whole)
         return sent
+
+    def _refuse_foreign_parameters(
+        self, inputs: StageInputs, roots: Sequence[Sequence[Root]]
+    ) -> None:
+        self.checks_graph = False
+        own = {id(p) for p in self.module.parameters()}
+        own -= {id(alias.parameter) for alias in self.aliases}
+        own |= {id(leaf) for leaves in inputs.leaves for leaf in leaves}
+        used = parameters_of([root for own_roots in roots for root in own_roots])
+        refuse_foreign_parameters(used, own, self.names or {}, self)
 
     @contextmanager
     def _counting_saved(self, values: Any) -> Iterator[None]:
@@ -207,7 +228,7 @@ class Stage:
         given = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         with count_saved(self.module, given) as saved:
             yield
-        self.saved_bytes = saved.bytes + sum(tensor.nbytes for tensor in given)
+        self.saved_bytes = saved.bytes + sum(map(byte_size, given))
 
     def backward(
         self, microbatch: int, gradients: Sequence[Gradients], reduce: bool
@@ -226,8 +247,30 @@ class Stage:
         """
         # popped, so that what is kept of the micro-batch is free when the backward is done
         begun = self._in_flight.pop(microbatch)
-        self._backward(_starts(begun, gradients), reduce)  # 4, 5
-        return self._input.gradients(begun.inputs)  # 6
+        starts = _starts(begun, gradients)
+        self._backward(starts, reduce)  # 4, 5
+        return self._gradients_of_inputs(begun.inputs, starts)  # 6
+
+    def _gradients_of_inputs(
+        self, inputs: StageInputs, starts: Sequence[tuple[Root, Tensor]]
+    ) -> list[Gradients]:
+        """Returns the gradients to send back over each incoming link.
+
+        Raises:
+            UserError: there are none, and the stage's graph leads to the inputs.
+        """
+        gradients = self._input.gradients(inputs)
+        if not gradients or not gradients[0] or gradients[0][0] is not None:
+            return gradients
+        lost = starts and all(gradient is None for gradient in gradients[0])
+        if lost and not self._needs_no_gradient:
+            if leads_to([root for root, _ in starts], inputs.leaves[0]):
+                raise UserError(
+                    f"{self} has computed no gradient of its inputs, on which its outputs depend, "
+                    f"so the stages before it would not be trained: set schedule=1f1b"
+                )
+            self._needs_no_gradient = True  # the layers detach what they are given
+        return gradients
 
     def backward_to_input(
         self, microbatch: int, gradients: Sequence[Gradients], reduce: bool
@@ -256,7 +299,7 @@ class Stage:
         reduces = reduce and self.reducer is not None
         roots = [root for root, _ in starts] if reduces else ()
         self._to_weights[microbatch] = _ToWeights(parts, roots)
-        return self._input.gradients(begun.inputs)
+        return self._gradients_of_inputs(begun.inputs, starts)
 
     def backward_to_weights(self, microbatch: int, reduce: bool) -> None:
         """Runs what `backward_to_input` has left; arguments as of `backward`."""
@@ -283,7 +326,8 @@ class Stage:
             # The collectives begin inside the backward, in the order of DDP's buckets. Stages have
             # a process group each, so it does not matter which stage of a process comes first.
             self.reducer.prepare_for_backward(roots)
-            yield
+            with explaining_ready_twice():
+                yield
             self.reducer.check_reduced()
         else:
             self.reducer.add_up_in_buckets()

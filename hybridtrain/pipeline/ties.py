@@ -13,13 +13,16 @@ ends of all ties in one order, that of the stages (`placement.ties_of`), and eac
 at a time: so no two processes can wait for one another.
 
 An alias is put into the layer's instance dictionary, where Python looks first; the module keeps the
-parameter itself registered, under the user's names, counted once.
+parameter itself registered, under the user's names, counted once. A parameter that is not
+registered in a layer, as one in a list, or that the loss reads, has no alias: where its gradient
+must be averaged or sent, the graph of the stage's first forward is searched for it
+(`refuse_foreign_parameters`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -29,6 +32,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import Parameter
 
+from hybridtrain._torch_private import has_gradient_hooks
+from hybridtrain.errors import SplitError, UserError
 from hybridtrain.graph import Segment
 from hybridtrain.world import World
 
@@ -62,6 +67,7 @@ class Alias:
 
     def refresh(self) -> None:
         """Copies the parameter's value; nothing to do where they share memory."""
+        refuse_hooks(self.parameter)
         # in every step: nothing cheap tells whether the value has changed. `Tensor._version` stays
         # the same when a fused optimizer writes (AdamW(fused=True), PyTorch 2.15), or through .data
         if self.alias.data_ptr() != self.parameter.data_ptr():
@@ -94,6 +100,7 @@ class AliasElsewhere:
 
     def refresh(self) -> None:
         """Sends the parameter's value."""
+        refuse_hooks(self.parameter)
         value = self.parameter.detach().to(self.world.wire_device).contiguous()
         dist.send(value, group=self.world.pipeline_group, group_dst=self.peer)  # 1
 
@@ -144,6 +151,23 @@ class OwnerElsewhere:
             dist.send(gradient, group=self.world.pipeline_group, group_dst=self.peer)
 
 
+def refuse_hooks(parameter: Parameter) -> None:
+    """Makes sure that no hook sees a part of the gradient of a shared parameter.
+
+    Its parts are computed by several stages, at different times, and added up after the step.
+
+    Raises:
+        UserError: there is one.
+    """
+    if has_gradient_hooks(parameter):
+        raise UserError(
+            f"a parameter of shape {tuple(parameter.shape)} that layers of several stages share "
+            f"has a hook (register_hook or register_post_accumulate_grad_hook), which would see "
+            f"the gradient of one stage alone: change parameter.grad after train_step instead, or "
+            f"cut the model so that these layers are in one stage"
+        )
+
+
 @torch.no_grad()
 def _add_gradient(parameter: Parameter, gradient: torch.Tensor) -> None:
     """Adds `gradient`, whose memory may be kept, to that of `parameter`."""
@@ -168,6 +192,34 @@ def tied_uses(stages: Sequence[Sequence[nn.Module]]) -> list[list[TiedUse]]:
                 if first != index:
                     uses[index].append(TiedUse(module, name, parameter, first))
     return uses
+
+
+def refuse_foreign_parameters(
+    used: Sequence[Parameter], own: Collection[int], names: Mapping[int, str], stage: object
+) -> None:
+    """Makes sure that the backward of a stage adds to no gradient of another one.
+
+    Args:
+        used: the parameters that the graph of the stage leads to.
+        own: the `id` of each parameter that the stage has.
+        names: of the parameters of the model in this process, by their `id`.
+        stage: for the message.
+
+    Raises:
+        SplitError: it would add to that of another one.
+    """
+    for parameter in used:
+        if id(parameter) in own:
+            continue
+        name = names.get(id(parameter))
+        what = repr(name) if name else f"of shape {tuple(parameter.shape)}"
+        raise SplitError(
+            f"the forward of {stage} uses a parameter ({what}) that none of its layers has "
+            f"registered, so its gradient would not reach the stage that owns it, or not be "
+            f"averaged over the replicas. In a layer, tie it by an attribute "
+            f"(layer.weight = other.weight) instead of a list, dict or closure. In a loss, such as "
+            f"a penalty, use weight_decay, or have the layer that owns it return the penalty"
+        )
 
 
 def remove_aliases(net: nn.Module) -> None:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtrain._torch_private import has_hooks, hooks_of
 from hybridtrain.construction import default_generators, rewind, stand_in
-from hybridtrain.devices import count_saved, storage_id
+from hybridtrain.devices import byte_size, count_saved, storage_id
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph import Layer, Segment, works_in_place
 from hybridtrain.skip import popped_by, skip_scope, stashed_by
@@ -83,8 +83,8 @@ def layer_sizes(layers: Sequence[Layer]) -> list[LayerSize]:
         parameters = [p for p in layer.module.parameters() if id(p) not in seen]
         buffers = [b for b in layer.module.buffers() if id(b) not in seen]
         seen.update(map(id, [*parameters, *buffers]))
-        weights = sum(tensor.nbytes for tensor in [*parameters, *buffers])
-        trained = sum(p.nbytes for p in parameters if p.requires_grad)
+        weights = sum(map(byte_size, [*parameters, *buffers]))
+        trained = sum(byte_size(p) for p in parameters if p.requires_grad)
         sizes.append(LayerSize(weights, trained, sum(p.numel() for p in parameters)))
     return sizes
 
@@ -200,7 +200,7 @@ def run_chain(
             costs[index],
             forward_ms=ran.forward_ms,
             backward_ms=ran.backward_ms,
-            crossing_bytes=sum(tensor.nbytes for tensor in crossing),
+            crossing_bytes=sum(map(byte_size, crossing)),
         )
     pairs = zip(costs, activations, strict=True)
     return [replace(cost, activation_bytes=nbytes) for cost, nbytes in pairs]

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from hybridtrain._torch_private import FakeTensorMode, TorchDispatchMode, adds_up_gradients
-from hybridtrain.devices import count_saved, storage_id
+from hybridtrain.devices import byte_size, count_saved, storage_id
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer, Segment
 from hybridtrain.machine import Machine
@@ -244,7 +244,7 @@ def _temporary_bytes(counted: CountedLayer, layer: Layer, received: int) -> int:
         received: the bytes of its input, which are counted although a backward may need them too.
     """
     cost = counted.cost
-    grads = [p.nbytes for p in layer.module.parameters() if p.requires_grad]
+    grads = [byte_size(p) for p in layer.module.parameters() if p.requires_grad]
     forward = max(0.0, counted.forward.peak_bytes - cost.activation_bytes)
     # here the gradients of all weights are made one after the other and kept; in a run each is
     # added to its bucket and freed
@@ -291,7 +291,7 @@ class _TrafficCounter(TorchDispatchMode):
         self.operators += bool(written)
         if written and not func.is_view and func is not torch.ops.aten._unsafe_view.default:
             read = tensors_of((args, kwargs))
-            nbytes = sum(t.nbytes for t in [*read, *written])
+            nbytes = sum(map(byte_size, [*read, *written]))
             self.bytes += nbytes
             self.product_bytes += nbytes * (func.overloadpacket in self._products)
             self._follow(written, {storage_id(tensor) for tensor in read})

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.microbatch import chunk_sizes, cut, leaves_of
+from hybridtrain.microbatch import chunk_sizes, cut
+from hybridtrain.values import leaves_of
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hybridtrain.accelerator import put
-from hybridtrain.microbatch import leaves_of
+from hybridtrain.values import leaves_of
 
 
 class Difference(NamedTuple):

@@ -28,7 +28,7 @@ from hybridtrain.accelerator import put
 from hybridtrain.errors import BatchError, ConfigError, UserError
 from hybridtrain.graph import CallSignature
 from hybridtrain.losses import BatchWeight, CountedLoss, LossFn, is_of_model
-from hybridtrain.microbatch import batch_size, check_samples, chunk_sizes, merge, split
+from hybridtrain.microbatch import batch_size, check_samples, chunk_sizes, merge, split, uncut
 from hybridtrain.pipeline import ReplayedDraws, remove_aliases, threads_per_lane
 from hybridtrain.text_table import text_table
 from hybridtrain.verification.comparison import Calls, difference
@@ -462,8 +462,8 @@ class _Comparison:
         elif len(batch.parts) > 1:
             state = PythonState(self._net, self._loss.function)
             with self._plainly():
-                output = self._forward(self._placed(batch.inputs))
-                whole = self._loss(output, self._placed(batch.targets))
+                output = self._forward(uncut(self._placed(batch.inputs)))
+                whole = self._loss(output, uncut(self._placed(batch.targets)))
             state.restore()
             self._add_whole_loss(batch, whole, weights.mean(values))
 

@@ -73,6 +73,13 @@ def mean_loss(output: Tensor, _: Any = None) -> Tensor:
     return output.mean()
 
 
+def floats_and_classes(rows: int = 7, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A batch of 8 features and 3 classes; 7 rows are micro-batches of 2, 2, 2 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(rows, 8, generator=generator)
+    return inputs, torch.randint(0, 3, (rows,), generator=generator)
+
+
 def copied(batch: Any) -> Any:
     return tree_map_only(Tensor, torch.clone, batch)
 

@@ -13,9 +13,9 @@ PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")}
 
 # From the ground up. What stands in one line may not import one another.
 FLOORS = """
-    accelerator errors files precision skip text_table
+    accelerator errors files precision skip text_table values
     _torch_private metrics microbatch models schedule
-    construction graph launch machine options
+    construction graph joining launch machine options
     devices
     planning
     world

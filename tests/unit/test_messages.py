@@ -1,5 +1,6 @@
 """Messages between processes: what arrives is what was sent, in values, types and layout."""
 
+import enum
 import pickle
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from hybridtrain.errors import SplitError
 from hybridtrain.pipeline.messages import empty, flat, from_bytes, pack, to_bytes, unpack
 
 
@@ -123,3 +125,19 @@ def test_formats_tell_messages_apart(one, other):
     assert pack(pickle.loads(pickle.dumps(one)), True, form)[0] is form
     assert pack(other, True, form)[0] is not form
     assert len(tree_leaves(sent(other))) == len(tree_leaves(other))
+
+
+@pytest.mark.parametrize("kind", ["to_sparse_coo", "to_sparse_csr"])
+def test_a_sparse_tensor_does_not_go_to_another_process_and_the_error_says_what_to_do(kind):
+    first, _ = pack((torch.eye(3),), True)
+    for known in (None, first):
+        with pytest.raises(SplitError, match=r"torch\.sparse.* shape \(3, 3\).*engine=local"):
+            pack((getattr(torch.eye(3), kind)(),), True, known)
+
+
+def test_a_value_of_a_local_class_does_not_go_to_another_process_and_the_error_says_what_to_do():
+    class Color(enum.Enum):
+        RED = 1
+
+    with pytest.raises(SplitError, match=r"cannot be pickled.*engine=local"):
+        to_bytes(pack((torch.eye(3), Color.RED), True)[0])

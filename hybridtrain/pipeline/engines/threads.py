@@ -8,11 +8,12 @@ that are all on one device, which it runs in the caller's thread.
     thread 0       F0 [2]  F1 [2]  [3] . . . . . B0      F2 [2]  ...
     thread 1       [3] . . F0      B0 [2]        F1      B1 [2]  ...
 
-[1] Each thread has an inbox, which gets the step's lane. [2] A message goes into a queue, of which
-each border has one in each direction; where the devices differ, its copy begins. [3] A thread whose
-message is not there yet waits in the queue; there is no barrier and no clock. [4] The first failure
-[5] stops the others after their action, wakes those that wait, and comes out of `run` once every
-thread has ended: no thread works on a step that the caller believes to be over.
+[1] Each thread has an inbox, which gets the step's lane, to run in a copy of the caller's context
+and under the caller's modes. [2] A message goes into a queue, of which each border has one in each
+direction; where the devices differ, its copy begins. [3] A thread whose message is not there yet
+waits in the queue; there is no barrier and no clock. [4] The first failure [5] stops the others
+after their action, wakes those that wait, and comes out of `run` once every thread has ended: no
+thread works on a step that the caller believes to be over.
 
 PyTorch releases the interpreter's lock inside its kernels, so the threads compute in parallel, and
 on the CPU a backward runs in the thread that calls it. In an evaluation, where no backward holds
@@ -29,6 +30,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import copy_context
 from functools import partial
 from itertools import pairwise, repeat
 from queue import Empty, SimpleQueue
@@ -36,6 +38,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hybridtrain._torch_private import CallerModes
 from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import LaneActivity, activity, ends_at_once
@@ -145,6 +148,7 @@ class ThreadEngine:
 
     def __init__(self, stages: Sequence[Stage], links: Sequence[Link], world: World) -> None:
         devices = world.devices
+        self._devices = devices
         self._stages = {stage.index: stage for stage in stages}
         self._routes = routes(links)
         self._gpus = {device for device in devices if accelerator_of(device) is not None}
@@ -173,6 +177,10 @@ class ThreadEngine:
         """Executes `step`; see `Engine.run`."""
         trial = self._trial if step.schedule.trains else None
         one_thread = trial is not None and trial.one_thread_for(step.timeline is not None)
+        modes = CallerModes.capture()
+        if any(modes) and self._trial is not None:
+            # a mode is the caller's object, and may count: two threads would disturb one another
+            one_thread, trial = True, None
         if step.timeline is not None:
             step.timeline.in_one_thread = one_thread
         run = _StepRun(step, self._stages, self._routes, _work_of(step.schedule, one_thread))
@@ -181,7 +189,7 @@ class ThreadEngine:
             # the threads' streams wait for what the caller has queued, such as the optimizer's step
             sync_streams(self._gpus, before=True)
         try:
-            self._dispatch(run)  # 1
+            self._dispatch(run, modes)  # 1
             run.join()  # 4
         except BaseException as interrupt:  # Ctrl-C between two lanes: all must still end
             if run.runner.stopped:
@@ -189,7 +197,7 @@ class ThreadEngine:
             run.abort(interrupt)
             if ends_at_once():  # all ends: no step will follow
                 raise
-            self._dispatch(run)
+            self._dispatch(run, modes)
             run.join()
         if self._gpus:  # and the caller's stream for theirs
             sync_streams(self._gpus, before=False, values=run.runner.values)
@@ -205,9 +213,18 @@ class ThreadEngine:
         finally:
             del failure  # its traceback holds this frame, and so would keep the step alive
 
-    def _dispatch(self, run: _StepRun) -> None:
+    def _dispatch(self, run: _StepRun, modes: CallerModes) -> None:
         for thread, inbox in zip(range(run.threads), self._inboxes, strict=False):
-            inbox.put(partial(run.run_thread, thread))
+            task = partial(run.run_thread, thread)
+            if any(modes):
+                task = partial(_with_modes, modes, self._devices[thread], task)
+            # a context can run once at a time, so each thread has its own copy
+            inbox.put(partial(copy_context().run, task))
+
+
+def _with_modes(modes: CallerModes, device: torch.device, task: Callable[[], None]) -> None:
+    with modes.applied(device):
+        task()
 
 
 def _work_of(schedule: Schedule, one_thread: bool) -> list[_Work]:
@@ -241,7 +258,7 @@ class _StepRun:
         self._last = step.schedule.stages - 1
         # an entry for each micro-batch that may be taken in, where no backward holds that back
         self._free: SimpleQueue[None] | None = None
-        if not step.schedule.trains:
+        if not step.schedule.trains and self.threads > 1:
             self._free = SimpleQueue()
             for _ in range(_MOST_INSIDE * step.schedule.stages):
                 self._free.put(None)

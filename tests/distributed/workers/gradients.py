@@ -14,6 +14,7 @@ from support.compare import (
     assert_same,
     assert_same_gradients,
     assert_same_on_all_ranks,
+    floats_and_classes,
     grads,
     hybrid,
     replica_step,
@@ -419,6 +420,79 @@ def _(world):
         found = model.verify(*case.batch(9, world.rank), case.loss, reference=wrong)
         assert not found.exact
         assert len(set(world.gather(str(found)))) == 1
+
+
+class Holds(nn.Module):
+    """Uses a weight of another layer that it has not registered."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weights = [weight]
+
+    def forward(self, x):
+        return F.linear(x, self.weights[0])
+
+
+def first_step(net, loss_fn=F.cross_entropy, **options):
+    model = hybrid(net, 2, chunks=2, **options)
+    model.train_step(*floats_and_classes(6, model.world.rank), loss_fn)
+    return model
+
+
+@cells.add("a weight of another stage that a layer holds in a list is refused by name on all ranks")
+def _held(world):
+    for schedule in ("1f1b", "zb-h1"):
+        first = nn.Linear(8, 8)
+        net = nn.Sequential(first, nn.Tanh(), Holds(first.weight), nn.Linear(8, 3))
+        with pytest.raises(UserError, match=r"forward of stage 1 .*'0\.weight'.*tie it by an attr"):
+            first_step(net, schedule=schedule)
+
+
+@cells.add("a penalty on weights of an earlier stage is refused by name, in a later loss too")
+def _penalty(world):
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
+
+    def of_all(output, targets):
+        return F.cross_entropy(output, targets) + 0.01 * net[0].weight.square().sum()
+
+    def of_last(output, targets):
+        return F.cross_entropy(output, targets) + 0.01 * net[3].weight.square().sum()
+
+    model = first_step(net, of_last, schedule="zb-h1")
+    with pytest.raises(UserError, match=r"stage 1 .*'0\.weight'.*weight_decay"):
+        model.train_step(*floats_and_classes(6, world.rank), of_all)
+
+
+class Reentrant(nn.Module):
+    """Runs one module twice, each time in a checkpoint that runs a backward inside the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=True)
+        return x
+
+
+@cells.add("a reentrant checkpoint that runs a module twice is refused with the way out")
+def _reentrant(world):
+    net = nn.Sequential(nn.Linear(8, 8), Reentrant(), nn.Linear(8, 8), nn.Linear(8, 3))
+    with pytest.raises(UserError, match="use_reentrant=False"):
+        first_step(net)
+
+
+@cells.add("a hook on a parameter that stages share is refused")
+def _hooked(world):
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
+    net[2].weight = net[0].weight
+    handle = net[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    model = hybrid(net, 2, chunks=2)
+    with pytest.raises(UserError, match=r"\(8, 8\) that layers of several stages share.*hook"):
+        model.train_step(*floats_and_classes(6, world.rank), F.cross_entropy)
+    handle.remove()
+    model.train_step(*floats_and_classes(6, world.rank), F.cross_entropy)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,171 @@
+"""The kinds of values in inputs, between layers and in outputs: tensors, containers, constants.
+
+A container is a type that PyTorch's pytree functions enter: tuples, lists, dicts, named tuples and
+types that were registered, such as the outputs of `transformers`. Dataclasses are registered here.
+A constant cannot contain a tensor and cannot change. Everything else, such as a subclass of dict or
+an object with attributes, may hold tensors with their graph, or values of single samples, that
+nobody can find, cut, move or join: it is refused where it would cross a cut or leave the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from collections.abc import Mapping
+from datetime import date, time, timedelta, tzinfo
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from pathlib import PurePath
+from typing import Any
+from uuid import UUID
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    GetAttrKey,
+    keystr,
+    register_pytree_node,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+)
+
+_PLAIN = frozenset(
+    [
+        *(bool, int, float, complex, str, bytes, range, type(None), type(...)),
+        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+        *(types.BuiltinFunctionType, types.ModuleType),
+    ]
+)
+_IMMUTABLE = (Enum, Decimal, Fraction, UUID, PurePath, date, time, timedelta, tzinfo, type)
+
+
+def is_constant(leaf: Any) -> bool:
+    """Returns whether `leaf` cannot contain a tensor, and cannot change."""
+    kind = type(leaf)
+    if kind in _PLAIN:
+        return True
+    if kind is types.FunctionType:
+        return not (leaf.__closure__ or leaf.__defaults__ or leaf.__kwdefaults__ or vars(leaf))
+    if kind is slice:
+        return all(map(is_constant, (leaf.start, leaf.stop, leaf.step)))
+    if kind is frozenset:
+        return all(map(is_constant, leaf))
+    if isinstance(leaf, _IMMUTABLE):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(leaf, numpy.generic) and not leaf.dtype.hasobject
+
+
+def is_array(leaf: Any) -> bool:
+    """Returns whether `leaf` is an array of numpy with at least one dimension."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(leaf, numpy.ndarray) and leaf.ndim > 0
+
+
+def same_constant(one: Any, other: Any) -> bool:
+    """Returns whether two constants are of one type and equal; NaN is NaN."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or not is_constant(one):
+        return False
+    return bool(one == other) or bool(one != one and other != other)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Returns the leaves of `tree`, and registers its dataclasses for all pytree functions.
+
+    Types that are registered already, such as the outputs of `transformers`, are left alone.
+    """
+    while True:
+        leaves = tree_leaves(tree)
+        unknown = {type(leaf) for leaf in leaves if _is_new_dataclass(type(leaf))}
+        if not unknown:
+            return leaves
+        for kind in unknown:
+            register(kind)
+
+
+def _is_new_dataclass(kind: type) -> bool:
+    if kind in SUPPORTED_NODES or not dataclasses.is_dataclass(kind):
+        return False
+    # not of a type that holds more than attributes, as a subclass of dict does
+    return kind.__new__ is object.__new__ and not issubclass(kind, torch.nn.Module)
+
+
+def register(kind: type) -> None:
+    """Has pytree functions enter a dataclass: all attributes of its objects, in their order.
+
+    PyTorch's own `register_dataclass` calls the class to make an object, so that its
+    `__post_init__` runs again, and drops attributes that the class is not called with.
+    """
+    if kind in SUPPORTED_NODES:
+        return
+    fields = [field.name for field in dataclasses.fields(kind)]
+
+    def flatten(value: Any) -> tuple[list[Any], tuple[str, ...]]:
+        further = [name for name in getattr(value, "__dict__", ()) if name not in fields]
+        names = [name for name in (*fields, *further) if hasattr(value, name)]
+        return [getattr(value, name) for name in names], tuple(names)
+
+    def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        values, names = flatten(value)
+        return list(zip(map(GetAttrKey, names), values, strict=True)), names
+
+    def unflatten(values: Any, names: Any) -> Any:
+        value: Any = object.__new__(kind)
+        for name, inner in zip(names, values, strict=True):
+            object.__setattr__(value, name, inner)
+        return value
+
+    register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)
+
+
+def named_leaves(tree: Any, name: str = "") -> list[tuple[str, Any]]:
+    """Returns the leaves of `tree` with their places, such as `output['loss'][0]`, for messages.
+
+    Also of containers for which no names of their parts are registered.
+
+    Args:
+        tree: a pytree.
+        name: of the whole.
+    """
+
+    def is_part(value: Any) -> bool:
+        return value is not tree
+
+    children, spec = tree_flatten(tree, is_leaf=is_part)
+    if spec.is_leaf():
+        return [(name, tree)]
+    try:
+        names = [keystr(path) for path, _ in tree_flatten_with_path(tree, is_leaf=is_part)[0]]
+    except ValueError:
+        keys = list(tree) if isinstance(tree, Mapping) else []
+        keys = keys if len(keys) == len(children) else list(range(len(children)))
+        names = [f"[{key!r}]" for key in keys]
+    pairs = zip(names, children, strict=True)
+    return [found for part, child in pairs for found in named_leaves(child, name + part)]
+
+
+def as_base(kind: type) -> str:
+    """Returns how to make a value of `kind` one that is understood, for an error message."""
+    for base, call in ((Mapping, "dict(...)"), (list, "list(...)"), (tuple, "tuple(...)")):
+        if issubclass(kind, base):
+            return f"convert it by {call}"
+    if kind.__module__.partition(".")[0] == "numpy":
+        return "convert it by torch.from_numpy(...)"
+    return "take the tensors out of it"
+
+
+def find_unknown(tree: Any, name: str = "") -> tuple[str, Any] | None:
+    """Returns the first leaf that is neither a tensor nor a constant, with its place."""
+    leaves = leaves_of(tree)
+    if all(isinstance(leaf, Tensor) or is_constant(leaf) for leaf in leaves):
+        return None
+    pairs = named_leaves(tree, name)
+    return next(
+        pair for pair in pairs if not isinstance(pair[1], Tensor) and not is_constant(pair[1])
+    )
