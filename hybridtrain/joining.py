@@ -8,12 +8,10 @@ the samples must be dim 0 of tensors alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from hybridtrain.errors import BatchError
@@ -43,31 +41,6 @@ class JoinProof:
             return False
         self._proven.add(key)
         return True
-
-
-@contextmanager
-def undone(net: nn.Module, devices: Sequence[torch.device]) -> Iterator[None]:
-    """Puts the buffers of `net` and the default generators back after the block.
-
-    Args:
-        net: a model.
-        devices: its devices.
-    """
-    tables = [(part._buffers, dict(part._buffers)) for part in net.modules() if part._buffers]
-    buffers = {id(b): b for _, table in tables for b in table.values() if b is not None}
-    copies = [(b, b._version, b.clone()) for b in buffers.values() if not b.is_inference()]
-    gpus = [device for device in devices if device.type != "cpu"]
-    try:
-        with torch.random.fork_rng(gpus):
-            yield
-    finally:
-        for own, before in tables:
-            for name, buffer in before.items():
-                if own.get(name) is not buffer:
-                    own[name] = buffer
-        for buffer, version, copy in copies:
-            if buffer._version != version:
-                buffer.copy_(copy)
 
 
 def _flat(output: Any) -> tuple[list[Any], TreeSpec]:

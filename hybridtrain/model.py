@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from hybridtrain.errors import BatchError, ConfigError, UserError
 from hybridtrain.graph import layers_of
-from hybridtrain.joining import JoinProof, check_same_but_samples, undone
+from hybridtrain.joining import JoinProof, check_same_but_samples
 from hybridtrain.losses import (
     BatchWeight,
     CountedLoss,
@@ -61,7 +61,7 @@ from hybridtrain.pipeline import (
 from hybridtrain.planning import Plan, PlannedLayers, Planner
 from hybridtrain.precision import autocast
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
-from hybridtrain.verification import SelfCheck, Verification, verify
+from hybridtrain.verification import SelfCheck, Verification, undone, verify
 from hybridtrain.world import World
 
 _MOVES = ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "to_empty")

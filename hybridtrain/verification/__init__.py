@@ -8,6 +8,7 @@ module_copy   copies of a module that behave as the module does
 python_state  a snapshot of everything mutable that a module's code can reach
 """
 
+from hybridtrain.verification.python_state import undone
 from hybridtrain.verification.report import (
     STATE,
     TOLERANCES,
@@ -25,5 +26,6 @@ __all__ = [
     "Compared",
     "SelfCheck",
     "Verification",
+    "undone",
     "verify",
 ]

@@ -15,7 +15,8 @@ import random
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping, MutableSet
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSet
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -168,6 +169,22 @@ class PythonState:
                     self._restores.append(partial(setattr, kind, name, contents))
                 held.append(contents)
         return held
+
+
+@contextmanager
+def undone(net: nn.Module, devices: Iterable[torch.device] = ()) -> Iterator[None]:
+    """Undoes what the block does to buffers, and to what the code of `net` can reach.
+
+    Args:
+        net: a module; its parameters are left alone.
+        devices: whose default generators are put back, besides the CPU's.
+    """
+    state = PythonState(net)
+    with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+        try:
+            yield
+        finally:
+            state.restore()
 
 
 def is_own_code(code: CodeType) -> bool:

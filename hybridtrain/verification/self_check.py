@@ -44,7 +44,7 @@ from hybridtrain.schedule import forward_only, make_schedule
 from hybridtrain.verification.comparison import Calls, Difference, difference, differences
 from hybridtrain.verification.expressions import Expressions, Symbol, contents
 from hybridtrain.verification.module_copy import copy_modules
-from hybridtrain.verification.python_state import PythonState
+from hybridtrain.verification.python_state import undone
 from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")
@@ -471,13 +471,9 @@ class _Run:
     @contextmanager
     def _as_before(self, net: nn.Module) -> Iterator[None]:
         """Undoes what a run does outside of the copy `net`, and to the default generators."""
-        state = PythonState(net)
-        with torch.random.fork_rng(_gpus(self._device)), warnings.catch_warnings():
+        with undone(net, [self._device]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself warns, too
-            try:
-                yield
-            finally:
-                state.restore()
+            yield
 
     def _autocast(self) -> Any:
         return autocast(self._precision, self._device.type)
@@ -619,10 +615,6 @@ def _failures() -> Iterator[None]:
         raise
     except Exception as error:
         raise _Failed(error) from error
-
-
-def _gpus(device: torch.device) -> list[torch.device]:
-    return [device] if device.type == "cuda" else []
 
 
 def _root(output: Any) -> Tensor | None:
