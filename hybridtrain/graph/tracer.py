@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from operator import attrgetter
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -455,9 +455,9 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
 
     with ExitStack() as guards:
         guards.enter_context(replaced(builtins, "len", length))
-        guards.enter_context(replaced(builtins, "hasattr", has_attribute))
-        guards.enter_context(replaced(builtins, "isinstance", is_instance))
-        if tracer.uses_examples:
+        if tracer.uses_examples:  # they would slow down a plain trace
+            guards.enter_context(replaced(builtins, "hasattr", has_attribute))
+            guards.enter_context(replaced(builtins, "isinstance", is_instance))
             for name in ("finfo", "iinfo"):
                 guards.enter_context(replaced(torch, name, finfo))
         for name in _FACTORIES:
@@ -485,7 +485,11 @@ class _GuardedProxy(fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # what `isinstance` asks for
-        if is_user_code(sys._getframe(1)):
+        frame: FrameType | None = sys._getframe(1)
+        # abc.py asks for `isinstance(x, Sequence)`, functools for a singledispatch
+        while frame is not None and _is_pythons(frame):
+            frame = frame.f_back
+        if frame is not None and is_user_code(frame):
             raise Untraceable(_ASKS_TYPE)
         return _GuardedProxy
 
@@ -493,6 +497,8 @@ class _GuardedProxy(fx.Proxy):
         frame = sys._getframe(1)
         if frame.f_lasti in _compared_by_identity(frame.f_code):
             raise Untraceable("compares a value by `is`, which is not known while tracing")
+        if frame.f_lasti in _calls(frame.f_code) and is_user_code(frame):  # hasattr, or getattr
+            raise Untraceable("asks for an attribute by its name, which is not known while tracing")
         return super().__getattr__(name)
 
     # what PyTorch raises a model may catch, and go on otherwise
@@ -520,6 +526,17 @@ class _GuardedProxy(fx.Proxy):
 
     def __int__(self) -> int:
         raise Untraceable("makes a Python number of a value, which is not known while tracing")
+
+
+def _is_pythons(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in sys.stdlib_module_names
+
+
+@cache
+def _calls(code: CodeType) -> frozenset[int]:
+    """Returns where code calls something."""
+    instructions = dis.get_instructions(code)
+    return frozenset(one.offset for one in instructions if "CALL" in one.opname)
 
 
 @cache
