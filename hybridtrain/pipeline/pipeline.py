@@ -155,7 +155,11 @@ class Pipeline:
         training = self._net.training
         state = ThreadState.capture()
         step = Step(schedule, source, head, state, checkpointed, reduce, timeline, training)
+        for stage in self.stages:
+            stage.begin_step((schedule.chunks, training), self._policy.is_active)
         values = self._run(step, trains=True)
+        for stage in self.stages:
+            stage.check_step()
         for tie in self._ties:
             tie.accumulate_into_owner()
         if self._is_first_step:

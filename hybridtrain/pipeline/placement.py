@@ -45,6 +45,7 @@ def build_stages(
     in_place = any(works_in_place(layer.module) for part in parts for layer in part)
     clones = in_place and policy.is_active
     changers = [_changer(part) for part in parts]
+    tied = {id(use.parameter) for stage_uses in uses for use in stage_uses}
     stages: list[Stage] = []
     own: list[dict[str, Parameter]] = []
     first = 0
@@ -62,7 +63,7 @@ def build_stages(
                 index,
                 module,
                 device,
-                LayerRunner(part, first, module, rng, policy.layers, clones, changers[index]),
+                LayerRunner(part, first, module, rng, policy.layers, clones, changers[index], tied),
                 links,
                 place_with_aliases(module, device, uses[index]),
                 clone_outputs=clones,
