@@ -57,7 +57,7 @@ class Momentum(nn.Module):
 
     def forward(self, x):
         for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
-            key.data.mul_(0.9).add_(query.data, alpha=0.1)
+            key.data.mul_(0.5).add_(query.data, alpha=0.5)  # exact
         return torch.tanh(self.query(x)) * torch.sigmoid(self.key(x).detach())
 
 
