@@ -51,6 +51,7 @@ __all__ = [
     "all_threads_profiled",
     "allow_recompilations",
     "allowing_torch_func",
+    "backward_of_batch_norm",
     "before_ddp_waits",
     "call_uncompiled",
     "compile_module",
@@ -75,6 +76,7 @@ __all__ = [
     "is_traced",
     "leave_draws",
     "loader_workers",
+    "noting_saved",
     "operator_overloads",
     "operator_schema",
     "profiled",
@@ -203,6 +205,15 @@ def adds_up_gradients() -> bool:
     return node is not None and node.name().endswith("AccumulateGrad")
 
 
+def backward_of_batch_norm() -> bool:
+    """Returns whether the node of a backward that runs is that of a batch norm.
+
+    Uses `torch._C._current_autograd_node`, as `adds_up_gradients` does.
+    """
+    node = torch._C._current_autograd_node()
+    return node is not None and "BatchNorm" in node.name()
+
+
 @contextmanager
 def allowing_torch_func() -> Iterator[None]:
     """Lets `torch.func.grad` and its kin run inside hooks on saved tensors, by taking these off.
@@ -298,6 +309,27 @@ class CallerModes(NamedTuple):
                 torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None))
             for _ in self.function:
                 torch._C._pop_torch_function_stack()
+
+
+@contextmanager
+def noting_saved(note: Callable[[Tensor], None]) -> Iterator[None]:
+    """Calls `note` with each tensor that autograd saves inside a torch.utils.checkpoint.
+
+    Uses `torch._C._autograd._top_saved_tensors_default_hooks`: only the innermost hooks are called,
+    so those of the checkpoint are called from here.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        yield
+        return
+    pack, unpack = hooks
+
+    def noted(tensor: Tensor) -> Any:
+        note(tensor)
+        return pack(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(noted, unpack):
+        yield
 
 
 def operator_schema(function: Callable[..., Any] | str) -> torch.FunctionSchema | None:

@@ -9,7 +9,9 @@ boundary               what comes into a stage as a leaf, and leaves it detached
 split_backward         a backward in two parts: to the input, and to the weights
 layer_runner           runs the layers: seeded, recomputed, compiled, with errors that name them
 layer_rng              the random numbers of a layer
-layer_state            what a forward changes in its layer
+layer_state            what the forwards of a stage change
+recomputation_proof    compares recomputations with their forwards
+tensor_digest          a digest of a tensor's bits
 activation_checkpoint  what a backward recomputes
 links                  what crosses a border, and what a stage passes on
 engine                 what an engine is, and the step that it runs

@@ -2,8 +2,8 @@
 
 Non-reentrant throughout: a reentrant checkpoint runs a nested backward, which DDP takes for a
 second gradient of the same parameter. The random operations of a layer are seeded by its place, so
-that there is no generator state to restore; PyTorch restores autocast. What a layer changes in
-itself is restored by `layer_state`.
+that there is no generator state to restore; PyTorch restores autocast. What a stage's forwards
+change is restored by `layer_state`, and `recomputation_proof` compares the two runs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hybridtrain.errors import ConfigError, UserError, did_you_mean
 from hybridtrain.microbatch import map_tensors
 from hybridtrain.options import CheckpointSpec
 from hybridtrain.pipeline.layer_state import Snapshot
+from hybridtrain.pipeline.recomputation_proof import Record
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,25 @@ def checkpoint_policy(spec: CheckpointSpec, names: Sequence[str]) -> CheckpointP
     return CheckpointPolicy(layers=frozenset(chosen))
 
 
+@dataclass
+class Piece:
+    """One forward that will be recomputed.
+
+    Attributes:
+        snapshot: the state that it began with.
+        record: its digests, in a step that compares them.
+    """
+
+    snapshot: Snapshot | None = None
+    record: Record | None = None
+
+
 def checkpointed(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
-    """Returns `run(snapshots, *args)`, whose activations the backward recomputes.
+    """Returns `run(piece, *args)`, whose activations the backward recomputes.
 
     Args:
-        run: called once more, with the same arguments, in the backward; `snapshots` is what its
-            first run has saved for the second, empty at first.
+        run: called once more, with the same arguments, in the backward; its first run fills the
+            `Piece` for the second.
         copy: give `run` copies of the arguments: it may work in place, and they must be the same
             the second time.
         *args: a pytree of tensors and other values.
@@ -96,7 +110,7 @@ def checkpointed(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
     first = True
     given = [] if copy else [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     versions = _versions(given)
-    snapshots: dict[int, Snapshot] = {}
+    piece = Piece()
     failure: BaseException | None = None
 
     def run_again(*args: Any) -> Any:
@@ -107,7 +121,7 @@ def checkpointed(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
             first = False
             try:
                 with allowing_torch_func():
-                    return run(snapshots, *args)
+                    return run(piece, *args)
             except BaseException as error:
                 # PyTorch 2.11's checkpoint must be left without an exception: else the hooks that
                 # it has put into this thread stay as long as the exception, and are then removed
@@ -116,7 +130,7 @@ def checkpointed(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
                 return None
         try:
             with as_recomputation(), allowing_torch_func():
-                return run(snapshots, *args)
+                return run(piece, *args)
         except RuntimeError as error:
             # What ends a recomputation once all is there, raised inside TorchScript, comes out as
             # another error. If it was a real one, checkpoint finds that tensors are missing.

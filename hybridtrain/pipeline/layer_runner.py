@@ -7,8 +7,9 @@ code draws others (Inductor makes its own kernels): the masks would not be those
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,16 +19,32 @@ from torch.utils._pytree import tree_leaves
 
 from hybridtrain._torch_private import (
     allow_recompilations,
+    allowing_torch_func,
+    backward_of_batch_norm,
     call_uncompiled,
     compile_module,
     profiled,
 )
+from hybridtrain.devices import storage_id
+from hybridtrain.errors import UserError
 from hybridtrain.graph import Layer, Segment, works_in_place
 from hybridtrain.microbatch import map_tensors
-from hybridtrain.pipeline.activation_checkpoint import as_recomputation, checkpointed
+from hybridtrain.pipeline.activation_checkpoint import (
+    Piece,
+    as_recomputation,
+    checkpointed,
+    is_recomputing,
+)
 from hybridtrain.pipeline.boundary import refuse_overlaps
 from hybridtrain.pipeline.layer_rng import LayerRNG
-from hybridtrain.pipeline.layer_state import LayerState, Snapshot
+from hybridtrain.pipeline.layer_state import Change, StageState
+from hybridtrain.pipeline.recomputation_proof import (
+    FIRST_STEPS,
+    Record,
+    check_records,
+    is_compared,
+)
+from hybridtrain.pipeline.tensor_digest import digest
 from hybridtrain.skip import pop, popped_by, skip_scope, stash, stashed_by
 
 
@@ -87,6 +104,7 @@ class LayerRunner:
         first: the number of the first one in the model.
         recomputes: True if some of them are recomputed one by one.
         variants: by micro-batch, the variant of the graphs of traced layers; None: the first one.
+        tied: the identities of parameters that stages share.
 
     Args:
         layers, first: see above.
@@ -95,6 +113,7 @@ class LayerRunner:
         checkpointed_layers: the numbers of the layers whose activations are recomputed.
         clone_inputs: copy what a checkpointed layer is given; another one works in place.
         changer: see `boundary.refuse_overlaps`.
+        tied: see above.
     """
 
     def __init__(
@@ -106,6 +125,7 @@ class LayerRunner:
         checkpointed_layers: frozenset[int],
         clone_inputs: bool,
         changer: str | None,
+        tied: Collection[int],
     ) -> None:
         self.layers = tuple(layers)
         self.first = first
@@ -120,40 +140,72 @@ class LayerRunner:
         # The samples of a batch are views, and a copy is aligned otherwise, which may change last
         # bits: the first stage copies them only if its first layer may change them.
         self._copies_to_recompute = works_in_place(module if first else layers[0].module)
-        self._states: dict[int, LayerState] = {}
         self.variants: Sequence[int] | None = None
+        self.tied = set(tied)
+        self.state = StageState(self.layers)
+        self._steps: Counter[object] = Counter()  # of each kind
+        self._compares = self._is_late = self._recomputes_some = False
+        self._records: list[Record] = []
+
+    def begin_step(self, kind: object, recomputes: bool) -> None:
+        """Begins a step that trains.
+
+        Args:
+            kind: of the step; in the first steps of each, what forwards change is looked at.
+            recomputes: whether backwards run some layers or stages again.
+        """
+        self._recomputes_some = recomputes
+        self._steps[kind] += 1
+        step = self._steps[kind]
+        self._compares = is_compared(step) if self._recomputes_some else step <= FIRST_STEPS
+        self._is_late = self._steps.total() > FIRST_STEPS
+        self._records.clear()
+
+    def check_recomputations(self) -> None:
+        """Compares what the backwards of a step have recomputed with its forwards.
+
+        Raises:
+            ConfigError: they differ; names the first layer that does.
+        """
+        records, self._records = self._records, []
+        check_records(records, self.layers)
 
     def run(
         self,
         microbatch: int,
         value: Any,
         skipped: dict[str, Any],
-        snapshots: dict[int, Snapshot] | None = None,
+        record: Record | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         """Returns the last layer's output and the skipping values, from those that came in.
 
-        With `snapshots`, of the states of the layers, it will be run again or is being so.
+        With a `record`, the layers' outputs are noted there.
         """
         index, rng = self.first, self.rng
         looks = rng.looks_apart and rng.active
+        watches = self._compares and torch.is_grad_enabled() and not is_recomputing()
+        guards = self.guards_saved and record is None
         try:
             with (
                 skip_scope(skipped) if self._skips else _NO_SCOPE as scope,
                 rng.seeded(microbatch) as draws,
+                self._guarding_saved() if watches and guards else _NO_SCOPE,
             ):
                 for layer in self.layers:
                     if self.variants is not None:
                         self._choose_variant(layer, microbatch)
                     if looks and rng.needs_look(index):
                         self._look(microbatch, index, layer, value)
-                    with profiled(layer.name):
+                    if record is not None:
+                        record.at(index - self.first)
+                    with profiled(layer.name), self._watched(index) if watches else _NO_SCOPE:
                         if index in self._checkpointed_layers and torch.is_grad_enabled():
                             value = self._run_checkpointed_layer(microbatch, index, layer, value)
-                        elif snapshots is not None:
-                            value = self._run_with_state(snapshots, microbatch, index, layer, value)
                         else:
                             draws.at(index)
                             value = (self._callable(index, layer) if looks else layer.module)(value)
+                    if record is not None:
+                        record.output(value)
                     index += 1
         except Exception as error:
             name = self.layers[index - self.first].name
@@ -170,26 +222,68 @@ class LayerRunner:
         """Runs all layers as `run` does, to be recomputed in the backward."""
 
         def run(
-            snapshots: dict[int, Snapshot], microbatch: int, value: Any, skipped: dict[str, Any]
+            piece: Piece, microbatch: int, value: Any, skipped: dict[str, Any]
         ) -> tuple[Any, dict[str, Any]]:
-            return self.run(microbatch, value, skipped, snapshots)
+            with self._in_state(piece, range(len(self.layers))):
+                return self.run(microbatch, value, skipped, piece.record)
 
         if self._copies_to_recompute:
             refuse_overlaps((value, skipped), self._changer)
         output, skipped = checkpointed(run, self._copies_to_recompute, microbatch, value, skipped)
         return output, skipped
 
-    def _run_with_state(
-        self, snapshots: dict[int, Snapshot], microbatch: int, index: int, layer: Layer, value: Any
-    ) -> Any:
-        """Runs a layer from the state that it had the first time, and draws the same numbers."""
-        if self.variants is not None:  # this may be in a backward
-            self._choose_variant(layer, microbatch)
-        if index not in self._states:
-            self._states[index] = LayerState(layer)
-        with self._states[index].of(snapshots, index), self.rng.seeded(microbatch) as draws:
-            draws.at(index)
-            return self._callable(index, layer)(value)
+    def _watched(self, index: int) -> AbstractContextManager[None]:
+        return self.state.watched(
+            index - self.first, self._is_late, self._recomputes_some, self.tied
+        )
+
+    @property
+    def guards_saved(self) -> bool:
+        """True if what autograd saves is compared with what the backward finds there.
+
+        For parameters and buffers that a forward changes through .data: the backward of an earlier
+        micro-batch would compute with the later values, and PyTorch counts no version.
+        """
+        return self._compares and bool(self.state.uncounted)
+
+    @contextmanager
+    def _guarding_saved(self) -> Iterator[None]:
+        changes = dict(self.state.uncounted)
+
+        def pack(tensor: Tensor) -> Any:
+            change = None
+            if tensor.layout == torch.strided and not tensor.is_meta:
+                change = changes.get(storage_id(tensor))
+            return tensor, tensor._version, change, None if change is None else digest(tensor)
+
+        def unpack(packed: Any) -> Tensor:
+            tensor: Tensor
+            tensor, version, change, before = packed
+            if backward_of_batch_norm():  # saves its running statistics, and computes without
+                return tensor
+            if change is not None and before is not None:
+                if not torch.equal(before, digest(tensor)):  # type: ignore[arg-type]
+                    raise changed_before_backward(change)
+            elif tensor._version != version and (other := self.state.change_of(str(tensor.shape))):
+                raise changed_before_backward(other)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), allowing_torch_func():
+            yield
+
+    @contextmanager
+    def _in_state(self, piece: Piece, positions: Sequence[int]) -> Iterator[None]:
+        """Surrounds the forward of a piece, and its recomputation."""
+        restored: AbstractContextManager[None] = _NO_SCOPE
+        if piece.snapshot is not None:
+            restored = self.state.restored(piece.snapshot)
+        else:
+            piece.snapshot = self.state.save(positions)
+            if self._compares:
+                piece.record = Record()
+                self._records.append(piece.record)
+        with restored, _NO_SCOPE if piece.record is None else piece.record.run():
+            yield
 
     def _choose_variant(self, layer: Layer, microbatch: int) -> None:
         assert self.variants is not None
@@ -212,11 +306,9 @@ class LayerRunner:
         popped = {name: pop(name) for name in names}
         if works_in_place(layer.module):
             value, popped = map_tensors(torch.clone, (value, popped))
-        if index not in self._states:
-            self._states[index] = LayerState(layer)
         with (
             torch.no_grad(),  # or a checkpoint around it would count what it saves
-            self._states[index].undone(),
+            self.state.undone(index - self.first),
             skip_scope(popped),
             as_recomputation(),  # statistics of batch norms are not collected
             self.rng.seeded(microbatch) as draws,
@@ -226,11 +318,22 @@ class LayerRunner:
         self.rng.looked_at(index)
 
     def _run_checkpointed_layer(self, microbatch: int, index: int, layer: Layer, value: Any) -> Any:
-        def run(
-            snapshots: dict[int, Snapshot], value: Any, popped: dict[str, Any]
-        ) -> tuple[Any, dict[str, Any]]:
-            with skip_scope(popped) as values:
-                return self._run_with_state(snapshots, microbatch, index, layer, value), values
+        def run(piece: Piece, value: Any, popped: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            position = index - self.first
+            if self.variants is not None:  # this may be in a backward
+                self._choose_variant(layer, microbatch)
+            with (
+                skip_scope(popped) as values,
+                self._in_state(piece, [position]),
+                self.rng.seeded(microbatch) as draws,
+            ):
+                if piece.record is not None:
+                    piece.record.at(position)
+                draws.at(index)
+                output = self._callable(index, layer)(value)
+                if piece.record is not None:
+                    piece.record.output(output)
+                return output, values
 
         in_place = works_in_place(layer.module)
         # values that one module in the layer stashes for another in it are not there yet
@@ -244,6 +347,16 @@ class LayerRunner:
         for name in (*stashed_by(layer.module), *(popped if in_place else {})):
             stash(name, values[name])
         return value
+
+
+def changed_before_backward(change: Change) -> UserError:
+    """Returns the error for a tensor that the next micro-batch's forward changes too early."""
+    return UserError(
+        f"{change}, and the backward of a micro-batch needs the values that its own forward has "
+        f"used: the forward of the next micro-batch, which runs before in a pipeline, has changed "
+        f"them. Compute with a copy ({change.name}.clone()), or recompute the layer from its own "
+        f"state: checkpoint=[{change.layer!r}]"
+    )
 
 
 def describe(value: Any) -> str:

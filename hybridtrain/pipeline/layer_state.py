@@ -1,21 +1,28 @@
-"""State that a layer's forward changes, put back for the forward that a backward repeats.
+"""State that a stage's forwards change, put back for the forward that a backward repeats.
 
 A power iteration of `spectral_norm`, a codebook with moving averages, a counter: the second run of
-such a layer must see what the first one saw, and must not change it again. Between the two, other
-micro-batches may have run:
+a layer must see the state that the first run saw, and must not change it again. Between the two,
+other micro-batches may have run:
 
     F0: 5 -> 6    F1: 6 -> 7    B0: recomputes F0 from a copy of 5; 7 is back afterwards
 
-Buffers, parameters and attributes are noted before each forward, and those that are others later
-are put back. What changes in place needs a copy made before: all of a layer has one in its first
-forward, and from then on what that forward has changed. Any other change in place is refused.
+State belongs to the stage, since one layer may read a tensor that another layer changes. Before
+each piece that will be recomputed, a whole stage or a layer, a `Snapshot` notes its buffers,
+parameters and attributes, with copies of the tensors that some forward of the stage changes in
+place. Which tensors these are, the first steps show: around each layer, all of its tensors are
+copied and compared. A tensor that is changed there for the first time is new to the snapshots
+that wait for their backward too, so its copy is added to all of them.
+
+A later change in place, of a tensor without a copy, is refused where PyTorch counts a new version.
+Everything else that a layer depends on is the concern of `recomputation_proof`.
 """
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
@@ -25,191 +32,300 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _NormBase
 
-from hybridtrain.devices import have_same_values
+from hybridtrain.devices import have_same_values, storage_id
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph import Layer, Segment
+from hybridtrain.pipeline.tensor_digest import digest
 
-# What holds the attributes, buffers or parameters of a module, by name.
+# The attributes, buffers or parameters of a module, by name.
 _Holder = MutableMapping[str, Any]
-# The number of a module, what of it (a buffer, say), and the name.
+# The identity of a module, the kind of the tensor (a buffer, say), and its name.
 _Place = tuple[int, str, str]
 
 _MISSING = object()
 _CONTAINERS = (list, dict, set, bytearray, deque, OrderedDict, defaultdict)
-_IN_CONTAINER = "a tensor in its attribute"
 # of nn.Module itself: tables of hooks, parameters and the like
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 
 
+class Change(NamedTuple):
+    """A tensor that a layer's forward changes in place.
+
+    Attributes:
+        layer: the name of the layer.
+        kind: parameter, buffer or attribute.
+        name: the name of the tensor in its module.
+        shape: of the tensor.
+    """
+
+    layer: str
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"layer {self.layer!r} changes its {self.kind} {self.name!r} in its forward"
+
+
 class _Copy(NamedTuple):
-    """A tensor that a forward may change in place, and what it was before."""
+    """A tensor that a forward changes in place, and its values before."""
 
     tensor: Tensor
     before: Tensor
 
 
-class Snapshot(NamedTuple):
-    """The state of a layer before one forward.
+class Snapshot:
+    """The state that a forward begins with.
 
     Attributes:
-        holders: what was in each; in the place of a tensor that changes in place a `_Copy`, of a
-            container a shallow copy.
-        copies: those of tensors, by identity.
+        holders: the values in each; in the place of a container a shallow copy.
+        copies: of the tensors that change in place, by identity.
         versions: how often each tensor had been changed in place.
+        generators: their states.
     """
 
-    holders: list[tuple[_Holder, dict[str, Any]]]
-    copies: dict[int, _Copy]
-    versions: list[tuple[_Place, Tensor, int]]
+    def __init__(self) -> None:
+        self.holders: list[tuple[_Holder, dict[str, Any]]] = []
+        self.copies: dict[int, _Copy] = {}
+        self.versions: list[tuple[_Place, Tensor, int]] = []
+        self.generators: list[tuple[torch.Generator, Tensor]] = []
 
 
-class LayerState:
-    """Saves the state of one layer before a forward, and restores it for the recomputation.
+class StageState:
+    """Saves the state of a stage's layers before a forward, and restores it for a recomputation.
+
+    Attributes:
+        changes: the tensors that forwards change in place, as far as `watched` has seen.
+        uncounted: those that change without a new version, by `storage_id`.
 
     Args:
-        layer: the layer.
+        layers: the layers of the stage.
     """
 
-    def __init__(self, layer: Layer) -> None:
-        self._name = layer.name
-        self._parts = list(layer.module.modules())
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.changes: dict[_Place, Change] = {}
+        self.uncounted: dict[int, Change] = {}
+        self._names = [layer.name for layer in layers]
+        self._parts = [list(layer.module.modules()) for layer in layers]
         # PyTorch's own forwards set no attribute, and neither do those of graphs
-        self._quiet = [
-            isinstance(part, torch.jit.ScriptModule | GraphModule | Segment) or _is_of_torch(part)
-            for part in self._parts
-        ]
-        self._mutated: set[_Place] = set()  # that a forward has changed
-        self._is_first = True
+        self._quiet = {
+            id(part): isinstance(part, torch.jit.ScriptModule | GraphModule | Segment)
+            or type(part).__module__.startswith("torch.nn.modules.")
+            for parts in self._parts
+            for part in parts
+        }
+        self._open: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+
+    def save(self, layers: Iterable[int]) -> Snapshot:
+        """Returns the present state of the layers of these positions in the stage."""
+        snapshot = Snapshot()
+        same: dict[int, Any] = {}  # a container or generator at two places is one
+        for kind, part, holder in self._holders(layers):
+            values = _values(holder)
+            snapshot.holders.append((holder, values))
+            # running statistics change without a new version
+            unseen = kind == "buffer" and isinstance(part, _NormBase) and part.training
+            for name, value in values.items():
+                if type(value) in _CONTAINERS:
+                    values[name] = same.setdefault(id(value), copy.copy(value))
+                elif isinstance(value, torch.Generator):
+                    if same.setdefault(id(value), value) is value:
+                        snapshot.generators.append((value, value.get_state()))
+                elif not _has_values(value):
+                    continue
+                elif value.grad_fn is not None:
+                    # its graph would keep the micro-batch before, and that the one before it
+                    values[name] = value.detach()
+                else:
+                    place = id(part), kind, name
+                    snapshot.versions.append((place, value, value._version))
+                    if (unseen or place in self.changes) and id(value) not in snapshot.copies:
+                        snapshot.copies[id(value)] = _Copy(value, value.detach().clone())
+        self._open.add(snapshot)
+        return snapshot
 
     @contextmanager
-    def of(self, snapshots: dict[int, Snapshot], index: int) -> Iterator[None]:
-        """Surrounds a forward: the first saves `snapshots[index]`, the second runs from it."""
-        if index in snapshots:
-            with _restored(snapshots[index]):
-                yield
-            return
-        snapshot = self._save(self._is_first)
-        yield
-        self._compare(snapshot, self._is_first)
-        snapshots[index] = snapshot
+    def restored(self, snapshot: Snapshot) -> Iterator[None]:
+        """Makes the layers what they were at a snapshot, until the end of the block.
 
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Surrounds a forward after which the layer is as it was before it."""
-        snapshot = self._save(everything=True)
+        Raises:
+            ConfigError: a tensor without a copy has been changed in place since.
+        """
+        for place, tensor, version in snapshot.versions:
+            if tensor._version != version and id(tensor) not in snapshot.copies:
+                _, kind, name = place
+                raise ConfigError(
+                    f"layer {self._layer_with(place)!r} has changed {kind} {name!r} in place in "
+                    f"its forward, which cannot be undone for the recomputation: leave the layer "
+                    f"out of checkpoint=, or change it from the first forward on, as a registered "
+                    f"buffer"
+                )
+        self._open.discard(snapshot)
+        swapped: list[tuple[nn.Parameter, Tensor]] = []
+        changes = list(_changes(snapshot))
+        present = [(generator, generator.get_state()) for generator, _ in snapshot.generators]
+        for generator, state in snapshot.generators:
+            generator.set_state(state)
+        for holder, name, _, before in changes:
+            if isinstance(before, _Copy):
+                tensor, before = before
+                if isinstance(tensor, nn.Parameter):  # the same object: it gets the gradient
+                    if all(tensor is not other for other, _ in swapped):
+                        swapped.append((tensor, tensor.data))
+                        tensor.data = before
+                    before = tensor
+            _put(holder, name, before)
         try:
             yield
         finally:
-            self._compare(snapshot, everything=True)
-            for saved in snapshot.copies.values():
-                saved.tensor.data.copy_(saved.before)
+            for tensor, data in reversed(swapped):
+                tensor.data = data
+            for holder, name, now, _ in changes:
+                _put(holder, name, now)
+            for generator, state in present:
+                generator.set_state(state)
+
+    @contextmanager
+    def undone(self, layer: int) -> Iterator[None]:
+        """Surrounds a forward of a layer, after which the layer is as it was before."""
+        snapshot = self.save([layer])
+        self._open.discard(snapshot)
+        tensors = [tensor for _, tensor, _ in self._tensors(layer).values()]
+        copies = [tensor.detach().clone() for tensor in tensors]
+        try:
+            yield
+        finally:
+            for tensor, before in zip(tensors, copies, strict=True):
+                tensor.data.copy_(before)
+            snapshot.copies.clear()
             for holder, name, _, before in _changes(snapshot):
-                _put(holder, name, before.tensor if isinstance(before, _Copy) else before)
+                _put(holder, name, before)
+            for generator, state in snapshot.generators:
+                generator.set_state(state)
 
-    def _save(self, everything: bool) -> Snapshot:
-        snapshot = Snapshot([], {}, [])
-        containers: dict[int, Any] = {}  # what is at two places has one copy
-        for number, part in enumerate(self._parts):
-            held: list[tuple[str, _Holder]] = [
-                ("parameter", part._parameters),
-                ("buffer", part._buffers),
-            ]
-            # running statistics change without a new version
-            changing = "buffer" if isinstance(part, _NormBase) and part.training else ""
-            if not self._quiet[number] or part._forward_pre_hooks or part._forward_hooks:
-                held.append(("attribute", vars(part)))
-            for kind, holder in held:
-                values = _values(holder)
-                snapshot.holders.append((holder, values))
-                for name, value in values.items():
-                    place = number, kind, name
-                    if type(value) in _CONTAINERS:
-                        values[name] = containers.setdefault(id(value), copy.copy(value))
-                        snapshot.versions.extend(
-                            ((number, _IN_CONTAINER, name), item, item._version)
-                            for item in _tensors_in(value)
-                        )
-                    elif not isinstance(value, Tensor) or value.is_inference():
-                        continue
-                    elif value.grad_fn is not None:
-                        # its graph would keep the micro-batch before, and that the one before it
-                        values[name] = value.detach()
-                    else:
-                        snapshot.versions.append((place, value, value._version))
-                        if everything or kind == changing or place in self._mutated:
-                            if id(value) not in snapshot.copies:
-                                saved = _Copy(value, value.detach().clone())
-                                snapshot.copies[id(value)] = saved
-                            values[name] = snapshot.copies[id(value)]
-        return snapshot
+    @contextmanager
+    def watched(
+        self, layer: int, late: bool, copies: bool, tied: Collection[int]
+    ) -> Iterator[None]:
+        """Surrounds a forward of a layer, and notes which of its tensors that changes in place.
 
-    def _compare(self, before: Snapshot, everything: bool) -> None:
-        """Notes what the forward has changed in place; drops the copies of everything else.
+        A change through `.data` counts no version, so the values are compared, which waits for a
+        GPU and takes time: this is done in some steps only.
+
+        Args:
+            layer: its position in the stage.
+            late: whether steps without `watched` have run before.
+            copies: whether some snapshot may need a copy; without, digests are compared.
+            tied: the identities of parameters that stages share.
 
         Raises:
-            ConfigError: there is no copy of it.
+            ConfigError: a parameter that stages share changes; or the change is new, has no
+                version, and `late`: earlier steps may have been recomputed from a wrong state.
         """
-        changed = {
-            id(tensor) for _, tensor, version in before.versions if tensor._version != version
-        }
-        if everything:
-            # A change through .data counts no version. Looking at the values waits for a GPU, and
-            # is done in a layer's first forward only.
-            self._is_first = False
-            for number, saved in list(before.copies.items()):
-                if number not in changed and have_same_values(*saved):
-                    del before.copies[number]
-                else:
-                    changed.add(number)
-            for _, values in before.holders:
-                for name, value in values.items():
-                    if isinstance(value, _Copy) and id(value.tensor) not in changed:
-                        values[name] = value.tensor
-        for place, tensor, _ in before.versions if changed else ():
-            _, kind, name = place
-            if id(tensor) not in changed:
-                continue
-            if kind == _IN_CONTAINER or id(tensor) not in before.copies:
-                raise ConfigError(
-                    f"layer {self._name!r} has changed {kind} {name!r} in place in its forward, "
-                    f"which cannot be undone for the recomputation: leave the layer out of "
-                    f"checkpoint=, or change it from the first forward on, as a registered buffer"
-                )
-            self._mutated.add(place)
-
-
-@contextmanager
-def _restored(snapshot: Snapshot) -> Iterator[None]:
-    """Makes a layer what it was before a forward, until the end of the block."""
-    swapped: list[tuple[nn.Parameter, Tensor]] = []
-    changes = list(_changes(snapshot))
-    for holder, name, _, before in changes:
-        if isinstance(before, _Copy):
-            tensor, before = before
-            if isinstance(tensor, nn.Parameter):  # the same object, so that it gets the gradient
-                swapped.append((tensor, tensor.data))
-                tensor.data, before = before, tensor
-        _put(holder, name, before)
-    try:
+        before = self._tensors(layer)
+        saved = {key: tensor.detach().clone() for key, (_, tensor, _) in before.items() if copies}
+        digests = {key: digest(tensor) for key, (_, tensor, _) in before.items() if not copies}
         yield
-    finally:
-        for tensor, data in reversed(swapped):
-            tensor.data = data
-        for holder, name, now, _ in changes:
-            _put(holder, name, now)
+        for key, (place, tensor, version) in before.items():
+            counted = tensor._version != version
+            if copies:
+                is_same = have_same_values(tensor, saved[key])
+            else:
+                is_same = _same(digest(tensor), digests[key])
+            if is_same and not counted:
+                continue
+            _, kind, name = place
+            change = Change(self._names[layer], kind, name, tuple(tensor.shape))
+            if key in tied:
+                raise ConfigError(
+                    f"{change}, which several stages use: they run at the same time, and would "
+                    f"see its values of other micro-batches. Change it between the steps, or "
+                    f"share no parameter with that layer (Embedding(max_norm=...) changes its "
+                    f"weight so)"
+                )
+            if late and not counted and place not in self.changes and len(self._open):
+                raise ConfigError(
+                    f"{change} through .data, and it did not in the first steps: steps since the "
+                    f"last comparison may have been recomputed from another state. Leave the layer "
+                    f"out of checkpoint=, or change the tensor under torch.no_grad() instead of "
+                    f"through .data"
+                )
+            if not counted:
+                self.uncounted[storage_id(tensor)] = change
+            # all layers that have the tensor
+            for other, part, holder in self._holders(range(len(self._parts))):
+                for key_there, value in _values(holder).items():
+                    if value is tensor:
+                        self.changes.setdefault((id(part), other, key_there), change)
+            self.changes.setdefault(place, change)
+            for snapshot in self._open if copies else ():
+                if any(tensor is held for _, held, _ in snapshot.versions):
+                    snapshot.copies.setdefault(key, _Copy(tensor, saved[key]))
+
+    def change_of(self, message: str) -> Change | None:
+        """Returns the change that an error of PyTorch is about: one of the shape that it names."""
+        changes = [change for change in self.changes.values() if change.kind != "attribute"]
+        named = [change for change in changes if str(list(change.shape)) in message]
+        return next(iter(named or changes), None)
+
+    def _tensors(self, layer: int) -> dict[int, tuple[_Place, Tensor, int]]:
+        """Returns all tensors of a layer by identity, with their places and versions."""
+        return {
+            id(value): ((id(part), kind, name), value, value._version)
+            for kind, part, holder in self._holders([layer])
+            for name, value in _values(holder).items()
+            if _has_values(value) and value.grad_fn is None
+        }
+
+    def _holders(self, layers: Iterable[int]) -> Iterator[tuple[str, nn.Module, _Holder]]:
+        """Yields each table of values of the layers once: the kind of value, the module, and it."""
+        seen: set[int] = set()
+        for layer in layers:
+            for part in self._parts[layer]:
+                if id(part) in seen:
+                    continue
+                seen.add(id(part))
+                yield "parameter", part, part._parameters
+                yield "buffer", part, part._buffers
+                # in the dictionary of a module is the alias of a parameter that stages share
+                aliases = part._parameters.keys() & vars(part).keys()
+                if aliases and self._quiet[id(part)]:
+                    yield "parameter", part, {name: vars(part)[name] for name in aliases}
+                if not self._quiet[id(part)] or part._forward_pre_hooks or part._forward_hooks:
+                    yield "attribute", part, vars(part)
+
+    def _layer_with(self, place: _Place) -> str:
+        return next(
+            name
+            for name, parts in zip(self._names, self._parts, strict=True)
+            if any(id(part) == place[0] for part in parts)
+        )
 
 
 def _changes(snapshot: Snapshot) -> Iterator[tuple[_Holder, str, Any, Any]]:
     """Yields what is another object or has other contents: holder, name, now and before."""
+    copies = snapshot.copies
     for holder, values in snapshot.holders:
         present = _values(holder)
-        if present.keys() == values.keys() and all(map(is_, present.values(), values.values())):
+        is_same = present.keys() == values.keys() and all(
+            map(is_, present.values(), values.values())
+        )
+        if is_same and (not copies or not any(id(value) in copies for value in values.values())):
             continue
         for name in {**values, **present}:
             now, before = present.get(name, _MISSING), values.get(name, _MISSING)
+            saved = copies.get(id(before))
+            if saved is not None and saved.tensor is before:
+                yield holder, name, now, saved
+                continue
             same_container = type(before) in _CONTAINERS and _contents(now) == _contents(before)
             if now is not before and not same_container:
                 yield holder, name, now, before
+
+
+def _has_values(value: Any) -> bool:
+    """Returns whether `value` is a tensor of this process that may change in place."""
+    return isinstance(value, Tensor) and not value.is_inference() and not value.is_meta
 
 
 def _values(holder: _Holder) -> dict[str, Any]:
@@ -223,15 +339,8 @@ def _contents(value: Any) -> list[int] | None:
     return [*map(id, value), *(map(id, value.values()) if isinstance(value, dict) else ())]
 
 
-def _is_of_torch(part: nn.Module) -> bool:
-    return type(part).__module__.startswith("torch.nn.modules.")
-
-
-def _tensors_in(container: Any) -> list[Tensor]:
-    if isinstance(container, bytearray):
-        return []
-    items = container.values() if isinstance(container, dict) else container
-    return [item for item in items if isinstance(item, Tensor) and not item.is_inference()]
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is None or other is None or torch.equal(one, other)
 
 
 def _put(holder: _Holder, name: str, value: Any) -> None:

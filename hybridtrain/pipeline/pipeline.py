@@ -37,6 +37,7 @@ from hybridtrain.pipeline.placement import (
     build_stages,
     check_variant,
     connections_of,
+    tied_parameters,
     ties_of,
 )
 from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
@@ -73,6 +74,7 @@ class Pipeline:
         planned: the layers of all stages.
         groups: the process group of each stage; None with one replica.
         rng: seeds the random operations of the layers.
+        watches_state: whether the first steps look at what forwards change; see `layer_state`.
         output_process: which of the replica's processes has the last stage.
         owns_output: whether that is this process.
     """
@@ -92,6 +94,7 @@ class Pipeline:
         layers = [layer for part in planned.stages for layer in part]
         self.plan = plan
         self.planned = planned
+        self.watches_state = True
         self._net = net
         self._world = world
         self._options = options
@@ -118,6 +121,7 @@ class Pipeline:
             net, planned.stages, links, uses, world, options, self.groups, self.rng, self._policy
         )
         self._ties = ties_of(self.stages, uses, world, cluster)
+        self._tied = tied_parameters(uses)
         used = {id(t) for k in layers for t in (*k.module.parameters(), *k.module.buffers())}
         for tensor in (*net.parameters(), *net.buffers()):
             if id(tensor) not in used:  # by no layer, so that no stage sends it
@@ -172,7 +176,14 @@ class Pipeline:
                 layer.module.add_variant(*pair, owners, device, aliases)
         self._links = links_between(parts)
         connections = connections_of(
-            parts, self._links, self._world, self._options, self.groups, self.rng, self._policy
+            parts,
+            self._links,
+            self._world,
+            self._options,
+            self.groups,
+            self.rng,
+            self._policy,
+            self._tied,
         )
         for stage in self.stages:
             stage.connect(connections[stage.index])
@@ -215,7 +226,12 @@ class Pipeline:
         training = self._net.training
         state = ThreadState.capture()
         step = Step(schedule, source, head, state, checkpointed, reduce, timeline, training)
+        for stage in self.stages:
+            if self.watches_state:
+                stage.begin_step((schedule.chunks, training), self._policy.is_active)
         values = self._run(step, trains=True)
+        for stage in self.stages:
+            stage.check_step()
         for tie in self._ties:
             tie.accumulate_into_owner()
         if self._is_first_step:

@@ -43,9 +43,10 @@ def build_stages(
     cluster = world.cluster.placed(options.placement)
     owned = cluster.stages_of(world.pipeline_rank, options.stages_per_device)
     names = {id(parameter): name for name, parameter in net.named_parameters()}
+    tied = tied_parameters(uses)
     stages: list[Stage] = []
     own: list[dict[str, Parameter]] = []
-    connections = connections_of(parts, links, world, options, groups, rng, policy)
+    connections = connections_of(parts, links, world, options, groups, rng, policy, tied)
     for index, (part, connection) in enumerate(zip(parts, connections, strict=True)):
         if index not in owned:
             continue
@@ -72,6 +73,11 @@ def build_stages(
     return stages
 
 
+def tied_parameters(uses: Sequence[Sequence[TiedUse]]) -> set[int]:
+    """Returns the identities of the parameters that stages share."""
+    return {id(use.parameter) for stage_uses in uses for use in stage_uses}
+
+
 def connections_of(
     parts: Sequence[Sequence[Layer]],
     links: Sequence[Link],
@@ -80,6 +86,7 @@ def connections_of(
     groups: Sequence[ProcessGroup | None],
     rng: LayerRNG,
     policy: CheckpointPolicy,
+    tied: Collection[int],
 ) -> list[Connection]:
     """Returns how the layers of each stage run, and what crosses its borders."""
     cluster = world.cluster.placed(options.placement)
@@ -98,7 +105,7 @@ def connections_of(
         module = nn.ModuleList(layer.module for layer in part)
         connections.append(
             Connection(
-                LayerRunner(part, first, module, rng, policy.layers, clones, changers[index]),
+                LayerRunner(part, first, module, rng, policy.layers, clones, changers[index], tied),
                 links,
                 clone_outputs=clones,
                 # DDP looks for unused parameters from the tensors

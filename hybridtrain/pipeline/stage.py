@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError
 
 from hybridtrain.accelerator import accelerator_of
 from hybridtrain.devices import byte_size, count_saved
@@ -39,7 +40,7 @@ from hybridtrain.pipeline.boundary import (
 )
 from hybridtrain.pipeline.engine import Head
 from hybridtrain.pipeline.layer_rng import BackwardDraws
-from hybridtrain.pipeline.layer_runner import LayerRunner
+from hybridtrain.pipeline.layer_runner import LayerRunner, changed_before_backward
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
 from hybridtrain.pipeline.reducer import StageReducer, explaining_ready_twice
 from hybridtrain.pipeline.split_backward import SplitBackward, split_backward
@@ -140,6 +141,7 @@ class Stage:
         self.saved_bytes: int | None = None
         tied = {id(p) for alias in aliases for p in (alias.parameter, alias.alias)}
         self.parameter_count = sum(p.numel() for p in module.parameters() if id(p) not in tied)
+        self._shared = tied
         self.connect(connection)
         self._in_flight: dict[int, _InFlight] = {}
         self._to_weights: dict[int, _ToWeights] = {}
@@ -153,6 +155,7 @@ class Stage:
         self.incoming = sorted((k for k in links if k.target == index), key=lambda k: -k.source)
         self.outgoing = [link for link in links if link.source == index]
         self._runner = connection.runner
+        self._runner.tied |= self._shared
         self._input = InputBoundary(self.incoming, self.device, works_in_place(self.module))
         self._output = OutputBoundary(
             self.outgoing,
@@ -207,7 +210,7 @@ class Stage:
                 raise UserError("the loss depends on no trainable parameter: nothing to train")
             if self.checks_graph:
                 self._refuse_foreign_parameters(inputs, roots)
-            whole = checkpoint or self._runner.recomputes or counts
+            whole = checkpoint or self._runner.recomputes or counts or self._runner.guards_saved
             self._in_flight[microbatch] = _InFlight(inputs, roots, gradient, whole)
         return sent
 
@@ -295,7 +298,8 @@ class Stage:
                 self._to_weights[earlier] = _ToWeights(None, ())
             self._backward(starts, reduce)
         else:
-            parts.to_input()
+            with self._explained():
+                parts.to_input()
         reduces = reduce and self.reducer is not None
         roots = [root for root, _ in starts] if reduces else ()
         self._to_weights[microbatch] = _ToWeights(parts, roots)
@@ -308,15 +312,37 @@ class Stage:
     def _finish(self, left: _ToWeights, reduce: bool) -> None:
         backward, roots = left
         if backward is not None:
-            with self._reducing(roots, reduce) if self.reducer is not None else _NONE:
+            with (
+                self._reducing(roots, reduce) if self.reducer is not None else _NONE,
+                self._explained(),
+            ):
                 backward.to_weights()
 
     def _backward(self, starts: Sequence[tuple[Root, Tensor]], reduce: bool) -> None:
         reducing = _NONE
         if self.reducer is not None:
             reducing = self._reducing([root for root, _ in starts], reduce)
-        with reducing, BackwardDraws():
+        with reducing, BackwardDraws(), self._explained():
             run_from(starts)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Says of some errors of a backward which layer's forward has caused them."""
+        try:
+            yield
+        except CheckpointError as error:
+            self._runner.check_recomputations()  # names the layer
+            error.add_note(
+                f"a layer of {self} computes something else when it is recomputed than in its "
+                f"forward: leave it out of checkpoint="
+            )
+            raise
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                change = self._runner.state.change_of(str(error))
+                if change is not None:
+                    raise changed_before_backward(change) from error
+            raise
 
     @contextmanager
     def _reducing(self, roots: Sequence[Root], reduce: bool) -> Iterator[None]:
@@ -341,6 +367,14 @@ class Stage:
     def continue_draws(self, microbatch: int, draws: Sequence[int]) -> None:
         """Takes over what the stage before, in another process, has drawn."""
         self._runner.rng.continue_draws(self._runner.first, microbatch, draws)
+
+    def begin_step(self, kind: object, recomputes: bool) -> None:
+        """Begins a step that trains; see `LayerRunner.begin_step`."""
+        self._runner.begin_step(kind, recomputes)
+
+    def check_step(self) -> None:
+        """Compares recomputations; see `LayerRunner.check_recomputations`."""
+        self._runner.check_recomputations()
 
     def clear(self) -> None:
         """Forgets all micro-batches, after a step that failed."""

@@ -412,6 +412,7 @@ class _Run:
 
         with self._as_before(net), _failures(), numbers.entered():
             pipeline = Pipeline(net, self._plan, planned, world, self._options, InlineEngine)
+            pipeline.watches_state = False  # the steps themselves do so
             pipeline.rng.seeds_evaluations = not self._symbolic
             if sample.variant is not None:
                 for stage in pipeline.stages:

@@ -1,0 +1,35 @@
+"""A digest of a tensor's bits, on its device.
+
+`torch.hash_tensor`, an XOR of the words, exists from PyTorch 2.14 on only, and equal words in pairs
+cancel in it. Here each word has an odd factor of its place, so that exchanged words count too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 1 << 20  # elements that are widened to 64 bits at a time
+
+
+@torch.no_grad()
+def digest(tensor: Tensor) -> Tensor | None:
+    """Returns the digest, of shape (1,) or longer; does not wait for the device.
+
+    None: the tensor has no dense memory here, as one that is sparse or on the meta device.
+    """
+    if tensor.is_meta or tensor.layout != torch.strided:
+        return None
+    try:
+        value = tensor.detach().resolve_conj().resolve_neg()
+        if value.is_complex():
+            value = torch.view_as_real(value)
+        words = value.contiguous().view(-1).view(_INTEGERS[value.element_size()])
+        sums = []
+        for part in words.split(_PIECE):
+            factors = torch.arange(1, 2 * len(part), 2, device=part.device) * 0x9E3779B1 | 1
+            sums.append((part.to(torch.int64) * factors).sum())
+        return torch.stack(sums)
+    except (RuntimeError, NotImplementedError, KeyError, TypeError):
+        return None  # a wrapper of other tensors
