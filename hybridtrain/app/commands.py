@@ -85,11 +85,6 @@ Result: TypeAlias = dict[str, Any]
 def train(settings: Settings) -> Result:
     """Trains, or resumes training."""
     config = settings.config
-    if not config.ema or config.output is not None or config.generate is not None:
-        raise ConfigError(
-            "ema=, output= and generate= are keys of evaluate, predict and export: to train "
-            "without an average, leave ema out of callbacks="
-        )
     build_monitors(settings.config, RunDirectory(settings.config))  # refuses what does not fit
     context = setup_run(settings, writes=True)
     config, world, model = context.config, context.world, context.model

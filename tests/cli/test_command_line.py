@@ -190,7 +190,7 @@ def test_a_length_of_the_command_line_replaces_that_of_the_recipe(
         (["--config-dir", "nowhere"], "--config-dir nowhere: there is no such folder"),
         (["--resolve"], "--resolve goes with --cfg job only"),
         (["evaluate", "plan"], "one command at a time, not evaluate and plan"),
-        (["trian"], "there is no command 'trian'; the commands are: train"),
+        (["trian"], "there is no command 'trian': did you mean 'train'?"),
     ],
 )
 def test_what_has_no_effect_is_refused(
