@@ -202,7 +202,7 @@ def dry_run_name(environ: Mapping[str, str]) -> str:
 
 def run(command: str, settings: Settings, quiet: bool = False) -> dict[str, Any]:
     """Runs a command with its settings; returns the values that it has computed."""
-    settings.quiet = quiet
+    settings.quiet |= quiet
     if settings.config.allow_targets:
         _make_working_directory_importable()
     with errors_with_config_keys():

@@ -105,7 +105,7 @@ COMMANDS = {
             "hybridtrain plan recipe=gpt_text_files cluster=h100 cluster.nodes=2",
         ),
         _AUTO,
-        _OF_RUNS,
+        ("--multirun", *_COMMON),
     ),
     "verify": Command(
         "hybridtrain.app.commands:verify",
@@ -115,7 +115,7 @@ COMMANDS = {
         "compares losses, gradients, weights and an evaluation. Exit code 1: they differ.",
         ("hybridtrain verify recipe=digits pipeline.nb_part=4",),
         _AUTO,
-        _OF_RUNS,
+        ("--multirun", *_COMMON),
     ),
     "evaluate": Command(
         "hybridtrain.app.commands:evaluate",
@@ -131,13 +131,11 @@ COMMANDS = {
         "hybridtrain.app.commands:predict",
         _ON_A_RUN,
         "write the model's outputs for samples",
-        "Writes a line for each sample of the evaluation split, or of data.predict_path=: the "
-        "sample's id, the class and the probabilities where class names are known, and the "
-        "model's outputs. " + _CHECKPOINT,
+        "Writes the model's outputs for each sample of the evaluation split, or of the texts of "
+        "data.predict_path=. " + _CHECKPOINT,
         (
             "hybridtrain predict run_name=digits",
-            "hybridtrain predict run_name=pets data.predict_path=new_pictures/",
-            "cat reviews.txt | hybridtrain predict run_name=reviews data.predict_path=-",
+            "hybridtrain predict run_name=reviews data.predict_path=new.csv",
         ),
         ("resume", "ema", "generate", "output"),
         _OF_RUNS,
