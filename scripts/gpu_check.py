@@ -341,17 +341,21 @@ def main() -> int:
     check = Check(options.device, options.small, start + options.seconds)
     check.file, check.facts = options.json, facts
     try:
-        # the parts that come later keep most of the time
+        # the parts that come later keep most of the time, and the speed a third of it
+        reserve = min(150.0, options.seconds / 3)
         exactness(check, until=options.seconds * 0.6)
-        failed, left_out = run_parts(check.devices(1)[0], lambda: check.left - 150, check.add)
+        failed, left_out = run_parts(check.devices(1)[0], lambda: check.left - reserve, check.add)
         check.failed |= bool(failed)
         check.cut_off += left_out
         for part in (host_cost, memory, speed):
+            name = part.__name__.replace("_", " ")
+            if check.left < 0:
+                check.cut_off.append(name)
+                continue
             try:
                 part(check)
             except Exception as error:  # one that fails is a line, not the end
                 check.failed = True
-                name = part.__name__.replace("_", " ")
                 check.add(name, "", "", "", f"FAILED {type(error).__name__}: {str(error)[:300]}")
     except KeyboardInterrupt:  # the time of `gpu_check.sh` is over
         check.failed = True

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks this project on a machine with one or more GPUs: exactness, what only a GPU has, host cost,
-# memory, and the speed of a GPT of 350M parameters. Needs what README names, and prints one table
-# in 8 minutes, which is also in gpu_check.json, as far as it has come.
+# memory, and the speed of a GPT of 350M parameters. Needs PyTorch and what the checks import, and
+# prints one table in 8 minutes, which is also in gpu_check.json, as far as it has come.
 #
 #   scripts/gpu_check.sh                       on GPUs, all stages in one process
 #   scripts/gpu_check.sh --processes 4         a process for each stage (engine=distributed): by NCCL
@@ -28,26 +28,29 @@ python=${PYTHON:-python3}
 "$python" - "$root/pyproject.toml" <<'END'
 import re
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 
-problems = []
 if sys.version_info < (3, 11):
     sys.exit(f"gpu_check: Python {sys.version.split()[0]} is older than 3.11: set PYTHON=")
 import tomllib
 
+try:
+    import scripts.gpu_check
+    import scripts.gpu_processes
+except ModuleNotFoundError as error:
+    sys.exit(f"gpu_check: {error.name} is not installed ({sys.executable}): install it, or set PYTHON=")
+# of the packages that the checks have imported, and of no others
+names = {module.partition(".")[0] for module in sys.modules}
+imported = {name for key, found in packages_distributions().items() if key in names for name in found}
 with open(sys.argv[1], "rb") as file:
     dependencies = tomllib.load(file)["project"]["dependencies"]
+problems = []
 for name, least in (re.match(r"([\w-]+)>=([\d.]+)", one).groups() for one in dependencies):
-    if name == "torchvision":  # not for these checks
+    if name not in imported:
         continue
-    try:
-        found = version(name)
-    except PackageNotFoundError:
-        problems.append(f"{name} is not installed")
-        continue
-    numbers = [[int(n) for n in re.findall(r"\d+", text)[:2]] for text in (found, least)]
+    numbers = [[int(n) for n in re.findall(r"\d+", text)[:2]] for text in (version(name), least)]
     if numbers[0] < numbers[1]:
-        problems.append(f"{name} {found} is older than {least}")
+        problems.append(f"{name} {version(name)} is older than {least}")
 if problems:
     sys.exit(f"gpu_check: {', '.join(problems)} ({sys.executable}): install it, or set PYTHON=")
 END

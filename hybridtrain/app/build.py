@@ -205,7 +205,7 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
         world.on_main(RunLock(directory.path).check)
         if (initial := parse_init_from(config.init_from)) and not store.steps():
             world.on_main(lambda: find_weights(initial["source"]))
-    directory.log_to_files(world.rank)
+    directory.log_to_files(world.rank, settings.quiet)
     for note in settings.notes:
         _log.info("%s", note)
     data = load_data(config, world)

@@ -8,16 +8,17 @@ restarted run would get a new directory.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import re
 import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from hybridtrain.app.command_table import COMMANDS, check_keys, help_of, overview
 from hybridtrain.app.compose import (
     CONFIG_MODULE,
     compose_config,
@@ -32,33 +33,8 @@ from hybridtrain.app.config import errors_with_config_keys, with_new_keys
 from hybridtrain.app.error_report import lasting_streams, report, versions
 from hybridtrain.app.project import with_project
 from hybridtrain.app.resolve import Settings, settle
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.launch import detect, end_with_parent
-
-COMMANDS = (
-    "train",
-    "plan",
-    "verify",
-    "evaluate",
-    "predict",
-    "export",
-    "search",
-    "submit",
-    "results",
-    "report",
-    "new",
-    "smp-config",
-    "measure-machine",
-)
-
-# Commands that take no overrides, and what is said of them with overrides.
-_WITHOUT_OVERRIDES = {
-    "results": "results takes runs, not overrides: hybridtrain results <run_name>...",
-    "report": "report takes runs, not overrides: hybridtrain report <run_name>...",
-    "new": "new takes a folder: hybridtrain new my_project",
-    "measure-machine": "measure-machine comes first and takes no overrides",
-    "smp-config": "smp-config takes a file: hybridtrain smp-config distribution.json",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,70 +49,86 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    from hydra._internal.utils import get_args_parser
-
     if "--version" in arguments:
         print(", ".join(f"{name} {number}" for name, number in versions().items()))
         return 0
-    if arguments[:1] and arguments[0] in _WITHOUT_OVERRIDES:
-        name = arguments[0].replace("-", "_")  # of a module, and of the function in it
-        own = importlib.import_module(f"hybridtrain.app.{name}")
-        code: int = getattr(own, name)(arguments[1:])
+    if not arguments or (arguments[0] in COMMANDS and {"--help", "-h"} & set(arguments)):
+        return _print_on_main(help_of(arguments[0]) if arguments else overview())
+    if arguments[0] in COMMANDS and COMMANDS[arguments[0]].takes == "words":
+        code: int = COMMANDS[arguments[0]].load()(arguments[1:])
         return code
-    dry_run = "--dry-run" in arguments
-    arguments = [word for word in arguments if word != "--dry-run"]
+    dry_run, quiet = "--dry-run" in arguments, bool({"--quiet", "-q"} & set(arguments))
+    arguments = [word for word in arguments if word not in ("--dry-run", "--quiet", "-q")]
+    from hydra._internal.utils import get_args_parser
+
     parsed = get_args_parser().parse_intermixed_args(arguments)
     shows_hydras = parsed.cfg in ("hydra", "all") or parsed.info or parsed.hydra_help
     command, overrides = _command(parsed.overrides)
-    if parsed.help or shows_hydras or parsed.shell_completion:
+    if parsed.help:
+        return _print_on_main(help_of(command) if command in parsed.overrides else overview())
+    if shows_hydras or parsed.shell_completion:
         if parsed.info or parsed.cfg:
             compose_config(overrides, parsed.config_dir)  # for the one-line errors
         flags = [word for word in arguments if word not in parsed.overrides]
-        if (
-            parsed.help or parsed.hydra_help
-        ):  # Hydra sets up the config's logging, with objects that a recipe may name
+        if parsed.help or parsed.hydra_help:
+            # Hydra sets up the config's logging, with objects that a recipe may name
             overrides.append("hydra.hydra_logging.root=null")
         return _show([*overrides, *flags])
     _refuse_what_has_no_effect(parsed, overrides)
-    if dry_run and (command not in ("train", "submit") or (command == "train" and parsed.multirun)):
+    _refuse_flags(command, parsed.multirun, dry_run, quiet)
+    if COMMANDS[command].takes == "words":
         raise ConfigError(
-            f"--dry-run goes with train and submit, and not with {command} or a sweep"
+            f"{command} comes first and takes no overrides: hybridtrain {command} "
+            f"{COMMANDS[command].usage}".rstrip()
         )
-    if command in _WITHOUT_OVERRIDES:
-        raise ConfigError(_WITHOUT_OVERRIDES[command])
+    check_keys(command, given_keys(overrides), by_hand=detect(os.environ).launcher == "single")
     overrides, config_dir = with_project(overrides, parsed.config_dir)
     if any("hydra.searchpath" in override for override in overrides):
         _make_working_directory_importable()  # for pkg://my_project.conf
-    if command == "submit" and not parsed.cfg:
+    if parsed.cfg and not parsed.multirun:
+        composed = compose_settings(overrides, config_dir)
+        return _print_on_main(config_text(composed, parsed.resolve, parsed.package))
+    if command == "submit":
         return _submit(overrides, config_dir, parsed.multirun, dry_run)
-    if command == "search" and not parsed.cfg:
-        from hybridtrain.app.search import search
-
-        return search(overrides, config_dir)
+    if command == "search":
+        searched: int = COMMANDS[command].load()(overrides, config_dir)
+        return searched
     if parsed.multirun:
         from hybridtrain.app.sweep import sweep
 
         return sweep(command, overrides, config_dir, run)
-    if parsed.cfg:
-        composed = compose_settings(overrides, config_dir)
-        text = config_text(composed, parsed.resolve, parsed.package)
-        if detect(os.environ).rank == 0:
-            print(text)
-        return 0
     if dry_run:
         return _try_out(overrides, config_dir)
-    run(command, settle(command, overrides, config_dir))
+    run(command, settle(command, overrides, config_dir), quiet)
     return 0
 
 
+def _print_on_main(text: str) -> int:
+    """Prints on rank 0; returns the exit code."""
+    if detect(os.environ).rank == 0:
+        print(text)
+    return 0
+
+
+def _refuse_flags(command: str, multirun: bool, dry_run: bool, quiet: bool) -> None:
+    """Refuses flags that a command does not follow."""
+    given = {"--multirun": multirun, "--dry-run": dry_run, "--quiet": quiet}
+    for flag in compress(given, given.values()):
+        if flag not in COMMANDS[command].flags:
+            goes_with = [name for name, entry in COMMANDS.items() if flag in entry.flags]
+            raise ConfigError(f"{flag} goes with {', '.join(goes_with)}, not with {command}")
+    if dry_run and multirun and command == "train":
+        raise ConfigError("--dry-run goes with one run, not with a sweep (--multirun)")
+
+
 def _command(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the command among `words`, wherever it stands, and the overrides."""
+    """Returns the command among `words`, wherever it is, and the overrides."""
     commands = [word for word in words if re.fullmatch(r"[A-Za-z][\w-]*", word)]
     for word in commands:
         if word not in COMMANDS:
             raise ConfigError(
-                f"there is no command {word!r}; the commands are: {', '.join(COMMANDS)} (and "
-                f"overrides look like key=value)"
+                f"there is no command {word!r}: {did_you_mean(word, COMMANDS, 'commands')} "
+                f"(and overrides look like key=value)"
             )
     if len(commands) > 1:
         raise ConfigError(f"one command at a time, not {' and '.join(commands)}")
@@ -167,12 +159,12 @@ def _refuse_what_has_no_effect(parsed: argparse.Namespace, overrides: Sequence[s
 
 
 def _submit(overrides: Sequence[str], config_dir: str | None, multirun: bool, dry_run: bool) -> int:
-    from hybridtrain.app.submit import submit  # with torch, which takes a second to import
-
     if "allow_targets" in given_keys(overrides):
         _make_working_directory_importable()
     with errors_with_config_keys():
-        return submit(overrides, config_dir, multirun=multirun, dry_run=dry_run)
+        submit = COMMANDS["submit"].load()  # with torch, which takes a second to import
+        code: int = submit(overrides, config_dir, multirun=multirun, dry_run=dry_run)
+    return code
 
 
 def _try_out(overrides: Sequence[str], config_dir: str | None) -> int:
@@ -211,15 +203,15 @@ def dry_run_name(environ: Mapping[str, str]) -> str:
     return re.sub(r"[^\w.]+", "_", "-".join([".dry_run", *filter(None, words)]))
 
 
-def run(command: str, settings: Settings) -> dict[str, Any]:
-    """Runs a command with its settings; returns what it has found."""
+def run(command: str, settings: Settings, quiet: bool = False) -> dict[str, Any]:
+    """Runs a command with its settings; returns the values that it has computed."""
+    settings.quiet |= quiet
     if settings.config.allow_targets:
         _make_working_directory_importable()
     with errors_with_config_keys():
-        from hybridtrain.app import commands  # with torch, which takes a second to import
-
-        found: dict[str, Any] = getattr(commands, command)(settings)
-    return found
+        function = COMMANDS[command].load()  # with torch, which takes a second to import
+        result: dict[str, Any] = function(settings)
+    return result
 
 
 def _make_working_directory_importable() -> None:
@@ -229,7 +221,7 @@ def _make_working_directory_importable() -> None:
 
 
 def _show(arguments: Sequence[str]) -> int:
-    """Runs Hydra's own `--cfg hydra`, `--help` and the like, on rank 0."""
+    """Runs Hydra's own `--cfg hydra`, `--hydra-help` and the like, on rank 0."""
     if detect(os.environ).rank == 0:
         import hydra
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -39,7 +40,7 @@ from hybridtrain.app.compose import (
     to_yaml,
     with_later,
 )
-from hybridtrain.app.config import AUTO, PipelineConfig, WorldConfig, with_config_keys
+from hybridtrain.app.config import AUTO, Config, PipelineConfig, WorldConfig, with_config_keys
 from hybridtrain.app.error_report import finite, print_result
 from hybridtrain.app.export import AVERAGED
 from hybridtrain.app.export import export as export  # a command, too
@@ -47,6 +48,7 @@ from hybridtrain.app.plan import other_processes_are_missing, plan_alone, plan_f
 from hybridtrain.app.pricing import beside_measured, predict_run, prediction_in_words, utilization
 from hybridtrain.app.resolve import Settings, in_words
 from hybridtrain.app.run_directory import (
+    RESULT,
     RunDirectory,
     checkpoint_to_read,
     checkpoint_to_resume,
@@ -85,11 +87,6 @@ Result: TypeAlias = dict[str, Any]
 def train(settings: Settings) -> Result:
     """Trains, or resumes training."""
     config = settings.config
-    if not config.ema or config.output is not None or config.generate is not None:
-        raise ConfigError(
-            "ema=, output= and generate= are keys of evaluate, predict and export: to train "
-            "without an average, leave ema out of callbacks="
-        )
     build_monitors(settings.config, RunDirectory(settings.config))  # refuses what does not fit
     context = setup_run(settings, writes=True)
     config, world, model = context.config, context.world, context.model
@@ -113,11 +110,20 @@ def train(settings: Settings) -> Result:
         callbacks=[
             *utilization(context),
             *build_callbacks(config, context.directory),
-            *build_monitors(config, context.directory),
+            *build_monitors(_on_terminal(settings, config), context.directory),
         ],
     )
     with writing(context.directory, world):
         return _train(context, trainer)
+
+
+def _on_terminal(settings: Settings, config: Config) -> Config:
+    """Returns the config, without the progress on the terminal if the command is quiet."""
+    if not settings.quiet:
+        return config
+    monitor = copy.copy(config.monitor)
+    monitor.progress = False
+    return replace(config, monitor=monitor)
 
 
 class _Trainer(Trainer):
@@ -167,13 +173,15 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
         _log.info("%s", prediction_in_words(**compared))
         for line in summary["advice"]:
             _log.info("%s", line)
-        _log.info("done: %d steps, %s", trainer.step, _values(summary["eval"]) or "no evaluation")
         _log.info("run directory: %s", directory.path.resolve())
         if config.monitor.report:
             _write_page(directory)
         if config.monitor.tensorboard:
             # the folder above: of a single run's own one TensorBoard calls the run "."
             _log.info("dashboard: tensorboard --logdir %s", directory.path.parent)
+        # last, since it is what most users look for
+        values = _values(summary["eval"]) or "no evaluation"
+        _log.info("done: %d steps, %s", trainer.step, values, extra=RESULT)
     world.close()
     return {"step": trainer.step, **(summary["eval"] or {})}
 

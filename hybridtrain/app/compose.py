@@ -15,7 +15,9 @@ import copy
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from itertools import compress
@@ -385,7 +387,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     try:
         parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise ConfigError(" ".join(str(error).split())) from error
+        raise ConfigError(_unreadable(overrides) or " ".join(str(error).split())) from error
     return parsed
 
 
@@ -455,7 +457,8 @@ def sweep_choices(overrides: Sequence[str], config_dir: str | None = None) -> li
             # Not through hydra.main: within its jobs no further config can be composed.
             return [list(choice) for choice in BasicSweeper.split_arguments(parsed, None)[0]]
         except HydraException as error:
-            raise ConfigError(" ".join(str(error).split())) from error
+            line = _unreadable(overrides) or " ".join(str(error).split())
+            raise ConfigError(line) from error
 
 
 def register_file(override: str) -> str:
@@ -588,12 +591,8 @@ def _wrong_override(error: Exception, overrides: Sequence[str]) -> str | None:
     """Looks for an override that cannot be read, or gives a group a value."""
     loader = GlobalHydra.instance().config_loader()
     for override in overrides:
-        try:
-            OverridesParser.create().parse_override(override)
-        except HydraException as grammar:
-            return (
-                f"cannot read the override {override!r}: {_first_line(grammar)}{_quoted(override)}"
-            )
+        if unreadable := _unreadable([override]):
+            return unreadable
         key, _, value = override.partition("=")
         if not key:
             return f"cannot read the override {override!r}: there is no key before the ="
@@ -605,20 +604,45 @@ def _wrong_override(error: Exception, overrides: Sequence[str]) -> str | None:
     return None
 
 
+def _unreadable(overrides: Sequence[str]) -> str | None:
+    """Returns what is wrong with the first override that Hydra's grammar does not have."""
+    for override in overrides:
+        try:
+            OverridesParser.create().parse_override(override)
+        except HydraException as error:
+            return f"cannot read the override {override!r}: {_first_line(error)}{_quoted(override)}"
+    return None
+
+
 def hydra_quoted(text: str) -> str:
     """Returns `text` as a value that Hydra reads as a string, whatever is in it."""
-    if re.fullmatch(r"[A-Za-z][\w.-]*", text):
+    if re.fullmatch(r"[A-Za-z][\w.-]*", text, re.ASCII):
         return text
     return "'" + re.sub(r"(\\*)'", r"\1\1\\'", text) + "'"
 
 
 def _quoted(override: str) -> str:
-    """Returns how a list of texts with signs that mean something to Hydra is written."""
-    listed = re.fullmatch(r"([\w.]+)=\[([^\[\]\"']+)\]", override)
-    if listed is None:
-        return ""
-    texts = ", ".join(f'"{text.strip()}"' for text in listed[2].split(","))
-    return f"; texts with spaces or signs need quotes: '{listed[1]}=[{texts}]'"
+    """Returns how a text, or a list of texts, with signs that mean something to Hydra is written.
+
+    It is empty where quotes around the value do not make an override of it.
+    """
+    key, sign, value = override.partition("=")
+    forms = [f"{key}={hydra_quoted(value)}"]
+    if listed := re.fullmatch(r"\[([^\[\]\"']+)\]", value):
+        texts = ", ".join(f'"{text.strip()}"' for text in listed[1].split(","))
+        forms.insert(0, f"{key}=[{texts}]")
+    for form in forms if sign and value else ():
+        with suppress(HydraException):
+            OverridesParser.create().parse_override(form)
+            return f"; texts with spaces or signs need quotes: {shell_quoted(form)}"
+    return ""
+
+
+def shell_quoted(word: str) -> str:
+    """Returns a word as a shell takes it, in double quotes where it has single ones."""
+    if "'" in word and not set('"$`\\!') & set(word):
+        return f'"{word}"'
+    return shlex.quote(word)
 
 
 def _unknown_group(error: Exception) -> str | None:

@@ -364,8 +364,9 @@ class Config:
     seed: int = PipelineOptions.seed
     """The seed of the initial weights, the data order and dropout."""
     resume: str | None = "auto"
-    """`auto`: the newest checkpoint in the run directory, if any; `last`: the newest, which must
-    exist; `best`; the path of a checkpoint or of a run directory; or null: none."""
+    """`auto`: the newest checkpoint in the run directory, if any, and for `evaluate`, `predict` and
+    `export` the best, if one is marked; `last`: the newest, which must exist; `best`; the path of a
+    checkpoint or of a run directory; or null: none."""
     allow_changes: bool = False
     """Go on with a run with another model, other data or another seed than it has."""
     init_from: Any = None

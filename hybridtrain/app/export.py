@@ -68,7 +68,7 @@ def export(settings: Settings) -> dict[str, Any]:
     if config.push_to is not None and config.format != "transformers":
         raise ConfigError("push_to= sends what format=transformers writes: set it too")
     directory = RunDirectory(config)
-    directory.log_to_files(0)
+    directory.log_to_files(0, settings.quiet)
     for note in settings.notes:
         _log.info("%s", note)
     checkpoint = checkpoint_to_read(config.resume, CheckpointStore(directory.checkpoints), World())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -639,17 +640,26 @@ _MOST_RUNS = 50
 
 
 def measure_machine(words: Sequence[str] = ()) -> int:
-    """Measures this machine for about a minute and writes what `cluster=this-machine` reads.
+    """Measures this machine and writes what `cluster=this-machine` reads; returns the exit code.
 
     Rates are those that are reached, so that the shares of them are 1. Links between nodes cannot
     be measured on one: `cluster.network_bytes_per_s=` sets them.
 
+    Args:
+        words: of the command line: `seconds=` of each measurement.
+
     Raises:
         ConfigError: there are other words on the command line, or the file cannot be written.
     """
-    if words:
-        raise ConfigError(f"measure-machine takes no {words[0]!r}: it measures this machine alone")
-    found = measured()
+    seconds = _SECONDS
+    for word in words:
+        number = re.fullmatch(r"seconds=(\d+\.?\d*|\.\d+)", word)
+        if number is None:
+            raise ConfigError(
+                f"measure-machine takes seconds= (of each measurement) only, not {word!r}"
+            )
+        seconds = float(number[1])
+    found = measured(seconds)
     Machine(**{name: value for name, value in found.items() if name != "costs"})  # checks it
     path = measured_file()
     try:

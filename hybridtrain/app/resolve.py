@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from hybridtrain.app import instantiate
+from hybridtrain.app.command_table import check_changes
 from hybridtrain.app.compose import (
     compose_settings,
     from_environment,
@@ -194,6 +195,7 @@ class Settings:
         kept: what the recipe on the command line says otherwise than the run.
         notes: lines for the log.
         config_dir: of the command line, a folder with more groups and options.
+        quiet: the terminal shows warnings, errors and the result only.
     """
 
     config: Config
@@ -205,6 +207,7 @@ class Settings:
     kept: list[Change] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     config_dir: str | None = None
+    quiet: bool = False
 
 
 def settle(
@@ -264,6 +267,11 @@ def settle(
             setattr(settings.config, key, getattr(settings.of_run, key))
     if command == "train" and begun and "init_from" in {key.partition(".")[0] for key in keys}:
         _refuse_other_weights(run, settings)
+    changed = {change.key: _shown(change.of_run) for change in settings.changes}
+    began = settings.of_run.init_from if settings.of_run is not None else None
+    if "init_from" in keys and settings.config.init_from != began:
+        changed["init_from"] = _shown(began)
+    check_changes(command, changed)
     if begun and not settings.config.allow_changes:
         _refuse_another_identity(run, settings.changes)
     if "recipe" in keys and not _is_file(str(named.recipe), run / "config.yaml"):

@@ -68,10 +68,11 @@ class RunLog:
     """Sends the log of this process to `folder`, once it is there, and on rank 0 to the terminal.
 
     What is logged before is kept, so that a run that fails early leaves no folder, and the log of
-    another has its first lines too.
+    another has its first lines too. With `quiet` the terminal has only warnings and the lines that
+    are logged with `RESULT`.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, quiet: bool = False) -> None:
         self._path = folder / f"rank_{rank:03d}.log"
         self._early: MemoryHandler | None = MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1)
         root = logging.getLogger()
@@ -86,6 +87,10 @@ class RunLog:
             terminal.addFilter(lambda record: record.name != _FILE_ONLY)
             terminal.addFilter(_name_config_keys)
             terminal.addFilter(_escape)
+            if quiet:
+                terminal.addFilter(
+                    lambda record: record.levelno > logging.INFO or _is_result(record)
+                )
             root.addHandler(terminal)
         logging.captureWarnings(True)
         if folder.is_dir():
@@ -110,6 +115,14 @@ class RunLog:
         early.flush()
         early.setTarget(None)
         root.addHandler(file)
+
+
+RESULT = {"result": True}
+"""The `extra` of the line that a quiet run shows."""
+
+
+def _is_result(record: logging.LogRecord) -> bool:
+    return getattr(record, "result", False)
 
 
 def _name_config_keys(record: logging.LogRecord) -> bool:
@@ -223,12 +236,12 @@ class RunDirectory:
         except OSError as error:
             _log.warning("the evaluation is not in evaluations.jsonl: %s", error)
 
-    def log_to_files(self, rank: int) -> None:
+    def log_to_files(self, rank: int, quiet: bool = False) -> None:
         """Sends the log of this process to its own file and, on rank 0, to the terminal too.
 
         The file is there once the directory is.
         """
-        self._log_file = RunLog(self.path / "logs", rank)
+        self._log_file = RunLog(self.path / "logs", rank, quiet)
 
     def _write(self, name: str, text: str) -> None:
         try:
@@ -332,13 +345,23 @@ def checkpoint_to_read(resume: str | None, store: CheckpointStore, world: World)
     """
     if resume is None:
         raise ConfigError("resume=null: set it to auto, or to the path of a checkpoint")
-    checkpoint = world.broadcast(world.on_main(lambda: _named_or_newest(resume, store)))
+    checkpoint = world.broadcast(world.on_main(lambda: _best_or_named(resume, store)))
     if checkpoint is None:
         raise CheckpointError(
             f"there is no checkpoint in {store.root}: train first, or set run_name or "
             f"resume=<path of a checkpoint>"
         )
     return checkpoint
+
+
+def _best_or_named(resume: str, store: CheckpointStore) -> Path | None:
+    """Returns the best checkpoint for `auto`, if one is marked; else see `_named_or_newest`."""
+    mark = store.best_mark() if resume == "auto" else None
+    best = None if mark is None else store.best()
+    if best is None:
+        return _named_or_newest(resume, store)
+    _log.info("checkpoint: %s, the best of the run (resume=last: the newest)", best)
+    return best
 
 
 def _named_or_newest(resume: str, store: CheckpointStore) -> Path | None:

@@ -160,6 +160,7 @@ def sweep(command: str, overrides: Sequence[str], config_dir: str | None, run: R
             settings = settle(command, point.overrides, config_dir, point.run_name)
             if command == "train" and settings.config.monitor.group is None:
                 settings.config.monitor.group = planned.path.name
+            settings.quiet = command == "train"  # one line for each run; its log has the others
             result = run(command, settings)
         except Exception as error:
             code = report_and_go_on(error)

@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -190,7 +191,7 @@ def test_a_length_of_the_command_line_replaces_that_of_the_recipe(
         (["--config-dir", "nowhere"], "--config-dir nowhere: there is no such folder"),
         (["--resolve"], "--resolve goes with --cfg job only"),
         (["evaluate", "plan"], "one command at a time, not evaluate and plan"),
-        (["trian"], "there is no command 'trian'; the commands are: train"),
+        (["trian"], "there is no command 'trian': did you mean 'train'?"),
     ],
 )
 def test_what_has_no_effect_is_refused(
@@ -402,3 +403,20 @@ def test_training_goes_on_when_nobody_reads_its_output() -> None:
     assert Path("outputs/digits/summary.json").exists()
     log = Path("outputs/digits/logs/rank_000.log").read_text()
     assert re.findall(r"step (\d)/2  loss", log) == ["1", "2"]
+
+
+@pytest.mark.parametrize("value", ["données.csv", "a=b", "a#b", "~a", "a(b", "it's (a)", "a b=c"])
+def test_an_override_that_hydra_cannot_read_is_shown_as_it_must_be_typed(value: str) -> None:
+    try:
+        compose_config(["recipe=digits", f"output_dir={value}"])
+    except ConfigError as error:
+        (typed,) = shlex.split(str(error).partition("need quotes: ")[2])
+        assert compose_config(["recipe=digits", typed]).output_dir == value
+    else:
+        assert compose_config(["recipe=digits", f"output_dir={value}"]).output_dir == value
+
+
+def test_a_quiet_run_prints_its_result_only(capfd: pytest.CaptureFixture[str]) -> None:
+    said = succeed(capfd, *QUICK, "lr_schedule.warmup_steps=0", "--quiet")
+    assert re.fullmatch(r"done: 2 steps, loss \S+  accuracy \S+\n", said)
+    assert "run directory" in Path("outputs/digits/logs/rank_000.log").read_text()

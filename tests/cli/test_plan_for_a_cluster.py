@@ -14,6 +14,7 @@ from support.cases import thinned
 from support.launch import SMALL
 
 from hybridtrain.app import pricing
+from hybridtrain.app.cli import main
 from hybridtrain.app.config import ClusterConfig
 from hybridtrain.planning import LayerCost
 from hybridtrain.planning.cost_table import given_costs
@@ -231,9 +232,8 @@ def test_a_machine_that_cannot_be_priced_is_one_line(keys, told, tmp_path, monke
 def test_measure_machine_writes_what_this_machine_reads(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(pricing, "_SECONDS", 0.0)
-    monkeypatch.setattr(pricing.measured, "__defaults__", (0.0,))
-    assert pricing.measure_machine() == 0
+    assert main(["measure-machine", "seconds=0"]) == 0
+    capfd.readouterr()
     written = yaml.safe_load((tmp_path / "hybridtrain/this-machine.yaml").read_text())
     assert set(written) <= set(vars(ClusterConfig()))
     told = succeed(capfd, "plan", *SMALL, "cluster=this-machine")

@@ -121,4 +121,4 @@ def test_results_are_found_by_name_and_by_folder(
     assert "done" in tables[0]
     assert "there is neither a folder other nor a run" in fail(capfd, "results", "other")
     assert "usage: hybridtrain results" in fail(capfd, "results")
-    assert "results takes runs, not overrides" in fail(capfd, "seed=1", "results")
+    assert "results comes first and takes no overrides" in fail(capfd, "seed=1", "results")

@@ -251,3 +251,17 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_from_scratch(
     said = succeed(capfd, *SMALL, "trainer.steps=1")
     assert "this run has trained before" in said
     assert "It starts from scratch" in said
+
+
+def test_evaluate_takes_the_best_checkpoint_where_one_is_marked_and_says_so(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    succeed(capfd, *SMALL, "trainer.steps=2", "checkpoint.best=loss")
+    mark = Path("outputs/digits/checkpoints/best.json")
+    succeed(capfd, *SMALL, "trainer.steps=4", "trainer.eval_every=4", "checkpoint.best=loss")
+    values = json.loads(mark.read_text())
+    mark.write_text(json.dumps({**values, "step": 2}))
+    said = succeed(capfd, "evaluate", "run_name=digits")
+    assert "the best of the run (resume=last: the newest)\n" in said
+    assert "step 2: loss" in said
+    assert "step 4: loss" in succeed(capfd, "evaluate", "run_name=digits", "resume=last")

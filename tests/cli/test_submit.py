@@ -431,11 +431,17 @@ def test_what_sbatch_refuses_is_one_line(
     )
 
 
-@pytest.mark.parametrize("words", [["evaluate"], ["-m", "seed=1,2"]])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evaluate"], "--dry-run goes with train, submit, not with evaluate"),
+        (["-m", "seed=1,2"], "--dry-run goes with one run, not with a sweep"),
+    ],
+)
 def test_dry_run_is_for_train_and_submit_alone(
-    words: list[str], capfd: pytest.CaptureFixture[str]
+    words: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert "--dry-run goes with train and submit" in fail(capfd, *words, *DIGITS, "--dry-run")
+    assert message in fail(capfd, *words, *DIGITS, "--dry-run")
 
 
 def test_a_job_is_submitted_by_one_process(

@@ -43,7 +43,7 @@ def test_a_run_of_two_processes_prints_once_and_resumes_in_one_process(
     assert ended["samples"] == 4 * 32  # data.batch_size is over all replicas
     assert ended["eval"]["samples"] == 355  # an odd number, and each digit counted once
 
-    assert main(["evaluate", *QUICK]) == 0
+    assert main(["evaluate", *QUICK, "trainer.steps=4"]) == 0
     alone = re.search(
         r"step 4: loss (\S+)  accuracy (\S+)  \(355 samples\)", capfd.readouterr().err
     )

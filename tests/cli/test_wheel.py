@@ -10,6 +10,8 @@ import pytest
 import yaml
 from support.launch import SMALL, environment
 
+from hybridtrain.app.command_table import COMMANDS
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hybridtrain"
 
@@ -107,10 +109,39 @@ def test_the_recipe_digits_trains_in_an_empty_folder_on_the_data_of_the_wheel(
 def test_the_wheel_has_the_console_script_and_the_types(installed: Path) -> None:
     helped = run(installed, str(installed / "bin" / "hybridtrain"), "--help")
     recipes = ", ".join(sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
-    assert f"recipe: {recipes}" in helped.stdout
+    assert f"recipe: {recipes}" in " ".join(helped.stdout.split())
     assert (installed / "hybridtrain" / "py.typed").is_file()
     for name in ("digits.md", "digits.csv.gz"):
         assert (installed / "hybridtrain" / "datasets" / name).is_file()
+
+
+HELP_OF_EACH = """
+from hybridtrain.app.cli import main
+from hybridtrain.app.command_table import COMMANDS
+for name, command in COMMANDS.items():
+    command.load()
+    assert main([name, "--help"]) == 0
+"""
+
+
+def test_each_command_of_the_wheel_is_there_and_has_help(installed: Path) -> None:
+    hook = "\n".join(WITHOUT_THE_CHECKOUT.strip().splitlines()[:2])
+    helped = run(installed, "-c", f"{hook}\n{HELP_OF_EACH}").stdout
+    for name in COMMANDS:
+        assert f"usage: hybridtrain {name}" in helped
+
+
+def test_measure_machine_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    script = str(installed / "bin" / "hybridtrain")
+    done = subprocess.run(
+        [sys.executable, script, "measure-machine", "seconds=0"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment({"PYTHONPATH": str(installed), "XDG_CACHE_HOME": str(tmp_path)}),
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "hybridtrain" / "this-machine.yaml").read_text() in done.stdout
 
 
 def test_the_version_is_written_in_one_place(installed: Path) -> None:
