@@ -23,7 +23,7 @@ from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
 
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
-# what wrappers put before the names, and where other libraries put the weights in a file
+# the beginnings that wrappers give to names, and where other libraries put the weights in a file
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 _KEYS = ("state_dict", "model_state_dict", "model")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")

@@ -232,3 +232,30 @@ def test_an_export_has_the_names_of_classes_and_the_special_tokens_of_its_tokeni
     assert net.config.bos_token_id is None
     net.load_state_dict(load_file(file))  # with both names of the tied weights
     assert torch.equal(net.lm_head.weight, net.transformer.wte.weight)
+
+
+def test_a_key_of_the_recipe_for_another_model_is_left_out_with_a_line(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    write_images("pets", {"train": 4, "val": 2})
+    own = [word for word in IMAGES if not word.startswith("model")]
+    said = succeed(capfd, *own, "trainer.steps=1", "model=basicnet")
+    assert "model.name=vit_b_16 is left out: hybridtrain.models.basicnet does not take it" in said
+
+
+def test_a_checkpoint_of_lightning_gives_its_weights_and_an_error_of_pytorch_has_no_escapes(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    import torch
+
+    from hybridtrain.models import basicnet
+
+    state = basicnet(10, 8, 1).state_dict()
+    torch.save({"state_dict": {f"model.{k}": v for k, v in state.items()}}, "lightning.ckpt")
+    run = ["recipe=digits", "world.devices=cpu", "trainer.steps=1", "run_name=digits"]
+    said = succeed(capfd, *run, "init_from=lightning.ckpt")
+    assert f"{len(state)} tensors loaded, by their names without 'model.'" in said
+    torch.save({"state_dict": state, "more": Path("x")}, "pickled.ckpt")
+    message = fail(capfd, *run[:-1], "run_name=other", "init_from=pickled.ckpt")
+    assert "holds more than tensors" in message
+    assert "\x1b" not in message
