@@ -96,11 +96,12 @@ def _unreadable(key: str, path: str, exists: bool, error: Exception) -> DataErro
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    if isinstance(cause, PermissionError):
+    cache = str(datasets.config.HF_DATASETS_CACHE)
+    place = str(getattr(cause, "filename", None) or "")
+    if place and (cache.startswith(place) or place.startswith(cache)):
         return DataError(
             f"{key}={path}: the library datasets keeps its cache in "
-            f"{datasets.config.HF_DATASETS_CACHE}, which cannot be written ({cause}): set HF_HOME= "
-            f"to a folder that can"
+            f"{cache}, which cannot be written ({cause}): set HF_HOME= to a folder that can"
         )
     reason = " ".join(str(cause).split())[:300]
     where = "" if exists else " is neither here nor can it be had from the Hub: it"

@@ -26,6 +26,8 @@ TASKS = {
 # the names of tables of absolute positions
 _OF_POSITIONS = re.compile(r"(^|[.])(wpe|(embed_)?positions?(_embed(dings?)?)?)$")
 
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -147,7 +149,7 @@ def _take_special_tokens(
     if pad_index is not None:
         ids["pad_token_id"] = pad_index
     size = getattr(config, "vocab_size", None)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id"):
+    for name in _SPECIAL_TOKENS:
         now = getattr(config, name, None)
         if name in given or (isinstance(now, list) and ids.get(name) in now):
             continue
@@ -185,10 +187,16 @@ def _from_settings(
     if kind is None:
         raise ConfigError("config= needs a model_type, such as bert or gpt2")
     check_choice("config.model_type", kind, known)
-    of_data = {} if vocab_size is None else {"vocab_size": vocab_size}
+    of_data: dict[str, Any] = {} if vocab_size is None else {"vocab_size": vocab_size}
     default = transformers.AutoConfig.for_model(kind)
     if unknown := [key for key in settings if not hasattr(default, key)]:
         raise ConfigError(f"config.{unknown[0]}: a model of type {kind} has no such setting")
+    # ids of the default vocabulary, which `_take_special_tokens` replaces
+    size = settings.get("vocab_size", vocab_size)
+    for name in _SPECIAL_TOKENS:
+        token = getattr(default, name, None)
+        if isinstance(size, int) and isinstance(token, int) and token >= size:
+            of_data[name] = None
     return transformers.AutoConfig.for_model(kind, **{**of_data, **settings, **labels})
 
 
