@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, check_choice
 
 IGNORED = -100
 """The target that PyTorch's losses leave out, and `Accuracy`."""
@@ -38,6 +38,34 @@ class Metric(Protocol):
         """Returns the metric and those that it is made of."""
 
 
+def direction(key: str, value: str, metric: Any, mode: str | None) -> str:
+    """Returns `min` or `max`: whether the smallest or the largest value of an evaluation is best.
+
+    This is the only place that decides it. A `mode` decides; the loss is best where it is smallest;
+    a metric says it by `higher_is_better`, as those of torchmetrics do.
+
+    Args:
+        key: of `mode`, for the message, such as `best_mode`.
+        value: `loss`, or the name of a metric.
+        metric: of that name, or its class; None: the loss, or it is not known.
+        mode: `min`, `max` or None.
+
+    Raises:
+        ConfigError: the mode is neither, or has to be given.
+    """
+    if mode is not None:
+        check_choice(key, mode, ("min", "max"))
+        return mode
+    if value == "loss":
+        return "min"
+    higher = getattr(metric, "higher_is_better", None)
+    if not isinstance(higher, bool):
+        raise ConfigError(
+            f"{value} does not say whether a larger value is better: set {key}=min or {key}=max"
+        )
+    return "max" if higher else "min"
+
+
 class Accuracy(nn.Module):
     """The share of predictions that are right; NaN without any. Targets of -100 are left out.
 
@@ -49,6 +77,7 @@ class Accuracy(nn.Module):
         dist_sync_fn: given a tensor of counts, returns those of all replicas; None: there is one.
     """
 
+    higher_is_better = True
     counts: Tensor
 
     def __init__(self) -> None:
@@ -82,6 +111,7 @@ class Perplexity(nn.Module):
         dist_sync_fn: given a tensor of sums, returns those of all replicas; None: there is one.
     """
 
+    higher_is_better = False
     sums: Tensor
 
     def __init__(self) -> None:

@@ -370,8 +370,10 @@ class TrainerOptions:
     best: str | None = None
     """A value of the evaluation, `loss` or the name of a metric, whose best step is saved as well
     and never removed; None: none."""
-    best_mode: str = "min"
-    """`min` if the smallest value is best, `max` if the largest is."""
+    best_mode: str | None = None
+    """`min` if the smallest value is best, `max` if the largest is; None: by the value: the loss
+    and perplexity are best where they are smallest, accuracy where it is largest, and metrics of
+    torchmetrics say it themselves."""
     timeline_every: int | None = None
     """Steps between two timelines of the stages; None: only at the end."""
 
@@ -393,7 +395,8 @@ class TrainerOptions:
                 raise ConfigError(f"{name}={value} must be positive")
         if type(self.eval_first) is not bool:
             raise ConfigError(f"eval_first={self.eval_first} must be true or false")
-        check_choice("best_mode", self.best_mode, ("min", "max"))
+        if self.best_mode is not None:
+            check_choice("best_mode", self.best_mode, ("min", "max"))
         seconds(self.max_time)
 
     @property

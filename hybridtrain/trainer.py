@@ -160,7 +160,7 @@ class Trainer:
         self._interruptions = Interruptions(
             self.world, self.options.max_seconds, self.options.checkpoint_every_minutes
         )
-        values = None if evaluation is None else ("loss", *self.metrics)
+        values = None if evaluation is None else {"loss": None, **self.metrics}
         self._best = BestCheckpoint(self.options.best, self.options.best_mode, values)
         self._checkpoints = RunCheckpoints(self._best)
         # the last evaluation, and its step

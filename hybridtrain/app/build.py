@@ -209,6 +209,9 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     for note in settings.notes:
         _log.info("%s", note)
     data = load_data(config, world)
+    _log.info("%s", data)
+    if data.without_samples:
+        _log.warning("no training sample has the class %s", ", ".join(data.without_samples[:8]))
     config = chosen(settings, config, data, world, options.pipeline.optimizer_tensors_per_param)
     if settings.config.data.get("batch_size") == AUTO:
         config = with_largest_batch(config, data, world, options)

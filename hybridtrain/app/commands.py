@@ -41,6 +41,12 @@ from hybridtrain.app.compose import (
     with_later,
 )
 from hybridtrain.app.config import AUTO, Config, PipelineConfig, WorldConfig, with_config_keys
+from hybridtrain.app.data_record import (
+    check_same_classes,
+    record_of,
+    refuse_other_data,
+    say_other_data,
+)
 from hybridtrain.app.error_report import finite, print_result
 from hybridtrain.app.export import AVERAGED
 from hybridtrain.app.export import export as export  # a command, too
@@ -113,6 +119,7 @@ def train(settings: Settings) -> Result:
             *build_monitors(_on_terminal(settings, config), context.directory),
         ],
     )
+    trainer.dataset = record_of(context.data)
     with writing(context.directory, world):
         return _train(context, trainer)
 
@@ -127,6 +134,13 @@ def _on_terminal(settings: Settings, config: Config) -> Config:
 
 
 class _Trainer(Trainer):
+    dataset: Mapping[str, Any]
+    """The record of the data, which goes into each checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the progress of the run, and the record of its data."""
+        return {**super().state_dict(), "dataset": dict(self.dataset)}
+
     @property
     def advice(self) -> list[str]:
         """The advice in the keys of the command line."""
@@ -143,6 +157,8 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
     if checkpoint is None and (initial := parse_init_from(config.init_from)) is not None:
         init_from(context.model, **initial)
     if checkpoint is not None:
+        allow = config.allow_changes
+        world.on_main(lambda: refuse_other_data(checkpoint, context.data, allow))
         trainer.resume(checkpoint)
         _log.info("resumed from %s, at step %d of %d", checkpoint, trainer.step, total_steps)
     if trainer.finished:
@@ -360,6 +376,8 @@ def _trained(
     if loader is None:
         raise ConfigError(f"data._target_={config.data['_target_']} has no evaluation split")
     checkpoint = checkpoint_to_read(config.resume, context.store, context.world)
+    context.world.on_main(lambda: check_same_classes(checkpoint, context.data))
+    context.world.on_main(lambda: say_other_data(checkpoint, context.data))
     saved = restore_checkpoint(checkpoint, context.model, evaluated=config.ema)
     if saved.get("averaged"):
         _log.info(AVERAGED)
@@ -384,6 +402,8 @@ def _write_config(context: RunContext) -> None:
     if settings.of_run is not None and context.store.steps():
         config.resume = settings.of_run.resume  # where the run has begun
         config.init_from = settings.of_run.init_from
+    if "classes" in config.data and (classes := context.data.metadata.get("classes")):
+        config.data = {**config.data, "classes": list(classes)}  # what the numbers stand for
     overrides = settings.overrides
     if settings.of_run is not None:
         overrides = with_later(read_overrides(context.directory.path), overrides)

@@ -22,7 +22,9 @@ from hybridtrain.callbacks import CALLBACKS, Callback
 from hybridtrain.data import DataSplits
 from hybridtrain.errors import ConfigError, DataError, UserError, check_choice
 from hybridtrain.losses import LOSSES, METRICS, LossFn, resolve
+from hybridtrain.metrics import direction
 from hybridtrain.model import HybridModel
+from hybridtrain.models import loss_of_model
 from hybridtrain.monitor import MONITORS
 from hybridtrain.param_groups import (
     CombinedOptimizer,
@@ -99,8 +101,20 @@ def build_model(config: Config, data: DataSplits) -> nn.Module:
     """Returns the model, with what the data know for those of its arguments that have no key.
 
     Raises:
-        ConfigError: the target is not allowed or gives no module, or a key does not fit it.
+        ConfigError: the target is not allowed or gives no module, a key does not fit it, or a size
+            that a key sets is too small for the data.
     """
+    for name in ("num_classes", "vocab_size", "max_len", "seq_len", "pad_index"):
+        value, of_data = config.model.get(name), data.metadata.get(name)
+        if not isinstance(value, int) or not isinstance(of_data, int):
+            continue
+        if value != of_data if name == "pad_index" else value < of_data:
+            is_padding = name == "pad_index"
+            raise ConfigError(
+                f"model.{name}={value} does not fit the data, which "
+                + (f"is padded with {of_data}" if is_padding else f"needs {of_data}")
+                + f": leave model.{name}= out to take it from the data"
+            )
     return instantiate.build(
         "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
     )
@@ -109,6 +123,7 @@ def build_model(config: Config, data: DataSplits) -> nn.Module:
 def build_loss(config: Config) -> LossFn:
     """Returns the loss function that `trainer.loss` names or describes.
 
+    Without one it is the loss for what the model returns, see `hybridtrain.models.returns`.
     A `_target_` is a class, such as `torch.nn.CrossEntropyLoss`; a function that makes a loss
     function; or itself a `loss_fn(output, targets)`, whose other arguments are the other keys.
 
@@ -116,6 +131,9 @@ def build_loss(config: Config) -> LossFn:
         ConfigError: the name is unknown, or the target is not allowed or does not fit its keys.
     """
     chosen = config.trainer.loss
+    if chosen is None:
+        model = instantiate.resolve("model", config.model.get("_target_"), config.allow_targets)
+        chosen = loss_of_model(model, config.model)
     if not isinstance(chosen, Mapping):
         check_choice("trainer.loss", chosen, LOSSES)
         return LOSSES[chosen]
@@ -186,6 +204,32 @@ def build_metrics(config: Config, loss_fn: LossFn) -> dict[str, Any]:
         else METRICS[metric]()
         for name, metric in chosen.items()
     }
+
+
+def direction_of(
+    key: str, value: str, mode: str | None, metrics: Any, allow: Sequence[str] = ()
+) -> str:
+    """Returns `min` or `max` for a value of the evaluation, by the metrics that a config has.
+
+    Args:
+        key: of `mode`, for the message.
+        value: `loss`, or the name of a metric.
+        mode: of the config.
+        metrics: `trainer.metrics` of the config.
+        allow: see `instantiate.build`.
+
+    Raises:
+        ConfigError: see `hybridtrain.metrics.direction`; or the metric's target is not allowed.
+    """
+    names = metrics if isinstance(metrics, Mapping) else {}
+    described = names.get(value, value)
+    metric: Any = (
+        METRICS[described]() if isinstance(described, str) and described in METRICS else None
+    )
+    if isinstance(described, Mapping) and mode is None:
+        where = f"trainer.metrics.{value}"
+        metric = instantiate.resolve(where, described.get("_target_"), allow)
+    return direction(key, value, metric, mode)
 
 
 def build_model_optimizer(

@@ -557,6 +557,10 @@ def _leftovers(
     for group in OPEN_GROUPS:
         given = {key.split(".")[1] for key in keys if key.startswith(f"{group}.")}
         in_recipe = of_recipe.get(group)
+        if group in keys and isinstance(in_recipe, dict) and "_target_" not in given:
+            # keys that the recipe has for the option that was replaced
+            leftovers[group] = [key for key in in_recipe if key not in given]
+            continue
         if "_target_" not in given:
             if not isinstance(in_recipe, dict) or "_target_" not in in_recipe or group in keys:
                 continue

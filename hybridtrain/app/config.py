@@ -197,9 +197,11 @@ class TrainerConfig(Group):
     `CUBLAS_WORKSPACE_CONFIG` if it is not set."""
     tf32: bool = False
     """Let GPUs multiply fp32 matrices, and convolve, in TF32."""
-    loss: Any = "cross_entropy"
+    loss: Any = None
     """`cross_entropy`, `nll`, `mse`; `model_output` for the model's own `output.loss`; or a mapping
-    such as `{_target_: torch.nn.CrossEntropyLoss, label_smoothing: 0.1}`."""
+    such as `{_target_: torch.nn.CrossEntropyLoss, label_smoothing: 0.1}`. null: the loss that fits
+    what the model returns: `cross_entropy` for logits, `nll` for log-probabilities, `mse` for the
+    values of a regression."""
     metrics: Any = None
     """Names of metrics, or a mapping such as `{f1: {_target_:
     torchmetrics.classification.MulticlassF1Score, num_classes: 10}}`; null: accuracy, where there
@@ -321,7 +323,7 @@ class SearchConfig(Group):
     metric: str | None = None
     """A value of the evaluation; null: `checkpoint.best`, or `loss`."""
     mode: str | None = None
-    """`min` or `max`; null, with `metric` null as well: `checkpoint.best_mode`."""
+    """`min` or `max`; null: as in `checkpoint.best_mode`."""
     sampler: str = "tpe"
     """Optuna's sampler: `tpe`, by what came of earlier trials, or `random`."""
     pruner: str | None = "median"

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from hybridtrain import __version__
 from hybridtrain.app.components import build_model, load_data
 from hybridtrain.app.config import Config
+from hybridtrain.app.data_record import check_same_classes
 from hybridtrain.app.error_report import print_result
 from hybridtrain.app.resolve import Settings
 from hybridtrain.app.run_directory import RunDirectory, checkpoint_to_read
@@ -32,6 +33,7 @@ from hybridtrain.checkpoint import (
     step_of,
     verify,
     with_average,
+    without_aliases,
     write_weights,
 )
 from hybridtrain.data import example_batch
@@ -80,7 +82,7 @@ def export(settings: Settings) -> dict[str, Any]:
     path = directory.path / "export" / f"{checkpoint.name}{FORMATS[config.format]}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _WRITE[config.format](path, state, config)
+        _WRITE[config.format](path, state, config, checkpoint)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error}") from error
     if average:
@@ -139,14 +141,26 @@ def _push(folder: Path, name: str, card: str) -> None:
     _log.info("sent to %s", made)
 
 
-def _write_torch(path: Path, state: Mapping[str, Any], config: Config) -> None:
+def _write_safetensors(
+    path: Path, state: Mapping[str, Any], config: Config, checkpoint: Path
+) -> None:
+    """Writes all names of a tied tensor, so that `load_state_dict(load_file(path))` has them."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    aliases = without_aliases(tensors)[1]
+    write_weights(path, {**state, **{name: state[name].clone() for name in aliases}})
+
+
+def _write_torch(path: Path, state: Mapping[str, Any], config: Config, checkpoint: Path) -> None:
     with atomic_file(path) as file:
         torch.save(dict(state), file)
 
 
-def _write_transformers(folder: Path, state: Mapping[str, Any], config: Config) -> None:
+def _write_transformers(
+    folder: Path, state: Mapping[str, Any], config: Config, checkpoint: Path
+) -> None:
     """Writes config.json, safetensors in shards, and the tokenizer of the data if it has one."""
     data = load_data(config, World())
+    check_same_classes(checkpoint, data)
     with torch.device("meta"):
         net: Any = build_model(config, data)
     if not hasattr(net, "save_pretrained"):
@@ -162,7 +176,7 @@ def _write_transformers(folder: Path, state: Mapping[str, Any], config: Config) 
             data.tokenizer.save_pretrained(new)
 
 
-def _write_program(path: Path, state: Mapping[str, Any], config: Config) -> None:
+def _write_program(path: Path, state: Mapping[str, Any], config: Config, checkpoint: Path) -> None:
     """Writes what `torch.export.load` reads; its inputs may have any number of samples."""
     data = load_data(config, World())
     net = build_model(config, data)
@@ -196,8 +210,8 @@ def _exported(net: nn.Module, inputs: Any) -> Any:
         ) from error
 
 
-_WRITE: dict[str, Callable[[Path, Mapping[str, Any], Config], None]] = {
-    "safetensors": lambda path, state, _: write_weights(path, state),
+_WRITE: dict[str, Callable[[Path, Mapping[str, Any], Config, Path], None]] = {
+    "safetensors": _write_safetensors,
     "torch": _write_torch,
     "transformers": _write_transformers,
     "torch_export": _write_program,

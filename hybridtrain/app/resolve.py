@@ -159,6 +159,8 @@ def differences(of_run: Config, other: Config) -> Iterator[Change]:
             continue
         one, two = raw_before.get(key, _MISSING), raw_after.get(key, _MISSING)
         nothing = (None, _MISSING)  # a null argument and none at all are the same
+        if key == "data.classes" and two in nothing:
+            continue  # the run has written the names that it found
         if one != two and not (one in nothing and two in nothing):
             yield Change(key, before.get(key, _MISSING), after.get(key, _MISSING))
 
@@ -344,6 +346,8 @@ def _on_top_of(
     config.pipeline = with_auto_replaced(config.pipeline, of_run.pipeline)
     if config.data.get("batch_size") == AUTO:
         config.data["batch_size"] = of_run.data["batch_size"]
+    if "classes" in config.data and "data.classes" not in keys:
+        config.data["classes"] = config.data["classes"] or of_run.data.get("classes")
     leftovers = {
         group: [key for key in getattr(config, group) if key in names]
         for group, names in leftovers.items()

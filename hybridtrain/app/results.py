@@ -149,19 +149,31 @@ def best_run(
 ) -> str | None:
     """Returns the name, value and command of the best of several runs; None: it is not known.
 
-    The best is that by `order`, such as `-accuracy`, if that is a result; or by `checkpoint.best`;
-    or the one with the smallest loss. The command has the folder of options `config_dir`.
+    The best is the one by `order`, such as `-accuracy`, if that is a result; or by
+    `checkpoint.best`; or the one with the smallest loss. Whether the largest or the smallest value
+    is best is up to the value; `order` decides for a metric that does not say it. The command has
+    the folder of options `config_dir`.
     """
-    options: dict[str, Any] = next(
-        (run.config.get("checkpoint", {}) for run in runs if run.config), {}
-    )
-    wanted = "-" * (options.get("best_mode") == "max") + (options.get("best") or "loss")
+    from hybridtrain.app.components import direction_of  # with torch
+
+    config: dict[str, Any] = next((run.config for run in runs if run.config), {})
+    options = config.get("checkpoint") or {}
+    best = options.get("best")
+    key = best or "loss"
     if order is not None and any(order.lstrip("-") in run.reached for run in runs):
-        wanted = order
-    key = wanted.lstrip("-")
+        key = order.lstrip("-")
     known = [run for run in runs if isinstance(run.reached.get(key), int | float)]
     if len(known) < 2:
         return None
+    mode = options.get("best_mode") if key == best else None
+    try:
+        metrics = (config.get("trainer") or {}).get("metrics")
+        mode = direction_of("checkpoint.best_mode", key, mode, metrics)
+    except ConfigError:  # a metric of the user's own, or a setting that was sorted by
+        if order is None:
+            return None
+        mode = "max" if order.startswith("-") else "min"
+    wanted = "-" * (mode == "max") + key
     run = _sorted(known, wanted)[0]
     # the command is for pasting, and words of a run directory never grant
     left_out = [o for o in run.overrides if o.lstrip("+~").startswith(_GRANTS)]

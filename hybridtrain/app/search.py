@@ -218,12 +218,14 @@ def _distribution(override: Override) -> BaseDistribution:
 
 def _criterion(config: Config) -> tuple[str, str]:
     """Returns the value of the evaluation that is searched by, and `min` or `max`."""
+    from hybridtrain.app.components import direction_of  # with torch
+
     options, checkpoint = config.search, config.checkpoint
-    if options.metric is None:
-        return checkpoint.best or "loss", options.mode or checkpoint.best_mode
-    if options.mode is None:
-        raise ConfigError(f"search.metric={options.metric}: set search.mode=min or search.mode=max")
-    return options.metric, options.mode
+    metric, mode = options.metric or checkpoint.best or "loss", options.mode
+    if mode is None and options.metric in (None, checkpoint.best):
+        mode = checkpoint.best_mode
+    metrics, allow = config.trainer.metrics, config.allow_targets
+    return metric, direction_of("search.mode", metric, mode, metrics, allow)
 
 
 def _refuse_another_study(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridtrain.errors import ConfigError, check_choice, did_you_mean
+from hybridtrain.metrics import direction
 from hybridtrain.schedule import Spans
 
 if TYPE_CHECKING:
@@ -106,27 +107,28 @@ class Callback:
         """Loads a `state_dict`, the same on every process; the weights are loaded by then."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Comparison:
     """The value of an evaluation that counts, and which of two is better.
 
     Raises:
-        ConfigError: `mode` is neither `min` nor `max`.
+        ConfigError: `mode` is neither `min` nor `max` nor None.
     """
 
     value: str
     """`loss`, or the name of a metric."""
-    mode: str
-    """`min` if the smallest value is best, `max` if the largest is."""
+    mode: str | None
+    """`min` if the smallest value is best, `max` if the largest is; None: `check` finds it out."""
 
     def __post_init__(self) -> None:
-        check_choice("mode", self.mode, ("min", "max"))
+        if self.mode is not None:
+            check_choice("mode", self.mode, ("min", "max"))
 
     def check(self, trainer: Trainer) -> None:
-        """Checks that the evaluations of `trainer` have the value.
+        """Checks that the evaluations of `trainer` have the value, and finds out which is better.
 
         Raises:
-            ConfigError: there is no evaluation, or it has no such value.
+            ConfigError: there is no evaluation, it has no such value, or `mode` has to be given.
         """
         if trainer.evaluation is None:
             raise ConfigError(f"value={self.value} needs an evaluation, and this run has none")
@@ -136,6 +138,7 @@ class Comparison:
                 f"value={self.value} is not a value of the evaluation: "
                 f"{did_you_mean(self.value, known)}"
             )
+        self.mode = direction("mode", self.value, trainer.metrics.get(self.value), self.mode)
 
     def of(self, values: Mapping[str, float]) -> float:
         """Returns the value of an evaluation as a number of which the smallest is best.
@@ -145,7 +148,7 @@ class Comparison:
         found = values[self.value]
         if math.isnan(found):
             return math.inf
-        return found if self.mode == "min" else -found
+        return -found if self.mode == "max" else found
 
 
 _log = logging.getLogger(__name__)

@@ -39,7 +39,8 @@ class EarlyStopping(Callback):
 
     Args:
         value: `loss`, or the name of a metric.
-        mode: `min` if the smallest value is best, `max` if the largest is.
+        mode: `min` if the smallest value is best, `max` if the largest is; None: by the value, as
+            in `TrainerOptions.best_mode`.
         patience: evaluations.
         min_delta: by how much a value must be better to count, 0 or more.
 
@@ -49,7 +50,11 @@ class EarlyStopping(Callback):
 
     @names_checked
     def __init__(
-        self, value: str = "loss", mode: str = "min", patience: int = 3, min_delta: float = 0.0
+        self,
+        value: str = "loss",
+        mode: str | None = None,
+        patience: int = 3,
+        min_delta: float = 0.0,
     ) -> None:
         if type(patience) is not int or patience < 1:
             raise ConfigError(f"patience={patience} must be a whole number of at least 1")
@@ -114,7 +119,8 @@ class Plateau(Callback):
 
     Args:
         value: `loss`, or the name of a metric.
-        mode: `min` if the smallest value is best, `max` if the largest is.
+        mode: `min` if the smallest value is best, `max` if the largest is; None: by the value, as
+            in `TrainerOptions.best_mode`.
         factor: of the learning rate, each time; between 0 and 1.
         patience: evaluations without a better value that are waited for.
         min_delta: by how much a value must be better to count, 0 or more.
@@ -127,7 +133,7 @@ class Plateau(Callback):
     def __init__(
         self,
         value: str = "loss",
-        mode: str = "min",
+        mode: str | None = None,
         factor: float = 0.1,
         patience: int = 3,
         min_delta: float = 0.0,
@@ -337,7 +343,8 @@ class BestWeights(Callback):
     Args:
         directory: where the files go; rank 0 alone writes.
         value: `loss`, or the name of a metric.
-        mode: `min` if the smallest value is best, `max` if the largest is.
+        mode: `min` if the smallest value is best, `max` if the largest is; None: by the value, as
+            in `TrainerOptions.best_mode`.
         k: the number of files.
 
     Raises:
@@ -346,7 +353,7 @@ class BestWeights(Callback):
 
     @names_checked
     def __init__(
-        self, directory: str | Path, value: str = "loss", mode: str = "min", k: int = 3
+        self, directory: str | Path, value: str = "loss", mode: str | None = None, k: int = 3
     ) -> None:
         if type(k) is not int or k < 1:
             raise ConfigError(f"k={k} must be a whole number of at least 1")

@@ -15,7 +15,7 @@ init_from          weights from elsewhere
 """
 
 from hybridtrain.checkpoint.init_from import InitReport, find_weights, init_from, parse_init_from
-from hybridtrain.checkpoint.manifest import MANIFEST, verify
+from hybridtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
 from hybridtrain.checkpoint.saving import check_directory, finishing_saves, save_checkpoint
 from hybridtrain.checkpoint.state import (
     check_fits,
@@ -27,7 +27,7 @@ from hybridtrain.checkpoint.state import (
     with_average,
 )
 from hybridtrain.checkpoint.store import CheckpointStore, step_of
-from hybridtrain.checkpoint.tensor_files import broadcast_tree, write_weights
+from hybridtrain.checkpoint.tensor_files import broadcast_tree, without_aliases, write_weights
 
 __all__ = [
     "MANIFEST",
@@ -42,6 +42,7 @@ __all__ = [
     "finishing_saves",
     "init_from",
     "parse_init_from",
+    "read_manifest",
     "read_tree",
     "read_weights",
     "restore_checkpoint",
@@ -49,5 +50,6 @@ __all__ = [
     "step_of",
     "verify",
     "with_average",
+    "without_aliases",
     "write_weights",
 ]

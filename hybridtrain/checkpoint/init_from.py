@@ -23,9 +23,10 @@ from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
 
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
-# what wrappers put before the names, and where other libraries put the weights in a file
-_PREFIXES = ("module.", "_orig_mod.")
+# the beginnings that wrappers give to names, and where other libraries put the weights in a file
+_PREFIXES = ("module.", "_orig_mod.", "model.")
 _KEYS = ("state_dict", "model_state_dict", "model")
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 # of a model on the Hub: `name` or `owner/name`
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -187,6 +188,7 @@ def _names(name: str, base: str) -> Iterator[str]:
     if base:
         yield f"{base}.{plain}"
         yield plain.removeprefix(f"{base}.")
+    yield plain.removeprefix("model.")  # of Lightning
 
 
 def _plain(name: str) -> str:
@@ -320,7 +322,8 @@ def _is_pickle(path: Path) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    text = _ESCAPES.sub("", str(error))  # PyTorch's messages have colours
+    return next(iter(text.splitlines()), type(error).__name__)
 
 
 def parse_init_from(setting: Any) -> dict[str, Any] | None:

@@ -18,11 +18,16 @@ from hybridtrain.data.loader import (
     batches_in,
     first_samples,
     is_stream,
-    length_of,
     share_of,
     take,
 )
-from hybridtrain.data.splits import DataSplits, InMemoryDataset, already_batched
+from hybridtrain.data.splits import (
+    DataSplits,
+    InMemoryDataset,
+    already_batched,
+    digest_of_files,
+    length_of,
+)
 from hybridtrain.data.stream import StreamLoader, example_batch, largest_batch
 
 __all__ = [
@@ -38,6 +43,7 @@ __all__ = [
     "already_batched",
     "as_loader",
     "batches_in",
+    "digest_of_files",
     "example_batch",
     "first_samples",
     "is_stream",

@@ -395,6 +395,8 @@ class Failure:
         """Describes `error`, which happened to `what` ("sample 3 of Reviews cannot be read")."""
         worker = get_worker_info()
         where = f", in worker process {worker.id}" if worker is not None else ""
+        if isinstance(error, DataError):  # which says itself what is wrong, and in which file
+            return cls(str(error), cause=error if worker is None else None)
         details = "".join(traceback.format_exception(error))
         cause = error if worker is None else None
         return cls(f"{what}: {described(error)}{where}", details, cause)

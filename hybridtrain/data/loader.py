@@ -437,14 +437,6 @@ def has_state(dataset: Any) -> bool:
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
-def length_of(iterable: Any) -> int | None:
-    """Returns `len(iterable)`, or None if it has none: some types have `__len__` and refuse."""
-    try:
-        return len(iterable)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def batches_in(samples: int, batch_size: int, options: LoaderOptions) -> int:
     """Returns the batches of an epoch."""
     return samples // batch_size if options.drop_last else -(-samples // batch_size)

@@ -1,5 +1,6 @@
 """A data set as the trainer takes it: two splits, how to batch them, and metadata for the model."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +64,49 @@ class DataSplits:
 
     tokenizer: Any = None
     """The tokenizer of transformers that made the token ids: `export` writes it beside a model."""
+
+    held_out: bool = False
+    """True if the evaluation split was held out of the training data."""
+
+    notes: Sequence[str] = ()
+    """Parts of the first line of a run, after the numbers: formats, places."""
+
+    digest: str | None = None
+    """Of the list of files that the samples were read from; see `digest_of_files`."""
+
+    without_samples: Sequence[str] = ()
+    """Classes without a training sample."""
+
+    def __str__(self) -> str:
+        train, evaluation = length_of(self.train), length_of(self.eval)
+        what = "windows" if "seq_len" in self.metadata else "samples"
+        parts = [f"{train:,} {what}" if train is not None else f"{what}, as many as come"]
+        if evaluation is not None:
+            how = "held out" if self.held_out else "to evaluate"
+            parts[0] += f" to train on, {evaluation:,} {how}"
+        names = self.metadata.get("classes")
+        if isinstance(names, list | tuple) and names:
+            shown = ", ".join(map(str, names[:8])) + (", ..." if len(names) > 8 else "")
+            parts.append(f"{len(names)} classes: {shown}")
+        elif isinstance(number := self.metadata.get("num_classes"), int):
+            parts.append(f"{number} classes")
+        return "data: " + "; ".join([*parts, *self.notes])
+
+
+def length_of(dataset: Any) -> int | None:
+    """Returns `len(dataset)`, or None if it has none: some types have `__len__` and refuse."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def digest_of_files(names: Iterable[str]) -> str:
+    """Returns a short digest of a list of files, such as their names below a folder and sizes."""
+    found = hashlib.blake2b(digest_size=8)
+    for name in names:
+        found.update(name.encode("utf-8", "surrogateescape") + b"\0")
+    return found.hexdigest()
 
 
 class InMemoryDataset(Dataset[Any]):

@@ -42,9 +42,9 @@ from hybridtrain.data.loader import (
     batches_in,
     has_state,
     is_stream,
-    length_of,
     share_of,
 )
+from hybridtrain.data.splits import length_of
 from hybridtrain.errors import CheckpointError, DataError
 from hybridtrain.values import leaves_of
 from hybridtrain.world import World

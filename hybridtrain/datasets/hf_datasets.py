@@ -9,11 +9,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,8 @@ from torch.utils.data import Dataset
 
 from hybridtrain.data import DataSplits
 from hybridtrain.datasets.held_out import check_share, held_out
+from hybridtrain.datasets.split_names import SPLITS, check_classes, class_numbers, listed
+from hybridtrain.datasets.tables import Table, as_numbers, check_complete, quiet, read_table
 from hybridtrain.datasets.text_files import check_at_least_1
 from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer
 from hybridtrain.datasets.windows import window_splits
@@ -34,16 +35,10 @@ from hybridtrain.metrics import IGNORED
 
 TASKS = ("classification", "regression", "causal_lm", "masked_lm", "seq2seq")
 
-_FORMATS = {
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".json": "json",
-    ".jsonl": "json",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
-}
-_EVAL_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
+_EVAL_SPLITS = (*SPLITS["validation"], *SPLITS["test"])
+
+# Texts whose lengths a run looks at before it begins.
+_MEASURED_TEXTS = 2000
 
 # The inputs that are padded with the tokenizer's padding token.
 _IDS = ("input_ids", "decoder_input_ids")
@@ -64,6 +59,7 @@ def hf_datasets(
     eval_split: str | None = None,
     eval_share: float = 0.1,
     split_seed: int = 0,
+    classes: list[str] | None = None,
     text: str = "text",
     text_pair: str | None = None,
     target: str | list[str] = "label",
@@ -95,12 +91,17 @@ def hf_datasets(
 
     Labels at padding are -100, which the losses do not count.
 
-    Metadata: `vocab_size`, `max_len`, `pad_index`; `num_classes` and `num_labels` for
-    classification and regression; `seq_len` for packed texts.
+    Samples are read as they are written: `NA` is a text, a sample without a value is refused with
+    its file and number. Classes of a `ClassLabel` are matched by their names in all splits.
+
+    Metadata: `vocab_size`, `max_len`, `pad_index`, `special_tokens`; `num_classes` and `num_labels`
+    for classification and regression, with `classes`, the names, where there are names;
+    `seq_len` for packed texts; `longest`, the tokens of the longest text, where all were measured.
 
     Args:
-        path: a file (.csv, .tsv, .json, .jsonl, .parquet, .arrow, .txt); a folder of such files
-            named after their splits; a folder that `save_to_disk` wrote; or a name on the Hub.
+        path: a file (.csv, .tsv, .json, .jsonl, .parquet, .arrow, .txt; the texts among them also
+            with .gz); several by a pattern, `parts/*.jsonl`; a folder of such files named after
+            their splits; a folder that `save_to_disk` wrote; or a name on the Hub.
         tokenizer: a `tokenizer.json`, a folder of a tokenizer, or a name on the Hub.
         task: classification, regression, causal_lm, masked_lm or seq2seq.
         name: the configuration of a data set on the Hub that has several.
@@ -109,6 +110,8 @@ def hf_datasets(
         eval_split: the split to evaluate on; None: validation, test or another of the usual names.
         eval_share: the part that is held out where there is no such split.
         split_seed: which samples are held out is drawn from it.
+        classes: the names of the classes in the order of their numbers; None: sorted, or as a
+            ClassLabel has them.
         text: the column of the text.
         text_pair: the column of a second text, such as the sentence to compare with.
         target: the column of the class, the number (several: a list) or, for seq2seq, the text.
@@ -133,53 +136,108 @@ def hf_datasets(
     if not 0 < mask_share < 1:
         raise DataError(f"mask_share={mask_share} must be above 0 and below 1")
     tok = load_tokenizer(tokenizer)
-    samples = _Files(path, name, eval_path, train_split, eval_split, eval_share, split_seed).read()
     targets = [target] if isinstance(target, str) else list(target)
+    files = _Files(path, name, eval_path, train_split, eval_split, eval_share, split_seed)
+    texts = [text, *([text_pair] if text_pair is not None else [])]
+    needed = dict.fromkeys(texts, "text")
+    if task in ("classification", "regression", "seq2seq"):
+        needed |= dict.fromkeys(targets, "target")
+    source = files.read(needed)
+    samples = source.samples
     _check_columns(samples, "text", [text], "text")
     if text_pair is not None:
         _check_columns(samples, "text_pair", [text_pair], "text")
-    pad_id = tok.pad_token_id if tok.pad_token_id is not None else 0
-    metadata = {"vocab_size": len(tok), "max_len": max_len, "pad_index": pad_id}
+    pad_id = _padding(tok)
+    metadata: dict[str, Any] = {"vocab_size": len(tok), "max_len": max_len}
+    metadata |= {"special_tokens": _special_tokens(tok)}
+    if pad_id is not None:
+        metadata |= {"pad_index": pad_id}
+    pad_id = pad_id or 0
     encode = _Encoder(tok, text, text_pair, max_len)
     start = _start(tok, tokenizer, decoder_start) if task == "seq2seq" else -1
+    if task == "seq2seq":
+        metadata["special_tokens"] |= {"decoder_start_token_id": start}
     if predict_path is None:
         to_predict = None
     else:
-        whole = _load("predict_path", predict_path, name)
-        alone = whole[next(split for split in ("test", *whole) if split in whole)]
+        table = read_table("predict_path", predict_path, name)
+        check_complete(table, texts, "text")
+        alone = table.splits[next(s for s in ("test", *table.splits) if s in table.splits)]
         _check_columns({"predict": alone}, "text", [text], "text")
         to_predict = Encoded(alone, partial(_alone, encode, task, start))
-    others = {
+    others: dict[str, Any] = {
         "predict": to_predict,
         "predict_collate": Padded(pad_id, max_len if pad == "max_len" else None).of_inputs,
         "tokenizer": tok,
+        "held_out": source.held_out,
+        "digest": source.digest,
     }
     if task == "causal_lm" and pack:
+        others |= {"notes": [f"{len(samples['train']):,} texts", *source.notes]}
         return replace(_packed(samples, tok, text, max_len, metadata), **others)
+    lengths, longest = _lengths(samples["train"], tok, texts, max_len)
+    if longest is not None:
+        metadata |= {"longest": longest}
+    others |= {"notes": [lengths, *source.notes]}
+    items: dict[str, Callable[[Mapping[str, Any]], Item]] = {}
     if task == "classification":
-        classes = _classes(samples, targets)
-        metadata |= {"num_classes": len(classes), "num_labels": len(classes)}
-        item: Callable[[Mapping[str, Any]], Item] = partial(
-            _classified, encode, targets[0], {value: i for i, value in enumerate(classes)}
-        )
+        numbering = _classes(source, targets, classes, path)
+        metadata |= {"num_classes": numbering.count, "num_labels": numbering.count}
+        if numbering.names is not None:
+            metadata |= {"classes": numbering.names}
+        others |= {"without_samples": numbering.without_samples}
+        items = {
+            split: partial(_classified, encode, targets[0], numbers)
+            for split, numbers in numbering.numbers.items()
+        }
     elif task == "regression":
-        _check_columns(samples, "target", targets, "number")
+        _check_numbers(source, targets)
         metadata |= {"num_classes": len(targets), "num_labels": len(targets)}
-        item = partial(_valued, encode, targets)
+        items = dict.fromkeys(samples, partial(_valued, encode, targets))
     elif task == "causal_lm":
-        item = partial(_continued, encode)
+        items = dict.fromkeys(samples, partial(_continued, encode))
     elif task == "masked_lm":
-        item = partial(_masked, encode, _masks(tok, tokenizer, mask_share))
+        items = dict.fromkeys(samples, partial(_masked, encode, _masks(tok, tokenizer, mask_share)))
     else:
         _check_columns(samples, "target", targets[:1], "text")
-        item = partial(_translated, encode, targets[0], start)
+        items = dict.fromkeys(samples, partial(_translated, encode, targets[0], start))
     return DataSplits(
-        train=Encoded(samples["train"], item),
-        eval=Encoded(samples["eval"], item),
+        train=Encoded(samples["train"], items["train"]),
+        eval=Encoded(samples["eval"], items["eval"]),
         collate=Padded(pad_id, max_len if pad == "max_len" else None),
         metadata=metadata,
         **others,
     )
+
+
+def _padding(tokenizer: Any) -> int | None:
+    """Returns the id that texts are padded with: a token that no text has; None: there is none."""
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id)
+    return next((int(token) for token in ids if token is not None), None)
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Returns the tokenizer's special tokens under the names of a configuration of transformers."""
+    roles = ("bos", "eos", "pad", "sep")
+    ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id", None) for role in roles}
+    return {name: int(token) for name, token in ids.items() if token is not None}
+
+
+def _lengths(
+    samples: Any, tokenizer: Any, columns: Sequence[str], max_len: int
+) -> tuple[str, int | None]:
+    """Returns a note on the tokens of texts, and those of the longest if all are measured."""
+    step = -(-len(samples) // _MEASURED_TEXTS)
+    chosen = samples.select(range(0, len(samples), step), keep_in_memory=True)
+    texts = [[_text(sample, column) for sample in chosen] for column in columns]
+    found = sorted(map(len, tokenizer(*texts, verbose=False)["input_ids"]))
+    cut = sum(length > max_len for length in found) / len(found)
+    of_how_many = "" if step == 1 else f", in {len(found):,} texts"
+    note = (
+        f"texts of {median(found):g} tokens (median), {found[-1]} (longest), {cut:.0%} cut by "
+        f"max_len={max_len}{of_how_many}"
+    )
+    return note, found[-1] if step == 1 else None
 
 
 class Encoded(Dataset[Any]):
@@ -268,9 +326,7 @@ def _classified(
 
 
 def _valued(encode: _Encoder, columns: Sequence[str], sample: Mapping[str, Any]) -> Item:
-    values = [sample[column] for column in columns]
-    if None in values:
-        raise DataError(f"column {columns[values.index(None)]} has no value here")
+    values = [float(sample[column]) for column in columns]
     return encode(sample), torch.tensor(values, dtype=torch.float32)
 
 
@@ -376,6 +432,27 @@ def _joined_ids(samples: Any, tokenizer: Any, column: str) -> NDArray[Any]:
 
 
 @dataclass(frozen=True)
+class _Source:
+    """The samples of the splits `train` and `eval`, and where they come from."""
+
+    samples: dict[str, Any]
+    tables: Sequence[Table]
+    held_out: bool
+    notes: Sequence[str]
+
+    @property
+    def digest(self) -> str | None:
+        """Of all files."""
+        digests = [table.digest for table in self.tables]
+        return None if None in digests else "-".join(map(str, digests))
+
+    @property
+    def numbers_are_texts(self) -> bool:
+        """True if all values are texts, as in CSV."""
+        return all(table.numbers_are_texts for table in self.tables)
+
+
+@dataclass(frozen=True)
 class _Files:
     """The files of the samples and their division; see `hf_datasets`."""
 
@@ -387,78 +464,39 @@ class _Files:
     eval_share: float
     split_seed: int
 
-    def read(self) -> dict[str, Any]:
-        """Returns the samples of the splits `train` and `eval`, each a `datasets.Dataset`."""
-        whole = _load("path", self.path, self.name)
-        train = _split_of(whole, self.train_split, "train_split", self.path)
+    def read(self, columns: Mapping[str, str]) -> _Source:
+        """Returns the samples; each has a value in the columns, named by their keys."""
+        table = read_table("path", self.path, self.name)
+        tables = [table]
+        notes = list(table.notes)
+        train = _split_of(table.splits, self.train_split, "train_split", self.path)
+        evaluation = None
         if self.eval_path is not None:
-            other = _load("eval_path", self.eval_path, self.name)
-            wanted = self.eval_split or next(iter(other))
-            return _checked(train, _split_of(other, wanted, "eval_split", self.eval_path))
-        wanted = self.eval_split or next((one for one in _EVAL_SPLITS if one in whole), None)
-        if wanted is not None and wanted != self.train_split:
-            return _checked(train, _split_of(whole, wanted, "eval_split", self.path))
-        first, second = held_out(len(train), self.eval_share, self.split_seed)
-        return _checked(*(train.select(part, keep_in_memory=True) for part in (first, second)))
-
-
-def _checked(train: Any, evaluation: Any) -> dict[str, Any]:
-    samples = {"train": train, "eval": evaluation}
-    for split, of_split in samples.items():
-        if not len(of_split):
-            raise DataError(f"the {split} split has no samples")
-    return samples
-
-
-def _load(key: str, path: str, name: str | None) -> Any:
-    """Returns all splits of `path`, a `datasets.DatasetDict`."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            f"this data set needs the library datasets ({error}): "
-            'pip install "hybridtrain[datasets]"'
-        ) from error
-    place = Path(path)
-    if not place.exists() and (place.suffix in _FORMATS or path.startswith((".", "/", "~"))):
-        raise DataError(f"{key}={path}: there is no such file or folder ({place.absolute()})")
-    if place.is_file() and place.suffix not in _FORMATS:
-        raise DataError(
-            f"{key}={path}: the formats are {', '.join(_FORMATS)}; name a file that ends so"
-        )
-    try:
-        with _quiet():
-            if place.is_file():
-                options = {"sep": "\t"} if place.suffix == ".tsv" else {}
-                kind = _FORMATS[place.suffix]
-                return datasets.load_dataset(kind, data_files={"train": path}, **options)
-            saved = ("dataset_dict.json", "dataset_info.json", "state.json")
-            if any((place / one).is_file() for one in saved):
-                found = datasets.load_from_disk(path)
-                one_split = isinstance(found, datasets.Dataset)
-                return datasets.DatasetDict({"train": found}) if one_split else found
-            return datasets.load_dataset(path, name)
-    except Exception as error:  # of many libraries, for many formats
-        cause = error.__cause__ or error
-        reason = " ".join(str(cause).split())[:300]
-        where = "" if place.exists() else " is neither here nor can it be had from the Hub: it"
-        raise DataError(
-            f"{key}={path}{where} cannot be read ({type(cause).__name__}: {reason})"
-        ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps the library datasets from drawing progress bars in a run's log."""
-    import datasets
-
-    shown = datasets.utils.are_progress_bars_disabled() is False
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
+            other = read_table("eval_path", self.eval_path, self.name)
+            tables.append(other)
+            notes += other.notes
+            wanted = self.eval_split or next(iter(other.splits))
+            evaluation = _split_of(other.splits, wanted, "eval_split", self.eval_path)
+        else:
+            there = (one for one in _EVAL_SPLITS if one in table.splits)
+            wanted = self.eval_split or next(there, self.train_split)
+            if wanted != self.train_split:
+                evaluation = _split_of(table.splits, wanted, "eval_split", self.path)
+                unused = table.splits.keys() - {self.train_split, wanted}
+                notes += [f"splits not used: {', '.join(sorted(unused))}"] if unused else []
+        for each in tables:
+            for column, key in columns.items():
+                check_complete(each, [column], key)
+        if evaluation is None:
+            first, second = held_out(len(train), self.eval_share, self.split_seed)
+            parts = (train.select(part, keep_in_memory=True) for part in (first, second))
+            samples = dict(zip(("train", "eval"), parts, strict=True))
+        else:
+            samples = {"train": train, "eval": evaluation}
+        for split, of_split in samples.items():
+            if not len(of_split):
+                raise DataError(f"the {split} split has no samples")
+        return _Source(samples, tables, evaluation is None, notes)
 
 
 def _split_of(whole: Any, split: str, key: str, path: str) -> Any:
@@ -489,33 +527,114 @@ def _check_columns(
                 )
 
 
-def _classes(samples: Mapping[str, Any], targets: Sequence[str]) -> list[Any]:
-    """Returns the values that are classes, in the order of their numbers."""
+def _check_numbers(source: _Source, columns: Sequence[str]) -> None:
+    """Refuses columns that do not have numbers; those of CSV are written as texts."""
+    _check_columns(
+        source.samples, "target", columns, None if source.numbers_are_texts else "number"
+    )
+    for split, of_split in source.samples.items() if source.numbers_are_texts else ():
+        for column in columns:
+            for number, value in enumerate(of_split[column]):
+                try:
+                    float(value)
+                except ValueError:
+                    raise DataError(
+                        f"target={column}: sample {number + 1} of the {split} split has "
+                        f"{value!r}, which is not a number"
+                    ) from None
+
+
+@dataclass(frozen=True)
+class _Numbering:
+    """The numbers of classes.
+
+    Attributes:
+        count: of the classes.
+        names: in the order of their numbers; None: the data has numbers alone.
+        numbers: by split, the number of a class by the value that stands for it there.
+        without_samples: the classes that no training sample has.
+    """
+
+    count: int
+    names: list[str] | None
+    numbers: dict[str, dict[Any, int]]
+    without_samples: list[str]
+
+
+def _classes(
+    source: _Source, targets: Sequence[str], classes: Sequence[str] | None, path: str
+) -> _Numbering:
+    """Returns the numbers of the classes; splits are matched by the names where there are names."""
     if len(targets) != 1:
         raise DataError(f"target={targets}: a classification has one column")
     (column,) = targets
+    samples = source.samples
     _check_columns(samples, "target", [column])
-    with _quiet():
-        found = {split: set(of_split.unique(column)) for split, of_split in samples.items()}
-    values = found["train"] | found["eval"]
-    if None in values:
-        raise DataError(f"target={column}: some samples have no value there: leave them out")
-    if all(isinstance(value, int) for value in values):
-        names = getattr(samples["train"].features[column], "names", None)  # of a ClassLabel
-        count = len(names) if names else max(values) + 1
-        if min(values) < 0 or count > 10 * len(values):
+    with quiet():
+        values = {split: set(of_split.unique(column)) for split, of_split in samples.items()}
+    # by split, the name or the number that each value stands for
+    meaning: dict[str, dict[Any, Any]] = {}
+    order: list[str] | None = None
+    for split, found in values.items():
+        names = getattr(samples[split].features[column], "names", None)  # of a ClassLabel
+        if names and all(isinstance(value, int) and 0 <= value < len(names) for value in found):
+            meaning[split] = {value: names[value] for value in found}
+            order = list(names) if split == "train" else order
+        else:
+            meaning[split] = {value: value for value in found}
+    every = [*values["train"], *values["eval"]]
+    if source.numbers_are_texts and (numbers := as_numbers(every)) is not None:
+        as_number = dict(zip(every, numbers, strict=True))
+        meaning = {split: {v: as_number[v] for v in found} for split, found in values.items()}
+    kinds = {split: {type(each) for each in own.values()} for split, own in meaning.items()}
+    together = kinds["train"] | kinds["eval"]
+    if together <= {int, bool}:
+        return _numbered(column, meaning, classes)
+    if together != {str}:
+        if together <= {int, bool, str} and all(len(kind) == 1 for kind in kinds.values()):
             raise DataError(
-                f"target={column}: there are {len(values)} values, from {min(values)} to "
-                f"{max(values)}, and classes are numbered from 0 (for other numbers, "
-                f"task=regression)"
+                f"target={column}: one split has names of classes and the other has numbers, so "
+                f"they cannot be matched: use names in both"
             )
-        return [*range(count)]
-    if not all(isinstance(value, str) for value in values):
-        kinds = sorted({type(value).__name__ for value in values})
+        shown = ", ".join(sorted(kind.__name__ for kind in together))
         raise DataError(
-            f"target={column}: there are values of type {', '.join(kinds)}, and classes are texts "
+            f"target={column}: there are values of type {shown}, and classes are texts "
             f"or whole numbers (for other numbers, task=regression)"
         )
-    if unknown := sorted(found["eval"] - found["train"]):
-        raise DataError(f"target={column}: the train split has no class {', '.join(unknown[:8])}")
-    return sorted(found["train"])
+    used = {split: sorted(set(own.values())) for split, own in meaning.items()}
+    known = class_numbers(order or used["train"], classes, "classes", f"target={column} of {path}")
+    if unknown := [name for name in used["eval"] if name not in known]:
+        raise DataError(
+            f"target={column}: the train split has no class {listed(unknown)}; it has "
+            f"{listed(known)}"
+        )
+    check_classes(used["train"], known, f"target={column}", "classes=")
+    number = {name: i for i, name in enumerate(known)}
+    return _Numbering(
+        len(known),
+        known,
+        {split: {v: number[name] for v, name in own.items()} for split, own in meaning.items()},
+        [name for name in known if name not in used["train"]],
+    )
+
+
+def _numbered(
+    column: str, meaning: Mapping[str, Mapping[Any, int]], classes: Sequence[str] | None
+) -> _Numbering:
+    """Returns the classes of data that has numbers alone; `classes` may give them names."""
+    values = {number for own in meaning.values() for number in own.values()}
+    count = len(classes) if classes is not None else max(values) + 1
+    if min(values) < 0 or max(values) >= count or count > 10 * len(values):
+        raise DataError(
+            f"target={column}: there are {len(values)} values, from {min(values)} to "
+            f"{max(values)}, and classes are numbered from 0"
+            + (f" to {count - 1}, by classes={listed(classes)}" if classes else "")
+            + " (for other numbers, task=regression)"
+        )
+    unused = sorted({*range(count)} - {int(number) for number in meaning["train"].values()})
+    return _Numbering(
+        count,
+        None if classes is None else list(classes),
+        {split: {v: int(number) for v, number in own.items()} for split, own in meaning.items()},
+        [str(classes[number]) if classes else str(number) for number in unused],
+    )

@@ -1,7 +1,9 @@
-"""A folder of images, with a folder for each class, read by torchvision."""
+"""A folder of images, with a folder for each class."""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hybridtrain.data import DataSplits
+from hybridtrain.data import DataSplits, digest_of_files
 from hybridtrain.datasets.held_out import held_out
-from hybridtrain.datasets.images import IMAGENET_MEAN, IMAGENET_STD, normalised
+from hybridtrain.datasets.images import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    SUFFIXES,
+    image_files,
+    normalised,
+    read_image,
+)
+from hybridtrain.datasets.split_names import check_classes, class_numbers, listed, split_of
 from hybridtrain.errors import DataError
-
-_TRAIN = ("train", "training")
-_EVAL = ("val", "valid", "validation", "eval", "test")
 
 # The side that an evaluation resizes to, of which the middle is cut: 256 for 224.
 _RESIZED = 256 / 224
@@ -40,14 +47,8 @@ class Images(Dataset[Any]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        from torchvision.datasets.folder import default_loader
-
         path, label = self.files[index]
-        try:
-            image = default_loader(path)
-        except (OSError, SyntaxError, ValueError) as error:  # what PIL finds in damaged files
-            raise DataError(f"{path} cannot be read as an image: {error}") from error
-        return self.transform(image), torch.tensor(label)
+        return self.transform(read_image(path)), torch.tensor(label)
 
 
 def image_folder(
@@ -56,27 +57,31 @@ def image_folder(
     augment: bool = True,
     eval_share: float = 0.1,
     split_seed: int = 0,
+    classes: list[str] | None = None,
 ) -> DataSplits:
     """Returns the images of a folder with a folder for each class, as ImageNet is laid out.
 
     The classes are numbered in the order of their names. With a folder `train` in `root`, the
-    evaluation split is the folder `val`, `valid`, `validation`, `eval` or `test` beside it, with
-    the same classes, or there is none; otherwise the classes' folders are in `root` itself, and a
-    part of the images is held out.
+    evaluation split is the folder `val` or `test` next to it (or another of their usual names, such
+    as `Valid`, `dev` or `testing`, in any case), with the same classes, or there is none; otherwise
+    the classes' folders are in `root` itself, and a part of the images is held out.
 
     Items are `(image, label)`: float32 of shape (3, image_size, image_size), normalised with the
     mean and standard deviation of ImageNet, and int64. In training an image is a random part
     of the file's (`RandomResizedCrop`), mirrored or not; in evaluation the smaller side is resized
     to 256/224 of `image_size` and the middle is taken, as in torchvision's reference training.
+    `hybridtrain.datasets.images` says how files are read: orientation, 16 bits, transparency.
 
-    Metadata: `num_classes`, `image_size`, `channels` 3.
+    Metadata: `num_classes`, `classes` (their names), `image_size`, `channels` 3.
 
     Args:
         root: the folder.
         image_size: pixels per side.
         augment: draw random parts in training; False: as in evaluation.
         eval_share: the part of the images that is held out where there is no folder `train`.
-        split_seed: which images that are is drawn from it.
+        split_seed: which images are held out is drawn from it.
+        classes: the names of the classes in the order of their numbers; None: the folders' names,
+            sorted.
 
     Raises:
         DataError: there are no images or classes, the splits have other classes, or a number is
@@ -85,51 +90,116 @@ def image_folder(
     if image_size < 1:
         raise DataError(f"image_size={image_size} must be at least 1")
     root = Path(root)
-    train, evaluation = _first_of(root, _TRAIN), _first_of(root, _EVAL)
-    if train is None:
-        if evaluation is not None:
-            raise DataError(
-                f"root={root}: {evaluation.name}/ is there, and no train/ beside it: add one, or "
-                f"name a folder that has the classes' folders alone"
-            )
-        classes, files = _found(root, root)
-        of_train, of_eval = (
-            [files[i] for i in part] for part in held_out(len(files), eval_share, split_seed)
+    splits, others = _splits_in(root)
+    notes = []
+    of_eval: list[tuple[str, int]] = []
+    if not splits:
+        found = _images_by_class(root, root)
+        names = class_numbers(list(found), classes, "classes", f"root={root}")
+        files = _numbered(found, names)
+        train, evaluation = held_out(len(files), eval_share, split_seed)
+        of_train, of_eval = ([files[i] for i in part] for part in (train, evaluation))
+        folders = [root]
+    elif "train" not in splits:
+        raise DataError(
+            f"root={root}: {next(iter(splits.values())).name}/ is there, and no train/ next to it: "
+            f"add one, or name a folder that has the classes' folders alone"
         )
     else:
-        classes, of_train = _found(root, train)
-        of_eval = []
-        if evaluation is not None:
-            others, of_eval = _found(root, evaluation)
-            if different := sorted({*classes} ^ {*others}):
+        found = _images_by_class(root, splits["train"])
+        names = class_numbers(list(found), classes, "classes", str(splits["train"]))
+        of_train = _numbered(found, names)
+        folders = [splits.pop("train")]
+        chosen = next((split for split in ("validation", "test") if split in splits), None)
+        if chosen is not None:
+            folders.append(splits.pop(chosen))
+            of_val = _images_by_class(root, folders[1])
+            different = {*of_val} ^ {*found} if classes is None else set()
+            if different:
                 raise DataError(
-                    f"root={root}: {train.name}/ and {evaluation.name}/ must have the same "
-                    f"classes; only one of them has: {', '.join(different[:8])}"
+                    f"root={root}: {folders[0].name}/ and {folders[1].name}/ must have the same "
+                    f"classes; only one of them has: {listed(sorted(different))}"
                 )
+            check_classes(list(of_val), names, str(folders[1]), f"those of {folders[0].name}/,")
+            of_eval = _numbered(of_val, names)
+        left = [*(folder.name for folder in splits.values()), *others]
+        notes += [f"not used: {', '.join(f'{name}/' for name in sorted(left))}"] if left else []
+    kinds = Counter(Path(path).suffix.lower()[1:] for path, _ in [*of_train, *of_eval])
+    notes.append(", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()))
+    where = " and ".join(str(folder) for folder in folders)
+    notes[-1] += f" from {where}"
     plain = _transform(image_size, augment=False)
     return DataSplits(
         train=Images(of_train, _transform(image_size, augment=True) if augment else plain),
         eval=Images(of_eval, plain) if of_eval else None,
-        metadata={"num_classes": len(classes), "image_size": image_size, "channels": 3},
+        metadata={
+            "num_classes": len(names),
+            "classes": names,
+            "image_size": image_size,
+            "channels": 3,
+        },
+        held_out=len(folders) == 1 and bool(of_eval),
+        notes=notes,
+        digest=digest_of_files(os.path.relpath(path, root) for path, _ in [*of_train, *of_eval]),
+        without_samples=_without_samples(names, of_train),
     )
 
 
-def _first_of(root: Path, names: Sequence[str]) -> Path | None:
-    return next((root / name for name in names if (root / name).is_dir()), None)
+def _splits_in(root: Path) -> tuple[dict[str, Path], list[str]]:
+    """Returns the folders in `root` that are splits, and the names of the others.
+
+    A split has folders in it: a class may be called train as well.
+
+    Raises:
+        DataError: two folders are the same split.
+    """
+    splits: dict[str, Path] = {}
+    others = []
+    for folder in sorted(root.iterdir()) if root.is_dir() else []:
+        if not folder.is_dir() or folder.name.startswith("."):
+            continue
+        split = split_of(folder.name)
+        if split is None or not any(each.is_dir() for each in folder.iterdir()):
+            others.append(folder.name)
+        elif split in splits:
+            raise DataError(
+                f"root={root}: {splits[split].name}/ and {folder.name}/ are both a {split} split: "
+                f"rename one of them"
+            )
+        else:
+            splits[split] = folder
+    return splits, others
 
 
-def _found(root: Path, folder: Path) -> tuple[list[str], list[tuple[str, int]]]:
-    """Returns the names of the classes in a folder, and path and class of each image."""
-    from torchvision.datasets import ImageFolder
+def _images_by_class(root: Path, folder: Path) -> dict[str, list[str]]:
+    """Returns the image files by class, the folders in `folder`, in the order of their names."""
+    what = f"root={root}: {folder.absolute()} should have a folder of images for each class"
+    if not folder.is_dir():
+        raise DataError(f"{what}, but there is no such folder")
+    names = sorted(each.name for each in folder.iterdir() if each.is_dir())
+    found = {}
+    for name in names:
+        if name.startswith("."):
+            continue
+        found[name], others = image_files(folder / name)
+        if not found[name]:
+            there = f"it has {Path(others[0]).name}, and " if others else ""
+            raise DataError(
+                f"{what}, but {name}/ has none: {there}images end in {', '.join(SUFFIXES)}"
+            )
+    if not found:
+        raise DataError(f"{what}, but there is no folder in it")
+    return found
 
-    try:
-        found = ImageFolder(str(folder))
-    except OSError as error:  # no such folder, none in it, or one without images
-        raise DataError(
-            f"root={root}: {folder.absolute()} should have a folder of images for each class, "
-            f"but: {error}"
-        ) from error
-    return found.classes, found.samples
+
+def _numbered(found: dict[str, list[str]], names: Sequence[str]) -> list[tuple[str, int]]:
+    number = {name: i for i, name in enumerate(names)}
+    return [(path, number[name]) for name, paths in found.items() for path in paths]
+
+
+def _without_samples(names: Sequence[str], files: Sequence[tuple[str, int]]) -> list[str]:
+    used = {label for _, label in files}
+    return [name for number, name in enumerate(names) if number not in used]
 
 
 def _transform(image_size: int, augment: bool) -> Any:

@@ -1,12 +1,85 @@
-"""Images as a model takes them."""
+"""Images as a person sees them, and as a model takes them.
 
+One rule for training, evaluation and prediction: the orientation in a photo's EXIF data is applied;
+grey values of 16 bits are scaled to 8; what is transparent is laid on white; CMYK, palettes and
+other modes are converted; of an animation the first frame is read.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+
+from hybridtrain.errors import DataError
 
 # Of the images of ImageNet, per colour: the figures of torchvision's models.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
+"""The names of image files end in one of these, in upper or lower case."""
+
+
+def read_image(path: str | Path) -> Any:
+    """Returns the image in a file as a PIL image of mode RGB; see the module for the rule.
+
+    Raises:
+        DataError: it is missing, damaged, too large or of a kind without a known range of values;
+            names the file.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as file:
+            return _as_seen(ImageOps.exif_transpose(file))
+    except DataError as error:
+        raise DataError(f"{path} cannot be read as an image: {error}") from error
+    except Image.DecompressionBombError as error:
+        raise DataError(
+            f"{path} cannot be read as an image: it is larger than PIL takes ({error}). Make a "
+            f"smaller copy of it"
+        ) from error
+    # what PIL finds in damaged files
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error) as error:
+        raise DataError(f"{path} cannot be read as an image: {error}") from error
+
+
+def _as_seen(image: Any) -> Any:
+    from PIL import Image
+
+    if image.mode == "F":
+        raise DataError("its values are floats without a known range: save it with 8 or 16 bits")
+    if image.mode.startswith("I"):  # 16 bits; Pillow opens some of them as 32
+        values = np.asarray(image).astype(np.int64)
+        if values.min() < 0 or values.max() > 0xFFFF:
+            raise DataError("its values need more than 16 bits: save it with 8 or 16 bits")
+        return Image.fromarray((values / 257).round().astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")
+
+
+def image_files(folder: Path) -> tuple[list[str], list[str]]:
+    """Returns the image files in a folder and the folders in it, sorted, and all other files.
+
+    Hidden files and folders are neither.
+    """
+    images: list[str] = []
+    others: list[str] = []
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if not name.startswith("."):
+                is_image = name.lower().endswith(SUFFIXES)
+                (images if is_image else others).append(os.path.join(place, name))
+    return images, others
 
 
 def normalised(mean: Sequence[float], std: Sequence[float]) -> list[Any]:

@@ -117,7 +117,12 @@ def imdb(
     return DataSplits(
         train=InMemoryDataset(**encoded["train"], prepare=with_mask),
         eval=InMemoryDataset(**encoded["test"], prepare=with_mask),
-        metadata={"num_classes": len(_LABELS), "max_len": max_len, **encoded["vocabulary"]},
+        metadata={
+            "num_classes": len(_LABELS),
+            "classes": [*_LABELS],
+            "max_len": max_len,
+            **encoded["vocabulary"],
+        },
     )
 
 

@@ -3,10 +3,13 @@
 A function is the `_target_` of a file in `configs/model/`, and its parameters are that file's
 keys. Those written for this project return an `nn.Sequential`, which the pipeline cuts between its
 elements: each takes one argument and returns one value; both may be a tuple of tensors, batch
-first. Bad arguments raise `ConfigError` and are named.
+first. Bad arguments raise `ConfigError` and are named. `returns` declares whether a model returns
+logits, log-probabilities, values or its own loss; the loss of a run follows from it.
 """
 
 from hybridtrain.models.basicnet import basicnet
+from hybridtrain.models.check import loss_of_model as loss_of_model
+from hybridtrain.models.check import returns as returns
 from hybridtrain.models.gpt import gpt
 from hybridtrain.models.timm_models import timm_model
 from hybridtrain.models.torchvision_models import torchvision_model

@@ -5,9 +5,10 @@ from collections import OrderedDict
 from torch import nn
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.models.check import check_sizes
+from hybridtrain.models.check import check_sizes, returns
 
 
+@returns("log_probabilities")
 def basicnet(num_classes: int = 10, image_size: int = 28, channels: int = 1) -> nn.Sequential:
     """Returns two convolutions, a max pool and two linear layers, as 12 elements.
 

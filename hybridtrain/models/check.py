@@ -1,6 +1,49 @@
-"""Checks of the arguments that several models share."""
+"""The kinds of output of a model, and checks of the arguments that several models share."""
 
-from hybridtrain.errors import ConfigError
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from hybridtrain.errors import ConfigError, check_choice
+
+LOSS_OF = {
+    "logits": "cross_entropy",
+    "log_probabilities": "nll",
+    "values": "mse",
+    "loss": "model_output",
+}
+"""The loss for each kind of output that a model returns."""
+
+Model = TypeVar("Model", bound=Callable[..., Any])
+
+
+def returns(output: str | Callable[[Mapping[str, Any]], str]) -> Callable[[Model], Model]:
+    """Decorates a model function with the kind of output its model returns.
+
+    The loss of a run follows from it unless `trainer.loss` is set. A function without it is taken
+    to return logits.
+
+    Args:
+        output: `logits`, `log_probabilities`, `values` (of a regression) or `loss` (an output with
+            the model's own loss); or a function of the config's arguments that returns one of them.
+    """
+
+    def decorate(model: Model) -> Model:
+        model.returns = output  # type: ignore[attr-defined]
+        return model
+
+    return decorate
+
+
+def loss_of_model(target: Any, arguments: Mapping[str, Any]) -> str:
+    """Returns the name of the loss that fits what the model of `target` returns.
+
+    Raises:
+        ConfigError: `returns` is not one of the known kinds.
+    """
+    output = getattr(target, "returns", "logits")
+    output = output(arguments) if callable(output) else output
+    check_choice("returns", output, list(LOSS_OF))
+    return LOSS_OF[output]
 
 
 def check_sizes(**sizes: int | None) -> None:

@@ -15,12 +15,13 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_map
 
 from hybridtrain.errors import ConfigError, did_you_mean
-from hybridtrain.models.check import check_dropout, check_sizes
+from hybridtrain.models.check import check_dropout, check_sizes, returns
 
 # Usual pixels per side: MNIST 28, CIFAR 32, Tiny ImageNet 64, ImageNet 224, Inception v3 299.
 USUAL_SIZES = (16, 28, 32, 64, 96, 128, 224, 299, 384, 448, 512)
 
 
+@returns("log_probabilities")
 def torchvision_model(
     name: str,
     num_classes: int,

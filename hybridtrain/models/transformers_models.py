@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from hybridtrain.errors import ConfigError, check_choice
+from hybridtrain.models.check import returns
 
 TASKS = {
     "classification": "AutoModelForSequenceClassification",
@@ -21,9 +23,19 @@ TASKS = {
 }
 """The class that makes a model for a task."""
 
+# the names of tables of absolute positions
+_OF_POSITIONS = re.compile(r"(^|[.])(wpe|(embed_)?positions?(_embed(dings?)?)?)$")
+
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+def _output(arguments: Mapping[str, Any]) -> str:
+    return "values" if arguments.get("task") == "regression" else "logits"
+
+
+@returns(_output)
 def transformers_model(
     source: str | None = None,
     config: Mapping[str, Any] | None = None,
@@ -34,6 +46,10 @@ def transformers_model(
     pad_index: int | None = None,
     attention: str | None = None,
     dtype: str = "float32",
+    classes: Sequence[str] | None = None,
+    special_tokens: Mapping[str, int] | None = None,
+    max_len: int | None = None,
+    longest: int | None = None,
 ) -> nn.Module:
     """Returns a model of transformers with random weights and the parameter names of transformers.
 
@@ -49,23 +65,31 @@ def transformers_model(
         auto: an Auto class of transformers by its name, for other tasks; None: that of the task.
         num_classes: classes, or numbers, that it predicts; for classification and regression.
         vocab_size: tokens in the vocabulary of the data; a `config` without one takes it.
-        pad_index: the padding's token id, likewise.
+        pad_index: the id of the token that the data is padded with.
         attention: how attention is computed, such as eager or sdpa; None: the model's default.
         dtype: of the parameters: float32, bfloat16 or float16. In float32, also where the source
             was saved in another, the optimizer's small steps are not rounded away.
+        classes: the names of the classes, which `config.json` has as `id2label`.
+        special_tokens: ids of the data's tokenizer, such as `eos_token_id`, which the model's
+            configuration and its generation take.
+        max_len: tokens after which the data cuts a text.
+        longest: tokens of the longest text, if it is known.
 
     Raises:
         ConfigError: transformers is not installed, an argument is unknown, or the data has tokens
-            that the model does not.
+            that the model does not, longer texts, or no padding where the model needs one.
     """
     transformers = _transformers()
     check_choice("task", task, list(TASKS))
     check_choice("dtype", dtype, DTYPES)
     if (source is None) == (config is None):
         raise ConfigError("give either source= or config=, not both: what model is it?")
-    labels = {}
+    labels: dict[str, Any] = {}
     if num_classes is not None and task in ("classification", "regression", "image_classification"):
         labels["num_labels"] = num_classes
+        if classes is not None and task != "regression" and len(classes) == num_classes:
+            labels["id2label"] = dict(enumerate(classes))
+            labels["label2id"] = {name: number for number, name in enumerate(classes)}
     if source is not None:
         if source.startswith((".", "/", "~")) and not Path(source).expanduser().exists():
             raise ConfigError(
@@ -78,12 +102,18 @@ def transformers_model(
         except (OSError, ValueError) as error:
             raise ConfigError(f"source={source}: {_first_line(error)}") from error
     else:
-        made = _from_settings(transformers, dict(config or {}), labels, vocab_size, pad_index)
+        made = _from_settings(transformers, dict(config or {}), labels, vocab_size)
     known = getattr(made, "vocab_size", None)
     if vocab_size is not None and known is not None and known < vocab_size:
         raise ConfigError(
             f"the data has {vocab_size} tokens, and the model {known}: take the tokenizer of the "
             f"model"
+        )
+    _take_special_tokens(made, special_tokens or {}, pad_index, set(config or {}))
+    if task in ("classification", "regression") and made.pad_token_id is None:
+        raise ConfigError(
+            "this model classifies by the last token that is not padding, and neither it nor the "
+            "tokenizer has a padding token: add one to the tokenizer, or set pad_index="
         )
     made.use_cache = False  # of keys and values, for generation; stages cannot pass it on
     name = auto or TASKS[task]
@@ -97,7 +127,53 @@ def transformers_model(
         model: nn.Module = kind.from_config(made, trust_remote_code=False, **how)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"{name} of {made.model_type}: {_first_line(error)}") from error
+    length, positions = longest if longest is not None else max_len, _positions(model)
+    if length is not None and max_len is not None and positions is not None:
+        length = min(length, max_len)
+        if length > positions:
+            raise ConfigError(
+                f"texts have up to {length} tokens, and the model has {positions} positions: set "
+                f"data.max_len={positions} or less"
+            )
     return model
+
+
+def _take_special_tokens(
+    config: Any, tokens: Mapping[str, int], pad_index: int | None, given: set[str]
+) -> None:
+    """Gives a model's configuration the special tokens of the data, but those `given` to it.
+
+    An id that the configuration has by default, and that is not one of the vocabulary, is left out.
+    """
+    ids = dict(tokens)
+    if pad_index is not None:
+        ids["pad_token_id"] = pad_index
+    size = getattr(config, "vocab_size", None)
+    for name in _SPECIAL_TOKENS:
+        now = getattr(config, name, None)
+        if name in given or (isinstance(now, list) and ids.get(name) in now):
+            continue
+        if name in ids and (name != "sep_token_id" or hasattr(config, name)):
+            setattr(config, name, ids[name])
+        elif isinstance(now, int) and isinstance(size, int) and now >= size:
+            setattr(config, name, None)
+    start = "decoder_start_token_id"
+    if start in ids and start not in given:
+        setattr(config, start, ids[start])
+
+
+def _positions(model: nn.Module) -> int | None:
+    """Returns the longest text that the model's table of positions allows; None: it has none.
+
+    RoBERTa's and others begin after their padding's index, and OPT's and BART's after an offset.
+    """
+    found = [
+        module.num_embeddings
+        - (getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and _OF_POSITIONS.search(name)
+    ]
+    return min(found, default=None)
 
 
 def _from_settings(
@@ -105,18 +181,22 @@ def _from_settings(
     settings: dict[str, Any],
     labels: Mapping[str, Any],
     vocab_size: int | None,
-    pad_index: int | None,
 ) -> Any:
     kind = settings.pop("model_type", None)
     known = sorted(transformers.CONFIG_MAPPING)
     if kind is None:
         raise ConfigError("config= needs a model_type, such as bert or gpt2")
     check_choice("config.model_type", kind, known)
-    of_data = {"vocab_size": vocab_size, "pad_token_id": pad_index}
-    of_data = {key: value for key, value in of_data.items() if value is not None}
+    of_data: dict[str, Any] = {} if vocab_size is None else {"vocab_size": vocab_size}
     default = transformers.AutoConfig.for_model(kind)
     if unknown := [key for key in settings if not hasattr(default, key)]:
         raise ConfigError(f"config.{unknown[0]}: a model of type {kind} has no such setting")
+    # ids of the default vocabulary, which `_take_special_tokens` replaces
+    size = settings.get("vocab_size", vocab_size)
+    for name in _SPECIAL_TOKENS:
+        token = getattr(default, name, None)
+        if isinstance(size, int) and isinstance(token, int) and token >= size:
+            of_data[name] = None
     return transformers.AutoConfig.for_model(kind, **{**of_data, **settings, **labels})
 
 

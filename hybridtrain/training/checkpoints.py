@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridtrain.checkpoint import CheckpointStore, restore_checkpoint, save_checkpoint
 from hybridtrain.errors import CheckpointError, ConfigError, did_you_mean
+from hybridtrain.metrics import direction
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ class BestCheckpoint:
 
     Args:
         name: the value to compare; None: none is best.
-        mode: `min` or `max`.
-        values: the values that an evaluation has; None: the run has no evaluation.
+        mode: `min`, `max` or None: see `hybridtrain.metrics.direction`.
+        metrics: by the values that an evaluation has, their metrics; None: the run has no
+            evaluation.
 
     Attributes:
         step: the step of the best evaluation; None before the first.
@@ -34,21 +36,26 @@ class BestCheckpoint:
         ConfigError: there is no such value.
     """
 
-    def __init__(self, name: str | None, mode: str, values: Collection[str] | None) -> None:
+    def __init__(
+        self, name: str | None, mode: str | None, metrics: Mapping[str, Any] | None
+    ) -> None:
         self.step: int | None = None
         self.value: float | None = None
         self._name = name
-        self._smallest = mode == "min"
-        self._criterion = None if name is None else f"{mode} {name}"
+        self._smallest = True
+        self._criterion: str | None = None
         self._unsure: int | None = None  # the best step, until its save is known to have ended well
         if name is None:
             return
-        if values is None:
+        if metrics is None:
             raise ConfigError(f"best={name} needs an evaluation, and this run has none")
-        if name not in values:
+        if name not in metrics:
             raise ConfigError(
-                f"best={name} is not a value of the evaluation: {did_you_mean(name, values)}"
+                f"best={name} is not a value of the evaluation: {did_you_mean(name, metrics)}"
             )
+        mode = direction("best_mode", name, metrics[name], mode)
+        self._smallest = mode == "min"
+        self._criterion = f"{mode} {name}"
 
     def improves(self, step: int, result: Mapping[str, float]) -> bool:
         """Returns whether `result`, the evaluation of `step`, is the best; remembers it then."""

@@ -59,7 +59,6 @@ def test_a_loss_is_named_or_made_by_its_target(text, expected):
 
 @pytest.mark.parametrize(("text", "message"), [
     ("focal", "trainer.loss=focal is unknown"),
-    ("null", "trainer.loss=None is unknown"),
     ("{_target_: os.system}", "trainer.loss._target_=os.system is not allowed"),
     ("{_target_: torch.nn.CrossEntropyLos}", "did you mean CrossEntropyLoss"),
     ("{_target_: my_losses.focal, gama: 3.0}", "did you mean trainer.loss.gamma"),

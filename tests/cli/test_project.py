@@ -30,7 +30,7 @@ def test_a_new_project_trains_evaluates_and_keeps_its_promise_by_its_own_command
     summary = json.loads((project / "outputs/first/summary.json").read_text())
     assert summary["eval"]["samples"] == 300
     assert main(["evaluate", "run_name=first"]) == 0
-    assert main(["model=mlp", "data=spirals", "trainer.loss=cross_entropy", "--cfg", "job"]) == 0
+    assert main(["model=mlp", "data=spirals", "--cfg", "job"]) == 0
     own = subprocess.run([sys.executable, "-m", "pytest", "-q"], capture_output=True, text=True)
     assert own.returncode == 0, own.stdout
 
@@ -103,6 +103,6 @@ def test_a_plugin_that_is_installed_brings_options_and_may_be_named(
     )
     (options / "wide.yaml").write_text("_target_: nets.wide.wide\nwidth: 32\n")
     monkeypatch.syspath_prepend(site)
-    assert main(["recipe=digits", "model=wide", "trainer.loss=cross_entropy", *SHORT]) == 0
+    assert main(["recipe=digits", "model=wide", *SHORT]) == 0
     summary = json.loads(Path("outputs/digits/summary.json").read_text())
     assert sum(stage["parameters"] for stage in summary["stages"]) == 64 * 32 + 32 + 32 * 10 + 10

@@ -93,7 +93,7 @@ def test_the_best_run_of_a_sweep_is_named_with_its_command(
     assert f"seed={best[-1]}" in command
     assert command[-1] == f"run_name=digits-seed/{best}"
     assert main(["results", "outputs", "sort=-loss"]) == 0
-    assert f"best by loss: digits-seed/{losses[max(losses)]}, " in capfd.readouterr().err
+    assert f"best by loss: digits-seed/{losses[min(losses)]}, " in capfd.readouterr().err
     assert main(command[1:]) == 0  # it is complete, and only evaluated
 
 

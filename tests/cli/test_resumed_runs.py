@@ -239,8 +239,8 @@ def test_a_new_run_begins_with_the_weights_of_another_and_a_resumed_one_does_not
     other = fail(capfd, *new[:-3], f"init_from={finished}")
     assert f"outputs/tuned has begun from init_from={source}, and goes on from its own" in other
     assert "set another run_name=" in other
-    head = [*SMALL, "run_name=head", "model.num_classes=7", f"init_from={source}"]
-    assert "fc2.bias is [10] there and [7] in the model" in fail(capfd, *head)
+    head = [*SMALL, "run_name=head", "model.num_classes=17", f"init_from={source}"]
+    assert "fc2.bias is [10] there and [17] in the model" in fail(capfd, *head)
     assert "must be a path, or a mapping" in fail(capfd, *head[:-1], "init_from=3")
 
 

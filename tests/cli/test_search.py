@@ -227,7 +227,10 @@ def test_the_words_of_a_space(override: str, distribution: object) -> None:
     ("more", "message"),
     [
         (["optim.lr=1e-3"], "there is nothing to search for: give a key several values"),
-        (["search.metric=accuracy"], "search.metric=accuracy: set search.mode=min or"),
+        (
+            ["search.metric=f2"],
+            "f2 does not say whether a larger value is better: set search.mode=min or",
+        ),
         (["search.metric=f1", "search.mode=max"], "search.metric=f1: an evaluation of "),
         (["search.sampler=grid"], "search.sampler=grid"),
         (["optim.lr=tag(log,interval(-1,1))"], "optim.lr=tag(log,interval(-1,1)): "),

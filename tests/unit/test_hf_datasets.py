@@ -98,7 +98,9 @@ def test_every_format_gives_the_same_samples(tmp_path, tokenizer, kind):
     assert len(found) == 40
     assert set(found) == expected
     assert splits.metadata | {"vocab_size": 0} == {
-        **{"vocab_size": 0, "max_len": 128, "pad_index": 0, "num_classes": 2, "num_labels": 2}
+        **{"vocab_size": 0, "max_len": 128, "pad_index": 0, "num_classes": 2, "num_labels": 2},
+        **{"classes": ["neg", "pos"], "longest": 23},
+        "special_tokens": {"pad_token_id": 0, "sep_token_id": 3},
     }
 
 
@@ -318,13 +320,12 @@ def test_a_damaged_file_is_named(tmp_path, tokenizer, name):
         hf_datasets(str(path), tokenizer)
 
 
-def test_a_row_without_a_text_is_named_when_it_is_read(tmp_path, tokenizer):
+def test_a_sample_without_a_text_is_named_before_training(tmp_path, tokenizer):
     path = tmp_path / "rows.jsonl"
     rows = [{**row, "text": None if i == 3 else row["text"]} for i, row in enumerate(ROWS)]
     path.write_text("\n".join(map(json.dumps, rows)))
-    splits = hf_datasets(str(path), tokenizer, eval_share=0.01)
-    with pytest.raises(DataError, match=r"sample \d+ of Encoded cannot be read: .*text has None"):
-        batches(splits)
+    with pytest.raises(DataError, match=r"sample 4 of .*rows.jsonl has no value there"):
+        hf_datasets(str(path), tokenizer)
 
 
 def test_labels_that_only_the_evaluation_has_are_refused(tmp_path, tokenizer, table):

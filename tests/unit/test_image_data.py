@@ -54,7 +54,10 @@ def assert_drawn_exactly(split):
 def test_an_evaluation_image_is_the_normalised_middle_of_its_file(tmp_path):
     write_images(tmp_path, COUNTS)
     splits = image_folder(tmp_path, image_size=28)
-    assert splits.metadata == {"num_classes": 3, "image_size": 28, "channels": 3}
+    assert splits.metadata == {
+        **{"num_classes": 3, "image_size": 28, "channels": 3},
+        "classes": ["blue", "green", "red"],
+    }
     assert (len(splits.train), len(splits.eval)) == (24, 9)
     image, label = splits.eval[4]  # the second of the greens
     assert (image.dtype, image.shape, label.dtype, int(label)) == (

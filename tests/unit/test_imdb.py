@@ -59,6 +59,7 @@ def test_samples_are_the_reviews_numbered_by_frequency_cut_and_padded(tmp_path):
             assert label.item() == true_label
             assert (tokens.dtype, mask.dtype, label.dtype) == (torch.int64, torch.bool, torch.int64)
     metadata = {"num_classes": 2, "vocab_size": len(number), "max_len": 24, "pad_index": 1}
+    metadata |= {"classes": ["neg", "pos"]}
     assert splits.metadata == metadata
 
 

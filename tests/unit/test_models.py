@@ -258,7 +258,8 @@ def test_transformer_learns_reviews(tmp_path):
     torch.manual_seed(0)
     write_imdb(tmp_path, 120)
     splits = datasets.imdb(tmp_path, max_len=32, min_freq=1)
-    model = models.transformer(**splits.metadata, d_model=32, d_hid=64, nlayers=2)
+    sizes = {name: size for name, size in splits.metadata.items() if name != "classes"}
+    model = models.transformer(**sizes, d_model=32, d_hid=64, nlayers=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(12):
         for picked in torch.randperm(120).split(20):

@@ -1,0 +1,378 @@
+"""Files of samples, read by the library `datasets` so that no sample is lost or changed.
+
+A table of text (CSV, TSV) is read once by Python's `csv` before: it finds what a parser would pass
+over, and knows the line. Every field of it is a text; `NA` and `null` are words, an empty field is
+an empty text. In a TSV a line is a sample: where a quote would join lines, quotes are plain signs.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import gzip
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any, TextIO
+
+from hybridtrain.data import digest_of_files
+from hybridtrain.datasets.split_names import split_of_file
+from hybridtrain.errors import DataError
+
+FORMATS = {
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
+_COMPRESSED = ("csv", "json", "text")
+_WHOLE_NUMBER = re.compile(r"-?(0|[1-9]\d*)")
+_SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
+
+
+@dataclass(frozen=True)
+class Table:
+    """The samples of a path, by split.
+
+    Attributes:
+        splits: a `datasets.Dataset` by the name of its split.
+        files: the files that were read; none for a name on the Hub.
+        notes: formats, places, and what was left out.
+        digest: of the files' names and sizes; None: it is not known.
+        numbers_are_texts: the columns are those of CSV, which has texts alone.
+    """
+
+    splits: dict[str, Any]
+    files: dict[str, list[Path]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    digest: str | None = None
+    numbers_are_texts: bool = False
+
+
+def read_table(key: str, path: str, name: str | None = None) -> Table:
+    """Returns all splits of a file, a pattern of files, a folder or a name on the Hub.
+
+    Args:
+        key: of `path`, for messages.
+        path: see `hf_datasets`.
+        name: the configuration of a data set on the Hub that has several.
+
+    Raises:
+        DataError: there is no such data, it is empty, damaged or of an unknown format; names the
+            file, and the line where it has lines.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"this data set needs the library datasets ({error}): "
+            'pip install "hybridtrain[datasets]"'
+        ) from error
+    place = Path(path).expanduser()
+    files = _files_of(key, path, place)
+    if files:
+        return _read_files(key, path, files)
+    try:
+        with quiet():
+            if place.is_dir() and any((place / one).is_file() for one in _SAVED):
+                found = datasets.load_from_disk(str(place))
+                one_split = isinstance(found, datasets.Dataset)
+                splits = {"train": found} if one_split else dict(found)
+            else:
+                splits = dict(datasets.load_dataset(str(place) if place.exists() else path, name))
+    except Exception as error:  # of many libraries, for many formats
+        raise _unreadable(key, path, place.exists(), error) from error
+    return Table(splits, notes=[f"from {path}"])
+
+
+def _unreadable(key: str, path: str, exists: bool, error: Exception) -> DataError:
+    import datasets
+
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    cache = str(datasets.config.HF_DATASETS_CACHE)
+    place = str(getattr(cause, "filename", None) or "")
+    if place and (cache.startswith(place) or place.startswith(cache)):
+        return DataError(
+            f"{key}={path}: the library datasets keeps its cache in "
+            f"{cache}, which cannot be written ({cause}): set HF_HOME= to a folder that can"
+        )
+    reason = " ".join(str(cause).split())[:300]
+    where = "" if exists else " is neither here nor can it be had from the Hub: it"
+    return DataError(f"{key}={path}{where} cannot be read ({type(cause).__name__}: {reason})")
+
+
+def _suffix(path: PurePath) -> str:
+    """Returns the suffix of a file, in lower case, without the one of a compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    compressed = suffixes[-1:] == [".gz"]
+    return "".join(suffixes[-2:-1] if compressed else suffixes[-1:])
+
+
+def _files_of(key: str, path: str, place: Path) -> dict[str, list[Path]]:
+    """Returns the files that a path means, by split; none: `datasets` knows what it means."""
+    formats = f"the formats are {', '.join(FORMATS)}, also with .gz"
+    if place.is_file():
+        if _suffix(place) not in FORMATS:
+            raise DataError(f"{key}={path}: {formats}; name a file that ends so")
+        return {"train": [place]}
+    if place.is_dir():
+        if any((place / one).is_file() for one in (*_SAVED, "README.md")):
+            return {}
+        found = [
+            each
+            for each in sorted(place.rglob("*"))
+            if each.is_file()
+            and _suffix(each) in FORMATS
+            and not any(part.startswith((".", "_")) for part in each.relative_to(place).parts)
+        ]
+        if not found:
+            raise DataError(
+                f"{key}={path}: there is no file in this folder that is read; {formats}"
+            )
+        return _by_split(place, found)
+    if any(sign in path for sign in "*?["):
+        found = sorted(Path(one) for one in glob.glob(str(place), recursive=True))
+        found = [each for each in found if each.is_file()]
+        if not found:
+            raise DataError(f"{key}={path}: no file has this pattern, in {Path.cwd()}")
+        return {"train": found}
+    if _suffix(place) in FORMATS or path.startswith((".", "/", "~")):
+        raise DataError(f"{key}={path}: there is no such file or folder ({place.absolute()})")
+    return {}
+
+
+def _by_split(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
+    """Returns files by the splits that they are named after; without any they are one split."""
+    table = [each for each in files if _suffix(each) != ".txt"]
+    files = table or files  # notes next to a table are not samples
+    by_split: dict[str, list[Path]] = {}
+    for each in files:
+        split = split_of_file(each.relative_to(folder)) or ""
+        by_split.setdefault(split, []).append(each)
+    if list(by_split) == [""]:
+        return {"train": by_split[""]}
+    return {split: by_split[split] for split in sorted(by_split)}
+
+
+def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
+    import datasets
+
+    left_out = [each.name for each in files.pop("", [])]
+    kinds = {FORMATS[_suffix(each)] for own in files.values() for each in own}
+    if len(kinds) > 1:
+        raise DataError(f"{key}={path} has files of several formats ({', '.join(sorted(kinds))})")
+    (kind,) = kinds
+    notes = []
+    splits = {}
+    for split, own in files.items():
+        scans = [_checked(each, kind) for each in own]
+        options: dict[str, Any] = {}
+        if kind == "csv":
+            header = scans[0].header
+            for each, scan in zip(own, scans, strict=True):
+                if scan.header != header:
+                    raise DataError(
+                        f"{each} has the columns {', '.join(scan.header)}, and {own[0]} has "
+                        f"{', '.join(header)}"
+                    )
+            plain = any(scan.quotes_are_plain for scan in scans)
+            options = {
+                "sep": "\t" if _suffix(own[0]) == ".tsv" else ",",
+                "features": datasets.Features({name: datasets.Value("string") for name in header}),
+                "keep_default_na": False,
+                "na_filter": False,
+                "quoting": csv.QUOTE_NONE if plain else csv.QUOTE_MINIMAL,
+                "encoding": "utf-8-sig",
+            }
+            notes += [
+                f"{scan.joined} samples of {each.name} have line breaks in quotes, the longest is "
+                f"lines {scan.longest[0]} to {scan.longest[1]}"
+                for each, scan in zip(own, scans, strict=True)
+                if scan.joined
+            ]
+        try:
+            with quiet():
+                found = datasets.load_dataset(
+                    kind, data_files={split: [str(each) for each in own]}, **options
+                )[split]
+        except Exception as error:
+            raise _unreadable(key, path, True, error) from error
+        expected = sum(scan.samples for scan in scans)
+        if kind == "csv" and len(found) != expected:
+            raise DataError(
+                f"{key}={path}: {expected} samples are there, and {len(found)} were read: look for "
+                f"quotes that do not close"
+            )
+        splits[split] = found
+    every = [each for own in files.values() for each in own]
+    shown = path if len(every) > 3 else ", ".join(str(each) for each in every)
+    count = f"{len(every)} files, " if len(every) > 1 else ""
+    notes.append(f"{count}{_suffix(every[0])[1:]} from {shown}")
+    if left_out:
+        notes.append(f"not used: {', '.join(left_out[:8])}")
+    digest = digest_of_files(f"{each.name} {each.stat().st_size}" for each in every)
+    return Table(splits, files, notes, digest, numbers_are_texts=kind == "csv")
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """The result of a look through a file."""
+
+    header: list[str] = field(default_factory=list)
+    samples: int = 0
+    quotes_are_plain: bool = False
+    joined: int = 0
+    longest: tuple[int, int] = (0, 0)
+
+
+def _checked(path: Path, kind: str) -> _Scan:
+    """Looks through a file before it is read.
+
+    Raises:
+        DataError: it is empty, or a line of it is not a sample.
+    """
+    try:
+        with open(path, "rb") as raw:
+            head = raw.read(2)
+        if not head:
+            raise DataError(f"{path} is empty")
+        if path.suffix.lower() == ".gz":
+            if kind not in _COMPRESSED:
+                raise DataError(f"{path}: a {kind} file is not compressed as a whole; unpack it")
+            if head != b"\x1f\x8b":
+                raise DataError(f"{path} is not a file of gzip")
+        if kind in ("json", "text"):
+            with _opened(path) as file:
+                if not any(line.strip() for line in file):
+                    raise DataError(f"{path} is empty")
+        return _scan_csv(path) if kind == "csv" else _Scan()
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} cannot be read: it is not UTF-8 ({error}): convert it") from error
+
+
+def _opened(path: Path) -> TextIO:
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return open(path, encoding="utf-8-sig", newline="")
+
+
+def _scan_csv(path: Path) -> _Scan:
+    if _suffix(path) != ".tsv":
+        return _scan(path, ",", csv.QUOTE_MINIMAL)
+    try:
+        scan = _scan(path, "\t", csv.QUOTE_MINIMAL)
+    except DataError:  # a quote that does not close, perhaps
+        return _scan(path, "\t", csv.QUOTE_NONE)
+    return _scan(path, "\t", csv.QUOTE_NONE) if scan.joined else scan
+
+
+def _scan(path: Path, separator: str, quoting: Any) -> _Scan:
+    header: list[str] | None = None
+    samples, joined, longest, before = 0, 0, (0, 0), 0
+    csv.field_size_limit(1 << 30)
+    with _opened(path) as file:
+        reader = csv.reader(file, delimiter=separator, quoting=quoting, strict=True)
+        try:
+            for fields in reader:
+                first, before = before + 1, reader.line_num
+                if not fields:
+                    continue
+                if header is None:
+                    header = fields
+                    if len({*header}) < len(header):
+                        raise DataError(f"{path} has two columns of one name: {', '.join(header)}")
+                    continue
+                if len(fields) != len(header):
+                    raise DataError(
+                        f"{path}, line {first}: {len(fields)} fields, and the header has "
+                        f"{len(header)} columns ({', '.join(header)}). A text with the separator "
+                        f"or a quote in it must be in quotes"
+                    )
+                samples += 1
+                if before > first:
+                    joined += 1
+                    longest = max(longest, (first, before), key=lambda pair: pair[1] - pair[0])
+        except csv.Error as error:
+            raise DataError(
+                f"{path}: the sample that begins at line {before + 1} has a quote that does not "
+                f"fit ({error}): double the quotes in a quoted text, and close it"
+            ) from error
+    if header is None:
+        raise DataError(f"{path} is empty")
+    if samples == 0:
+        raise DataError(f"{path} has a header ({', '.join(header)}) and no samples")
+    return _Scan(header, samples, quoting == csv.QUOTE_NONE, joined, longest)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps the library datasets from drawing progress bars in a run's log."""
+    import datasets
+
+    shown = datasets.utils.are_progress_bars_disabled() is False
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def as_numbers(values: Sequence[str]) -> list[int] | None:
+    """Returns texts as whole numbers if all of them are written as such; else None."""
+    return [*map(int, values)] if all(map(_WHOLE_NUMBER.fullmatch, values)) else None
+
+
+def check_complete(table: Table, columns: Sequence[str], what: str) -> None:
+    """Checks that each sample has a value in these columns, and values of one type.
+
+    Raises:
+        DataError: one has not; names the file and the number of the sample.
+    """
+    for split, samples in table.splits.items():
+        for column in columns:
+            if column not in samples.features:
+                continue
+            dtype = str(getattr(samples.features[column], "dtype", samples.features[column]))
+            mixed = "json" in dtype.lower() or "json" in str(samples.features[column]).lower()
+            if not mixed and not _missing(samples, column):
+                continue
+            first: tuple[int, Any] | None = None
+            for number, value in enumerate(samples[column]):
+                if value is None:
+                    raise DataError(
+                        f"{what}={column}: {_place(table, split, number)} has no value there: fill "
+                        f"it in, or leave the sample out"
+                    )
+                kind = "text" if isinstance(value, str) else type(value).__name__
+                kind = "number" if isinstance(value, int | float) else kind
+                if first is None:
+                    first = number, kind
+                elif kind != first[1]:
+                    raise DataError(
+                        f"{what}={column}: texts and numbers are mixed: "
+                        f"{_place(table, split, first[0])} has a {first[1]}, and "
+                        f"{_place(table, split, number)} has the {kind} {value!r}"
+                    )
+
+
+def _missing(samples: Any, column: str) -> bool:
+    try:
+        return bool(samples.data.column(column).null_count)
+    except (AttributeError, KeyError):
+        return True  # looked at one by one
+
+
+def _place(table: Table, split: str, number: int) -> str:
+    files = table.files.get(split, [])
+    where = f" of {files[0]}" if len(files) == 1 else f" of the {split} split"
+    return f"sample {number + 1}{where}"
