@@ -37,7 +37,9 @@ def with_project(overrides: Sequence[str], config_dir: str | None) -> tuple[list
     Raises:
         ConfigError: the file cannot be read, has an unknown key, or lies among runs.
     """
-    project, given = _project(Path("pyproject.toml")), given_keys(overrides)
+    given = given_keys(overrides)
+    folders = [o.partition("=")[2] for o in overrides if o.startswith("output_dir=")]
+    project = _project(Path("pyproject.toml"), Path(folders[-1]) if folders else None)
     plugins = [point.value for point in entry_points(group="hybridtrain.plugins")]
     added = []
     if _ALLOW not in given and (packages := [*project.get(_ALLOW, []), *plugins]):
@@ -59,8 +61,13 @@ def _has_configs(package: str) -> bool:
         ) from error
 
 
-def _project(path: Path) -> dict[str, Any]:
-    """Returns the table of the file; it is empty if there is no file."""
+def _project(path: Path, runs: Path | None) -> dict[str, Any]:
+    """Returns the table of the file; it is empty if there is no file.
+
+    Args:
+        path: of the file.
+        runs: the folder of runs that the command line names.
+    """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -88,12 +95,8 @@ def _project(path: Path) -> dict[str, Any]:
             f"{table[_FOLDER]}"
         )
     if table:
-        _refuse_among_runs(path, table)
+        _refuse_among_runs(path, table, runs)
     return table
-
-
-# A run has a config, and one of the others.
-_FILES_OF_RUNS = ("config.yaml", "overrides.yaml", "metrics.jsonl")
 
 
 def _is_run(folder: Path) -> bool:
@@ -105,15 +108,11 @@ def _is_run(folder: Path) -> bool:
     )
 
 
-def _refuse_among_runs(path: Path, table: Mapping[str, Any]) -> None:
+def _refuse_among_runs(path: Path, table: Mapping[str, Any], runs: Path | None) -> None:
     """Refuses the file in a directory of runs or inside a run, which may be a stranger's."""
     here = Path.cwd()
-    if any(map(_is_run, (here, *here.parents))) or any(
-        _is_run(file.parent)
-        for depth in ("*/", "*/*/")  # runs may be in groups
-        for name in _FILES_OF_RUNS
-        for file in here.glob(depth + name)
-    ):
+    inside = runs is not None and here.is_relative_to(runs.resolve())  # runs may be in groups
+    if inside or any(map(_is_run, (here, *here.parents, *here.glob("*/")))):
         packages = ",".join(table.get(_ALLOW, []))
         raise ConfigError(
             f"{path} allows code of {packages}, which does not count in a directory of runs: "

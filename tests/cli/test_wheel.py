@@ -73,7 +73,7 @@ def test_the_wheel_has_the_configs_and_recipes(installed: Path) -> None:
     ]
     config = yaml.safe_load(shown.stdout)
     assert config["run_name"] == "digits"
-    assert config["trainer"]["loss"] == "nll"
+    assert config["trainer"]["loss"] is None
     shipped = {
         str(path.relative_to(installed / "hybridtrain"))
         for path in (installed / "hybridtrain").rglob("*.yaml")
