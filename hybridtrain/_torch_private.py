@@ -83,6 +83,7 @@ __all__ = [
     "record_cuda_memory",
     "run_backward",
     "scaler_found_inf",
+    "without_modes",
     "without_torch_function",
     "write_cuda_memory",
 ]
@@ -309,6 +310,30 @@ class CallerModes(NamedTuple):
                 torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None))
             for _ in self.function:
                 torch._C._pop_torch_function_stack()
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Takes the modes and hooks of `CallerModes` off this thread in the block."""
+    modes = CallerModes.capture()
+    if modes == CallerModes():
+        yield
+        return
+    for _ in modes.saved:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    for mode in reversed(modes.dispatch):
+        torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None))
+    for _ in modes.function:
+        torch._C._pop_torch_function_stack()
+    try:
+        yield
+    finally:
+        for mode in modes.function:
+            torch._C._push_on_torch_function_stack(mode)
+        for mode in modes.dispatch:
+            torch._C._push_on_torch_dispatch_stack(mode)
+        for pack, unpack in modes.saved:
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 @contextmanager

@@ -361,6 +361,7 @@ class HybridModel:
         self._self_check = SelfCheck(net, plan, planned, options, world)
         self.pipeline = Pipeline(net, plan, planned, world, options)
         self._self_check.variants_of = self.pipeline.variants_of
+        self._self_check.context = self.autocast
         self.plan = plan
         self.stages = self.pipeline.stages
         self.rng = self.pipeline.rng
@@ -432,8 +433,7 @@ class HybridModel:
         samples = batch_size(inputs, targets)
         sizes = self._sizes(samples)
         self._check_synchronised(len(sizes))
-        with self.autocast():
-            self._self_check.look(inputs, sizes, trains=True)
+        self._self_check.look(inputs, sizes, trains=True)
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
         loss = self.resolve_loss(loss_fn)
@@ -643,8 +643,7 @@ class HybridModel:
         self._follow_changes(trains=False)
         self._batch_check.begin(inputs, targets)
         sizes = self._sizes(batch_size(inputs, targets))
-        with self.autocast():
-            self._self_check.look(inputs, sizes, trains=False)
+        self._self_check.look(inputs, sizes, trains=False)
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
 

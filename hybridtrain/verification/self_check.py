@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from hybridtrain._torch_private import without_modes
 from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import NotExactError
 from hybridtrain.graph import CallSignature, Layer, Segment
@@ -109,6 +110,7 @@ class SelfCheck:
 
     Attributes:
         variants_of: returns the variant of the graphs for each micro-batch, or None.
+        context: the autocast of the run, as a function that returns it.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class SelfCheck:
         world: World,
     ) -> None:
         self.variants_of: Callable[[Sequence[Any]], Sequence[int] | None] = lambda parts: None
+        self.context: Callable[[], AbstractContextManager[object]] = nullcontext
         self._net = net
         self._plan = plan
         self._planned = planned
@@ -179,31 +182,35 @@ class SelfCheck:
             leaves, spec = tree_flatten(inputs)
             shapes = [(v.shape, v.dtype) if isinstance(v, Tensor) else type(v) for v in leaves]
             signature = (*shapes, spec, training, trains, len(sizes))
-        if signature in self._signatures:
-            return
-        self._signatures.add(signature)
+        if signature not in self._signatures:
+            self._signatures.add(signature)
+            with without_modes(), self.context():
+                self._look(inputs, sizes, training, trains)
+
+    def _look(self, inputs: Any, sizes: Sequence[int], training: bool, trains: bool) -> None:
         parts = split(inputs, sizes)
         variants: Sequence[int | None] = self.variants_of(parts) or [None] * len(sizes)
+        start = 0
         for part, size, variant in zip(parts, sizes, variants, strict=True):
             kind = _kind(inputs, size), training, trains, variant
             if kind not in self._kinds:
                 self._kinds.add(kind)
-                self._check(part, size, training, trains, variant)
+                small = part
+                if size > SAMPLES and variant is None:  # fewer samples may take another one
+                    # of the batch, in which values are marked that are not cut
+                    small = split(inputs, [start, SAMPLES, sum(sizes) - start - SAMPLES])[1]
+                samples = [_Sample(some, training, trains, variant) for some in (small, part)]
+                self._check(*samples)
+            start += size
 
-    def _check(
-        self, part: Any, size: int, training: bool, trains: bool, variant: int | None
-    ) -> None:
-        small = part
-        if size > SAMPLES and variant is None:  # fewer samples may take another one
-            small = split(part, [SAMPLES, size - SAMPLES])[0]
+    def _check(self, small: _Sample, whole: _Sample) -> None:
         try:
             try:
-                self._compare(_Sample(small, training, trains, variant))
+                self._compare(small)
             except _Failed:
-                if small is part:
+                if small.inputs is whole.inputs:
                     raise
-                # it may need more samples
-                self._compare(_Sample(part, training, trains, variant))
+                self._compare(whole)  # it may need more samples
         except _Failed as failure:
             # the step itself will say so, if it is more than the sample's fault
             log.debug("the stages were not compared with the unsplit module: %r", failure.error)
@@ -412,7 +419,7 @@ class _Run:
 
         with self._as_before(net), _failures(), numbers.entered():
             pipeline = Pipeline(net, self._plan, planned, world, self._options, InlineEngine)
-            pipeline.watches_state = False  # the steps themselves do so
+            pipeline.watches_state = not self._symbolic  # a symbolic run recomputes nothing
             pipeline.rng.seeds_evaluations = not self._symbolic
             if sample.variant is not None:
                 for stage in pipeline.stages:

@@ -21,6 +21,7 @@ from support.traced import (
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from hybridtrain import shared
 from hybridtrain.errors import BatchError, ConfigError, SplitError
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.chain import ChainBuilder
@@ -150,11 +151,11 @@ def test_a_tensor_in_place_of_another_value_is_shown_by_its_shape():
         BatchError, match=r"extra=None, and .* gives extra=a tensor of shape \(\d+,"
     ):
         model({"x": samples(0), "extra": samples(1)})
-    array = {"x": samples(0), "extra": np.arange(4)}
+    array = {"x": samples(0), "extra": shared(np.arange(4))}
     model = hybrid(Ignores(), 2, example_inputs=array)
-    model({"x": samples(1), "extra": np.arange(4)})
+    model({"x": samples(1), "extra": shared(np.arange(4))})
     with pytest.raises(BatchError, match=r"gives extra=an array of shape \(5,\)"):
-        model({"x": samples(1), "extra": np.arange(5)})
+        model({"x": samples(1), "extra": shared(np.arange(5))})
 
 
 class Carrier:
@@ -176,7 +177,7 @@ def test_an_object_that_may_hide_tensors_does_not_cross_a_cut():
             return carrier.tensor * 2
 
     net = nn.Sequential(Puts(), Takes())
-    with pytest.raises(SplitError, match="layer '0' passes a Carrier to a later stage, "):
+    with pytest.raises(SplitError, match="layer '0' passes a Carrier to a later stage "):
         hybrid(net, 2).train_step(samples(), None, loss_of)
     hybrid(net, 1).train_step(samples(), None, loss_of)
 
