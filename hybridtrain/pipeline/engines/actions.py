@@ -141,12 +141,6 @@ class ActionRunner:
         stage = self._stages[action.stage]
         word = WORDS[action.kind]
         error.add_note(f"in the {word} of micro-batch {action.microbatch} on {stage}")
-        if "Expected to mark a variable ready only once" in str(error):
-            error.add_note(
-                "a layer may have a reentrant torch.utils.checkpoint around the same parameters "
-                "more than once: pass use_reentrant=False there, or leave it out and set "
-                "checkpoint= of HybridModel"
-            )
 
     def _forward(self, lane: int, action: Action, doing: LaneActivity) -> None:
         step = self._step

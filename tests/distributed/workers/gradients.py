@@ -374,31 +374,6 @@ for _kind, _microbatch in itertools.product(("forward", "backward"), (0, 1)):
     )(after_failure(_kind, _microbatch))
 
 
-class Twice(nn.Module):
-    """Recomputes one submodule twice, each time in a backward inside of the backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x):
-        for _ in range(2):
-            recomputed = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
-            x = torch.tanh(recomputed)
-        return x
-
-
-@cells.add("parameters in two reentrant checkpoints are an error that names the argument")
-def _(world):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 6), Twice(), nn.Linear(6, 3))
-    model = hybrid(net, 2, split=[1, 2], find_unused_parameters=True)
-    targets = torch.randint(3, (4,))
-    with pytest.raises(RuntimeError, match="ready only once") as error:
-        model.train_step(torch.randn(4, 6) + world.rank, targets, F.cross_entropy)
-    assert "pass use_reentrant=False there" in "".join(error.value.__notes__)
-
-
 @cells.add("verify compares what all replicas have together with the unsplit module")
 def _(world):
     for name in ("dropout", "conv", "masked_lm"):
