@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,8 +25,11 @@ from torch import fx, nn
 
 from hybridtrain._torch_private import GRAD_MODE_SETTER, TorchDispatchMode
 from hybridtrain.graph.call_signature import CallSignature
+from hybridtrain.graph.reads import ASKS_FOR_USER, Recorder, Settled, Shadows
 from hybridtrain.graph.segment import IN_PLACE_OPERATORS, viewed_by
 from hybridtrain.graph.traced_graph import (
+    GRADIENTS_ARE_CUT,
+    TAKES_GRADIENTS,
     AutogradFunctionDetector,
     Call,
     Generators,
@@ -35,9 +39,9 @@ from hybridtrain.graph.traced_graph import (
     current_user_line,
     first_difference,
     is_user_code,
+    no_swallowed_refusals,
     refused_calls,
     replaced,
-    unchanged_containers,
     user_line,
 )
 
@@ -77,11 +81,19 @@ def trace(
     Raises:
         Exception: raised by torch.fx or by the forward itself, where it cannot be traced.
     """
+    settled = Settled()
+    with settled.undone_on_error():
+        return _trace(signature, module, should_expand, settled)
+
+
+def _trace(
+    signature: CallSignature, module: nn.Module, should_expand: ShouldExpand, settled: Settled
+) -> TracedGraph:
     kept: dict[str, str] = {}  # modules that would freeze something, with the reason
     generators = Generators(module)
 
     def run(grad_enabled: bool) -> tuple[_Tracer, TracedGraph]:
-        tracer = _Tracer(signature, should_expand, kept, generators, grad_enabled)
+        tracer = _Tracer(signature, should_expand, kept, generators, grad_enabled, module, settled)
         return tracer, tracer.traced(module)
 
     while True:
@@ -120,6 +132,8 @@ class _Tracer(fx.Tracer):
         kept: Mapping[str, str],
         generators: Generators,
         grad_enabled: bool,
+        module: nn.Module,
+        settled: Settled,
     ) -> None:
         super().__init__()
         self.calls: dict[fx.Node, list[Call]] = {}
@@ -128,6 +142,16 @@ class _Tracer(fx.Tracer):
         self.places: dict[fx.Node, tuple[str, str]] = {}  # the expanded module, the user's line
         self.parts: set[nn.Module] = set()
         self.generators = generators
+        self.shadows = Shadows(
+            {
+                "type": _Type,
+                "hasattr": self._has_attribute,
+                "getattr": self._get_attribute,
+                "callable": self._is_callable,
+            },
+            matches=True,
+        )
+        self.recorder = Recorder(module, settled, self.shadows)
         self.grad_enabled = grad_enabled
         self.asked_grad_mode = False
         self._inside = [""]  # the expanded modules that are being run
@@ -152,6 +176,7 @@ class _Tracer(fx.Tracer):
             find=lambda name: constants[name] if name in constants else attrgetter(name)(module),
             expanded=self.expanded,
             unexpanded=self.unexpanded,
+            reads=self.recorder.reads(),
         )
         _settle_augmented_assignments(traced)
         return traced
@@ -198,12 +223,15 @@ class _Tracer(fx.Tracer):
         is_leaf = self.is_leaf_module(m, name)
         if not is_leaf:
             stack, calls = OrderedDict(self.module_stack), dict(self.num_calls)
+            mark = self.recorder.mark()
+            self.recorder.refuse_changes()  # of the code that calls this module
             self._inside.append(name)
             try:
-                with self.generators.no_draws(), unchanged_containers(m):
+                with self.generators.no_draws(), no_swallowed_refusals(), self.recorder.unchanged():
                     result = super().call_module(m, forward, args, kwargs)
                 self.expanded[name] = m
             except Exception as error:
+                self.recorder.forget_since(mark)
                 self.module_stack, self.num_calls = stack, calls
                 self._erase_after(last)
                 self.unexpanded[name], is_leaf = user_line(error), True
@@ -219,6 +247,8 @@ class _Tracer(fx.Tracer):
         """Creates a node, unless an `autograd.Function` asks for it."""
         self._autograd_functions.check_not_inside(sys._getframe(1))
         node = super().create_node(*args, **kwargs)
+        if node.target in TAKES_GRADIENTS:
+            raise Untraceable(GRADIENTS_ARE_CUT)
         if node.op == "call_method" and node.target in _CONTAINER_METHODS:
             raise Untraceable("changes a list or dict in place")  # of which a graph has no copy
         self.places[node] = self._inside[-1], current_user_line()
@@ -236,6 +266,28 @@ class _Tracer(fx.Tracer):
         if threading.get_ident() != self._thread:
             return attr_val
         return super().getattr(attr, attr_val, {})
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Refuses a condition on a value, so that the model's own `except` cannot hide it."""
+        return bool(_refused(super().to_bool, obj))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Refuses a loop over a value of unknown length; unpacking is recorded."""
+        iterator: Iterator[Any] = _refused(super().iter, obj)
+        return iterator
+
+    def _has_attribute(self, value: Any, name: str) -> bool:
+        if _is_proxy(value) and self.check_is_tensor(value):
+            return hasattr(torch.Tensor, name)
+        return hasattr(value, name)
+
+    def _get_attribute(self, value: Any, name: str, *default: Any) -> Any:
+        if default and not self._has_attribute(value, name):
+            return default[0]
+        return getattr(value, name)
+
+    def _is_callable(self, value: Any) -> bool:
+        return not _is_proxy(value) and callable(value)
 
     def check_is_tensor(self, value: fx.Proxy) -> bool:
         """Returns True for an input that every batch must give as a tensor.
@@ -257,6 +309,9 @@ class _Tracer(fx.Tracer):
                 return
             self.calls.pop(node, None)
             self.graph.erase_node(node)
+
+
+ASKS_FOR_USER |= {_Tracer._has_attribute.__code__, _Tracer._get_attribute.__code__}
 
 
 @contextmanager
@@ -300,9 +355,11 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
         guards.enter_context(replaced(torch, "is_tensor", is_tensor))
         guards.enter_context(replaced(torch.jit, "isinstance", is_instance))
         guards.enter_context(refused_calls(module))
-        guards.enter_context(unchanged_containers(module))
         guards.enter_context(_ForbidEagerOps())
         guards.enter_context(tracer.generators.no_draws())
+        guards.enter_context(no_swallowed_refusals())
+        guards.enter_context(tracer.shadows.removed_at_end())
+        guards.enter_context(tracer.recorder.recording())
         yield
 
 
@@ -313,9 +370,65 @@ class _GuardedProxy(fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # what `isinstance` asks for
-        if is_user_code(sys._getframe(1)):
+        frame: FrameType | None = sys._getframe(1)
+        # abc.py asks for `isinstance(x, Sequence)`, functools for a singledispatch
+        while frame is not None and _is_pythons(frame):
+            frame = frame.f_back
+        if frame is not None and is_user_code(frame):
             raise Untraceable("asks for the type of a value, which is not known while tracing")
         return _GuardedProxy
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if is_user_code(sys._getframe(1)):
+            raise Untraceable(f"sets {name!r} of a tensor, which a graph would not")
+        super().__setattr__(name, value)
+
+
+def _is_pythons(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in sys.stdlib_module_names
+
+
+def _refused(function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    except fx.proxy.TraceError as error:
+        raise Untraceable(str(error)) from error
+
+
+def _no_number(what: str) -> Callable[..., Any]:
+    def method(self: fx.Proxy, *args: Any) -> Any:
+        if what == "a text" and not is_user_code(sys._getframe(1)):
+            return object.__repr__(self)
+        raise Untraceable(f"asks for {what} of a value, which is not known while tracing")
+
+    return method
+
+
+for _what, _names in {
+    "the length": ("__len__",),
+    "a number": ("__int__", "__float__", "__index__", "__complex__", "__round__", "__trunc__"),
+    "a text": ("__str__", "__repr__", "__format__"),
+    "a change of an item": ("__setitem__", "__delitem__"),
+}.items():
+    for _name in _names:
+        setattr(_GuardedProxy, _name, _no_number(_what))
+
+
+class _TypeKind(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and _is_proxy(args[0]):
+            raise Untraceable("asks for the type of a value, which is not known while tracing")
+        return type(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, type)
+
+    def __subclasscheck__(cls, subclass: Any) -> bool:
+        return issubclass(subclass, type)
+
+
+class _Type(type, metaclass=_TypeKind):
+    """`type`, but it does not answer for a stand-in."""
 
 
 def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:

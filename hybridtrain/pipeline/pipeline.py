@@ -125,6 +125,7 @@ class Pipeline:
         self.owns_output = self.output_process == world.pipeline_rank
         self._buffer_copies = [pair for segment in segments for pair in segment.copies()]
         self._watch = ModelWatch(net)
+        self._guards.look()
         self._is_first_step = True
         self._named: tuple[Sequence[Any], Mapping[str, nn.Parameter]] | None = None
         self._norms = DeferredBatchNormStats(net) if options.batch_norm == "deferred" else None
