@@ -4,6 +4,7 @@ chain              a module as a chain of layers
 segment            a layer, and one that is a part of a graph
 tracer, exporter   a forward as a graph, by torch.fx or torch.export
 traced_graph       what both give, and what must not be frozen into it
+reads              what a forward reads while it is traced, compared before each step
 mode_graphs        one graph for training and one for evaluation, and what they depend on
 call_signature     a batch as the arguments of a forward
 """

@@ -20,7 +20,6 @@ from functools import cache, partial
 from io import StringIO
 from itertools import zip_longest
 from operator import attrgetter
-from types import FrameType
 from typing import Any
 
 import torch
@@ -88,7 +87,8 @@ def _export(module: nn.Module, signature: CallSignature, values: list[Any]) -> T
     shadows = Shadows({"type": _TensorType})
     settled = Settled()
     recorder = Recorder(module, settled, shadows)
-    with settled.undone_on_error(), guards.entered(), shadows.removed_at_end():
+    caches = recorder.clearing_caches()
+    with settled.undone_on_error(), guards.entered(), shadows.removed_at_end(), caches:
         grad_matters = _check_changes(module, signature, values, guards, recorder)
         arguments = signature.split(values)
         # recording takes time, and the quick check has run the same forward
@@ -145,7 +145,7 @@ def _check_changes(
         with no_swallowed_refusals():
             with recorder.recording():
                 first = run()
-            with recorder.recording():
+            with recorder.unchanged():
                 second = run()
     except Untraceable:
         raise
@@ -254,19 +254,10 @@ class _ForbidCustomBackward(TorchFunctionMode):
         """Runs `func`."""
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             raise Untraceable("registers a hook on a tensor, which a graph would lose")
-        if func in (Tensor.__repr__, Tensor.__format__) and _is_users(sys._getframe(1)):
-            raise Untraceable("makes a text of a tensor, which a graph would keep")
         if func in TAKES_GRADIENTS or func in (Tensor.backward, Tensor.requires_grad_):
             raise Untraceable(GRADIENTS_ARE_CUT)
         self._autograd_functions.check_not_inside(sys._getframe(1))
         return func(*args, **(kwargs or {}))
-
-
-def _is_users(frame: FrameType | None) -> bool:
-    """Returns whether user code has called PyTorch's function that `frame` belongs to."""
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
-        frame = frame.f_back
-    return frame is not None and is_user_code(frame)
 
 
 class _TensorKind(type):

@@ -1,4 +1,4 @@
-"""What a traced forward has read, and whether it still holds.
+"""The values that a traced forward has read, and whether they still hold.
 
 A graph contains whatever its forward read while it was traced: numbers and flags of modules and
 configs, entries of dicts and lists, globals, closures, class attributes, functions, buffers. A
@@ -9,7 +9,7 @@ Three ways lead to a value, and each is watched where it is taken:
 
 1. `owner.name`: classes get a `__getattribute__` that notes the name (nn.Module, and the class of
    every object that is reached). Where a class cannot be changed, all its attributes count as read.
-2. a global, `Class.name`, `module.name`: a profile function sees each function of the user's that
+2. a global, `Class.name`, `module.name`: a trace function sees each function of the user's that
    begins to run; the names in its code are noted, and those that its modules and classes have.
 3. a closure, a default argument, an entry of a container: noted with the function or container
    that has been reached; a container counts as read with all its entries.
@@ -126,27 +126,38 @@ class Recorder:
             Untraceable: the block has changed a list, an object or a global that it has reached;
                 they are put back.
         """
-        before = sys.getprofile()
-        # Python calls these anywhere, and they are no part of the forward
+        # a trace function sees fewer events than a profile function; a debugger may have one
+        watch: Any = sys.settrace
+        before: Any = None
+        if sys.gettrace() is not None:
+            watch, before = sys.setprofile, sys.getprofile()
+        # Python may call these at any moment: the forward did not
         for callback in gc.callbacks:
             self._codes.setdefault(getattr(callback, "__code__", None), None)
         self._patch(nn.Module)
         for part in self._module.modules():
             self._patch_overridden(type(part))
-        sys.setprofile(self._called)
+        watch(self._called)
         try:
             with self.unchanged():
                 yield
         finally:
-            sys.setprofile(before)
+            watch(before)
             for kind, original in reversed(self._patched.items()):
                 if original is None:
                     del kind.__getattribute__
                 else:
                     kind.__getattribute__ = original  # type: ignore[method-assign]
             self._patched.clear()
+
+    @contextmanager
+    def clearing_caches(self) -> Iterator[None]:
+        """Clears each lru_cache that was reached: it may hold stand-ins for tensors."""
+        try:
+            yield
+        finally:
             for cached in self._cached.values():
-                cached.cache_clear()  # it may hold stand-ins for tensors
+                cached.cache_clear()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -227,7 +238,7 @@ class Recorder:
             self._attributes[key] = owner
             path = self._paths.setdefault(id(owner), type(owner).__name__)
             self._visited.setdefault(id(owner), owner)
-            # PyTorch's modules replace lists of their own while torch.export replaces parameters
+            # PyTorch's modules rebuild internal lists while torch.export replaces parameters
             self._keeps = is_users
             if isinstance(owner, nn.Module):
                 self._keep_attributes(owner, path)
@@ -612,7 +623,7 @@ class _State:
 
 
 class Settled:
-    """What the runs of a forward have set once, and may not set again."""
+    """The values that runs of a forward have set once, and may not set again."""
 
     def __init__(self) -> None:
         self._old: dict[Any, Callable[[], None]] = {}
@@ -740,7 +751,7 @@ def _items(container: Any) -> Iterable[Any]:
 
 
 class Reads:
-    """What a forward has read, compared with what is there now.
+    """The values that a forward has read, compared with the present ones.
 
     Args:
         reads: the values.

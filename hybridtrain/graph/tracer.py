@@ -359,6 +359,7 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
         guards.enter_context(tracer.generators.no_draws())
         guards.enter_context(no_swallowed_refusals())
         guards.enter_context(tracer.shadows.removed_at_end())
+        guards.enter_context(tracer.recorder.clearing_caches())
         guards.enter_context(tracer.recorder.recording())
         yield
 
@@ -397,8 +398,6 @@ def _refused(function: Callable[..., Any], *args: Any) -> Any:
 
 def _no_number(what: str) -> Callable[..., Any]:
     def method(self: fx.Proxy, *args: Any) -> Any:
-        if what == "a text" and not is_user_code(sys._getframe(1)):
-            return object.__repr__(self)
         raise Untraceable(f"asks for {what} of a value, which is not known while tracing")
 
     return method
@@ -407,7 +406,6 @@ def _no_number(what: str) -> Callable[..., Any]:
 for _what, _names in {
     "the length": ("__len__",),
     "a number": ("__int__", "__float__", "__index__", "__complex__", "__round__", "__trunc__"),
-    "a text": ("__str__", "__repr__", "__format__"),
     "a change of an item": ("__setitem__", "__delitem__"),
 }.items():
     for _name in _names:

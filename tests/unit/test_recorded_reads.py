@@ -291,6 +291,22 @@ def test_what_a_module_that_is_called_whole_changes_is_no_change():
     assert net.b.steps == 9
 
 
+class Leaving(nn.Module):
+    scale = 1.0
+
+    def forward(self, x):
+        self.scale = 2.0
+        return x
+
+
+def test_a_number_that_a_layer_leaves_to_the_models_forward_is_an_error_in_the_first_step():
+    net = Body(lambda net, x: net.c(net.b(net.a(x))) * net.b.scale)
+    net.b = Leaving()
+    model = hybrid(net, 2).eval()
+    with pytest.raises(ConfigError, match=r"b\.scale has changed from missing to 2\.0"):
+        model(samples())
+
+
 # Python that a stand-in for a tensor would answer otherwise
 
 LOSSES, CACHE = [], {}
@@ -393,7 +409,6 @@ ODD = {
     "hasattr": lambda net, x: 2 if hasattr(net.a(x), "logits") else 3,
     "getattr": lambda net, x: 1 + getattr(net.a(x), "aux_loss", 1),
     "callable": lambda net, x: 2 if callable(net.a(x)) else 3,
-    "text": lambda net, x: len(f"{net.pair_of(x)}") % 7,
     "match": matches,
     "condition": swallowing(lambda x: x.mean() > 0),
     "len": swallowing(lambda x: len(x.sum(0)) == WIDTH),
