@@ -69,6 +69,7 @@ __all__ = [
     "find_random_operations",
     "free_saved",
     "get_default_store",
+    "global_hooks",
     "has_gradient_hooks",
     "has_hooks",
     "has_saved_hooks",
@@ -189,6 +190,20 @@ def hooks_of(module: nn.Module) -> tuple[MutableMapping[int, Any], ...]:
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
+    )
+
+
+def global_hooks() -> tuple[MutableMapping[int, Any], ...]:
+    """Returns the tables of hooks around the forward and backward of all modules.
+
+    Uses `torch.nn.modules.module._global_forward_hooks` and the three others: as `hooks_of`.
+    """
+    home = torch.nn.modules.module
+    return (
+        home._global_forward_hooks,
+        home._global_forward_pre_hooks,
+        home._global_backward_hooks,
+        home._global_backward_pre_hooks,
     )
 
 

@@ -7,6 +7,7 @@ traced_graph       what both give, and what must not be frozen into it
 variants           the graphs of a model for inputs of other kinds
 examples           what a forward's values are for example inputs
 output_capture     the hooks of transformers that gather outputs of layers
+reads              what a forward reads while it is traced, compared before each step
 mode_graphs        one graph for training and one for evaluation, and what they depend on
 call_signature     a batch as the arguments of a forward
 """

@@ -41,7 +41,10 @@ from hybridtrain.errors import BatchError
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.examples import Examples
 from hybridtrain.graph.output_capture import INSTALLED, has_hooks
+from hybridtrain.graph.reads import Recorder, Settled, Shadows
 from hybridtrain.graph.traced_graph import (
+    GRADIENTS_ARE_CUT,
+    TAKES_GRADIENTS,
     AutogradFunctionDetector,
     Call,
     Generators,
@@ -55,7 +58,6 @@ from hybridtrain.graph.traced_graph import (
     note_refusal,
     refused_calls,
     replaced,
-    unchanged_containers,
 )
 
 # The submodule of an exported module that checks the sizes of its inputs.
@@ -96,11 +98,18 @@ def _export(
     shapes = tree_map(_dynamic_sizes, values)
     dynamic = dict(zip(signature.names, shapes, strict=True))
     guards = _ExportGuards(module)
-    with guards.entered():
-        grad_matters = _check_changes(module, signature, values, guards)
+    shadows = Shadows({"type": _TensorType})
+    settled = Settled()
+    recorder = Recorder(module, settled, shadows)
+    caches = recorder.clearing_caches()
+    with settled.undone_on_error(), guards.entered(), shadows.removed_at_end(), caches:
+        grad_matters = _check_changes(module, signature, values, guards, recorder)
         guards.forget_data()
         arguments = signature.split(values)
-        with torch.random.fork_rng([]), _quiet(), torch.set_grad_enabled(module.training):
+        # recording takes time, and the quick check has run the same forward
+        recording = recorder.recording() if grad_matters is None else nullcontext()
+        mode = torch.set_grad_enabled(module.training)
+        with torch.random.fork_rng([]), _quiet(), mode, recording:
             program = export(module, *arguments, dynamic_shapes=dynamic, strict=False)
             if grad_matters is None:  # the quick check was not possible
                 again = export(module, *arguments, dynamic_shapes=dynamic, strict=False)
@@ -153,11 +162,16 @@ def _export(
         output_spec=program.call_spec.out_spec,
         # without the quick check, a question for the grad mode counts as one that matters
         grad_matters=guards.asked_grad_mode if grad_matters is None else grad_matters,
+        reads=recorder.reads(),
     )
 
 
 def _check_changes(
-    module: nn.Module, signature: CallSignature, values: list[Any], guards: _ExportGuards
+    module: nn.Module,
+    signature: CallSignature,
+    values: list[Any],
+    guards: _ExportGuards,
+    recorder: Recorder,
 ) -> bool | None:
     """Returns whether the forward depends on the grad mode; None if it cannot run on no data.
 
@@ -166,13 +180,16 @@ def _check_changes(
     """
     run = FakeForward(module, signature, values).run
     try:
-        with _quiet():
-            first = run()
+        with _quiet(), none_swallowed():
+            with recorder.recording():
+                first = run()
+            with recorder.unchanged():
+                second = run()
     except Untraceable:
         raise
     except Exception:
         return None
-    if first_change(first, run()) is not None:
+    if first_change(first, second) is not None:
         again = run(with_lines=True)
         number = first_change(first, again)
         line = "" if number is None else (again.lines or [""])[min(number, len(again.lines) - 1)]
@@ -181,7 +198,8 @@ def _check_changes(
         return False
     guards.grad_enabled = not guards.grad_enabled
     try:
-        return first_change(first, run()) is not None
+        with none_swallowed():
+            return first_change(first, run()) is not None
     except Exception:
         return True
     finally:
@@ -263,8 +281,8 @@ class _ExportGuards:
             replaced(torch, "is_grad_enabled", is_grad_enabled),
             _ForbidCustomBackward(),
             refused_calls(self._module),
-            unchanged_containers(self._module),
             Generators(self._module).no_draws(),
+            none_swallowed(),
         ):
             yield
 
@@ -280,6 +298,8 @@ class _ForbidCustomBackward(TorchFunctionMode):
         """Runs `func`."""
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             raise Untraceable("registers a hook on a tensor, which a graph would lose")
+        if func in TAKES_GRADIENTS or func in (Tensor.backward, Tensor.requires_grad_):
+            raise Untraceable(GRADIENTS_ARE_CUT)
         self._autograd_functions.check_not_inside(sys._getframe(1))
         if func not in _ASK_FOR_DATA:
             return func(*args, **(kwargs or {}))
@@ -291,6 +311,25 @@ class _ForbidCustomBackward(TorchFunctionMode):
 
 
 _ASK_FOR_DATA = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__}
+
+
+class _TensorKind(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        kind = type(*args, **kwargs)
+        fakes = ("torch._subclasses", "torch._functorch")
+        if len(args) > 1 or not kind.__module__.startswith(fakes):
+            return kind
+        return nn.Parameter if isinstance(args[0], nn.Parameter) else Tensor
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, type)
+
+    def __subclasscheck__(cls, subclass: Any) -> bool:
+        return issubclass(subclass, type)
+
+
+class _TensorType(type, metaclass=_TensorKind):
+    """`type`, but a tensor without data is a tensor."""
 
 
 @contextmanager
@@ -405,6 +444,9 @@ class FakeRun(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Notes the call."""
         kwargs = kwargs or {}
+        if torch.Tag.data_dependent_output in func.tags:
+            # the error that follows may be caught by the model's own `except`
+            self.refusal = Untraceable(f"asks for the data of a tensor ({func})")
         self.calls.append(f"{func} {tree_map(self._noted, (args, kwargs))!r}")
         if self._with_lines:
             self.lines.append(current_user_line())

@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
 import torch
 from torch import fx, nn
 
-from hybridtrain._torch_private import hooks_of
+from hybridtrain._torch_private import global_hooks, hooks_of
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.output_capture import has_hooks
+from hybridtrain.graph.reads import Reads
 from hybridtrain.graph.segment import (
     Layer,
     Segment,
@@ -29,7 +30,6 @@ from hybridtrain.graph.traced_graph import (
     ShouldExpand,
     TracedGraph,
     Tracer,
-    globals_read,
     operations,
 )
 
@@ -197,14 +197,11 @@ def _common_starts(first: TracedGraph, second: TracedGraph) -> list[tuple[fx.Nod
     ]
 
 
-_SIMPLE = (bool, int, float, str, type(None))
-
-
 class TraceGuards:
     """The assumptions that the graphs of a model make about the modules that were traced.
 
-    A graph contains the numbers, flags and texts that the forward read from its module, runs no
-    hooks of it, and is of one mode of all the modules together.
+    A graph contains what the forward read besides its inputs, runs no hooks of the modules that it
+    replaces, and is of one mode of all the modules together.
     """
 
     def __init__(self, graphs: Sequence[ModeGraphs] = ()) -> None:
@@ -212,57 +209,70 @@ class TraceGuards:
         self._modes = [(graph.expanded, graph.modes) for graph in graphs if graph.modes]
         self._root = graphs[0].module if any(graph.grad_matters for graph in graphs) else None
         traced = [named for graph in graphs for named in graph.expanded.items()]
-        self._hooks = [(name, module, hooks_of(module)) for name, module in traced]
-        self._values = [
-            (name, vars(module), key, value)
-            for name, module in traced
-            for key, value in vars(module).items()
-            if key != "training" and not key.startswith("_") and type(value) in _SIMPLE
+        self._names = frozenset(name for name, _ in traced)
+        hooks: list[tuple[str, nn.Module | None, Sized]] = [
+            (name or "the model", part, table) for name, part in traced for table in hooks_of(part)
         ]
-        self._values += [
-            (f"the global {held.get('__name__')}", held, key, held[key])
+        if traced:
+            hooks += [("torch.nn", None, table) for table in global_hooks()]
+        self._hooks = [(name, part, table, len(table)) for name, part, table in hooks]
+        self._reads = Reads.merged(
+            (graph.prefix, traced.reads)
             for graph in graphs
-            for held, key in globals_read(graph.expanded.values())
-            if type(held[key]) in _SIMPLE
-        ]
+            for traced in (graph.training, graph.evaluation)
+            if traced.reads is not None
+        )
 
     @property
     def traced_names(self) -> frozenset[str]:
         """Names of the modules that were traced through: graphs run in their place."""
-        return frozenset(name for name, _, _ in self._hooks)
+        return self._names
+
+    def look(self) -> None:
+        """Takes the buffers that there are now for those of the graphs, after they were moved."""
+        self._reads.look()
+
+    def changes(self) -> str | None:
+        """Returns what has changed, so that the graphs no longer do what the modules would do.
+
+        None if nothing has. A new trace would follow the change.
+        """
+        what, _ = self._change()
+        return what
 
     def check(self) -> None:
         """Makes sure that the graphs still do what the modules would do.
 
         Raises:
-            ConfigError: a module has changed; names it, and what has changed.
+            ConfigError: a module, or something that its forward read, has changed; names it.
         """
         if self._root is not None:
             _check_grad_mode(self._root)
-        for name, module, tables in self._hooks:
-            if any(tables) and has_hooks(module):
-                raise ConfigError(
-                    f"{name or 'the model'} had a hook registered after tracing, which would not "
-                    f"run: register hooks before you create the HybridModel"
-                )
+        what, remedy = self._change()
+        if what is not None:
+            raise ConfigError(f"{what}{remedy}")
+
+    def _change(self) -> tuple[str | None, str]:
+        """Returns what has changed, and what to do about it."""
+        for name, part, hooks, count in self._hooks:
+            # transformers puts hooks on that gather outputs, when a model is called
+            if len(hooks) > count and (part is None or has_hooks(part)):
+                what = f"{name} had a hook registered after tracing, which would not run"
+                return what, ": register hooks before you create the HybridModel"
         for modules, modes in self._modes:
             now = tuple(module.training for module in modules.values())
             if now not in modes:
                 flags = zip(modules, now, modes[0], strict=True)
                 name = next(name for name, is_on, was_on in flags if is_on != was_on)
-                raise ConfigError(
+                what = (
                     f"module {name!r} was switched to another mode than the model around it, whose "
-                    f"forward depends on the mode: let its train() keep that mode when it is traced"
+                    f"forward depends on the mode"
                 )
-        for name, attributes, key, was in self._values:
-            value = attributes.get(key, "deleted")
-            # a NaN is never equal, and a comparison with a tensor is not one flag
-            if value is not was and (type(value) not in _SIMPLE or value != was == was):
-                raise ConfigError(
-                    f"{name or 'the model'}.{key} has changed from {was!r} to {value!r} since the "
-                    f"model was traced: create a new HybridModel, or use it in a submodule without "
-                    f"submodules, which is called and not traced"
-                )
+                return what, ": let its train() keep that mode when it is traced"
+        return self._reads.change(), (
+            " since the model was traced: change it back, or create a new HybridModel; a submodule "
+            "without submodules is called and not traced, and may change"
+        )
 
 
 def _check_grad_mode(root: nn.Module) -> None:

@@ -9,8 +9,6 @@ every forward is traced twice: two graphs that differ contain something that cha
 
 from __future__ import annotations
 
-import dis
-import inspect
 import linecache
 import pickle
 import random
@@ -20,13 +18,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import zip_longest
-from operator import is_
 from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -34,6 +30,9 @@ from torch.autograd.function import Function
 from torch.utils._pytree import TreeSpec
 
 from hybridtrain.graph.examples import SizeGuards
+
+if TYPE_CHECKING:
+    from hybridtrain.graph.reads import Reads
 
 # A submodule's name and the number of its call: where a segment may begin.
 Call = tuple[str, int]
@@ -57,6 +56,7 @@ class TracedGraph:
         grad_matters: whether the forward does something else where gradients are switched on or
             off otherwise than usual in this mode.
         size_guards: the answers about sizes that it was traced with; None if there were none.
+        reads: what the forward has read besides its inputs, and the graph contains.
     """
 
     graph: fx.Graph
@@ -67,6 +67,7 @@ class TracedGraph:
     output_spec: TreeSpec | None = None
     grad_matters: bool = False
     size_guards: SizeGuards | None = None
+    reads: Reads | None = None
 
 
 def operations(traced: TracedGraph, tensor: Callable[[Any], Any] = id) -> list[Any]:
@@ -198,8 +199,15 @@ def current_user_line() -> str:
 
 def is_user_code(frame: FrameType) -> bool:
     """Returns whether `frame` is the model's, and not PyTorch's, Python's or this project's."""
-    package = frame.f_globals.get("__name__", "").partition(".")[0]
-    return package not in ("torch", "hybridtrain") and package not in sys.stdlib_module_names
+    return not is_library(frame.f_globals.get("__name__", ""))
+
+
+def is_library(module: str | None) -> bool:
+    """Returns whether a Python module is PyTorch's, Python's or this project's, but for models."""
+    package = (module or "").partition(".")[0]
+    if package == "hybridtrain":
+        return not str(module).startswith("hybridtrain.models.")
+    return package == "torch" or package in sys.stdlib_module_names
 
 
 @contextmanager
@@ -217,6 +225,13 @@ def replaced(holder: Any, name: str, replacement: Callable[..., Any]) -> Iterato
         yield
     finally:
         setattr(holder, name, original)
+
+
+# What a forward differentiates by itself; the names are those of methods.
+TAKES_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward", "requires_grad_")
+GRADIENTS_ARE_CUT = (
+    "takes a gradient in the forward itself, which would not flow back over a cut between stages"
+)
 
 
 class AutogradFunctionDetector:
@@ -306,33 +321,6 @@ def refused_calls(module: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def unchanged_containers(module: nn.Module) -> Iterator[None]:
-    """Raises `Untraceable` if a list, dict or set of a module is changed, and puts it back."""
-    held = [
-        (name, value, copy(value))
-        for part in module.modules()
-        for name, value in vars(part).items()
-        if type(value) in (list, dict, set) and name not in _OF_MODULE
-    ]
-    try:
-        yield
-    finally:
-        changed = ""
-        for name, value, before in held:
-            if len(value) != len(before) or not all(map(is_, _items(value), _items(before))):
-                changed = name
-                value.clear()
-                (value.extend if isinstance(value, list) else value.update)(before)
-        if changed:
-            raise Untraceable(f"changes its attribute {changed!r}, which a graph would not")
-
-
-def _items(container: Any) -> list[Any]:
-    keys = list(container)
-    return [*keys, *container.values()] if isinstance(container, dict) else keys
-
-
 def _refuse(what: str) -> Callable[..., Any]:
     def refused(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if is_user_code(sys._getframe(2)):
@@ -405,53 +393,3 @@ def _namespaces(module: nn.Module) -> Iterator[Iterable[Any]]:
                 yield [cell.cell_contents]
             except ValueError:  # not assigned yet
                 continue
-
-
-def globals_read(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str]]:
-    """Returns the globals that the forwards of `modules` may read: where each is, and its name.
-
-    The code of their methods and of the functions that they name is looked through as well.
-    """
-    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
-    todo: list[tuple[type, FunctionType]] = []
-    for module in modules:
-        forward = getattr(type(module), "forward", None)
-        if isinstance(forward, FunctionType):
-            todo.append((type(module), inspect.unwrap(forward)))
-    seen = set(todo)
-    while todo:
-        kind, function = todo.pop()
-        if _is_library(function.__module__):
-            continue
-        names, attributes = _names_read(function.__code__)
-        held = function.__globals__
-        found |= {(id(held), name): (held, name) for name in names if name in held}
-        others = [held.get(name) for name in names]
-        others += [getattr(kind, name, None) for name in attributes]
-        new = {(kind, each) for each in others if isinstance(each, FunctionType)} - seen
-        seen |= new
-        todo += new
-    return list(found.values())
-
-
-@cache
-def _names_read(code: CodeType) -> tuple[list[str], list[str]]:
-    """Returns the globals and the attributes that a function's code reads, and those in it."""
-    names: dict[str, None] = {}
-    attributes: dict[str, None] = {}
-    for each in dis.get_instructions(code):
-        if each.opname == "LOAD_GLOBAL":
-            names[str(each.argval)] = None
-        elif each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            attributes[str(each.argval)] = None
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            more, others = _names_read(inner)
-            names |= dict.fromkeys(more)
-            attributes |= dict.fromkeys(others)
-    return list(names), list(attributes)
-
-
-def _is_library(module: str | None) -> bool:
-    package = (module or "").partition(".")[0]
-    return package == "torch" or package in sys.stdlib_module_names

@@ -35,8 +35,11 @@ from hybridtrain._torch_private import GRAD_MODE_SETTER, TorchDispatchMode
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.examples import QUESTIONS, UNKNOWN, Examples, SizeGuards
 from hybridtrain.graph.output_capture import INSTALLED, gathered, gathers_inside
+from hybridtrain.graph.reads import ASKS_FOR_USER, Recorder, Settled, Shadows
 from hybridtrain.graph.segment import IN_PLACE_OPERATORS, viewed_by
 from hybridtrain.graph.traced_graph import (
+    GRADIENTS_ARE_CUT,
+    TAKES_GRADIENTS,
     AutogradFunctionDetector,
     Call,
     Generators,
@@ -49,7 +52,6 @@ from hybridtrain.graph.traced_graph import (
     none_swallowed,
     refused_calls,
     replaced,
-    unchanged_containers,
     user_line,
 )
 
@@ -95,12 +97,26 @@ def trace(
     Raises:
         Exception: raised by torch.fx or by the forward itself, where it cannot be traced.
     """
+    settled = Settled()
+    with settled.undone_on_error():
+        return _trace(signature, module, should_expand, settled, make_examples)
+
+
+def _trace(
+    signature: CallSignature,
+    module: nn.Module,
+    should_expand: ShouldExpand,
+    settled: Settled,
+    make_examples: Callable[[nn.Module], tuple[Examples, list[Any]]] | None,
+) -> TracedGraph:
     kept: dict[str, str] = {}  # modules that would freeze something, with the reason
     generators = Generators(module)
 
     def run(grad_enabled: bool) -> tuple[_Tracer, TracedGraph]:
         known = make_examples(module) if make_examples is not None else None
-        tracer = _Tracer(signature, should_expand, kept, generators, grad_enabled, known)
+        tracer = _Tracer(
+            signature, should_expand, kept, generators, grad_enabled, module, settled, known
+        )
         return tracer, tracer.traced(module)
 
     while True:
@@ -139,6 +155,8 @@ class _Tracer(fx.Tracer):
         kept: Mapping[str, str],
         generators: Generators,
         grad_enabled: bool,
+        module: nn.Module,
+        settled: Settled,
         examples: tuple[Examples, list[Any]] | None = None,
     ) -> None:
         super().__init__()
@@ -156,6 +174,16 @@ class _Tracer(fx.Tracer):
         self.places: dict[fx.Node, tuple[str, str]] = {}  # the expanded module, the user's line
         self.parts: set[nn.Module] = set()
         self.generators = generators
+        self.shadows = Shadows(
+            {
+                "type": _Type,
+                "hasattr": self._has_attribute,
+                "getattr": self._get_attribute,
+                "callable": self._is_callable,
+            },
+            matches=True,
+        )
+        self.recorder = Recorder(module, settled, self.shadows)
         self.grad_enabled = grad_enabled
         self.asked_grad_mode = False
         self._refusals: list[Exception] = []
@@ -182,6 +210,7 @@ class _Tracer(fx.Tracer):
             expanded=self.expanded,
             unexpanded=self.unexpanded,
             size_guards=self._finish_guards(graph),
+            reads=self.recorder.reads(),
         )
         _settle_augmented_assignments(traced)
         return traced
@@ -249,15 +278,18 @@ class _Tracer(fx.Tracer):
         if not is_leaf:
             stack, calls = OrderedDict(self.module_stack), dict(self.num_calls)
             refused = len(self._refusals)
+            mark = self.recorder.mark()
+            self.recorder.refuse_changes()  # of the code that calls this module
             self._inside.append(name)
             try:
-                with self.generators.no_draws(), unchanged_containers(m):
+                with self.generators.no_draws(), self.recorder.unchanged():
                     result = super().call_module(m, forward, args, kwargs)
                 if self._refusals[refused:]:  # by its own `except`
                     raise self._refusals[refused]
                 self.expanded[name] = m
             except Exception as error:
                 del self._refusals[refused:]
+                self.recorder.forget_since(mark)
                 self.module_stack, self.num_calls = stack, calls
                 self._erase_after(last)
                 self.unexpanded[name], is_leaf = user_line(error), True
@@ -277,6 +309,8 @@ class _Tracer(fx.Tracer):
         """Creates a node, unless an `autograd.Function` asks for it."""
         self._autograd_functions.check_not_inside(sys._getframe(1))
         node = super().create_node(*args, **kwargs)
+        if node.target in TAKES_GRADIENTS:
+            raise Untraceable(GRADIENTS_ARE_CUT)
         if node.op == "call_method" and node.target in _CONTAINER_METHODS:
             raise Untraceable("changes a list or dict in place")  # of which a graph has no copy
         self.places[node] = self._inside[-1], current_user_line()
@@ -298,6 +332,24 @@ class _Tracer(fx.Tracer):
         if threading.get_ident() != self._thread or self.computing:
             return attr_val
         return super().getattr(attr, attr_val, {})
+
+    def _has_attribute(self, value: Any, name: str) -> bool:
+        if not _is_proxy(value):
+            return hasattr(value, name)
+        known = self.values.get(value.node, UNKNOWN)
+        if known is UNKNOWN and self.check_is_tensor(value):
+            return hasattr(torch.Tensor, name)
+        return hasattr(torch.Tensor if isinstance(known, Tensor) else known, name)
+
+    def _get_attribute(self, value: Any, name: str, *default: Any) -> Any:
+        if default and not self._has_attribute(value, name):
+            return default[0]
+        return getattr(value, name)
+
+    def _is_callable(self, value: Any) -> bool:
+        if not _is_proxy(value):
+            return callable(value)
+        return callable(self.values.get(value.node))
 
     def check_is_tensor(self, value: fx.Proxy) -> bool:
         """Returns True for an input that every batch must give as a tensor.
@@ -336,7 +388,7 @@ class _Tracer(fx.Tracer):
             value = self._arguments.get(target, UNKNOWN)
         else:
             given = _mapped((args, kwargs), lambda one: self.values.get(one.node, UNKNOWN))
-            refused = len(self._refusals)
+            refused, mark = len(self._refusals), self.recorder.mark()
             self.computing = True
             try:
                 with self.generators.no_draws():
@@ -346,6 +398,7 @@ class _Tracer(fx.Tracer):
             finally:
                 self.computing = False
                 del self._refusals[refused:]
+                self.recorder.forget_since(mark)  # of modules that are called whole
         self.values[proxy.node] = value
         return self._seen(proxy, value, kind in ("placeholder", "call_module"))
 
@@ -389,6 +442,9 @@ class _Tracer(fx.Tracer):
                 return
             self.calls.pop(node, None)
             self.graph.erase_node(node)
+
+
+ASKS_FOR_USER |= {_Tracer._has_attribute.__code__, _Tracer._get_attribute.__code__}
 
 
 @contextmanager
@@ -469,9 +525,11 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
         guards.enter_context(replaced(torch, "is_tensor", is_tensor))
         guards.enter_context(replaced(torch.jit, "isinstance", is_instance))
         guards.enter_context(refused_calls(module))
-        guards.enter_context(unchanged_containers(module))
         guards.enter_context(_ForbidEagerOps(tracer))
         guards.enter_context(tracer.generators.no_draws())
+        guards.enter_context(tracer.shadows.removed_at_end())
+        guards.enter_context(tracer.recorder.clearing_caches())
+        guards.enter_context(tracer.recorder.recording())
         yield
 
 
@@ -527,6 +585,11 @@ class _GuardedProxy(fx.Proxy):
     def __int__(self) -> int:
         raise Untraceable("makes a Python number of a value, which is not known while tracing")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if is_user_code(sys._getframe(1)):
+            raise Untraceable(f"sets {name!r} of a tensor, which a graph would not")
+        super().__setattr__(name, value)
+
 
 def _is_pythons(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__", "").partition(".")[0] in sys.stdlib_module_names
@@ -553,6 +616,21 @@ def _compared_by_identity(code: CodeType) -> frozenset[int]:
             if opnames and (opnames[0] == "IS_OP" or opnames[0].endswith("_NONE")):
                 found.add(instruction.offset)
     return frozenset(found)
+
+
+def _no_number(what: str) -> Callable[..., Any]:
+    def method(self: fx.Proxy, *args: Any) -> Any:
+        raise Untraceable(f"asks for {what} of a value, which is not known while tracing")
+
+    return method
+
+
+for _what, _names in {
+    "a number": ("__index__", "__complex__", "__round__", "__trunc__"),
+    "a change of an item": ("__setitem__", "__delitem__"),
+}.items():
+    for _name in _names:
+        setattr(_GuardedProxy, _name, _no_number(_what))
 
 
 class _ExampleProxy(_GuardedProxy):
@@ -658,6 +736,26 @@ def _instruction(frame: Any) -> dis.Instruction:
     """Returns what a frame runs now."""
     instructions = dis.get_instructions(frame.f_code)
     return next(one for one in instructions if one.offset == frame.f_lasti)
+
+
+class _TypeKind(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and _is_proxy(args[0]):
+            known = args[0].tracer.values.get(args[0].node, UNKNOWN)
+            if known is UNKNOWN:
+                raise Untraceable(_ASKS_TYPE)
+            return Tensor if isinstance(known, Tensor) else type(known)
+        return type(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, type)
+
+    def __subclasscheck__(cls, subclass: Any) -> bool:
+        return issubclass(subclass, type)
+
+
+class _Type(type, metaclass=_TypeKind):
+    """`type`, which answers for a stand-in by its example, if there is one."""
 
 
 def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:

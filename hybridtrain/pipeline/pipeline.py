@@ -138,6 +138,8 @@ class Pipeline:
         self.owns_output = self.output_process == world.pipeline_rank
         self._note_buffer_copies()
         self._watch = ModelWatch(net)
+        self._guards.look()
+        self._has_run = False
         self._is_first_step = True
         self._named: tuple[Sequence[Any], Mapping[str, nn.Parameter]] | None = None
         self._norms = DeferredBatchNormStats(net) if options.batch_norm == "deferred" else None
@@ -315,6 +317,9 @@ class Pipeline:
             values = self._engine.run(step)
         if trains:
             self.rng.end_step()
+        if not self._has_run:
+            self._guards.check()  # a layer may set what the model's forward reads
+            self._has_run = True
         return values
 
     @property

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from hybridtrain._torch_private import without_modes
 from hybridtrain.accelerator import accelerator_of
 from hybridtrain.errors import NotExactError
-from hybridtrain.graph import CallSignature, Layer, Segment
+from hybridtrain.graph import CallSignature, Layer, Segment, TraceGuards
 from hybridtrain.microbatch import Microbatch, batch_size, chunk_sizes, split
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline import HeadOutput, InlineEngine, Pipeline, ReplayedDraws
@@ -188,6 +188,8 @@ class SelfCheck:
                 self._look(inputs, sizes, training, trains)
 
     def _look(self, inputs: Any, sizes: Sequence[int], training: bool, trains: bool) -> None:
+        with torch.set_grad_enabled(trains):
+            self._planned.guards.check()  # whose errors say more than a difference does
         parts = split(inputs, sizes)
         variants: Sequence[int | None] = self.variants_of(parts) or [None] * len(sizes)
         start = 0
@@ -399,6 +401,7 @@ class _Run:
         net, copied = numbers.copied((self._net, layers))
         planned = replace(
             self._planned,
+            guards=TraceGuards(),
             variants=None,  # they are in the layers
             stages=[
                 [Layer(layer.name, module) for layer, module in zip(stage, modules, strict=True)]
