@@ -341,7 +341,7 @@ class TrainerOptions:
     max_time: float | str | None = None
     """Time after which the run saves and stops, at the end of a step: seconds, or text such as
     `"01:30:00"`, `"1-12:00:00"` (with days) or `90m`; None: no limit. `fit` raises `Interrupted`
-    then."""
+    then. An evaluation that a run starts or resumes with is completed even after that time."""
     accumulate: int = 1
     """Batches whose gradients an optimizer step adds up. A step does not reach into the next
     epoch."""

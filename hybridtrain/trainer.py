@@ -302,7 +302,8 @@ class Trainer:
                 self.world.all_arrive(_WAIT_FOR_OTHERS_S)
 
     def _train(self, stream: Iterator[Batch]) -> None:
-        self._save_and_evaluate_if_due()  # what an interruption or an error has kept it from
+        # what an interruption or an error has kept it from
+        self._save_and_evaluate_if_due(first=True)
         watched: AbstractContextManager[None] = nullcontext()
         if self._reaches_last_batch():
             watched = batch_norms_watched(self.model, self.train)
@@ -637,10 +638,12 @@ class Trainer:
         values |= self._stats.read(self.optimizer)
         self._tell("on_log", values)
 
-    def _save_and_evaluate_if_due(self, save: bool = False) -> None:
+    def _save_and_evaluate_if_due(self, save: bool = False, first: bool = False) -> None:
         """Saves before it evaluates: an evaluation that fails must not lose the step.
 
-        A run that is resumed there does the evaluation that the checkpoint does not know of.
+        A run that is resumed there does the evaluation that the checkpoint does not know of. As the
+        `first` work of a `fit`, the evaluation is completed although `max_time` is over, and saved:
+        otherwise every restart with a `max_time` shorter than an evaluation would begin it anew.
         """
         if self.step > 0:
             save |= self._is_due(self.options.checkpoint_every_steps, self.step)
@@ -652,10 +655,14 @@ class Trainer:
         if not evaluates:
             return
         is_new = self._evaluated[0] != self.step
-        with self.throughput.pause():
+        with self.throughput.pause(), self._interruptions.time_limit(applies=not first):
             save = self._evaluate_in_run()
+        wanted = self._wanted() if first and not self._ended else frozenset()
+        if "stop" in wanted:
+            self._stop(again=is_new)  # or the evaluation would not be known
         # once more at the end of a run, or it would not be known to be complete
-        self._save_in_run(save or self._ended, again=self._ended and is_new)
+        save |= self._ended or "save" in wanted
+        self._save_in_run(save, again=self._ended and is_new)
 
     def _evaluation_is_due(self) -> bool:
         step, result = self._evaluated
@@ -719,8 +726,7 @@ class Trainer:
             )
             # the same on all ranks to the last bit: all must agree on whether it is the best
             result = self.world.broadcast(result)
-            self._interruptions.begin_step()
-            wanted = self._interruptions.end_step()
+            wanted = self._wanted()
             if "stop" not in wanted:  # else the result may be of a part of the samples
                 self._evaluated = self.step, result
                 self._tell("on_evaluate", result)
@@ -728,9 +734,14 @@ class Trainer:
             self._stop()
         return self._best.improves(self.step, result) or "save" in wanted
 
-    def _stop(self) -> NoReturn:
+    def _wanted(self) -> frozenset[str]:
+        """Returns the wishes of all processes at this moment; a collective call."""
+        self._interruptions.begin_step()
+        return self._interruptions.end_step()
+
+    def _stop(self, again: bool = False) -> NoReturn:
         with self.throughput.pause():
-            self.save()
+            self._save(required=True, again=again)
         path = self.world.broadcast(self._checkpoints.path)
         saved = "nothing was saved, since the run makes no checkpoints"
         if self.store is not None:

@@ -163,12 +163,11 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
         _log.info("resumed from %s, at step %d of %d", checkpoint, trainer.step, total_steps)
     if trainer.finished:
         # of rank 0, which alone has to see the run directory
-        world.on_main(lambda: _refuse_other_settings(context, trainer.step))
+        world.on_main(lambda: _refuse_other_settings(context, trainer))
         _log.info(
-            "the run is complete at step %d; to train on, raise trainer.epochs or trainer.steps; "
-            "to start again, set another run_name",
-            trainer.step,
-        )
+            "the run %s; to train on, %s; to start again, set another run_name",
+            _end_of(trainer), _way_on(trainer),
+        )  # fmt: skip
         result = {}
         if trainer.evaluation is not None:
             result = trainer.evaluate()
@@ -384,15 +383,31 @@ def _trained(
     return context, loader, checkpoint, saved["step"]
 
 
-def _refuse_other_settings(context: RunContext, step: int) -> None:
+def _stopped_by(trainer: Trainer) -> str:
+    """Returns the names of the callbacks that have ended a run before its last step, or ""."""
+    return " and ".join(each.state_name for each in trainer.callbacks if each.stops)
+
+
+def _end_of(trainer: Trainer) -> str:
+    if callbacks := _stopped_by(trainer):
+        return f"ended early, by {callbacks} at step {trainer.step} of {trainer.total_steps}"
+    return f"is complete at step {trainer.step}"
+
+
+def _way_on(trainer: Trainer) -> str:
+    if callbacks := _stopped_by(trainer):
+        return f"set callbacks=null, or a callbacks= without {callbacks}"
+    return "raise trainer.steps= or trainer.epochs="
+
+
+def _refuse_other_settings(context: RunContext, trainer: Trainer) -> None:
     """Ends a command that would report what a complete run has learnt with other settings."""
     settings = context.settings
     changes = [change for change in [*settings.changes, *settings.kept] if change.has_effect]
     if changes:
         raise ConfigError(
-            f"the run {context.directory.path} is complete, at step {step}, with "
-            f"{in_words(changes)}: set another run_name= to train with that, or raise "
-            f"trainer.steps= or trainer.epochs= to train on"
+            f"the run {context.directory.path} {_end_of(trainer)}, with {in_words(changes)}: set "
+            f"another run_name= to train with that; to train on, {_way_on(trainer)}"
         )
 
 

@@ -133,6 +133,17 @@ class Interruptions:
         with stop_on_signals(ask, speaks=self._world.is_main):
             yield
 
+    @contextmanager
+    def time_limit(self, applies: bool) -> Iterator[None]:
+        """Ignores the end of the time while the block runs, unless the limit `applies` there."""
+        stop_at = self._stop_at
+        if not applies:
+            self._stop_at = None
+        try:
+            yield
+        finally:
+            self._stop_at = stop_at
+
     def saved(self) -> None:
         """Counts the minutes to the next save from now on."""
         if self._clock is not None and self._save_seconds is not None:

@@ -32,6 +32,22 @@ def test_a_large_accuracy_is_best_for_the_checkpoint_and_for_all_callbacks(tmp_p
     assert metrics(run)[-2]["train/lr"] > 1e-5
 
 
+def test_a_run_that_was_stopped_early_says_so_and_trains_on_without_the_callback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stopping = "callbacks={early_stopping: {patience: 1, min_delta: 9}}"
+    succeed(capfd, *DIGITS, stopping)
+    for rerun in ([*DIGITS, stopping], ["run_name=a"]):
+        said = succeed(capfd, *rerun)
+        assert "the run ended early, by early_stopping at step 10 of 20; to train on, set " in said
+        assert "raise trainer." not in said
+    said = fail(capfd, "run_name=a", "trainer.steps=15")
+    assert "ended early, by early_stopping at step 10 of 15, with trainer.steps=20, not 15" in said
+    assert "to train on, set callbacks=null, or a callbacks= without early_stopping" in said
+    succeed(capfd, "run_name=a", "trainer.steps=15", "callbacks=null")
+    assert json.loads((tmp_path / "outputs/a/summary.json").read_text())["steps"] == 15
+
+
 def test_results_and_search_take_the_largest_accuracy_and_ask_for_what_they_do_not_know(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

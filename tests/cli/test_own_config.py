@@ -224,7 +224,7 @@ def test_a_complete_run_with_other_settings_is_not_reported_as_trained(
 ) -> None:
     before = contents(copied)
     said = fail(capfd, *SMALL, "optim.lr=0.01")
-    assert "the run outputs/digits is complete, at step 6, with optim.lr=0.003, not 0.01: " in said
+    assert "the run outputs/digits is complete at step 6, with optim.lr=0.003, not 0.01: " in said
     said = fail(capfd, "recipe=digits")  # which is another length, among others
     assert "trainer.steps=6, not null" in said
     said = succeed(capfd, *SMALL, "pipeline.chunks=2", "trainer.log_every=1")

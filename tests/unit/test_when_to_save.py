@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -328,6 +329,54 @@ def test_an_evaluation_is_left_early_and_made_up_for_after_the_resume(last, tmp_
     assert summary["eval"]["loss"] == whole.monitor.values[6, "eval/loss"]
     both = {**ours.monitor.reproducible(), **again.monitor.reproducible()}
     assert both == whole.monitor.reproducible()
+
+
+@pytest.mark.parametrize("eval_every", [3, 4])
+def test_a_time_limit_shorter_than_an_evaluation_makes_progress_and_resumes_bitwise(
+    eval_every, tmp_path
+):
+    options = {"steps": 9, "eval_every": eval_every, "eval_first": True, "best": "loss"}
+    whole_store = CheckpointStore(tmp_path / "whole")
+    whole = trainer(rich_net(), store=whole_store, **options)
+    whole.fit()
+    store, values, starts = CheckpointStore(tmp_path / "limited"), {}, 0
+    done = False
+    while not done:
+        starts += 1
+        assert starts < 20, "each start evaluates step 3 anew"
+        ours = with_clock(trainer(rich_net(), store=store, max_time=1, **options), 0.3)
+
+        def evaluates(module, args, ours=ours):
+            if not module.training:
+                ours._interruptions._clock.now += 1
+
+        ours.model.net[0].register_forward_pre_hook(evaluates)
+        if store.steps():
+            ours.resume(store.newest())
+        if not ours.finished:
+            with suppress(Interrupted):
+                ours.fit()
+        done = ours.finished
+        values |= ours.monitor.reproducible()
+    assert_same_run(ours, whole)
+    assert values == whole.monitor.reproducible()
+    assert store.best_mark() == whole_store.best_mark()
+    assert starts > 3
+
+
+def test_a_signal_stops_also_the_evaluation_that_a_run_begins_with(tmp_path):
+    store = CheckpointStore(tmp_path)
+    ours = trainer(steps=6, eval_first=True, store=store)
+    batches = []
+
+    def forward(module, args):
+        if not module.training:
+            batches.append(None)
+            kill(signal.SIGTERM)()
+
+    ours.model.net[0].register_forward_pre_hook(forward)
+    assert interrupted(ours).startswith("interrupted at step 0 of 6 by SIGTERM: saved")
+    assert len(batches) == 2, "the two micro-batches of the first batch"
 
 
 def test_a_fit_in_another_thread_leaves_the_signals_alone():
