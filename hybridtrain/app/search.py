@@ -126,11 +126,11 @@ def _refuse_words_of_files(options: SearchConfig, given: Sequence[str]) -> None:
 
 
 def _check_searched(key: str) -> None:
-    """Raises a ConfigError for a key that is no setting of a run."""
+    """Raises a ConfigError for a key that is not a setting of a run."""
     if not re.fullmatch(r"[A-Za-z_][\w.-]*", key) or key.split(".")[0] in _NEVER_SEARCHED:
         raise ConfigError(
-            f"{key!r} cannot be searched for: the trials of a search differ in what they learn, and "
-            f"in nothing else"
+            f"{key!r} cannot be searched for: trials of a search differ in what they learn, and in "
+            f"nothing else"
         )
 
 

@@ -34,13 +34,25 @@ def gathers(module: nn.Module) -> bool:
 
 def gathered(module: nn.Module) -> list[Any]:
     """Returns the hooks of `module` that gather something in the forward that runs now."""
-    capturing = sys.modules.get(_CAPTURING)
-    collector = getattr(capturing, "_active_collector", None)
-    keys = collector.get() if collector is not None else None
+    keys = _collected()
     if not keys:
         return []
     hooks = [hook for table in hooks_of(module) for hook in table.values()]
     return [hook for hook in hooks if _captures(hook) and _key(hook) in keys]
+
+
+def is_collector(value: Any) -> bool:
+    """Returns whether the forward that runs now gathers values in this dict or list."""
+    collected = _collected()
+    if not collected:
+        return False
+    return value is collected or any(value is values for values in collected.values())
+
+
+def _collected() -> dict[str, Any] | None:
+    capturing = sys.modules.get(_CAPTURING)
+    collector = getattr(capturing, "_active_collector", None)
+    return collector.get() if collector is not None else None
 
 
 def gathers_inside(module: nn.Module) -> bool:

@@ -48,7 +48,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 
-from hybridtrain.graph.output_capture import INSTALLED
+from hybridtrain.graph.output_capture import INSTALLED, is_collector
 from hybridtrain.graph.traced_graph import Untraceable, is_library, is_user_code, line_of
 
 _SIMPLE = {
@@ -57,7 +57,9 @@ _SIMPLE = {
 }  # fmt: skip
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _CACHED = type(cache(lambda: None))
+_OURS = __name__.rpartition(".")[0]  # the package of the tracers
 # Tables of parameters, hooks and the like, `training`, and the mark of hooks of transformers.
+
 _TABLES = frozenset(vars(nn.Module())) | {INSTALLED}
 _NO_STATE = (Tensor, fx.Proxy, fx.Node, fx.Graph, Enum, torch.SymInt, torch.SymFloat, torch.SymBool)
 # Code outside the user's that reads attributes on behalf of the user's.
@@ -299,6 +301,8 @@ class Recorder:
                         self._visit(content, f"{path}.{name}")
         elif kind is FunctionType:
             self._visit_function(value, path)
+        elif kind is MethodType and type(value.__self__).__module__.startswith(_OURS):
+            return  # a stand-in for a function of Python's, in a global of the user's code
         elif kind in (MethodType, staticmethod, classmethod):
             self._visit(value.__func__, path)
             self._visit(getattr(value, "__self__", None), path)
@@ -312,6 +316,8 @@ class Recorder:
             self._visit(value.__wrapped__, path)
         elif kind is ContextVar:
             self._contexts[id(value)] = value
+        elif issubclass(kind, _CONTAINERS) and is_collector(value):
+            return
         elif issubclass(kind, _CONTAINERS):
             self._keep(id(value), _container_state(value, path))
             for key, item in list(value.items() if issubclass(kind, dict) else enumerate(value)):
@@ -620,8 +626,21 @@ class _State:
         return [
             (self, name, before.get(name, _MISSING))
             for name in {**before, **now}
-            if now.get(name, _MISSING) is not before.get(name, _MISSING)
+            if not _are_alike(now.get(name, _MISSING), before.get(name, _MISSING))
         ]
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Returns whether two values are one object, or equal containers of simple values."""
+    return one is other or (type(one) is type(other) and _is_plain(one) and bool(one == other))
+
+
+def _is_plain(value: Any) -> bool:
+    """Returns whether `value` is a container of simple values, or of such containers."""
+    if type(value) not in (dict, list, tuple, set):
+        return False
+    items = [*value, *value.values()] if type(value) is dict else value
+    return all(type(item) in _SIMPLE or _is_plain(item) for item in items)
 
 
 class Settled:

@@ -202,12 +202,16 @@ def is_user_code(frame: FrameType) -> bool:
     return not is_library(frame.f_globals.get("__name__", ""))
 
 
+# PyTorch, and the packages that compute with sizes for it.
+_TORCH = frozenset(["torch", "sympy", "mpmath", "networkx"])
+
+
 def is_library(module: str | None) -> bool:
     """Returns whether a Python module is PyTorch's, Python's or this project's, but for models."""
     package = (module or "").partition(".")[0]
     if package == "hybridtrain":
         return not str(module).startswith("hybridtrain.models.")
-    return package == "torch" or package in sys.stdlib_module_names
+    return package in _TORCH or package in sys.stdlib_module_names
 
 
 @contextmanager
