@@ -74,6 +74,7 @@ from hybridtrain.generation import generate
 from hybridtrain.launch import detect
 from hybridtrain.losses import LOSSES
 from hybridtrain.microbatch import batch_size
+from hybridtrain.monitor.progress import format_value
 from hybridtrain.planning import Plan, table
 from hybridtrain.report import write_report
 from hybridtrain.text_table import counted, text_table
@@ -416,7 +417,7 @@ def _write_config(context: RunContext) -> None:
 def _values(evaluation: Mapping[str, float] | None) -> str:
     values = dict(evaluation or {})
     values.pop("samples", None)
-    return "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+    return "  ".join(f"{name} {format_value(value)}" for name, value in values.items())
 
 
 def _placement(plan: Plan, world: World) -> str:
