@@ -130,12 +130,16 @@ COMMANDS = {
     "predict": Command(
         "hybridtrain.app.commands:predict",
         _ON_A_RUN,
-        "write the model's outputs for samples",
-        "Writes the model's outputs for each sample of the evaluation split, or of the texts of "
-        "data.predict_path=. " + _CHECKPOINT,
+        "write the class and the probabilities, or the model's outputs, of samples",
+        "Writes a line for each sample of the evaluation split, or of data.predict_path=: a folder "
+        "of images, a file of texts without labels, or - for standard input (a text, a JSON object "
+        "or the path of an image per line). A line has the sample's number, its path or text, and "
+        "its class and probabilities; the model's outputs where classes have no names. "
+        + _CHECKPOINT,
         (
             "hybridtrain predict run_name=digits",
-            "hybridtrain predict run_name=reviews data.predict_path=new.csv",
+            "hybridtrain predict run_name=pets data.predict_path=new_photos output=new.jsonl",
+            "echo 'a fine film' | hybridtrain predict run_name=reviews data.predict_path=-",
         ),
         ("resume", "ema", "generate", "output"),
         _OF_RUNS,

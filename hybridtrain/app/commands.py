@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import yaml
 from omegaconf import OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.app.build import RunContext, build_files, setup_run, writing
@@ -65,14 +65,16 @@ from hybridtrain.checkpoint import (
     parse_init_from,
     restore_checkpoint,
 )
-from hybridtrain.data import EvalLoader
+from hybridtrain.data import EvalLoader, is_stream
 from hybridtrain.errors import ConfigError, NotExactError
 from hybridtrain.evaluation import evaluate as evaluate_model
 from hybridtrain.evaluation import predict as predict_model
 from hybridtrain.files import atomic_file
 from hybridtrain.generation import generate
 from hybridtrain.launch import detect
+from hybridtrain.losses import LOSSES
 from hybridtrain.microbatch import batch_size
+from hybridtrain.monitor.progress import format_value
 from hybridtrain.planning import Plan, table
 from hybridtrain.report import write_report
 from hybridtrain.text_table import counted, text_table
@@ -306,7 +308,7 @@ def verify(settings: Settings) -> Result:
 
 
 def predict(settings: Settings) -> Result:
-    """Writes the model's outputs for the evaluation split, in the order of its samples."""
+    """Writes a line for each sample of `data.predict_path` or of the evaluation split, in order."""
     output = settings.config.output
     if output is not None:
         check_output(output)
@@ -320,10 +322,12 @@ def predict(settings: Settings) -> Result:
         texts = [{"text": text} for text, _ in _generated(context, loader)]
 
     def write() -> None:
-        if texts is None:
-            write_outputs(path, outputs)
+        if texts is not None:
+            write_samples(path, ({"sample": i, **text} for i, text in enumerate(texts)))
+        elif path.suffix == ".npy":
+            write_array(path, outputs)
         else:
-            write_samples(path, texts)
+            write_samples(path, map(finite, _predictions(context, loader, outputs)))
         _log.info("wrote %s, of %s", path, checkpoint)
         print_result({"checkpoint": str(checkpoint), "file": str(path)})
 
@@ -428,7 +432,7 @@ def _write_config(context: RunContext) -> None:
 def _values(evaluation: Mapping[str, float] | None) -> str:
     values = dict(evaluation or {})
     values.pop("samples", None)
-    return "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+    return "  ".join(f"{name} {format_value(value)}" for name, value in values.items())
 
 
 def _placement(plan: Plan, world: World) -> str:
@@ -503,36 +507,70 @@ def check_output(path: str) -> None:
         raise ConfigError(f"output={path} needs pyarrow: pip install pyarrow")
 
 
-def write_outputs(path: Path, outputs: Any) -> None:
-    """Writes a model's outputs to a file, which appears whole.
+def _predictions(context: RunContext, loader: EvalLoader, outputs: Any) -> Iterator[dict[str, Any]]:
+    """Yields a line for each sample: its number, what the data says of it, and its result.
+
+    The result is the class and the probability of each, by name; without names of classes it is
+    the model's output.
+    """
+    dataset = loader.dataset
+    numbered = not is_stream(dataset) or context.world.replicas == 1
+    describe = getattr(dataset, "describe", None)
+    names: Sequence[str] = context.data.metadata.get("classes") or ()
+    logits = _logits(outputs, len(names), context.options.loss_fn) if names else None
+    values = _by_sample(outputs if logits is None else torch.softmax(logits.double(), 1))
+    for number, value in enumerate(values):
+        line: dict[str, Any] = {"sample": number} if numbered else {}
+        if describe is not None:
+            line |= describe(number)
+        if logits is not None:
+            name = names[max(range(len(value)), key=value.__getitem__)]
+            line |= {"class": name, "probabilities": dict(zip(names, value, strict=True))}
+        else:
+            line |= value if isinstance(value, dict) else {"output": value}
+        yield line
+
+
+def _logits(outputs: Any, classes: int, loss_fn: Any) -> Tensor | None:
+    """Returns outputs of shape (samples, classes) of which the softmax is the probability.
+
+    Log-probabilities are such outputs too. None: the model was trained with another loss, or has
+    outputs of another shape.
+    """
+    kinds = (nn.CrossEntropyLoss, nn.NLLLoss)
+    if not isinstance(loss_fn, kinds) and loss_fn not in (LOSSES["cross_entropy"], LOSSES["nll"]):
+        return None
+    logits = outputs
+    if not isinstance(outputs, Tensor):
+        fields = outputs if isinstance(outputs, dict) else getattr(outputs, "__dict__", {})
+        logits = fields.get("logits")
+    fits = isinstance(logits, Tensor) and logits.dim() == 2 and logits.shape[1] == classes
+    return logits if fits else None
+
+
+def write_array(path: Path, outputs: Any) -> None:
+    """Writes a model's outputs as one array (`.npy`), which appears whole.
 
     Args:
-        path: with the suffix `.jsonl` for a line per sample, NaN and the infinities as null; with
-            `.npy` for one array, of outputs that are one tensor; with `.parquet` for a table with a
-            column for each field, or the column `output`.
-        outputs: a pytree of tensors with the samples in dim 0; None: there are no samples.
+        path: of the file.
+        outputs: a tensor with the samples in dim 0.
 
     Raises:
-        ConfigError: the format cannot hold them, or the file cannot be written.
+        ConfigError: the outputs are not one tensor, or the file cannot be written.
     """
-    # numpy has no bfloat16
-    outputs = tree_map_only(
-        Tensor, lambda t: t.float() if t.dtype is torch.bfloat16 else t, outputs
-    )
-    if path.suffix == ".npy" and not isinstance(outputs, Tensor):
+    if not isinstance(outputs, Tensor):
         raise ConfigError(
             f"output={path} holds one tensor, and the model gives a {type(outputs).__name__}: use "
             f"the suffix .jsonl"
         )
-    if path.suffix == ".npy":
-        with _written(path) as file:
-            np.save(file, outputs.numpy())
-    else:
-        write_samples(path, map(finite, _by_sample(outputs)))
+    # numpy has no bfloat16
+    array = outputs.float() if outputs.dtype is torch.bfloat16 else outputs
+    with _written(path) as file:
+        np.save(file, array.numpy())
 
 
-def write_samples(path: Path, samples: Iterable[Any]) -> None:
-    """Writes a plain value for each sample, as lines of JSON or to a table (`.parquet`).
+def write_samples(path: Path, samples: Iterable[Mapping[str, Any]]) -> None:
+    """Writes a mapping for each sample, as lines of JSON or to a table (`.parquet`).
 
     Raises:
         ConfigError: the format cannot hold them, or the file cannot be written.
@@ -544,8 +582,7 @@ def write_samples(path: Path, samples: Iterable[Any]) -> None:
             import pyarrow
             from pyarrow.parquet import write_table
 
-            lines = [x if isinstance(x, dict) else {"output": x} for x in samples]
-            write_table(pyarrow.Table.from_pylist(lines), file)
+            write_table(pyarrow.Table.from_pylist(list(samples)), file)
         else:
             file.writelines((json.dumps(x, allow_nan=False) + "\n").encode() for x in samples)
 

@@ -20,6 +20,7 @@ from hybridtrain.app.config import GROUP_KEYS, LOADER_KEYS, Config, errors_with_
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.callbacks import CALLBACKS, Callback
 from hybridtrain.data import DataSplits
+from hybridtrain.datasets.standard_input import STANDARD_INPUT
 from hybridtrain.errors import ConfigError, DataError, UserError, check_choice
 from hybridtrain.losses import LOSSES, METRICS, LossFn, resolve
 from hybridtrain.metrics import direction
@@ -76,6 +77,11 @@ def load_data(config: Config, world: World) -> DataSplits:
                 + (f" ({where})" if where else "")
             ) from error
 
+    if config.data.get("predict_path") == STANDARD_INPUT and world.size > 1:
+        raise ConfigError(
+            f"data.predict_path=- is read by one process, and there are {world.size}: start one, "
+            f"or set data.predict_path= to a file that all of them read"
+        )
     download = bool(config.data.get("download"))
     data = world.on_main(lambda: load(download))
     first_of_node = world.local_rank == 0

@@ -29,7 +29,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
@@ -44,6 +44,8 @@ from hybridtrain.app.config import (
     flat_keys,
     is_own,
     rename_old_keys,
+    shortened,
+    text_keys,
     with_new_keys,
 )
 from hybridtrain.app.instantiate import unknown_key
@@ -315,7 +317,7 @@ def compose_settings(
     """
     register()
     recipe = given_recipe(overrides)
-    wanted = [register_file(override) for override in overrides]
+    wanted = [register_file(override) for override in with_texts(overrides)]
     if base is not None:
         # an option that is chosen replaces the group as a whole
         kept = {name: values for name, values in base.items() if name not in given_keys(overrides)}
@@ -372,10 +374,10 @@ def default_run_name(recipe: str | None) -> str:
         return "run"
     path = Path(recipe)
     if path.suffix not in (".yaml", ".yml"):
-        return recipe.replace("/", "-")
+        return shortened(recipe.replace("/", "-"))
     full, here = path.resolve(), Path.cwd().resolve()
     relative = full.relative_to(here) if full.is_relative_to(here) else full.relative_to("/")
-    return "-".join(relative.with_suffix("").parts)
+    return shortened("-".join(relative.with_suffix("").parts))
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
@@ -389,6 +391,35 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     except HydraException as error:
         raise ConfigError(_unreadable(overrides) or " ".join(str(error).split())) from error
     return parsed
+
+
+def with_texts(overrides: Sequence[str]) -> list[str]:
+    """Returns overrides in which the values of text keys are texts: `run_name=1e3`, not 1000.0.
+
+    Overrides that cannot be read are left as they are.
+    """
+    return [
+        _with_text(o) if o.partition("=")[0].lstrip("+") in text_keys() else o for o in overrides
+    ]
+
+
+def _with_text(override: str) -> str:
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException:
+        return override
+    key, _, text = override.partition("=")
+    value, texts = parsed.value(), [text]
+    values = [value]
+    if isinstance(value, ChoiceSweep) and value.simple_form:
+        values, texts = value.list, text.split(",")
+    if len(values) != len(texts) or not any(isinstance(v, int | float) for v in values):
+        return override
+    quoted = [
+        f"'{t.strip()}'" if isinstance(v, int | float) else t
+        for v, t in zip(values, texts, strict=True)
+    ]
+    return f"{key}={','.join(quoted)}"
 
 
 def given_keys(overrides: Sequence[str]) -> list[str]:
@@ -435,7 +466,8 @@ def sweep_choices(overrides: Sequence[str], config_dir: str | None = None) -> li
         try:
             compose("config", overrides=search_path, return_hydra_config=True)
             loader = GlobalHydra.instance().config_loader()
-            parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
+            parser = OverridesParser.create(config_loader=loader)
+            parsed = parser.parse_overrides(with_texts(overrides))
             for override in parsed:
                 key, glob = override.key_or_group, override.value()
                 if isinstance(glob, Glob) and not glob.filter(loader.get_group_options(key)):
@@ -620,7 +652,8 @@ def _unreadable(overrides: Sequence[str]) -> str | None:
 
 def hydra_quoted(text: str) -> str:
     """Returns `text` as a value that Hydra reads as a string, whatever is in it."""
-    if re.fullmatch(r"[A-Za-z][\w.-]*", text, re.ASCII):
+    is_value = text.lower() in ("null", "true", "false", "nan", "inf")
+    if re.fullmatch(r"[A-Za-z][\w./-]*", text, re.ASCII) and not is_value:
         return text
     return "'" + re.sub(r"(\\*)'", r"\1\1\\'", text) + "'"
 

@@ -16,7 +16,9 @@ The library's messages name its arguments (`chunks=3`); who runs the command lin
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
@@ -455,12 +457,50 @@ def check(config: Config) -> None:
             )
     if config.data.get("batch_size") != AUTO:
         check_batch_size(config.data.get("batch_size"))
-    names = (config.run_name or "").split("/")
+    check_run_name(config.run_name or "")
+
+
+LONGEST_NAME = 255
+"""The bytes that the name of a file has at most, on nearly every file system."""
+
+
+def check_run_name(run_name: str) -> None:
+    """Checks that a file system takes the name of a run.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    names = run_name.split("/")
     if len(names) > 2 or any(not name or name != name.strip(". ") for name in names):
         raise ConfigError(
-            f"run_name={config.run_name!r} must be the name of a folder in the one of output_dir=, "
+            f"run_name={run_name!r} must be the name of a folder in the one of output_dir=, "
             f"or group/name"
         )
+    if not run_name.isprintable():
+        raise ConfigError(
+            f"run_name={run_name!r} has a control character or an invisible one: set another name"
+        )
+    longest = max(len(os.fsencode(name)) for name in names)
+    if longest > LONGEST_NAME:
+        raise ConfigError(
+            f"run_name={run_name[:40]}... has {longest} bytes in the name of a folder, and a file "
+            f"system takes {LONGEST_NAME}: set a shorter one"
+        )
+
+
+def shortened(name: str, longest: int = 140) -> str:
+    """Returns a name of a folder, with its end replaced by a digest if it has too many bytes.
+
+    Args:
+        name: made from other names or values, so that no user has to shorten it.
+        longest: bytes. Encrypted home folders take 143, other file systems 255.
+    """
+    encoded = os.fsencode(name)
+    if len(encoded) <= longest:
+        return name
+    digest = hashlib.blake2b(encoded, digest_size=4).hexdigest()
+    start = encoded[: longest - len(digest) - 1].decode(errors="ignore").rstrip("-_. ")
+    return f"{start}-{digest}"
 
 
 _OLD_KEYS = {"checkpoint.async": "checkpoint.background"}
@@ -512,6 +552,21 @@ def groups() -> dict[str, type[Group]]:
     return {
         n: kind for n, kind in first.items() if inspect.isclass(kind) and issubclass(kind, Group)
     }
+
+
+@cache
+def text_keys() -> frozenset[str]:
+    """Returns the keys that have a text as their value, or null."""
+    keys = {
+        f"{name}.{key}"
+        for name, kind in groups().items()
+        for key, hint in get_type_hints(kind).items()
+        if hint in _TEXT
+    }
+    return frozenset(keys) | {n for n, hint in get_type_hints(Config).items() if hint in _TEXT}
+
+
+_TEXT = (str, str | None)
 
 
 def _taken(options: type) -> Iterator[tuple[str, str, str]]:

@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from hybridtrain import __version__
+from hybridtrain.app.colour import with_red_error
 from hybridtrain.errors import (
     DataError,
     Interrupted,
@@ -134,7 +135,7 @@ def report_and_go_on(error: BaseException) -> int:
     """Prints the error of one run of several; returns the exit code that it has."""
     text, _, code = describe(error)
     _write_to_log(error)
-    print(printable(text), file=sys.stderr, flush=True)
+    print(with_red_error(printable(text), sys.stderr), file=sys.stderr, flush=True)
     return code
 
 
@@ -202,7 +203,8 @@ def _say(text: str, line: str, at: float, on: str = "") -> None:
     """Prints the text last, and leaves the line for torchrun."""
     write_error_file(line, at)
     one_line = text == line or text.startswith("error: ")
-    print(printable(text if one_line or not on else f"{text}\n{on}"), file=sys.stderr)
+    shown = printable(text if one_line or not on else f"{text}\n{on}")
+    print(with_red_error(shown, sys.stderr), file=sys.stderr)
     sys.stderr.flush()
 
 

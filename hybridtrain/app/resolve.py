@@ -40,6 +40,7 @@ from hybridtrain.app.config import (
     LOADER_KEYS,
     OPEN_GROUPS,
     Config,
+    check_run_name,
     groups,
     is_own,
     rename_old_keys,
@@ -237,6 +238,7 @@ def settle(
         named.config.run_name = run_name
     elif command in ("evaluate", "predict", "export") and not {"recipe", "run_name"} & set(keys):
         _name_run_of_checkpoint(named.config)
+    check_run_name(str(named.config.run_name))
     run = Path(named.config.output_dir) / str(named.config.run_name)
     if "/" in str(named.config.run_name) and (run.parent / "config.yaml").exists():
         raise ConfigError(f"run_name={named.config.run_name}: {run.parent} is a run, not a group")

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from hybridtrain.app.compose import parse_overrides, read_overrides
+from hybridtrain.app.compose import hydra_quoted, parse_overrides, read_overrides
 from hybridtrain.errors import ConfigError
 from hybridtrain.files import json_lines, write_atomically
 from hybridtrain.report import RunSettings, that_differ
@@ -182,9 +182,9 @@ def best_run(
         for o in run.overrides
         if not o.startswith(("run_name=", "output_dir=")) and o not in left_out
     ]
-    words.append(f"run_name={run.config.get('run_name', run.name)}")
+    words.append(f"run_name={hydra_quoted(str(run.config.get('run_name', run.name)))}")
     if (output_dir := run.config.get("output_dir", _OUTPUT_DIR)) != _OUTPUT_DIR:
-        words.append(f"output_dir={output_dir}")
+        words.append(f"output_dir={hydra_quoted(str(output_dir))}")
     if config_dir is not None:
         words += ["--config-dir", config_dir]
     said = f"best by {key}: {run.name}, {_text(run.reached[key])}"

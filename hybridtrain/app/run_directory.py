@@ -34,6 +34,7 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
+from hybridtrain.app.colour import bold
 from hybridtrain.app.compose import to_yaml
 from hybridtrain.app.config import Config, with_config_keys
 from hybridtrain.app.error_report import finite, json_line, versions
@@ -87,6 +88,7 @@ class RunLog:
             terminal.addFilter(lambda record: record.name != _FILE_ONLY)
             terminal.addFilter(_name_config_keys)
             terminal.addFilter(_escape)
+            terminal.setFormatter(_OnTerminal(quiet))
             if quiet:
                 terminal.addFilter(
                     lambda record: record.levelno > logging.INFO or _is_result(record)
@@ -118,7 +120,19 @@ class RunLog:
 
 
 RESULT = {"result": True}
-"""The `extra` of the line that a quiet run shows."""
+"""The `extra` of the last line of a run, its result, which a quiet run shows too."""
+
+
+class _OnTerminal(logging.Formatter):
+    """Sets the result of a run apart from the lines before it, unless the terminal is quiet."""
+
+    def __init__(self, quiet: bool) -> None:
+        super().__init__()
+        self._gap = "" if quiet else "\n"
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return self._gap + bold(text, sys.stderr) if _is_result(record) else text
 
 
 def _is_result(record: logging.LogRecord) -> bool:

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 
-from hybridtrain.app.compose import compose_settings, given_keys, parse_overrides
-from hybridtrain.app.config import Config, SearchConfig
+from hybridtrain.app.compose import compose_settings, given_keys, hydra_quoted, parse_overrides
+from hybridtrain.app.config import Config, SearchConfig, check_run_name, shortened
 from hybridtrain.app.resolve import OF_THE_COMMAND
 from hybridtrain.app.results import best_run, lines_of, runs_of, table
 from hybridtrain.app.run_lock import RunLock
@@ -65,7 +65,8 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
     space = _space([each for each in parsed if each.is_sweep_override()], options)
     metric, mode = _criterion(config)
     # A run_name may be group/name, and those of the trials have two parts as well.
-    folder = Path(config.output_dir) / f"{config.run_name}-search".replace("/", "-")
+    check_run_name(str(config.run_name))
+    folder = Path(config.output_dir) / shortened(f"{config.run_name}-search".replace("/", "-"))
     folder.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
@@ -77,7 +78,7 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
         load_if_exists=True,
     )
     _refuse_another_study(study, space, metric, mode)
-    group = [] if config.monitor.group else [f"monitor.group={folder.name}"]
+    group = [] if config.monitor.group else [f"monitor.group={hydra_quoted(folder.name)}"]
     of_run = ("search", "search.", "run_name")
     words = [
         word
@@ -94,7 +95,7 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
             values = [f"{key}={value}" for key, value in trial.params.items()]
             said = f"{name} of {options.trials} trials: {' '.join(values)}"
             print(said, file=sys.stderr, flush=True)
-            own = [*command, *values, f"run_name={folder.name}/{name}"]
+            own = [*command, *values, f"run_name={hydra_quoted(f'{folder.name}/{name}')}"]
             ended = _train(own, folder / name, trial, metric, received)
             failures = 0 if ended else failures + 1
             if failures == _MOST_FAILURES:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridtrain.app.compose import compose_settings, given_keys, sweep_choices
+from hybridtrain.app.config import shortened
 from hybridtrain.app.error_report import report_and_go_on
 from hybridtrain.app.resolve import settle
 from hybridtrain.app.results import best_run, runs_of, table, write_table
@@ -79,7 +80,8 @@ def names_of(own: Sequence[str], swept: Sequence[Sequence[str]]) -> tuple[str, l
     """Returns the name of a sweep's folder, and those of its runs.
 
     A run is named after its values, so that another sweep does not resume it. Runs whose names
-    differ anyway, such as those of `run_name=a,b` or of two recipes, keep them.
+    differ anyway, such as those of `run_name=a,b` or of two recipes, keep them. Names that would be
+    too long for a folder end in a digest.
 
     Args:
         own: the name of each run without a sweep.
@@ -92,7 +94,7 @@ def names_of(own: Sequence[str], swept: Sequence[Sequence[str]]) -> tuple[str, l
     in_name = ("run_name",) if len(bases) == 1 else ("run_name", "recipe")
     keys = _short(key for words in swept for key in given_keys(words) if key not in in_name)
     # A name may be group/name, and those of the runs have two parts as well.
-    folder = "-".join([*bases, *(keys.values() or ["sweep"])]).replace("/", "-")
+    folder = shortened("-".join([*bases, *(keys.values() or ["sweep"])]).replace("/", "-"))
     if len(set(own)) == len(own):
         return folder, list(own)
     names = []
@@ -109,7 +111,7 @@ def names_of(own: Sequence[str], swept: Sequence[Sequence[str]]) -> tuple[str, l
             f"several runs of the sweep have the name {max(names, key=names.count)}: give each its "
             f"own, such as run_name='lr_${{optim.lr}}'"
         )
-    return folder, [f"{folder}/{name}" for name in names]
+    return folder, [f"{folder}/{shortened(name)}" for name in names]
 
 
 def _short(keys: Iterable[str]) -> dict[str, str]:

@@ -377,6 +377,7 @@ class EvalLoader:
         inputs_alone: the data set gives inputs without targets, for `predict`.
 
     Attributes:
+        dataset: the data set.
         samples: of this replica; None if it is not known.
 
     Raises:
@@ -393,7 +394,7 @@ class EvalLoader:
         inputs_alone: bool = False,
     ) -> None:
         check_batch_size(batch_size)
-        self._dataset = dataset
+        self.dataset = dataset
         self._batch_size = max(1, batch_size // world.replicas)
         self._world = world
         self._options = options or LoaderOptions()
@@ -412,11 +413,11 @@ class EvalLoader:
             from hybridtrain.data.stream import StreamLoader
 
             size, options = self._batch_size * self._world.replicas, self._options
-            yield from StreamLoader(self._dataset, size, self._world, options=options).once()
+            yield from StreamLoader(self.dataset, size, self._world, options=options).once()
         elif self.samples:
             batches = torch.arange(self._share.start, self._share.stop).split(self._batch_size)
             requests = map(Request, batches)
-            yield from fetch(self._dataset, requests, self._options, self._world)
+            yield from fetch(self.dataset, requests, self._options, self._world)
 
 
 def first_samples(samples: int, batch_size: int, options: LoaderOptions) -> int:

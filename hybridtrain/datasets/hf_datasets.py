@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +27,7 @@ from torch.utils.data import Dataset
 from hybridtrain.data import DataSplits
 from hybridtrain.datasets.held_out import check_share, held_out
 from hybridtrain.datasets.split_names import SPLITS, check_classes, class_numbers, listed
+from hybridtrain.datasets.standard_input import STANDARD_INPUT, read_lines
 from hybridtrain.datasets.tables import Table, as_numbers, check_complete, quiet, read_table
 from hybridtrain.datasets.text_files import check_at_least_1
 from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer
@@ -120,7 +122,8 @@ def hf_datasets(
         pack: join texts for causal_lm; False: each is a sample by itself.
         mask_share: the part of the tokens that masked_lm predicts.
         decoder_start: the first token of a decoder; None: the tokenizer's padding, as T5 has it.
-        predict_path: as `path`, of texts without targets for the command `predict`.
+        predict_path: as `path`, of texts without targets for the command `predict`; `-` for
+            standard input, one text or JSON object per line.
 
     Raises:
         DataError: the data, a split, a column or the tokenizer is missing, damaged or of another
@@ -160,11 +163,14 @@ def hf_datasets(
     if predict_path is None:
         to_predict = None
     else:
-        table = read_table("predict_path", predict_path, name)
+        if predict_path == STANDARD_INPUT:
+            table = _of_standard_input(texts)
+        else:
+            table = read_table("predict_path", predict_path, name)
         check_complete(table, texts, "text")
         alone = table.splits[next(s for s in ("test", *table.splits) if s in table.splits)]
         _check_columns({"predict": alone}, "text", [text], "text")
-        to_predict = Encoded(alone, partial(_alone, encode, task, start))
+        to_predict = Encoded(alone, partial(_alone, encode, task, start), texts)
     others: dict[str, Any] = {
         "predict": to_predict,
         "predict_collate": Padded(pad_id, max_len if pad == "max_len" else None).of_inputs,
@@ -202,8 +208,8 @@ def hf_datasets(
         _check_columns(samples, "target", targets[:1], "text")
         items = dict.fromkeys(samples, partial(_translated, encode, targets[0], start))
     return DataSplits(
-        train=Encoded(samples["train"], items["train"]),
-        eval=Encoded(samples["eval"], items["eval"]),
+        train=Encoded(samples["train"], items["train"], texts),
+        eval=Encoded(samples["eval"], items["eval"], texts),
         collate=Padded(pad_id, max_len if pad == "max_len" else None),
         metadata=metadata,
         **others,
@@ -246,17 +252,61 @@ class Encoded(Dataset[Any]):
     Args:
         samples: a `datasets.Dataset`.
         item: makes the item of a sample.
+        texts: the columns of its texts.
     """
 
-    def __init__(self, samples: Any, item: Callable[[Mapping[str, Any]], Any]) -> None:
+    def __init__(
+        self,
+        samples: Any,
+        item: Callable[[Mapping[str, Any]], Any],
+        texts: Sequence[str] = (),
+    ) -> None:
         self.samples = samples
         self.item = item
+        self.texts = texts
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Any:
         return self.item(self.samples[index])
+
+    def describe(self, index: int) -> dict[str, Any]:
+        """Returns the texts of a sample, which `predict` writes next to the result."""
+        sample = self.samples[index]
+        return {column: sample[column] for column in self.texts}
+
+
+def _of_standard_input(texts: Sequence[str]) -> Table:
+    """Returns the samples on standard input: JSON objects, or texts for the only column.
+
+    Raises:
+        DataError: a line has not the columns that are needed.
+    """
+    import datasets
+
+    lines = read_lines("predict_path", "a text or a JSON object")
+    if not all(line.lstrip().startswith("{") for line in lines):
+        if len(texts) > 1:
+            raise DataError(
+                f"predict_path=-: a sample has several texts ({', '.join(texts)}): write one JSON "
+                f"object per line"
+            )
+        return Table({"test": datasets.Dataset.from_dict({texts[0]: lines})})
+    samples = []
+    for number, line in enumerate(lines):
+        try:
+            sample = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"predict_path=-, line {number + 1}: not JSON ({error})") from error
+        for column in texts:
+            if not isinstance(sample.get(column), str):
+                raise DataError(
+                    f"predict_path=-, line {number + 1}: there is no text in {column!r}, the "
+                    f"column that the model was trained on"
+                )
+        samples.append({column: sample[column] for column in texts})
+    return Table({"test": datasets.Dataset.from_list(samples)})
 
 
 @dataclass(frozen=True)

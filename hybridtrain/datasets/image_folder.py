@@ -23,6 +23,7 @@ from hybridtrain.datasets.images import (
     read_image,
 )
 from hybridtrain.datasets.split_names import check_classes, class_numbers, listed, split_of
+from hybridtrain.datasets.standard_input import STANDARD_INPUT, read_lines
 from hybridtrain.errors import DataError
 
 # The side that an evaluation resizes to, of which the middle is cut: 256 for 224.
@@ -50,6 +51,33 @@ class Images(Dataset[Any]):
         path, label = self.files[index]
         return self.transform(read_image(path)), torch.tensor(label)
 
+    def describe(self, index: int) -> dict[str, str]:
+        """Returns the path of an image, which `predict` writes next to the result."""
+        return {"file": self.files[index][0]}
+
+
+class UnlabelledImages(Dataset[Any]):
+    """Image files without classes, as `transform` makes them.
+
+    Args:
+        files: their paths.
+        transform: of a PIL image in three colours.
+    """
+
+    def __init__(self, files: Sequence[str], transform: Callable[[Any], Tensor]) -> None:
+        self.files = files
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.transform(read_image(self.files[index]))
+
+    def describe(self, index: int) -> dict[str, str]:
+        """Returns the path of an image, which `predict` writes next to the result."""
+        return {"file": self.files[index]}
+
 
 def image_folder(
     root: str | Path = "data",
@@ -58,6 +86,7 @@ def image_folder(
     eval_share: float = 0.1,
     split_seed: int = 0,
     classes: list[str] | None = None,
+    predict_path: str | None = None,
 ) -> DataSplits:
     """Returns the images of a folder with a folder for each class, as ImageNet is laid out.
 
@@ -82,6 +111,9 @@ def image_folder(
         split_seed: which images are held out is drawn from it.
         classes: the names of the classes in the order of their numbers; None: the folders' names,
             sorted.
+        predict_path: images without classes, for the command `predict`: a folder, at any depth; a
+            file; or `-` for paths on standard input, one per line. They are transformed as in
+            evaluation.
 
     Raises:
         DataError: there are no images or classes, the splits have other classes, or a number is
@@ -129,7 +161,11 @@ def image_folder(
     where = " and ".join(str(folder) for folder in folders)
     notes[-1] += f" from {where}"
     plain = _transform(image_size, augment=False)
+    to_predict = None
+    if predict_path is not None:
+        to_predict = UnlabelledImages(_files_to_predict(predict_path), plain)
     return DataSplits(
+        predict=to_predict,
         train=Images(of_train, _transform(image_size, augment=True) if augment else plain),
         eval=Images(of_eval, plain) if of_eval else None,
         metadata={
@@ -143,6 +179,32 @@ def image_folder(
         digest=digest_of_files(os.path.relpath(path, root) for path, _ in [*of_train, *of_eval]),
         without_samples=_without_samples(names, of_train),
     )
+
+
+def _files_to_predict(path: str) -> list[str]:
+    """Returns the image files of `predict_path`.
+
+    Raises:
+        DataError: there are none.
+    """
+    place = Path(path)
+    if path == STANDARD_INPUT:
+        files = read_lines("predict_path", "the path of an image")
+        if missing := [file for file in files if not Path(file).is_file()]:
+            raise DataError(f"predict_path=-: there is no file {missing[0]}")
+        return files
+    if place.is_file():
+        return [path]
+    if not place.is_dir():
+        raise DataError(
+            f"predict_path={path}: there is no such folder or file ({place.absolute()})"
+        )
+    files, _ = image_files(place)
+    if not files:
+        raise DataError(
+            f"predict_path={path}: there is no image in it: images end in {', '.join(SUFFIXES)}"
+        )
+    return files
 
 
 def _splits_in(root: Path) -> tuple[dict[str, Path], list[str]]:

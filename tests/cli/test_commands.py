@@ -143,8 +143,9 @@ def test_predictions_are_in_the_order_of_the_samples(
     succeed(capfd, "predict", "run_name=digits", "output=there/predictions.npy")
     (lines,) = (copied / "predictions").glob("step_00000006.jsonl")
     found = np.load("there/predictions.npy")
-    read = np.array([json.loads(line) for line in lines.read_text().splitlines()], np.float32)
-    assert np.array_equal(found, read)
+    read = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [line["sample"] for line in read] == [*range(len(found))]
+    assert np.array_equal(found, np.array([line["output"] for line in read], np.float32))
     data = hybridtrain.datasets.digits().eval
     net = models.basicnet(num_classes=10, image_size=8, channels=1).eval()
     net.load_state_dict(load_file(copied / "checkpoints" / LAST / "model.safetensors"))

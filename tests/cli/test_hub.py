@@ -52,9 +52,9 @@ def test_a_bert_from_a_folder_is_fine_tuned_predicted_exported_and_loaded_by_fro
     assert all(torch.equal(plain[name], value) for name, value in net.state_dict().items())
     program = torch.export.load(exported.with_suffix(".pt2")).module()
     torch.testing.assert_close(program(**batch).logits, logits)
-    predicted = [json.loads(line)["logits"] for line in (folder / "out.jsonl").open()]
+    predicted = [json.loads(line) for line in (folder / "out.jsonl").open()]
     assert len(predicted) == 12
-    assert all(len(each) == 2 for each in predicted)
+    assert all(len(line["probabilities"]) == 2 for line in predicted)
 
 
 def test_a_t5_writes_what_it_has_learnt_for_new_texts_and_is_evaluated_by_it(folder: Path) -> None:

@@ -13,9 +13,11 @@ from support.cases import thorough
 from support.launch import SMALL
 
 from hybridtrain.app.cli import main
+from hybridtrain.app.compose import compose_config, hydra_quoted, to_yaml
 from hybridtrain.app.resolve import settle
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.app.run_lock import RunLock
+from hybridtrain.app.sweep import sweep_of
 from hybridtrain.errors import ConfigError
 
 
@@ -157,10 +159,55 @@ def test_a_run_name_that_no_file_system_takes_is_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     Path("outputs").mkdir()
-    assert main([*SMALL, f"run_name={'a' * 300}"]) == 2
+    for name, problem in (
+        ("a" * 300, "has 300 bytes in the name of a folder, and a file system takes 255"),
+        ("'g/" + "é" * 130 + "'", "has 260 bytes in the name of a folder"),
+        ("'a\x1bb'", "run_name='a\\x1bb' has a control character or an invisible one"),
+        ("'a\nb'", "run_name='a\\nb' has a control character"),
+        ("'a\x00b'", "run_name='a\\x00b' has a control character"),
+        ("'a '", "run_name='a ' must be the name of a folder"),
+        ("a.", "run_name='a.' must be the name of a folder"),
+    ):
+        for command in ("train", "evaluate", "submit"):
+            assert main([command, *SMALL, f"run_name={name}"]) == 2
+            message = capfd.readouterr().err
+            assert message.startswith("error: run_name=")
+            assert problem in message
+            assert message.count("\n") == 1
+    assert main([*SMALL, f"output_dir={'a' * 300}"]) == 2
     message = capfd.readouterr().err
-    assert message.startswith("error: cannot read the run directory outputs/aaa")
+    assert message.startswith("error: cannot read the run directory aaa")
     assert message.endswith(": File name too long; set run_name= or output_dir=\n")
+    assert not any(Path("outputs").iterdir())
+
+
+@pytest.mark.parametrize("name", ["1e3", "true", "1_000", "nan", "0.10", "007", "off"])
+def test_a_run_name_that_looks_like_a_number_stays_as_it_was_typed(name: str) -> None:
+    overrides = ["recipe=digits", f"run_name={name}", f"monitor.group={name}", "output_dir=1e3"]
+    config = settle("train", overrides).config
+    assert (config.run_name, config.monitor.group, config.output_dir) == (name, name, "1e3")
+    run = Path("1e3") / name
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(to_yaml(config))
+    found = settle("evaluate", [f"run_name={name}", "output_dir=1e3"])
+    assert found.of_run is not None
+    assert (found.config.run_name, found.config.monitor.group) == (name, name)
+    points = sweep_of(["recipe=digits", f"run_name={name},b"]).points
+    assert [point.run_name for point in points] == [name, "b"]
+    assert compose_config([f"run_name={hydra_quoted(name)}"]).run_name == name
+
+
+def test_names_that_a_sweep_makes_are_short_enough_for_a_folder_and_differ() -> None:
+    words = [f"{'x' * 400}{end}" for end in "ab"]
+    points = sweep_of(["recipe=digits", f"+model.words={','.join(words)}"]).points
+    names = [point.run_name for point in points]
+    assert len({*names}) == 2
+    assert all(len(part) <= 140 for name in names for part in name.split("/"))
+    assert [name.rpartition("-")[0] for name in names] == [f"digits-words/words_{'x' * 125}"] * 2
+    assert sweep_of(["recipe=digits", f"+model.words={','.join(words)}"]).points == points
+    accented = "é" * 400
+    (point, _) = sweep_of(["recipe=digits", f"+model.words='{accented}',b"]).points
+    assert len(point.run_name.split("/")[1].encode()) <= 140
 
 
 def test_the_packages_of_a_run_are_allowed_on_the_command_line_only(begun: Path) -> None:

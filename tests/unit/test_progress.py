@@ -55,7 +55,7 @@ def test_piped_progress_is_a_line_per_logged_step() -> None:
     progress.scalars(225, {"eval/loss": 0.1021, "eval/accuracy": 0.9694})
     progress.close()
     assert stream.getvalue().splitlines() == [
-        "step 120/450  loss 0.2312  1,843 samples/s  lr 0.0010  left 02:45",
+        "step 120/450  loss 0.2312  1,843 samples/s  lr 1.00e-03  left 02:45",
         "step 225/450  eval: loss 0.1021  accuracy 0.9694",
     ]
 
@@ -87,9 +87,9 @@ def test_the_time_left_reads_as_a_clock(seconds_per_step: float, left: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("rate", "shown"), [(3e-5, "lr 3.00e-05"), (0.0, "lr 0.0000"), (0.0123, "lr 0.0123")]
+    ("rate", "shown"), [(3e-5, "lr 3.00e-05"), (0.0, "lr 0.00e+00"), (0.0123, "lr 1.23e-02")]
 )
-def test_small_values_keep_their_digits(rate: float, shown: str) -> None:
+def test_learning_rates_have_one_format_in_all_lines(rate: float, shown: str) -> None:
     stream = io.StringIO()
     progress = Progress(stream)
     progress.start(total_steps=None, first_step=0, texts={})
@@ -98,10 +98,10 @@ def test_small_values_keep_their_digits(rate: float, shown: str) -> None:
 
 
 @contextmanager
-def terminal() -> Iterator[tuple[TextIO, Callable[[], str]]]:
+def terminal(columns: int = 100) -> Iterator[tuple[TextIO, Callable[[], str]]]:
     """Yields a terminal's stream, and a function that ends it and returns what it received."""
     controller, terminal_side = pty.openpty()
-    termios.tcsetwinsize(terminal_side, (24, 100))
+    termios.tcsetwinsize(terminal_side, (24, columns))
     stream = os.fdopen(terminal_side, "w")
     received = bytearray()
     done = threading.Event()
@@ -158,9 +158,36 @@ def test_a_terminal_gets_a_bar_with_loss_rate_and_time_left() -> None:
         (bar, *rest) = screen(finish())
     assert rest == [""]
     shown = re.fullmatch(
-        r"9020/10000 \|.+\| loss 0\.2312  1,843 samples/s  lr 0\.0010  left \d+:\d+", bar
+        r"9020/10000 \|.+\| loss 0\.2312  1,843 samples/s  lr 1\.00e-03  left \d+:\d+", bar
     )
     assert shown is not None
+
+
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        (
+            120,
+            r"120/450 \|.{9,}\| epoch 1\.50  loss 0\.2312  1,843 samples/s  lr 1\.00e-03  "
+            r"messages 100%  left \d+:\d+",
+        ),
+        (80, r"120/450 \|.{4,}\| loss 0\.2312  1,843 samples/s  lr 1\.00e-03  left \d+:\d+"),
+        (60, r"120/450 \|.{4,}\| loss 0\.2312  1,843 samples/s  lr 1\.00e-03"),
+        (50, r"120/450 \|.{4,}\| loss 0\.2312  lr 1\.00e-03"),
+        (30, r"120/450 \|.{4,}\| loss 0\.2312"),
+        (22, r"120/450  loss 0\.2312"),
+    ],
+)
+def test_a_narrow_terminal_keeps_the_loss_and_the_rates_whole(columns: int, line: str) -> None:
+    with terminal(columns) as (stream, finish):
+        progress = Progress(stream)
+        progress.start(total_steps=450, first_step=100, texts={})
+        progress.scalars(119, {**TRAINING, "train/epoch": 1.5, "account/messages_ms": 5.0})
+        progress.step(120, 32)
+        progress.close()
+        (bar, *_) = screen(finish())
+    assert re.fullmatch(line, bar), bar
+    assert len(bar) <= columns
 
 
 def test_log_messages_appear_above_the_bar() -> None:

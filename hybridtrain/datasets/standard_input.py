@@ -1,0 +1,35 @@
+"""Samples on standard input, for the command `predict`: `predict_path=-`."""
+
+from __future__ import annotations
+
+import sys
+
+from hybridtrain.errors import DataError
+
+STANDARD_INPUT = "-"
+"""The path that stands for standard input."""
+
+
+def read_lines(key: str, content: str) -> list[str]:
+    """Returns the lines of standard input that are not blank, without their line ends.
+
+    Args:
+        key: the option that names standard input, for messages.
+        content: what a line has, for messages.
+
+    Raises:
+        DataError: there are no lines, they are not UTF-8, or standard input is a terminal.
+    """
+    if sys.stdin is None or sys.stdin.isatty():
+        raise DataError(
+            f"{key}=- reads standard input, which is a terminal: pipe {content} per line into the "
+            f"command, or set {key}= to a file"
+        )
+    try:
+        lines = [line.rstrip("\r\n") for line in sys.stdin]
+    except UnicodeDecodeError as error:
+        raise DataError(f"{key}=-: standard input is not UTF-8 ({error}): convert it") from error
+    lines = [line for line in lines if line.strip()]
+    if not lines:
+        raise DataError(f"{key}=-: standard input is empty; it must have {content} per line")
+    return lines

@@ -1,0 +1,167 @@
+"""The command `predict` on images and texts that are not part of the data set."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cli_runs import fail, succeed
+from PIL import Image
+from support.small_data import write_images, write_tokenizer
+
+from hybridtrain.app.cli import main
+
+IMAGES = [
+    *("recipe=image_folder_vit", "data.root=pets", "model=timm", "model.name=resnet10t"),
+    *("data.image_size=32", "data.batch_size=8", "data.workers=0", "pipeline.nb_part=1"),
+    *("pipeline.chunks=1", "world.devices=cpu", "trainer.epochs=null", "trainer.steps=2"),
+    *("lr_schedule.warmup_steps=0", "run_name=pets", "monitor.report=false"),
+]
+BERT = (
+    "model.config={model_type: bert, hidden_size: 16, num_hidden_layers: 1, "
+    "num_attention_heads: 2, intermediate_size: 16}"
+)
+TEXTS = [
+    *("data=datasets", "data.path=a.jsonl", "data.tokenizer=./tokenizer.json", BERT),
+    *("model=transformers", "world.devices=cpu", "trainer.steps=1", "run_name=texts"),
+    *("data.batch_size=8", "monitor.report=false"),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run on images and one on texts; tests take a copy of it."""
+    pytest.importorskip("timm")
+    pytest.importorskip("datasets")
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_images("pets", per_class=6)
+        assert main(IMAGES) == 0
+        write_tokenizer(folder / "tokenizer.json")
+        rows = [{"text": "the plot " * (1 + i), "label": ("neg", "pos")[i % 2]} for i in range(10)]
+        Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert main(TEXTS) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _in_a_copy(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+
+
+def predicted(capfd: pytest.CaptureFixture[str], run: str, *words: str) -> list[dict[str, Any]]:
+    succeed(capfd, "predict", f"run_name={run}", "output=out.jsonl", *words)
+    return [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+
+
+def type_in(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+
+def test_a_flat_folder_of_images_is_predicted_with_paths_classes_and_probabilities(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluated = predicted(capfd, "pets")
+    assert len(evaluated) == 2  # held out
+    Path("new/deep").mkdir(parents=True)
+    copies = ["new/a.PNG", "new/deep/b.png"]
+    for line, copy in zip(evaluated, copies, strict=True):
+        shutil.copy(line["file"], copy)
+    Path("new/notes.txt").write_text("of the photographer")
+    lines = predicted(capfd, "pets", "data.predict_path=new")
+    assert [line["file"] for line in lines] == copies
+    assert [line["sample"] for line in lines] == [0, 1]
+    for line, other in zip(lines, evaluated, strict=True):
+        assert line["probabilities"] == other["probabilities"]  # read and transformed alike
+        assert list(line["probabilities"]) == ["blue", "green", "red"]
+        assert sum(line["probabilities"].values()) == pytest.approx(1)
+        assert line["class"] == max(line["probabilities"], key=line["probabilities"].__getitem__)
+    assert predicted(capfd, "pets", "data.predict_path=new/deep/b.png") == [
+        lines[1] | {"sample": 0, "probabilities": pytest.approx(lines[1]["probabilities"])}
+    ]
+    type_in(monkeypatch, "new/deep/b.png\r\n\nnew/a.PNG\n")
+    lines = predicted(capfd, "pets", "data.predict_path=-")
+    assert [line["file"] for line in lines] == copies[::-1]
+
+
+def test_probabilities_are_the_softmax_of_the_array_of_outputs(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    lines = predicted(capfd, "pets")
+    succeed(capfd, "predict", "run_name=pets", "output=out.npy")
+    outputs = torch.from_numpy(np.load("out.npy")).double()
+    expected = torch.softmax(outputs, 1).tolist()
+    assert [list(line["probabilities"].values()) for line in lines] == expected
+    pytest.importorskip("pyarrow")
+    from pyarrow.parquet import read_table
+
+    succeed(capfd, "predict", "run_name=pets", "output=out.parquet")
+    assert read_table("out.parquet").to_pylist() == lines
+
+
+def test_photos_are_predicted_as_a_person_sees_them(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("new").mkdir()
+    first = next(Path("pets/red").iterdir())
+    with Image.open(first) as file:
+        exif = Image.Exif()
+        exif[0x0112] = 6  # is to be turned to the right
+        file.rotate(90, expand=True).save("new/turned.png", exif=exif)
+    (line,) = predicted(capfd, "pets", "data.predict_path=new")
+    plain = predicted(capfd, "pets", f"data.predict_path={first}")[0]
+    assert line["probabilities"] == plain["probabilities"]
+
+
+@pytest.mark.parametrize("written", ["plain", "json"])
+def test_texts_on_standard_input_are_predicted_as_those_of_a_file(
+    written: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["the plot", 'a "fine" film, twice', "the plot the plot"]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    Path("new.jsonl").write_text(rows)
+    expected = predicted(capfd, "texts", "data.predict_path=new.jsonl")
+    assert [line["text"] for line in expected] == texts
+    assert {line["class"] for line in expected} <= {"neg", "pos"}
+    type_in(monkeypatch, rows if written == "json" else "\n".join(texts))
+    assert predicted(capfd, "texts", "data.predict_path=-") == expected
+
+
+@pytest.mark.parametrize(
+    ("run", "path", "typed", "message"),
+    [
+        ("pets", "-", "", "predict_path=-: standard input is empty"),
+        ("pets", "-", "no.png\n", "predict_path=-: there is no file no.png"),
+        ("pets", "no", "", "predict_path=no: there is no such folder or file"),
+        ("pets", "empty", "", "predict_path=empty: there is no image in it: images end in .jpg"),
+        ("pets", "a.jsonl", "", "a.jsonl cannot be read as an image"),
+        ("texts", "-", '{"text": "a"}\n{"words": "b"}\n', "line 2: there is no text in 'text'"),
+        ("texts", "-", '{"text": "a"}\n{"text": \n', "predict_path=-, line 2: not JSON"),
+    ],
+)
+def test_a_path_without_samples_is_one_line(
+    run: str,
+    path: str,
+    typed: str,
+    message: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Path("empty").mkdir()
+    type_in(monkeypatch, typed)
+    said = fail(capfd, "predict", f"run_name={run}", f"data.predict_path={path}")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_standard_input_that_is_a_terminal_is_one_line(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdin", terminal)
+    said = fail(capfd, "predict", "run_name=pets", "data.predict_path=-")
+    assert "predict_path=- reads standard input, which is a terminal: pipe" in said
