@@ -41,6 +41,17 @@ NO_MEANING = {
     "checkpoint_attentions": "it concerns the layers of tensor parallelism",
     "_match_weights": "it concerns the layers of tensor parallelism",
     "_fp32_grad_accumulation": "gradients are fp32",
+    "tensor_parallel_seed": "it concerns the layers of tensor parallelism",
+    **dict.fromkeys(
+        [
+            "sdp_reduce_bucket_size",
+            "sdp_param_persistence_threshold",
+            "sdp_max_live_parameters",
+            "sdp_hierarchical_allgather",
+            "sdp_gradient_clipping",
+        ],
+        "it concerns sharded data parallelism, whose degree is 1",
+    ),
 }
 """Keys that are accepted and change nothing, with the reason."""
 

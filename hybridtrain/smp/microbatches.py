@@ -67,6 +67,11 @@ class ArgumentCutter:
                 )
         self._non_split, self._axes = frozenset(non_split), dict(axes)
 
+    @property
+    def first_parameter(self) -> str | None:
+        """The name of the first parameter of the function."""
+        return next(iter(self._signature.parameters), None)
+
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int) -> CutArguments:
         """Cuts the arguments of a call.
 

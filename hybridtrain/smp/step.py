@@ -110,8 +110,14 @@ class _Step:
         self._is_checked = self._follows_first = False
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Binds the step where it is a method."""
-        return self if instance is None else partial(self, instance)
+        """Binds the step where it is a method, with `self` as its first parameter.
+
+        In smp a step is no descriptor, and AWS's trainers call `self.train_step(model, ...)` of a
+        function in a class body that takes the model first.
+        """
+        if instance is None or self._cutter.first_parameter != "self":
+            return self
+        return partial(self, instance)
 
     @in_smp_words()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.smp.config import config_from_distribution, parse, read
 from hybridtrain.smp.microbatches import SplitDataset
 from hybridtrain.smp.model import inputs_of
-from hybridtrain.smp.step import StepOutput, collected, names_backward
+from hybridtrain.smp.step import StepOutput, collected, names_backward, step
 from hybridtrain.smp.words import smp_words
 
 PARAMETERS = {
@@ -203,3 +203,68 @@ def test_messages_of_the_library_have_the_words_of_smp_and_keep_what_is_quoted()
     )
     assert smp_words(said) == expected
     assert smp_words(expected) == expected
+
+
+# As the documentation of smp 1.15 lists them, each with a value that AWS's scripts pass.
+DOCUMENTED = {
+    "partitions": 2,
+    "pipeline_parallel_degree": 2,
+    "microbatches": 4,
+    "pipeline": "interleaved",
+    "optimize": "speed",
+    "placement_strategy": "cluster",
+    "auto_partition": True,
+    "default_partition": 0,
+    "ddp": True,
+    "ddp_port": 8891,
+    "ddp_dist_backend": "auto",
+    "tensor_parallel_degree": 1,
+    "sharded_data_parallel_degree": 1,
+    "sdp_reduce_bucket_size": 500_000_000,
+    "sdp_param_persistence_threshold": 1_000_000,
+    "sdp_max_live_parameters": 1_000_000_000,
+    "sdp_hierarchical_allgather": True,
+    "sdp_gradient_clipping": 1.0,
+    "fp16": False,
+    "fp16_params": False,
+    "bf16": False,
+    "shard_optimizer_state": True,
+    "prescaled_batch": True,
+    "skip_tracing": True,
+    "activation_loading_horizon": 4,
+    "offload_activations": False,
+    "task_level_active_microbatches": False,
+    "delayed_parameter_initialization": True,
+    "memory_weight": 0.8,
+    "active_microbatches": 4,
+    "deterministic_server": True,
+    "contiguous": True,
+    "horovod": False,
+    "tensor_parallel_seed": 0,
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_each_documented_key_is_accepted(name):
+    parse({"pipeline_parallel_degree": 2, name: DOCUMENTED[name]})
+
+
+def test_keys_of_sharded_data_parallelism_do_not_switch_it_on():
+    sharded = {name: value for name, value in DOCUMENTED.items() if name.startswith("sdp_")}
+    with pytest.raises(ConfigError, match="sharded data parallelism is not supported"):
+        parse({"partitions": 2, **sharded, "sharded_data_parallel_degree": 2})
+
+
+def test_a_step_in_a_class_body_is_bound_where_its_first_parameter_is_self():
+    class Trains:
+        @step
+        def of_self(self, batch):
+            return batch
+
+        @step
+        def of_model(model, batch):  # noqa: N805
+            return batch
+
+    trainer = Trains()
+    assert trainer.of_self.args == (trainer,)
+    assert trainer.of_model is Trains.of_model
