@@ -396,7 +396,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 def with_texts(overrides: Sequence[str]) -> list[str]:
     """Returns overrides in which the values of text keys are texts: `run_name=1e3`, not 1000.0.
 
-    Overrides that cannot be read are left as they are.
+    Overrides that cannot be read stay unchanged.
     """
     return [
         _with_text(o) if o.partition("=")[0].lstrip("+") in text_keys() else o for o in overrides

@@ -112,7 +112,7 @@ class _Step:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Binds the step where it is a method, with `self` as its first parameter.
 
-        In smp a step is no descriptor, and AWS's trainers call `self.train_step(model, ...)` of a
+        In smp a step is not a descriptor, and AWS's trainers call `self.train_step(model, ...)` of a
         function in a class body that takes the model first.
         """
         if instance is None or self._cutter.first_parameter != "self":
