@@ -28,6 +28,12 @@ def record_of(data: DataSplits) -> dict[str, Any]:
     }
 
 
+def classes_of(checkpoint: Path) -> list[str] | None:
+    """Returns the names of the classes that a checkpoint was trained on; None: numbers alone."""
+    names = _saved(checkpoint).get("classes")
+    return None if names is None else [*map(str, names)]
+
+
 def check_same_classes(checkpoint: Path, data: DataSplits) -> None:
     """Checks that numbers of classes stand for the same names in a checkpoint and in the data.
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from hybridtrain import __version__
 from hybridtrain.app.components import build_model, load_data
 from hybridtrain.app.config import Config
-from hybridtrain.app.data_record import check_same_classes
+from hybridtrain.app.data_record import check_same_classes, classes_of
 from hybridtrain.app.error_report import print_result
 from hybridtrain.app.resolve import Settings
 from hybridtrain.app.run_directory import RunDirectory, checkpoint_to_read
@@ -144,10 +144,15 @@ def _push(folder: Path, name: str, card: str) -> None:
 def _write_safetensors(
     path: Path, state: Mapping[str, Any], config: Config, checkpoint: Path
 ) -> None:
-    """Writes all names of a tied tensor, so that `load_state_dict(load_file(path))` has them."""
+    """Writes all names of a tied tensor, so that `load_state_dict(load_file(path))` has them.
+
+    The metadata has the names of the classes in the order of their numbers, as a JSON list.
+    """
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     aliases = without_aliases(tensors)[1]
-    write_weights(path, {**state, **{name: state[name].clone() for name in aliases}})
+    names = classes_of(checkpoint)
+    metadata = {} if names is None else {"classes": json.dumps(names)}
+    write_weights(path, {**state, **{name: state[name].clone() for name in aliases}}, metadata)
 
 
 def _write_torch(path: Path, state: Mapping[str, Any], config: Config, checkpoint: Path) -> None:

@@ -29,7 +29,6 @@ import base64
 import json
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
@@ -167,10 +166,15 @@ def share_writers(
     return files
 
 
-def write_weights(path: Path, state: Mapping[str, Any]) -> None:
+def write_weights(path: Path, state: Mapping[str, Any], metadata: Mapping[str, str] = {}) -> None:
     """Writes the tensors of a module's state dict as one safetensors file, which appears whole.
 
     What `get_extra_state` returned is left out with a warning, unless it is a tensor.
+
+    Args:
+        path: of the file.
+        state: the tensors by name.
+        metadata: texts for the file's metadata, under names that no tensor has.
 
     Raises:
         CheckpointError: a tensor cannot be stored, or the file cannot be written.
@@ -178,11 +182,13 @@ def write_weights(path: Path, state: Mapping[str, Any]) -> None:
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if left_out := ", ".join(name for name in state if name not in tensors):
         _log.warning("%s has no %s: a safetensors file holds tensors only", path, left_out)
-    (write,) = tensor_writers(path.stem, tensors, shard_bytes=sys.maxsize).values()
+    check_storable(tensors)
+    kept, aliases = without_aliases(tensors)
+    infos = {name: TensorInfo.of(tensor) for name, tensor in kept.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:
-            write(file)
+            _write(infos, aliases, kept.__getitem__, file, metadata)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error}") from error
 
@@ -307,6 +313,7 @@ def _write(
     aliases: Mapping[str, str],
     value: Callable[[str], Tensor],
     file: BinaryIO,
+    texts: Mapping[str, str] = {},
 ) -> None:
     """Writes one safetensors file: the length of the header, the header as JSON, the values."""
     # the widest first, so that each begins where its dtype is aligned, as the library does it
@@ -322,7 +329,11 @@ def _write(
             as_bytes[name] = str(tensor.dtype).removeprefix("torch."), shape
             dtype, shape = "U8", [tensor.nbytes]
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    metadata = {"format": "pt", **{o: name for o, name in aliases.items() if name in tensors}}
+    metadata = {
+        **texts,
+        "format": "pt",
+        **{o: name for o, name in aliases.items() if name in tensors},
+    }
     if as_bytes:
         metadata[_AS_BYTES] = json.dumps(as_bytes)
     header = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()

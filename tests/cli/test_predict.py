@@ -165,3 +165,20 @@ def test_standard_input_that_is_a_terminal_is_one_line(
     monkeypatch.setattr("sys.stdin", terminal)
     said = fail(capfd, "predict", "run_name=pets", "data.predict_path=-")
     assert "predict_path=- reads standard input, which is a terminal: pipe" in said
+
+
+def test_an_export_as_safetensors_has_the_names_of_the_classes_in_its_metadata(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    succeed(capfd, "export", "run_name=pets")
+    (path,) = Path("outputs/pets/export").iterdir()
+    with safe_open(path, "pt") as file:
+        assert json.loads(file.metadata()["classes"]) == ["blue", "green", "red"]
+    (saved,) = Path("outputs/pets/checkpoints").glob("*/model.safetensors")
+    exported, expected = load_file(path), load_file(saved)
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
+    succeed(capfd, *IMAGES, f"init_from={path}", "run_name=again")  # it is read as weights
