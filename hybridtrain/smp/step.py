@@ -112,8 +112,8 @@ class _Step:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Binds the step where it is a method, with `self` as its first parameter.
 
-        In smp a step is not a descriptor, and AWS's trainers call `self.train_step(model, ...)` of a
-        function in a class body that takes the model first.
+        In smp a step is not a descriptor, and AWS's trainers call `self.train_step(model, ...)` for
+        a function in a class body that takes the model first.
         """
         if instance is None or self._cutter.first_parameter != "self":
             return self
