@@ -315,7 +315,7 @@ def _number(value: float) -> str:
 
 
 def _metric(name: str, value: float) -> str:
-    """Returns an accuracy in percent, and other values as they are."""
+    """Returns an accuracy in percent, and other values with four digits."""
     is_share = "accuracy" in name and 0 <= value <= 1
     return f"{value:.1%}" if is_share else _number(value)
 
