@@ -127,7 +127,7 @@ def init_from(
     load_weights(model, values, {**own, **chosen}, {**own_extra, **known_extra})
     assert report is not None
     if world.is_main:
-        _log.log(logging.WARNING if report.problems() else logging.INFO, "%s", report)
+        _log.info("%s", report)  # with strict=false, the user has accepted what is left out
     return report
 
 

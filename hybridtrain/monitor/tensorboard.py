@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,8 @@ class TensorBoard(Monitor):
         # before the checkpoint was saved; on a fresh start, all old points are purged
         purge_step = first_step + 1 if first_step else 0
         # the default of two minutes is long for someone who watches the dashboard
-        self._writer = SummaryWriter(str(self.directory), purge_step=purge_step, flush_secs=10)
+        with _silent_thread():
+            self._writer = SummaryWriter(str(self.directory), purge_step=purge_step, flush_secs=10)
         for title, text in texts.items():
             # an indented Markdown code block, because a fenced one could end inside the text
             self._writer.add_text(title, textwrap.indent(text, "    "), first_step)
@@ -217,6 +218,32 @@ class TensorBoard(Monitor):
     def _add_picture(self, step: int, tag: str, picture: Image.Image) -> None:
         pixels = torch.from_numpy(np.asarray(picture).copy())
         self._started().add_image(tag, pixels, step, dataformats="HWC")
+
+
+@contextmanager
+def _silent_thread() -> Iterator[None]:
+    """Has the writers made in the block report an error of their thread, such as a full disk, once.
+
+    The next write raises it, and the run warns of it. The thread would raise it too, and Python
+    print its traceback.
+    """
+    from tensorboard.summary.writer import event_file_writer  # type: ignore[import-untyped]
+
+    usual = getattr(event_file_writer, "_AsyncWriterThread", None)
+    if usual is None:  # a private name
+        yield
+        return
+
+    class Silent(usual):  # type: ignore[misc, valid-type]
+        def run(self) -> None:
+            with suppress(Exception):  # which `exception` keeps for the next write
+                super().run()
+
+    event_file_writer._AsyncWriterThread = Silent
+    try:
+        yield
+    finally:
+        event_file_writer._AsyncWriterThread = usual
 
 
 def shown(tag: str, value: float) -> tuple[str, float, str]:

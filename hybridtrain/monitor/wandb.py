@@ -17,6 +17,9 @@ from hybridtrain.options import names_checked
 
 _log = logging.getLogger(__name__)
 
+# The end of an offline run only closes a local file.
+_OFFLINE_PATIENCE_S = 5.0
+
 
 class WandB(Tracker):
     """Reports to Weights & Biases: config, curves, results, and the timeline as an image.
@@ -74,11 +77,14 @@ class WandB(Tracker):
                 "nobody is logged in at W&B, so the run is offline: `wandb sync` sends it. To log "
                 "in, call `wandb login`, or set WANDB_API_KEY"
             )
+        init_timeout = self.patience_s
+        if "offline" in (mode, self._settings["mode"]):
+            self.patience_s = min(self.patience_s, _OFFLINE_PATIENCE_S)
         overrides = yaml.safe_load(texts.get("overrides", "")) or {}
         settings = wandb.Settings(
             console="off",  # the run has its logs
             quiet=True,
-            init_timeout=self.patience_s,
+            init_timeout=init_timeout,
             finish_timeout=self.patience_s,  # also that of the end of the process
         )
         self._run = wandb.init(

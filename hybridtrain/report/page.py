@@ -22,6 +22,13 @@ from hybridtrain.text_table import with_unit
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+_DEFINITIONS = {
+    "samples per second": "over all replicas, without pauses for evaluations and checkpoints",
+    "a step, median": "half of the optimizer steps took less time; other times on this page are "
+    "means of the recorded steps",
+    "devices compute": "share of a recorded step in which devices run forwards and backwards, mean",
+    "time": "from the first logged step to the last, pauses included",
+}
 Table = list[list[str]]
 """Lines of a table; the first one is its head."""
 
@@ -146,6 +153,7 @@ def _sections(record: RunRecord) -> dict[str, Any]:
     return {
         "name": record.name,
         "facts": _facts(record),
+        "definitions": _DEFINITIONS,
         # by its name: a page is sent to others, who do not have the directory
         "checkpoint": Path(path).name if (path := summary.get("checkpoint")) else None,
         "advice": summary.get("advice", []),
@@ -173,11 +181,11 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
     loss = summary["train_loss"] if record.done else record.last("train/loss")
     facts = [("state", "done" if record.done else "not done"), ("steps", f"{record.steps:,}")]
     facts += [("training loss", _number(loss))] if loss is not None else []
-    facts += [(f"{name}, evaluation", _number(value)) for name, value in evaluation.items()]
+    facts += [(f"{name}, evaluation", _metric(name, value)) for name, value in evaluation.items()]
     rate = summary.get("samples_per_second") or record.last("train/samples_per_second")
     facts += [("samples per second", f"{rate:,.0f}")] if rate else []
     if record.done:
-        facts.append(("a step, median", f"{summary['step_ms']['p50']:.2f} ms"))
+        facts.append(("a step, median", _time(summary["step_ms"]["p50"])))
     if account := (summary.get("account") or {}).get("mean"):
         computing = sum(account[name] for name in COMPUTING) / (sum(account.values()) or 1)
         facts.append(("devices compute", f"{computing:.0%} of a step"))
@@ -265,7 +273,7 @@ def _predicted(summary: Mapping[str, Any]) -> Table:
             ratio = f"{other / one:.2f}" if one else ""
             lines.append([name, "not known" if one is None else form(one), form(other), ratio])
 
-    add("a step", lambda ms: f"{ms:.2f} ms", predicted["step_ms"], measured["step_ms"])
+    add("a step, median", _time, predicted["step_ms"], measured["step_ms"])
     add("idle", lambda share: f"{share:.1%}", predicted["bubble"], measured["bubble"])
     memory = predicted["memory_bytes"] or [None] * len(measured["memory_bytes"])
     for device, (one, other) in enumerate(zip(memory, measured["memory_bytes"], strict=True)):
@@ -304,3 +312,14 @@ def _setting(value: object) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.4g}"
+
+
+def _metric(name: str, value: float) -> str:
+    """Returns an accuracy in percent, and other values with four digits."""
+    is_share = "accuracy" in name and 0 <= value <= 1
+    return f"{value:.1%}" if is_share else _number(value)
+
+
+def _time(ms: float) -> str:
+    """Returns milliseconds, in seconds from one second on."""
+    return f"{ms / 1e3:.2f} s" if ms >= 1e3 else f"{ms:.2f} ms"

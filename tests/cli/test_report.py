@@ -31,7 +31,7 @@ def test_the_page_has_the_numbers_of_the_summary(finished: Path, tmp_path: Path)
         f"steps {summary['steps']}",
         f"training loss {summary['train_loss']:.4g}",
         f"loss, evaluation {summary['eval']['loss']:.4g}",
-        f"accuracy, evaluation {summary['eval']['accuracy']:.4g}",
+        f"accuracy, evaluation {summary['eval']['accuracy']:.1%}",
         f"a step, median {summary['step_ms']['p50']:.2f} ms",
         f"newest checkpoint: {Path(summary['checkpoint']).name}",
         "recipe=digits",
@@ -41,6 +41,21 @@ def test_the_page_has_the_numbers_of_the_summary(finished: Path, tmp_path: Path)
     for number, stage in enumerate(summary["stages"]):
         layers = f"{stage['layers'][0]} ... {stage['layers'][-1]}"
         assert f"{number} {layers} {len(stage['layers'])} {stage['parameters']:,}" in shown
+
+
+@pytest.mark.parametrize(("ms", "shown"), [(999.0, "999.00 ms"), (1264.24, "1.26 s")])
+def test_a_time_is_in_the_unit_that_people_read_and_the_same_everywhere(
+    ms: float, shown: str, finished: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    summary = json.loads((run / "summary.json").read_text())
+    summary["step_ms"]["p50"] = summary["measured"]["step_ms"] = ms
+    (run / "summary.json").write_text(json.dumps(summary))
+    page = write_report([run], tmp_path / "page.html").read_text()
+    assert f"a step, median {shown}" in words(page)
+    assert 'title="half of the optimizer steps' in page
+    assert words(page).count(shown) >= 1
+    assert f"{ms:.2f} ms" not in words(page) or ms < 1000
 
 
 def test_the_page_asks_for_nothing_from_a_network(finished: Path, tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ def test_a_lenient_load_takes_the_rest_and_reports(run, weights, tmp_path, caplo
         assert torch.equal(model.state_dict()[name], weights[name])
     assert model.net[4].weight.eq(0.5).all()
     assert "4 tensors loaded" in caplog.text
+    assert {record.levelname for record in caplog.records} == {"INFO"}, "strict=False accepts it"
     assert "missing: 5.weight, 5.bias" in caplog.text
 
 

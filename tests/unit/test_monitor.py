@@ -325,7 +325,7 @@ def spans() -> Spans:
     return [[Span(Action("F", 0, 0), 0.0, 1.0), Span(Action("B", 0, 0), 1.0, 3.0)]]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("kind", [MetricsFile, TensorBoard, TimelineFiles])
 def test_a_full_disk_is_one_warning_and_training_goes_on(
     tmp_path: Path, kind: type[Monitor], caplog: pytest.LogCaptureFixture

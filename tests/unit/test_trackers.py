@@ -45,7 +45,9 @@ def test_wandb_has_the_run_and_a_resumed_one_goes_on_with_its_id(
     run = tmp_path / "lr_0.1"
     run.mkdir()
     for steps, first in ((range(1, 6), 0), (range(5, 8), 4)):
-        attempt(WandB(run, group="a sweep", tags=["b"]), steps, first_step=first, ends=first > 0)
+        wandb = WandB(run, group="a sweep", tags=["b"])
+        attempt(wandb, steps, first_step=first, ends=first > 0)
+        assert wandb.patience_s == 5, "the end of an offline run waits for no service"
     before, after = offline_runs(run)
     assert before.run.run_id == after.run.run_id
     assert (after.run.display_name, after.run.project) == ("lr_0.1", "hybridtrain")
