@@ -17,12 +17,14 @@ _PIECE = 1 << 20  # elements that are widened to 64 bits at a time
 def digest(tensor: Tensor) -> Tensor | None:
     """Returns the digest, of shape (1,) or longer; does not wait for the device.
 
-    None: the tensor has no dense memory here, as one that is sparse or on the meta device.
+    None: the tensor has no dense memory here, as one that is sparse, nested or on the meta device.
     """
-    if tensor.is_meta or tensor.layout != torch.strided:
+    if tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
         return None
     try:
         value = tensor.detach().resolve_conj().resolve_neg()
+        if value.is_quantized:  # a view of it as integers keeps a quantizer that reads wrong memory
+            value = value.int_repr()
         if value.is_complex():
             value = torch.view_as_real(value)
         words = value.contiguous().view(-1).view(_INTEGERS[value.element_size()])
