@@ -354,6 +354,11 @@ def compose_settings(
             f"the recipe asks to run code of {', '.join(config.allow_targets)}: if you trust it, "
             f"say so with allow_targets=[{','.join(config.allow_targets)}] on the command line"
         )
+    if config.push_to and "push_to" not in given_keys(overrides):
+        raise ConfigError(
+            f"the recipe asks to send the model to {config.push_to!r}: if you want that, say so "
+            f"with push_to={config.push_to} on the command line"
+        )
     return Composition(config, tree, recipe, _leftovers(tree, overrides, choices.get("recipe")))
 
 

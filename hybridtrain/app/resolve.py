@@ -178,9 +178,9 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 _GROUPS = (*OPEN_GROUPS, "pipeline", "world", "trainer", "checkpoint")
 
 # What an option that is chosen is composed with, beside its group and the recipe.
-_TRUST = ("allow_targets", "hydra.")
+_TRUST = ("allow_targets", "hydra.", "push_to")
 
-_NAMING = ("recipe", "run_name", "output_dir", "resume", "allow_targets")
+_NAMING = ("recipe", "run_name", "output_dir", "resume", "allow_targets", "push_to")
 
 
 @dataclass

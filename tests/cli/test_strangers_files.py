@@ -155,3 +155,12 @@ def test_deep_json_is_one_line_of_smp_config(capfd: pytest.CaptureFixture[str]) 
     assert main(["smp-config", "deep.json"]) == 2
     (line,) = capfd.readouterr().err.strip().splitlines()
     assert line.startswith("error: deep.json is not JSON")
+
+
+def test_a_recipe_does_not_say_where_a_model_is_sent(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("r.yaml").write_text("defaults: [digits]\npush_to: stranger/theirs\n")
+    command = ["export", "recipe=r.yaml", "format=transformers"]
+    assert main(command) == 2
+    assert "the recipe asks to send the model to 'stranger/theirs'" in capfd.readouterr().err
+    assert main([*command, "push_to=me/mine"]) == 2
+    assert "asks to send" not in capfd.readouterr().err
