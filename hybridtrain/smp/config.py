@@ -218,13 +218,18 @@ def parameters_of(distribution: Mapping[str, Any]) -> Mapping[str, Any]:
             "smdistributed has no modelparallel: the data parallel library alone needs nothing of "
             "hybridtrain.smp"
         )
-    options = library["modelparallel"]
+    options = _dictionary(library["modelparallel"], "smdistributed.modelparallel")
     if not options.get("enabled", False):
         raise ConfigError("smdistributed.modelparallel.enabled must be true")
     if "parameters" not in options:
         raise ConfigError("smdistributed.modelparallel.parameters is missing")
-    parameters: Mapping[str, Any] = options["parameters"]
-    return parameters
+    return _dictionary(options["parameters"], "smdistributed.modelparallel.parameters")
+
+
+def _dictionary(value: object, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={value!r} must be a dictionary")
+    return value
 
 
 def read(text: str) -> Mapping[str, Any]:
@@ -313,7 +318,9 @@ def config_from_distribution(
             )
     if "smdistributed" not in distribution:
         raise ConfigError('distribution has no "smdistributed": {"modelparallel": {...}}')
-    instance_count = int(distribution.get("instance_count", instance_count))
+    instance_count = distribution.get("instance_count", instance_count)
+    if type(instance_count) is not int or instance_count < 1:
+        raise ConfigError(f"instance_count={instance_count!r} must be 1 or more")
     library = distribution["smdistributed"]
     if isinstance(library, Mapping) and "dataparallel" in library:
         raise ConfigError(
@@ -322,12 +329,12 @@ def config_from_distribution(
     given = dict(parameters_of(distribution))
     config = parse(given)
     notes = {key: why for key, why in NO_MEANING.items() if key in given}
-    mpi = distribution.get("mpi", {})
+    mpi = _dictionary(distribution.get("mpi", {}), "mpi")
     processes, environment = _mpi(mpi, notes)
     if processes is None:
         processes = config.pipeline_parallel_degree if config.engine == "distributed" else 1
     degree = config.pipeline_parallel_degree if config.engine == "distributed" else 1
-    if instance_count < 1 or (instance_count * processes) % degree:
+    if (instance_count * processes) % degree:
         raise ConfigError(
             f"instance_count={instance_count} x mpi.processes_per_host={processes} are "
             f"{instance_count * processes} processes, which pipeline_parallel_degree={degree} does "
@@ -351,7 +358,11 @@ def _mpi(mpi: Mapping[str, Any], notes: dict[str, str]) -> tuple[int | None, dic
     if "enabled" in mpi:
         notes["mpi.enabled"] = _MPI
     environment: dict[str, str] = {}
-    words = iter(shlex.split(mpi.get("custom_mpi_options") or ""))
+    text = mpi.get("custom_mpi_options") or ""
+    try:
+        words = iter(shlex.split(text))
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"mpi.custom_mpi_options={text!r} must be words: {error}") from error
     rest = []
     for word in words:
         if word != "-x":

@@ -122,6 +122,31 @@ def test_a_distribution_that_does_not_fit_is_one_clear_error(given, message):
         config_from_distribution(given)
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        "smdistributed.modelparallel",
+        "smdistributed.modelparallel.parameters",
+        "mpi",
+        "mpi.custom_mpi_options",
+        "instance_count",
+    ],
+)
+@pytest.mark.parametrize("value", [3.5, [1], None, "'"])
+def test_a_value_of_another_kind_is_one_error_that_names_it(place, value):
+    whole = {"instance_count": 1, **distribution({"enabled": True, "processes_per_host": 4})}
+    *parents, last = place.split(".")
+    inner = whole
+    for name in parents:
+        inner = inner[name]
+    inner[last] = value
+    if place == "mpi.custom_mpi_options" and value is None:
+        config_from_distribution(whole)
+        return
+    with pytest.raises(ConfigError, match=place):
+        config_from_distribution(whole)
+
+
 def test_the_command_smp_config(tmp_path, capsys):
     path = tmp_path / "distribution.json"
     path.write_text(json.dumps(distribution()))
