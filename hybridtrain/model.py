@@ -361,7 +361,9 @@ class HybridModel:
         self._self_check = SelfCheck(net, plan, planned, options, world)
         self.pipeline = Pipeline(net, plan, planned, world, options)
         self._self_check.variants_of = self.pipeline.variants_of
-        self._self_check.context = self.autocast
+        device_type = world.devices[0].type
+        # not self.autocast: a reference to the model would keep it alive
+        self._self_check.context = partial(autocast, options.precision, device_type)
         self.plan = plan
         self.stages = self.pipeline.stages
         self.rng = self.pipeline.rng

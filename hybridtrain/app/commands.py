@@ -74,7 +74,7 @@ from hybridtrain.generation import generate
 from hybridtrain.launch import detect
 from hybridtrain.losses import LOSSES
 from hybridtrain.microbatch import batch_size
-from hybridtrain.monitor.progress import format_value
+from hybridtrain.monitor import format_value
 from hybridtrain.planning import Plan, table
 from hybridtrain.report import write_report
 from hybridtrain.text_table import counted, text_table

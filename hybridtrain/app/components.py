@@ -20,7 +20,7 @@ from hybridtrain.app.config import GROUP_KEYS, LOADER_KEYS, Config, errors_with_
 from hybridtrain.app.run_directory import RunDirectory
 from hybridtrain.callbacks import CALLBACKS, Callback
 from hybridtrain.data import DataSplits
-from hybridtrain.datasets.standard_input import STANDARD_INPUT
+from hybridtrain.datasets import STANDARD_INPUT
 from hybridtrain.errors import ConfigError, DataError, UserError, check_choice
 from hybridtrain.losses import LOSSES, METRICS, LossFn, resolve
 from hybridtrain.metrics import direction

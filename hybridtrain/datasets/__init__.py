@@ -16,10 +16,12 @@ from hybridtrain.datasets.image_folder import image_folder
 from hybridtrain.datasets.imdb import imdb
 from hybridtrain.datasets.mnist import mnist
 from hybridtrain.datasets.python_source import python_source
+from hybridtrain.datasets.standard_input import STANDARD_INPUT
 from hybridtrain.datasets.text_files import text_files
 from hybridtrain.datasets.token_files import token_files
 
 __all__ = [
+    "STANDARD_INPUT",
     "cifar10",
     "digits",
     "hf_datasets",

@@ -14,7 +14,7 @@ call_signature     a batch as the arguments of a forward
 
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.chain import Chain, ChainBuilder, can_expand
-from hybridtrain.graph.mode_graphs import TraceGuards
+from hybridtrain.graph.mode_graphs import TraceGuards, looks_only
 from hybridtrain.graph.segment import (
     Layer,
     Segment,
@@ -38,5 +38,6 @@ __all__ = [
     "can_expand",
     "is_chain",
     "layers_of",
+    "looks_only",
     "works_in_place",
 ]

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -197,6 +198,23 @@ def _common_starts(first: TracedGraph, second: TracedGraph) -> list[tuple[fx.Nod
     ]
 
 
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def looks_only(hook: _Hook) -> _Hook:
+    """Marks a hook of all modules as one that changes nothing: a graph may do without its calls.
+
+    Those that the library itself registers for a step are of that kind.
+    """
+    hook.__dict__["looks_only"] = True
+    return hook
+
+
+def _bearing(hooks: Mapping[int, Any]) -> int:
+    """Returns how many of the hooks may change something."""
+    return sum(not getattr(hook, "looks_only", False) for hook in hooks.values())
+
+
 class TraceGuards:
     """The assumptions that the graphs of a model make about the modules that were traced.
 
@@ -210,12 +228,12 @@ class TraceGuards:
         self._root = graphs[0].module if any(graph.grad_matters for graph in graphs) else None
         traced = [named for graph in graphs for named in graph.expanded.items()]
         self._names = frozenset(name for name, _ in traced)
-        hooks: list[tuple[str, nn.Module | None, Sized]] = [
+        hooks: list[tuple[str, nn.Module | None, Mapping[int, Any]]] = [
             (name or "the model", part, table) for name, part in traced for table in hooks_of(part)
         ]
         if traced:
             hooks += [("torch.nn", None, table) for table in global_hooks()]
-        self._hooks = [(name, part, table, len(table)) for name, part, table in hooks]
+        self._hooks = [(name, part, table, _bearing(table)) for name, part, table in hooks]
         self._reads = Reads.merged(
             (graph.prefix, traced.reads)
             for graph in graphs
@@ -256,7 +274,9 @@ class TraceGuards:
         """Returns what has changed, and what to do about it."""
         for name, part, hooks, count in self._hooks:
             # transformers puts hooks on that gather outputs, when a model is called
-            if len(hooks) > count and (part is None or has_hooks(part)):
+            if len(hooks) > count and (
+                _bearing(hooks) > count if part is None else has_hooks(part)
+            ):
                 what = f"{name} had a hook registered after tracing, which would not run"
                 return what, ": register hooks before you create the HybridModel"
         for modules, modes in self._modes:

@@ -26,7 +26,7 @@ from hybridtrain.monitor.pictures import (
     draw_timelines,
     in_ms,
 )
-from hybridtrain.monitor.progress import Progress, Throughput
+from hybridtrain.monitor.progress import Progress, Throughput, format_value
 from hybridtrain.monitor.tensorboard import TensorBoard
 from hybridtrain.monitor.timeline import TimelineFiles, spans_of_trace
 from hybridtrain.monitor.tracker import Tracker
@@ -56,6 +56,7 @@ __all__ = [
     "draw_curves",
     "draw_plan",
     "draw_timelines",
+    "format_value",
     "in_ms",
     "spans_of_trace",
 ]

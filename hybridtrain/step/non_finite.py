@@ -21,6 +21,7 @@ from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain.accelerator import put
+from hybridtrain.graph import looks_only
 from hybridtrain.losses import BatchWeight, LossFn
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.pipeline import HeadOutput
@@ -283,7 +284,7 @@ def _origin_in_forward(
     snapshot.take()
     step = model.rng.step
     model.rng.step = trained.rng_step  # the same masks of dropout as in the step
-    hook = register_module_forward_hook(watch)
+    hook = register_module_forward_hook(looks_only(watch))
     # compiled layers do not call hooks that they were not compiled with
     stance = torch.compiler.set_stance("force_eager")
     try:

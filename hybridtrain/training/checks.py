@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hybridtrain.callbacks import Callback
 from hybridtrain.data import EvalLoader, Loader, TrainLoader, share_of
 from hybridtrain.errors import ConfigError, did_you_mean
+from hybridtrain.graph import looks_only
 from hybridtrain.microbatch import chunk_sizes
 from hybridtrain.model import HybridModel
 
@@ -179,7 +180,7 @@ def batch_norms_watched(model: HybridModel, train: Loader) -> Iterator[None]:
             fails[names[module]] = single and fails.get(names[module], True)
 
     # a hook of all modules: those of one module would be part of what a graph depends on
-    hook = None if model.options.compile else register_module_forward_pre_hook(see)
+    hook = None if model.options.compile else register_module_forward_pre_hook(looks_only(see))
     try:
         yield
     finally:
