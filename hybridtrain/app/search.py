@@ -96,7 +96,11 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
             said = f"{name} of {options.trials} trials: {' '.join(values)}"
             print(said, file=sys.stderr, flush=True)
             own = [*command, *values, f"run_name={hydra_quoted(f'{folder.name}/{name}')}"]
+            received.is_in_trial = True
             ended = _train(own, folder / name, trial, metric, received)
+            received.is_in_trial = False
+            if received.number is not None:  # it came after the trial's last step
+                raise Interrupted(_INTERRUPTED)
             failures = 0 if ended else failures + 1
             if failures == _MOST_FAILURES:
                 raise UserError(
@@ -337,7 +341,7 @@ def _train(
     study, pruned = trial.study, False
     # Its own session, so that Ctrl-C reaches it once, by way of this process.
     with subprocess.Popen(command, start_new_session=True) as process:
-        received.process = process
+        received.pass_on_to(process)
         known = set(study.get_trials(deepcopy=False)[trial.number].intermediate_values)
         while True:
             with_end = process.poll() is not None
@@ -355,7 +359,7 @@ def _train(
                 process.wait(_POLL_S)
             except subprocess.TimeoutExpired:
                 continue
-        received.process = None
+        received.pass_on_to(None)
     code = process.returncode
     if code == 0:
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
@@ -365,8 +369,6 @@ def _train(
                 f"search.metric={metric}: an evaluation of {run} has {', '.join(values)}"
             )
         study.tell(trial, values[metric])
-        if received.number is not None:  # it came after the trial's last step
-            raise Interrupted(_INTERRUPTED)
         return True
     if received.number is not None or (code == Interrupted.exit_code and not pruned):
         raise Interrupted(_INTERRUPTED)
@@ -390,15 +392,27 @@ class Received:
     """The signal that this process has received, which it passes on to its trial."""
 
     number: int | None = None
-    process: subprocess.Popen[bytes] | None = None
+    is_in_trial: bool = False
+    _process: subprocess.Popen[bytes] | None = None
+    _unsent: int | None = None
 
     def __call__(self, number: int, frame: object) -> None:
         """Passes the signal on; without a trial the search ends here."""
-        self.number = number
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(number)
-        elif self.process is None:
+        self.number = self._unsent = number
+        if not self.is_in_trial:
             raise Interrupted(_INTERRUPTED)
+        self._pass_on()
+
+    def pass_on_to(self, process: subprocess.Popen[bytes] | None) -> None:
+        """Has `process` receive the signals from now on, and one that came before it had begun."""
+        self._process = process
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._process is not None and self._unsent is not None:
+            number, self._unsent = self._unsent, None
+            if self._process.poll() is None:
+                self._process.send_signal(number)
 
 
 @contextmanager

@@ -186,6 +186,18 @@ def small_pictures(size):
     )  # fmt: skip
 
 
+class Traced(nn.Module):
+    """Is traced, with a module that the graph looks inside of; has no batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(x + self.inner(x))
+
+
 def run_of(net, samples, batch_size=8, chunks=2, pictures=False, **options):
     world = World.from_env(nb_part=2, devices="cpu")
     model = HybridModel(net, world, chunks=chunks, **options.pop("pipeline", {}))
@@ -230,6 +242,7 @@ def test_a_last_batch_that_a_batch_norm_will_fail_in_is_an_error_of_the_first_st
         (rich_net, 25, {"drop_last": True}),
         (rich_net, 25, {"steps": 3}),  # the last batch is the fourth
         (lambda: small_pictures(2), 25, {"pictures": True}),
+        (Traced, 25, {}),
         (lambda: rich_net().requires_grad_(True), 27, {"chunks": 1}),
     ],
 )
