@@ -105,10 +105,23 @@ def poisoned(value=float("nan")):
     return made
 
 
-@pytest.mark.parametrize("height", ["own loop", "Session"])
+class Traced(nn.Module):
+    """Is not a Sequential, and has a module that its graphs look inside of."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(x + self.inner(x))
+
+
+@pytest.mark.parametrize("height", ["own loop", "Session", "traced"])
 def test_a_step_that_is_not_finite_is_skipped_and_named(height, caplog):
-    if height == "own loop":
-        model, step, loader = own_loop(rich_net(), made=poisoned())
+    if height != "Session":
+        net = rich_net() if height == "own loop" else Traced()
+        model, step, loader = own_loop(net, made=poisoned())
         before = [copies(model)]
         while step.number < 5:
             for batch in loader.batches():
