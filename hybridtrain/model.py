@@ -61,7 +61,7 @@ from hybridtrain.pipeline import (
 from hybridtrain.planning import Plan, PlannedLayers, Planner
 from hybridtrain.precision import autocast
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
-from hybridtrain.verification import SelfCheck, Verification, undone, verify
+from hybridtrain.verification import CutModel, SelfCheck, Verification, undone, verify
 from hybridtrain.world import World
 
 _MOVES = ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "to_empty")
@@ -282,7 +282,7 @@ class HybridModel:
         planned = planner.layers_of(plan)
         if world.processes_per_replica > 1 and example_inputs is not None:
             # later no process has the whole model
-            check = SelfCheck(net, plan, planned, options, world)
+            check = SelfCheck(CutModel(net, plan, planned, options, world))
             world.on_main(partial(check.look_at_construction, example_inputs))
         self._begin(net, world, options, plan, planned)
 
@@ -358,12 +358,9 @@ class HybridModel:
         self._join_proof = JoinProof()
         if options.shard != "none" and world.replicas == 1:
             log.info("shard=%s has no effect: there is one replica", options.shard)
-        self._self_check = SelfCheck(net, plan, planned, options, world)
         self.pipeline = Pipeline(net, plan, planned, world, options)
-        self._self_check.variants_of = self.pipeline.variants_of
-        device_type = world.devices[0].type
-        # not self.autocast: a reference to the model would keep it alive
-        self._self_check.context = partial(autocast, options.precision, device_type)
+        cut_model = CutModel(net, plan, planned, options, world)
+        self._self_check = SelfCheck(cut_model, self.pipeline.variants_of)
         self.plan = plan
         self.stages = self.pipeline.stages
         self.rng = self.pipeline.rng

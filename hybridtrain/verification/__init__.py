@@ -1,11 +1,11 @@
-"""Does a pipeline compute what the module computes that it was made of?
+"""Compares a pipeline with the module it was made from.
 
-report        the comparison that a user asks for: steps and evaluations of the run's own stages
-self_check    the comparison before the first step of each kind of input, on copies of the model
-comparison    the difference of two results
-expressions   a run without data: which expression each tensor would hold
-module_copy   copies of a module that behave as the module does
-python_state  a snapshot of everything mutable that a module's code can reach
+report        on request: training steps and evaluations of the stages, in full
+self_check    automatically, before the first step of each kind of input, on copies of the model
+comparison    the difference between two results
+expressions   a run without data, in which each tensor has an expression instead of numbers
+module_copy   copies of a module that keep its hooks and its shared parts
+python_state  a snapshot of all mutable state that a module's code can reach
 """
 
 from hybridtrain.verification.python_state import undone
@@ -17,13 +17,14 @@ from hybridtrain.verification.report import (
     Verification,
     verify,
 )
-from hybridtrain.verification.self_check import SelfCheck
+from hybridtrain.verification.self_check import CutModel, SelfCheck
 
 __all__ = [
     "STATE",
     "TOLERANCES",
     "WHOLE_BATCH",
     "Compared",
+    "CutModel",
     "SelfCheck",
     "Verification",
     "undone",

@@ -1,7 +1,7 @@
-"""The difference of two results of one computation, tensor by tensor.
+"""The difference between two results of the same computation, tensor by tensor.
 
-Two tensors are equal if every entry is: NaN equals NaN, and an infinity the same infinity. Where
-entries differ, the difference is relative to the largest entry of that tensor alone.
+Two tensors are equal if all their entries are equal; NaN equals NaN. Otherwise the difference is
+relative to the largest entry of that tensor.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hybridtrain.values import leaves_of
 
 
 class Difference(NamedTuple):
-    """A result that is not the same twice.
+    """Two unequal values of the same result.
 
     Attributes:
-        name: of the result.
+        name: the name of the result.
         size: the largest difference of an entry, as a share of the largest entry of its tensor;
             infinite where shapes, types, structures, texts or NaNs differ.
-        one, other: the results.
+        one, other: the two values.
     """
 
     name: str
@@ -46,20 +46,20 @@ class Difference(NamedTuple):
 
 
 def differences(*results: tuple[str, Any, Any]) -> Iterator[Difference]:
-    """Yields those of `results`, each a name and two pytrees, that are not equal."""
+    """Yields the unequal pairs among `results`; each is a name and two pytrees."""
     for name, one, other in results:
         if size := difference(one, other):
             yield Difference(name, size, one, other)
 
 
 def difference(one: Any, other: Any, scale: float = 0.0) -> float:
-    """Returns the largest difference of two pytrees, relative to the largest entry of its tensor.
+    """Returns the largest relative difference between the tensors of two pytrees.
 
     0 if all leaves are equal, infinite if structures, types or shapes differ.
 
     Args:
         one, other: the pytrees.
-        scale: is taken for the largest entry where that is smaller.
+        scale: a lower bound for the largest entry that a difference is relative to.
     """
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return _of_tensors(one, other, scale)
@@ -77,14 +77,14 @@ def _of_leaves(one: Any, other: Any, scale: float) -> float:
         return 0.0
     if type(one) is not type(other):
         return math.inf
-    # objects that only equal themselves say nothing; what they hold does
+    # an object with the default __eq__ is compared by its attributes
     by_identity = getattr(type(one), "__eq__", None) is object.__eq__
     if by_identity or isinstance(one, SimpleNamespace):
         return difference(vars(one), vars(other), scale) if hasattr(one, "__dict__") else 0.0
     try:
         equal = one == other
         same = bool(equal.all()) if hasattr(equal, "all") else bool(equal)
-    except Exception:  # of a type that cannot be compared
+    except Exception:  # the type has no comparison
         return 0.0
     is_nan = isinstance(one, float) and math.isnan(one) and math.isnan(other)
     return 0.0 if same or is_nan else math.inf
@@ -112,7 +112,7 @@ def _of_tensors(one: Tensor, other: Tensor, scale: float) -> float:
 
 
 class Calls:
-    """The inputs and outputs of modules, by name and call by call, in the order of the calls."""
+    """The inputs and outputs of modules: by name, a list with an entry per call."""
 
     def __init__(self) -> None:
         self.inputs: dict[str, list[Any]] = {}
@@ -124,11 +124,11 @@ class Calls:
         modules: Iterable[tuple[str, nn.Module]],
         noted: Callable[[Any], Any] = lambda tree: tree_map_only(Tensor, _copied, tree),
     ) -> Iterator[None]:
-        """Records the calls of `modules` in the block, each with the name to record it under.
+        """Records the calls of modules in the block.
 
         Args:
-            modules: with their names.
-            noted: returns what is recorded of a pytree.
+            modules: pairs of a name, under which the calls are recorded, and a module.
+            noted: returns the copy of a pytree that is recorded.
         """
         self._noted = noted
         handles = []

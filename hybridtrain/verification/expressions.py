@@ -1,16 +1,17 @@
-"""A run without numbers: which expression of inputs and parameters each tensor would hold.
+"""A run without data, in which each tensor has an expression of inputs and parameters.
 
-Two programs that evaluate one expression compute one number. So a model too large to run twice is
-compared by its expressions: its forward and backward run on tensors without data, where an operator
-costs some microseconds whatever its size, and every result is named by a digest of the operator and
-of its arguments' digests:
+Two programs that evaluate the same expression compute the same number. So a model too large to run
+twice is compared by its expressions: its forward and backward run on tensors without data, where an
+operator takes microseconds whatever its size. The expression of a result is a digest of the
+operator and of the digests of its arguments:
 
     x, W        "input 0", "0.weight"
     x @ W       D("mm", "input 0", "0.weight")
     h.add_(1)   the memory of h, and with it every view of h, gets a new digest
 
-A view has the digest of its memory and where it lies there. Copies have the digest of their source.
-Sums do not depend on the order of their terms, which is where layouts may differ by a rounding.
+The digest of a view combines the digest of its memory with its offset, sizes and strides. A copy
+has the digest of its source. The digest of a sum does not depend on the order of its terms,
+although the rounding does.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain._torch_private import FakeTensorMode, TorchDispatchMode
 
-# Contents of larger tensors that come from elsewhere are not looked at.
+# Tensors from closures or globals are digested up to this many entries, and by identity above.
 _LARGE = 1 << 20
 
-# Operators whose result is their argument, if the dtype stays.
+# Operators whose result equals their argument if the dtype is unchanged.
 _COPIES = {"aten::clone", "aten::_to_copy", "aten::lift_fresh", "aten::lift_fresh_copy"}
 
 
 class Symbol:
-    """Stands for a tensor in a comparison: its expression, shape and dtype."""
+    """Represents a tensor in a comparison by its expression, shape and dtype."""
 
     def __init__(self, digest: str, tensor: Tensor) -> None:
         self._key = digest, tuple(tensor.shape), tensor.dtype
@@ -53,8 +54,8 @@ class _Memory:
     Attributes:
         digest: of the expression.
         layout: offset, sizes and strides of the tensor that fills it.
-        terms: the sorted digests of the terms, if it is a sum.
-        tensor: keeps the block alive, so that no other one gets its address.
+        terms: the sorted digests of the terms of a sum; otherwise the digest alone.
+        tensor: keeps the block alive, so that its address is not used again.
     """
 
     def __init__(self, digest: str, tensor: Tensor, terms: tuple[str, ...] = ()) -> None:
@@ -65,9 +66,9 @@ class _Memory:
 
 
 class Expressions(TorchDispatchMode):
-    """Notes the expression of every tensor that is computed in the block.
+    """Records the expression of every tensor that the block computes.
 
-    Enter `with expressions.fake, expressions:`; then all tensors are without data.
+    Enter `with expressions.fake, expressions:`. All tensors in the block have no data.
 
     Attributes:
         fake: the mode that makes tensors without data.
@@ -101,16 +102,16 @@ class Expressions(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # a wrapper of each call would take as long as the call
+        return False  # wrapping each call would take as long as the call itself
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator on no data, and notes the expressions of its results."""
+        """Runs an operator without data and records the expressions of its results."""
         kwargs = kwargs or {}
         schema = func._schema
         name = schema.name
         if name == "prim::device":
             return func(*args, **kwargs)
-        # where and from which generator does not matter; before the operator changes an argument
+        # the device and the generator do not matter; read before the operator changes an argument
         settings = [(k, v) for k, v in kwargs.items() if k not in ("device", "generator")]
         key = f"{name}.{schema.overload_name}{self._text(args)}{self._text(settings)}"
         if Tag.nondeterministic_seeded in func.tags:
@@ -150,16 +151,16 @@ class Expressions(TorchDispatchMode):
         return result
 
     def _source(self, name: str, args: Any) -> str | None:
-        """Returns the digest of the argument that the result of an operator equals, if any."""
+        """Returns the digest of the argument that equals the result of an operator, if any."""
         if name in _COPIES:
             return self._digest(args[0])
-        # Python leaves x[:, 0:] out, and a graph of torch.export does not
+        # eager code skips x[:, 0:]; a graph of torch.export contains it
         if name == "aten::slice_backward" and tuple(args[0].shape) == tuple(args[1]):
             return self._digest(args[0])
         return None
 
     def _terms(self, name: str, args: Any, kwargs: Any) -> tuple[str, ...]:
-        """Returns the terms of a sum of two tensors of one kind; empty if it is none."""
+        """Returns the terms if the operator adds two tensors of one shape and dtype, else ()."""
         if (
             name not in ("aten::add", "aten::add_")
             or kwargs
@@ -176,7 +177,7 @@ class Expressions(TorchDispatchMode):
         return memory.terms if memory.layout == _layout(tensor) else (self._digest(tensor),)
 
     def _text(self, value: Any) -> str:
-        """Returns what stands for an argument in a key."""
+        """Returns an argument as a part of a digest key."""
         if isinstance(value, Tensor):
             return self._digest(value)
         if isinstance(value, tuple | list):
@@ -201,14 +202,12 @@ def contents(tensor: Tensor) -> str:
     """Returns a digest of the entries of a tensor that has data."""
     if tensor.is_meta or tensor.numel() > _LARGE:
         return f"{tensor.dtype} {tuple(tensor.shape)} at {id(tensor)}"
-    data = tensor.detach().cpu().contiguous()
-    if data.dtype == torch.bfloat16:
-        data = data.view(torch.int16)
-    return _hash(f"{tensor.dtype} {tuple(tensor.shape)} {data.numpy().tobytes().hex()}")
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)  # numpy has no bfloat16
+    return _hash(f"{tensor.dtype} {tuple(tensor.shape)} ", data.numpy().tobytes())
 
 
-def _hash(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+def _hash(text: str, data: bytes = b"") -> str:
+    return hashlib.blake2b(text.encode() + data, digest_size=12).hexdigest()
 
 
 def _address(tensor: Tensor) -> int:
@@ -224,7 +223,7 @@ def _same_kind(one: Any, other: Any) -> bool:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Returns the tensors among the results, or in an argument, of an operator."""
+    """Returns the tensors in a result or an argument of an operator."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, tuple | list):

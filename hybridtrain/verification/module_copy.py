@@ -1,7 +1,7 @@
-"""Copies of a module that behave as the module does, wherever its parameters are.
+"""Copies of a module that behave like the module.
 
-`copy.deepcopy` drops the hooks of parameters, and refuses tensors that were computed from others
-(the `weight` of `torch.nn.utils.weight_norm`, of pruned layers) and Python modules.
+`copy.deepcopy` drops the hooks of parameters. It refuses Python modules, and tensors that were
+computed from other tensors (the `weight` of `torch.nn.utils.weight_norm` or of a pruned layer).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ T = TypeVar("T")
 def copy_modules(modules: T, convert: Callable[[Tensor], Tensor] | None = None) -> T:
     """Returns a deep copy of a module, or of a tuple or list of modules that share parts.
 
-    Parameters keep their hooks and get no gradient. Compiled code is left out: the copy runs the
-    plain modules.
+    The copied parameters have their hooks and no gradient. Compiled code is not copied: the copy
+    runs the plain modules.
 
     Args:
-        modules: what is copied.
-        convert: makes the copy of a parameter, a buffer or another tensor of a module.
+        modules: the module, or a tuple or list of modules.
+        convert: returns the copy of a parameter, a buffer or another tensor of a module.
 
     Raises:
         Exception: raised by `copy.deepcopy` for attributes that cannot be copied.

@@ -1,4 +1,4 @@
-"""A snapshot of the state that a model's code can reach, to be put back after a run.
+"""A snapshot of the state that a model's code can reach, to restore it after a run.
 
 The forward of a module may change more than buffers: counters in attributes, lists in closures of
 hooks, caches in globals, generators. `PythonState` walks from a module to everything mutable that
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-# More objects than this are not walked: what hangs on a model is then a data set.
+# The walk ends after this many objects, because the model then holds a data set or the like.
 _MAX_OBJECTS = 200_000
 
 _ATOMS = (
@@ -40,15 +40,18 @@ class PythonState:
 
     Args:
         roots: modules, functions or other objects.
-        parameters: save the values of parameters too; buffers and other tensors always are.
-        without: a module that is not entered, nor its submodules, wherever one of them is held.
+        parameters: whether to save parameters too; buffers and other tensors are always saved.
+        without: a module whose parts are not entered, wherever one of them is held.
+
+    Attributes:
+        is_complete: False if there are more objects than the walk enters.
     """
 
     def __init__(
         self, *roots: Any, parameters: bool = False, without: nn.Module | None = None
     ) -> None:
         self._restores: list[Callable[[], object]] = []
-        self._kept: list[Any] = []  # alive, so that their ids stay theirs
+        self._kept: list[Any] = []  # keeps the objects alive, so that no id is used twice
         self._seen: set[int] = set()
         if without is not None:
             parts = (*without.modules(), *without.parameters(), *without.buffers())
@@ -62,14 +65,15 @@ class PythonState:
             self._seen.add(id(value))
             self._kept.append(value)
             todo.extend(self._save(value))
+        self.is_complete = not todo
 
     def restore(self) -> None:
-        """Puts the contents back, in place."""
+        """Restores the contents, in place."""
         for restore in self._restores:
             restore()
 
     def _save(self, value: Any) -> Iterable[Any]:
-        """Saves the contents of one object; returns what it holds."""
+        """Saves the contents of one object; returns the objects in it."""
         if isinstance(value, Tensor):
             return self._save_tensor(value)
         if isinstance(value, FunctionType):
@@ -172,23 +176,23 @@ class PythonState:
 
 
 @contextmanager
-def undone(net: nn.Module, devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Undoes what the block does to buffers, and to what the code of `net` can reach.
+def undone(net: nn.Module, devices: Iterable[torch.device] = ()) -> Iterator[PythonState]:
+    """Restores buffers, and the state that the code of `net` can reach, after the block.
 
     Args:
-        net: a module; its parameters are left alone.
-        devices: whose default generators are put back, besides the CPU's.
+        net: a module; its parameters are not restored.
+        devices: the default generators of these devices and of the CPU are restored.
     """
     state = PythonState(net)
     with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
         try:
-            yield
+            yield state
         finally:
             state.restore()
 
 
 def is_own_code(code: CodeType) -> bool:
-    """Returns whether `code` is in a file of the user's, and not of an installed library."""
+    """Returns whether `code` is from a user's file rather than an installed library."""
     return not _is_library_file(code.co_filename)
 
 
@@ -228,7 +232,7 @@ def _slots(kind: type) -> list[str]:
 
 
 def _restore_of_generator(value: Any) -> Callable[[], object] | None:
-    """Returns what sets a generator of random numbers back; None: it is not one."""
+    """Returns a function that resets a random number generator; None for other objects."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):

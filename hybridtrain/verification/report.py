@@ -1,4 +1,4 @@
-"""Compares the steps and evaluations of a pipeline with those of the module it was made of.
+"""Compares training steps and evaluations of a pipeline with its unsplit module.
 
 Both run the same micro-batches with the same random draws, and every number is compared: outputs,
 losses, gradients, buffers. So a fault of the tracing, of a cut, of a schedule, or a loss that is no
@@ -212,7 +212,7 @@ def verify(
 
 @contextmanager
 def _as_before(model: HybridModel, loss: CountedLoss) -> Iterator[None]:
-    """Undoes what the block does to `model`, and to what its code and the loss can reach."""
+    """Restores `model`, and the state that its code and the loss can reach, after the block."""
     # copies: a step adds up in the same memory
     gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     state = PythonState(model.net, loss.function, parameters=True)
@@ -308,21 +308,20 @@ class _Comparison:
         model = self._model
         weights = model.step_weights([(inputs, targets)], self._loss)[0]
         sizes = chunk_sizes(batch_size(inputs, targets), model.options.chunks)
-        parts = [split(self._placed(each), sizes) for each in (inputs, targets)]
+        parts = [split(self._placed(values), sizes) for values in (inputs, targets)]
         batch = _Batch(name, inputs, targets, weights, list(zip(*parts, strict=True)))
         differed = self._differs
         self._train(batch)
         self._evaluate(batch)
-        found = self._world.gather(self._differs and not differed)
-        if any(found):
+        if any(self._world.gather(self._differs and not differed)):
             self._first = self._first or self._first_layer(inputs, parts[0])
 
     def result(self, title: str) -> Verification:
         """Returns what all processes have found; a collective call."""
         kinds: dict[str, Compared] = {}
-        for rank, own in enumerate(self._world.gather(self._compared)):
+        for rank, compared in enumerate(self._world.gather(self._compared)):
             on_rank = f" on rank {rank}" if self._world.size > 1 else ""
-            for kind, name, size in own:
+            for kind, name, size in compared:
                 kinds.setdefault(kind, Compared()).add(name + on_rank, size)
         model, reasons = self._model, []
         if model.pipeline.has_ties:
@@ -351,7 +350,8 @@ class _Comparison:
         seen = iter(zip(recorded.outputs, recorded.losses, strict=True))
         for number, (part, target) in enumerate(batch.parts):
             if not weights.factors[number]:
-                values.append(torch.zeros((), device=self._device))  # of nothing: it is not called
+                # the loss is not called without samples
+                values.append(torch.zeros((), device=self._device))
                 continue
             plain = _Recorded(self._loss)
             with self._plainly(seeds[number]), torch.enable_grad():
@@ -360,19 +360,19 @@ class _Comparison:
                 value.backward(torch.full_like(value, weights.grad_scales[number]))
             values += plain.losses
             if model.owns_output:
-                output, own_loss = next(seen)
+                output, loss_of_stages = next(seen)
                 where = f"{name}, micro-batch {number}"
                 self._add("output in training", where, output, plain.outputs[0])
-                self._add("loss in training", where, own_loss, plain.losses[0])
+                self._add("loss in training", where, loss_of_stages, plain.losses[0])
         if model.owns_output:
             self._add("loss of the step", name, result.loss, weights.mean(values))
             self._compare_whole_loss(batch, recorded, weights.mean(values))
         self._compare_gradients()
-        if model.options.batch_norm == "deferred":  # other statistics than the module's, on purpose
+        if model.options.batch_norm == "deferred":  # its running statistics differ on purpose
             self._take_buffers()
-        own = dict(net.named_buffers())
+        plain_buffers = dict(net.named_buffers())
         for key, buffer in model.named_buffers():
-            self._add("buffer after the step", key, buffer, own.get(key))
+            self._add("buffer after the step", key, buffer, plain_buffers.get(key))
 
     @contextmanager
     def _terms_noted(self) -> Iterator[None]:

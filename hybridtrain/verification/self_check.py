@@ -1,20 +1,20 @@
-"""The first step of each kind of input, compared with the unsplit module.
+"""Compares the stages with the unsplit module before the first step of each kind of input.
 
-A pipeline is only as good as its trace and its cuts. So before the first step, and before the first
-one of every new kind of input, a small sample runs twice on copies of the model:
+A wrong trace or cut would train a wrong model without an error. So before the first step, and
+before the first step on each new kind of input, a small sample runs twice on copies of the model:
 
     copy 1   cut as planned, by the run's schedule, backward ───────┐
                                                                     ├─ outputs, gradients, buffers
     copy 2   module(sample), backward ──────────────────────────────┘
 
-A small model computes numbers, which are compared bitwise, with the same random draws in both.
-A large one, or one of which this process has a part only, runs without data, and its expressions
-are compared (see `expressions`). Where its code depends on data, or a difference is found, numbers
-decide unless the model is too large for them. A mismatch is an error that names the first layer
-that differs.
+Small models are run on numbers, with the same random draws in both runs, and compared bitwise.
+Large models, and models of which this process holds only a part, are run without data and compared
+by the expressions that they compute (see `expressions`). Where the model's code depends on data, or
+the expressions differ, numbers decide, unless the model is too large for that. A mismatch is an
+error that names the first layer whose output differs.
 
-The run's own model is never touched, and what its code can reach outside of it (closures, globals,
-generators) is put back.
+The check never touches the model itself, and restores the closures, globals and generators that its
+code uses.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from hybridtrain._torch_private import without_modes
 from hybridtrain.accelerator import accelerator_of
+from hybridtrain.devices import byte_size
 from hybridtrain.errors import NotExactError
 from hybridtrain.graph import CallSignature, Layer, Segment, TraceGuards
 from hybridtrain.microbatch import Microbatch, batch_size, chunk_sizes, split
@@ -51,29 +52,29 @@ from hybridtrain.world import World
 log = logging.getLogger("hybridtrain")
 
 SAMPLES = 2
-"""Samples of a micro-batch that the check runs on."""
+"""The number of samples of a micro-batch that the check uses."""
 
 SMALL_BYTES = 32 * 2**20
-"""Parameters and buffers of a model that computes numbers at once."""
+"""Models with at most this many bytes of parameters and buffers are run on numbers at once."""
 
 MAX_BYTES = 4 * 2**30
-"""Parameters and buffers of a model that computes numbers at all, for which the check needs about
-four times as much memory."""
+"""Models with more bytes of parameters and buffers are never run on numbers. A run on numbers needs
+about four times the memory of the model."""
 
 MAX_SECONDS = 5.0
-"""Time of a forward and backward of the cut model after which the numbers are given up."""
+"""The check on numbers is skipped if one forward and backward of the cut model takes longer."""
 
 TOLERANCE = 1e-5
-"""The difference allowed for gradients of parameters that stages share, which are summed in another
-order; relative to the largest entry of the tensor."""
+"""The relative difference allowed for gradients of parameters shared by several stages, because the
+stages sum them in another order."""
 
 
 class _Skipped(Exception):
-    """The check cannot be made; the message says why."""
+    """The comparison is not possible; the message gives the reason."""
 
 
 class _Sample(NamedTuple):
-    """The inputs of a small micro-batch, and how the model runs on them."""
+    """A small micro-batch, and the modes in which the model runs on it."""
 
     inputs: Any
     training: bool
@@ -98,44 +99,52 @@ class _Numbers(NamedTuple):
     buffers: dict[str, Any]
 
 
+class CutModel(NamedTuple):
+    """A module and how it is cut.
+
+    Attributes:
+        net: the module; its parameters are on the meta device where another process holds them.
+        plan: which layers each stage has.
+        planned: the layers.
+        options: the pipeline options of the run.
+        world: the processes and devices of the run.
+    """
+
+    net: nn.Module
+    plan: Plan
+    planned: PlannedLayers
+    options: PipelineOptions
+    world: World
+
+    @property
+    def is_partial(self) -> bool:
+        """True if other processes hold some of the parameters or buffers."""
+        return any(tensor.is_meta for tensor in (*self.net.parameters(), *self.net.buffers()))
+
+
 class SelfCheck:
     """Compares a model's stages with the unsplit module, once for each kind of input.
 
     Args:
-        net: the whole module, in this process.
-        plan: how it is cut.
-        planned: its layers.
-        options: those of the run.
-        world: the processes and devices of the run.
-
-    Attributes:
-        variants_of: returns the variant of the graphs for each micro-batch, or None.
-        context: the autocast of the run, as a function that returns it.
+        model: the model that is checked.
+        variants_of: returns the graph variant of each micro-batch, or None without variants.
     """
 
     def __init__(
         self,
-        net: nn.Module,
-        plan: Plan,
-        planned: PlannedLayers,
-        options: PipelineOptions,
-        world: World,
+        model: CutModel,
+        variants_of: Callable[[Sequence[Any]], Sequence[int] | None] = lambda parts: None,
     ) -> None:
-        self.variants_of: Callable[[Sequence[Any]], Sequence[int] | None] = lambda parts: None
-        self.context: Callable[[], AbstractContextManager[object]] = nullcontext
-        self._net = net
-        self._plan = plan
-        self._planned = planned
-        self._options = options
-        self._world = world
+        self._model = model
+        self._variants_of = variants_of
         self._signatures: set[Any] = set()  # exact shapes, for a quick answer
         self._kinds: set[Any] = set()
-        self._is_off = not options.self_check or _is_trivial(planned)
-        self._says_skipped = world.is_main
+        self._is_off = not model.options.self_check or _is_trivial(model.planned)
+        self._says_skipped = model.world.is_main
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Checks nothing in the block."""
+        """Switches the check off in the block."""
         before, self._is_off = self._is_off, True
         try:
             yield
@@ -143,39 +152,40 @@ class SelfCheck:
             self._is_off = before
 
     def look_at_construction(self, example_inputs: Any) -> None:
-        """Checks the micro-batches of a batch in training and in evaluation mode.
+        """Checks the micro-batches of an example batch, in training and in evaluation mode.
 
         Raises:
-            NotExactError: the stages compute other numbers than the module.
+            NotExactError: the stages do not compute what the module computes.
         """
         if isinstance(example_inputs, Microbatch):
             inputs, sizes = example_inputs.inputs, [batch_size(example_inputs.inputs)]
         else:
             inputs = example_inputs
-            sizes = chunk_sizes(batch_size(inputs), self._options.chunks)
-        modes = [(module, module.training) for module in self._net.modules()]
+            sizes = chunk_sizes(batch_size(inputs), self._model.options.chunks)
+        net = self._model.net
+        modes = [(module, module.training) for module in net.modules()]
         try:
             for training in (True, False):
-                self._net.train(training)
+                net.train(training)
                 self.look(inputs, sizes, trains=training)
         finally:
             for module, mode in modes:
                 module.training = mode
 
     def look(self, inputs: Any, sizes: Sequence[int], *, trains: bool) -> None:
-        """Checks the kinds of micro-batches in a batch that are new.
+        """Checks the micro-batches of a batch whose kind has not been checked before.
 
         Args:
-            inputs: of the batch.
-            sizes: the numbers of samples of its micro-batches.
+            inputs: the inputs of the batch.
+            sizes: the number of samples in each micro-batch.
             trains: whether a backward follows.
 
         Raises:
-            NotExactError: the stages compute other numbers than the module.
+            NotExactError: the stages do not compute what the module computes.
         """
         if self._is_off:
             return
-        training = self._net.training
+        training = self._model.net.training
         if type(inputs) is Tensor:
             signature: Any = inputs.shape, inputs.dtype, training, trains, len(sizes)
         else:
@@ -184,25 +194,27 @@ class SelfCheck:
             signature = (*shapes, spec, training, trains, len(sizes))
         if signature not in self._signatures:
             self._signatures.add(signature)
-            with without_modes(), self.context():
+            with without_modes(), self._autocast():
                 self._look(inputs, sizes, training, trains)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        return autocast(self._model.options.precision, self._model.world.devices[0].type)
 
     def _look(self, inputs: Any, sizes: Sequence[int], training: bool, trains: bool) -> None:
         with torch.set_grad_enabled(trains):
-            self._planned.guards.check()  # whose errors say more than a difference does
+            self._model.planned.guards.check()  # its errors are clearer than a mismatch
         parts = split(inputs, sizes)
-        variants: Sequence[int | None] = self.variants_of(parts) or [None] * len(sizes)
+        variants: Sequence[int | None] = self._variants_of(parts) or [None] * len(sizes)
         start = 0
         for part, size, variant in zip(parts, sizes, variants, strict=True):
             kind = _kind(inputs, size), training, trains, variant
             if kind not in self._kinds:
                 self._kinds.add(kind)
                 small = part
-                if size > SAMPLES and variant is None:  # fewer samples may take another one
-                    # of the batch, in which values are marked that are not cut
+                if size > SAMPLES and variant is None:  # fewer samples may take another variant
+                    # cut from the batch, because only there shared values are marked
                     small = split(inputs, [start, SAMPLES, sum(sizes) - start - SAMPLES])[1]
-                samples = [_Sample(some, training, trains, variant) for some in (small, part)]
-                self._check(*samples)
+                self._check(*(_Sample(s, training, trains, variant) for s in (small, part)))
             start += size
 
     def _check(self, small: _Sample, whole: _Sample) -> None:
@@ -212,9 +224,9 @@ class SelfCheck:
             except _Failed:
                 if small.inputs is whole.inputs:
                     raise
-                self._compare(whole)  # it may need more samples
+                self._compare(whole)  # the model may need more samples
         except _Failed as failure:
-            # the step itself will say so, if it is more than the sample's fault
+            # if the sample alone is not to blame, the step itself raises this error
             log.debug("the stages were not compared with the unsplit module: %r", failure.error)
         except _Skipped as reason:
             if self._says_skipped:
@@ -226,34 +238,31 @@ class SelfCheck:
                 )
 
     def _compare(self, sample: _Sample) -> None:
-        model = self._net, self._plan, self._planned, self._options, self._world
-        if size_of(self._net) <= SMALL_BYTES and not self._is_partial:
-            if where := _Run(*model, symbolic=False).mismatch(sample):
+        model = self._model
+        if byte_size_of(model.net) <= SMALL_BYTES and not model.is_partial:
+            if where := _Run(model, symbolic=False).mismatch(sample):
                 self._refuse(where)
             return
         where = None
         with suppress(_Failed):  # its code depends on data
-            where = _Run(*model, symbolic=True).mismatch(sample)
+            where = _Run(model, symbolic=True).mismatch(sample)
             if where is None:
                 return
         try:
-            where = _Run(*model, symbolic=False).mismatch(sample)
+            where = _Run(model, symbolic=False).mismatch(sample)
         except (_Skipped, _Failed) as reason:
             if where is None:
                 raise
-            # a graph may have other operators for the same numbers
+            # a graph may compute the same numbers with other operators
             raise _Skipped(f"{where}, and numbers cannot decide, since {reason}") from None
         if where is not None:
             self._refuse(where)
 
-    @property
-    def _is_partial(self) -> bool:
-        return any(tensor.is_meta for tensor in (*self._net.parameters(), *self._net.buffers()))
-
     def _refuse(self, where: str) -> NoReturn:
+        model = self._model
         raise NotExactError(
-            f"the model in {len(self._plan.stages)} stages does not compute what "
-            f"{type(self._net).__name__} itself computes, {where}. Move the code around that "
+            f"the model in {len(model.plan.stages)} stages does not compute what "
+            f"{type(model.net).__name__} itself computes, {where}. Move the code around that "
             f"place, and what shares state with it, into a submodule that the model calls: a "
             f"submodule is called, not traced. self_check=False trains without this comparison"
         )
@@ -261,15 +270,15 @@ class SelfCheck:
 
 def _is_trivial(planned: PlannedLayers) -> bool:
     """Returns whether nothing is cut or traced."""
-    (first, *others) = planned.stages
-    return not others and not any(isinstance(layer.module, Segment) for layer in first)
+    (first, *later) = planned.stages
+    return not later and not any(isinstance(layer.module, Segment) for layer in first)
 
 
 def _kind(inputs: Any, size: int) -> Any:
-    """Returns what decides which code runs for a micro-batch of `size` samples."""
+    """Returns the properties of a micro-batch of `size` samples that decide which code runs."""
     leaves, spec = tree_flatten(inputs)
     return spec, tuple(
-        (leaf.dtype, tuple(min(s, 2) for s in (size, *leaf.shape[1:])) if leaf.dim() else ())
+        (leaf.dtype, tuple(min(n, 2) for n in (size, *leaf.shape[1:])) if leaf.dim() else ())
         if isinstance(leaf, Tensor)
         else type(leaf)
         for leaf in leaves
@@ -277,7 +286,7 @@ def _kind(inputs: Any, size: int) -> Any:
 
 
 class _Failed(Exception):
-    """A run has raised an error, which it keeps."""
+    """One of the two runs raised `error`."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -287,83 +296,68 @@ class _Failed(Exception):
 class _Run:
     """Runs copies of a model on a sample, cut and unsplit."""
 
-    def __init__(
-        self,
-        net: nn.Module,
-        plan: Plan,
-        planned: PlannedLayers,
-        options: PipelineOptions,
-        world: World,
-        *,
-        symbolic: bool,
-    ) -> None:
-        self._net = net
-        self._plan = plan
-        self._planned = planned
-        self._lanes = world.nb_part
+    def __init__(self, model: CutModel, *, symbolic: bool) -> None:
+        self._model = model
+        self._net = model.net
+        self._planned = model.planned
+        self._lanes = model.world.nb_part
         self._symbolic = symbolic
-        self._device = torch.device("cpu") if symbolic else world.devices[-1]
-        self._precision = options.precision
-        # what concerns replicas alone, and compiled code, is left out
+        self._device = torch.device("cpu") if symbolic else model.world.devices[-1]
+        # without the options that concern only replicas or compiled code
         self._options = replace(
-            options, compile=False, shard="none", sync_batch_norm=False, broadcast_buffers=False
+            model.options,
+            compile=False,
+            shard="none",
+            sync_batch_norm=False,
+            broadcast_buffers=False,
         )
-        if symbolic:  # a recomputation would draw anew, and a deferred batch norm is another one
+        if symbolic:  # a recomputation would draw anew, and a deferred batch norm computes another
             self._options = replace(self._options, checkpoint="never", batch_norm="micro_batch")
         self._check_modules()
 
     def mismatch(self, sample: _Sample) -> str | None:
-        """Returns where the cut model differs from the unsplit one; None: nowhere.
+        """Returns where the cut and the unsplit model differ, or None if they do not.
 
         Raises:
-            _Skipped: the comparison would take too long or cannot be made.
-            _Failed: one of the two cannot run on the sample.
+            _Skipped: the comparison would take too long, or is not possible.
+            _Failed: one of the two runs raised an error.
         """
-        found = self._difference(sample)
-        if found is None:
+        mismatch = self._difference(sample)
+        if mismatch is None:
             return None
         if not self._repeats_itself(sample):
             raise _Skipped("the module gives other numbers when it runs twice on the same inputs")
-        return f"{sample}: {found}{self._first_place(sample)}"
+        return f"{sample}: {mismatch}{self._first_place(sample)}"
 
     def _difference(self, sample: _Sample) -> Difference | None:
-        """Returns the first number in which the two differ."""
+        """Returns the first output, gradient or buffer that differs."""
         cut, seeds, tied = self._run_cut(sample)
         plain = self._run_plain(sample, seeds)
-        deferred = self._options.batch_norm == "deferred"  # has other buffers on purpose
-        return next(
-            (
-                found
-                for found in differences(
-                    ("output", cut.output, plain.output),
-                    *(
-                        (f"the gradient of {name}", cut.gradients.get(name), gradient)
-                        for name, gradient in plain.gradients.items()
-                    ),
-                    *(
-                        (f"buffer {name}", cut.buffers.get(name), buffer)
-                        for name, buffer in ({} if deferred else plain.buffers).items()
-                    ),
-                )
-                if not (found.name in tied and (self._symbolic or found.size <= TOLERANCE))
-            ),
-            None,
-        )
+        results = [("output", cut.output, plain.output)]
+        for name, gradient in plain.gradients.items():
+            results.append((f"the gradient of {name}", cut.gradients.get(name), gradient))
+        if self._options.batch_norm != "deferred":  # which has other buffers on purpose
+            for name, buffer in plain.buffers.items():
+                results.append((f"buffer {name}", cut.buffers.get(name), buffer))
+        for mismatch in differences(*results):
+            if not (mismatch.name in tied and (self._symbolic or mismatch.size <= TOLERANCE)):
+                return mismatch
+        return None
 
     def _repeats_itself(self, sample: _Sample) -> bool:
         """Returns whether two runs of the unsplit module give the same numbers."""
         seeds = self._run_cut(sample)[1]
-        one, other = self._run_plain(sample, seeds), self._run_plain(sample, seeds)
-        return not list(differences(("", tuple(one), tuple(other))))
+        first, second = self._run_plain(sample, seeds), self._run_plain(sample, seeds)
+        return not difference(tuple(first), tuple(second))
 
     def _first_place(self, sample: _Sample) -> str:
-        """Returns where outputs begin to differ, to follow an error message."""
-        mine, theirs = Calls(), Calls()
-        seeds = self._run_cut(sample, mine)[1]
-        self._run_plain(sample, seeds, theirs)
-        for name, outputs in theirs.outputs.items():
-            if name in mine.outputs and any(differences((name, mine.outputs[name], outputs))):
-                if _same_inputs(mine.inputs.get(name), theirs.inputs.get(name)):
+        """Returns the end of an error message: the first layer whose output differs."""
+        cut, plain = Calls(), Calls()
+        seeds = self._run_cut(sample, cut)[1]
+        self._run_plain(sample, seeds, plain)
+        for name, outputs in plain.outputs.items():
+            if name in cut.outputs and difference(cut.outputs[name], outputs):
+                if _same_inputs(cut.inputs.get(name), plain.inputs.get(name)):
                     return f"; the first layer whose output differs is {name!r}"
                 return f"; the first difference is in the code that leads to layer {name!r}"
         return ""
@@ -376,12 +370,12 @@ class _Run:
                 raise _Skipped("TorchScript runs other code in its first runs than in later ones")
         if self._symbolic:
             return
-        if any(tensor.is_meta for tensor in self._net.parameters()):
+        if self._model.is_partial:
             raise _Skipped("its code depends on data, and no process has the whole model")
         limit: float = MAX_BYTES
         if (accelerator := accelerator_of(self._device)) is not None:
             limit = min(limit, accelerator.total_memory(self._device) / 16)
-        if (total := size_of(self._net)) > limit:
+        if (total := byte_size_of(self._net)) > limit:
             raise _Skipped(
                 f"its code depends on data, and it has {total / 2**30:.1f} GiB, above "
                 f"{limit / 2**30:.1f} GiB"
@@ -393,8 +387,8 @@ class _Run:
         """Runs a copy that is cut as planned.
 
         Returns:
-            the numbers; the seeds of its draws, in order; and the names of those numbers that are
-            summed over stages.
+            the results; the seeds of the random draws, in order; and the names of the gradients
+            that are summed over stages.
         """
         layers = [[layer.module for layer in stage] for stage in self._planned.stages]
         numbers = self._numbers()
@@ -402,7 +396,7 @@ class _Run:
         planned = replace(
             self._planned,
             guards=TraceGuards(),
-            variants=None,  # they are in the layers
+            variants=None,  # the layers contain them
             stages=[
                 [Layer(layer.name, module) for layer, module in zip(stage, modules, strict=True)]
                 for stage, modules in zip(self._planned.stages, copied, strict=True)
@@ -421,7 +415,7 @@ class _Run:
             return HeadOutput(root.detach(), root, torch.ones_like(root))
 
         with self._as_before(net), _failures(), numbers.entered():
-            pipeline = Pipeline(net, self._plan, planned, world, self._options, InlineEngine)
+            pipeline = Pipeline(net, self._model.plan, planned, world, self._options, InlineEngine)
             pipeline.watches_state = not self._symbolic  # a symbolic run recomputes nothing
             pipeline.rng.seeds_evaluations = not self._symbolic
             if sample.variant is not None:
@@ -454,7 +448,7 @@ class _Run:
     def _run_plain(
         self, sample: _Sample, seeds: Sequence[int], calls: Calls | None = None
     ) -> _Numbers:
-        """Runs an unsplit copy, with the draws of the cut one."""
+        """Runs an unsplit copy, with the random draws of the cut copy."""
         numbers = self._numbers()
         (net,) = numbers.copied((self._net,))
         inputs = numbers.placed(sample.inputs, sample.trains)
@@ -481,20 +475,22 @@ class _Run:
 
     @contextmanager
     def _as_before(self, net: nn.Module) -> Iterator[None]:
-        """Undoes what a run does outside of the copy `net`, and to the default generators."""
-        with undone(net, [self._device]), warnings.catch_warnings():
+        """Restores what a run changes outside of the copy `net`, and the default generators."""
+        with undone(net, [self._device]) as state, warnings.catch_warnings():
+            if not state.is_complete:
+                raise _Skipped("its code can reach too many objects to restore them all")
             warnings.simplefilter("ignore")  # the run itself warns, too
             yield
 
     def _autocast(self) -> Any:
-        return autocast(self._precision, self._device.type)
+        return autocast(self._options.precision, self._device.type)
 
 
 class _Values:
     """Copies of a model that compute numbers.
 
     Args:
-        device: where they are.
+        device: the device of the copies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -510,7 +506,7 @@ class _Values:
         return copied
 
     def placed(self, inputs: Any, trains: bool) -> Any:
-        """Returns a copy of `inputs`; leaves that require a gradient are leaves again."""
+        """Returns a copy of `inputs` with the same `requires_grad`."""
 
         def placed(tensor: Tensor) -> Tensor:
             moved = tensor.detach().to(self._device, copy=True)
@@ -523,11 +519,11 @@ class _Values:
         return nullcontext()
 
     def noted(self, tree: Any) -> Any:
-        """Returns what stands for a result in a comparison."""
+        """Returns the representation of a result that is compared."""
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), tree)
 
     def after(self, net: nn.Module, output: Any, inputs: Any) -> _Numbers:
-        """Returns the result of a run, with the gradients and buffers that it has left."""
+        """Returns the output of a run with the gradients and buffers after it."""
         gradients = {name: parameter.grad for name, parameter in net.named_parameters()}
         for number, leaf in enumerate(tree_leaves(inputs)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -539,7 +535,7 @@ class _Symbols(_Values):
     """Copies of a model that have no data.
 
     Args:
-        net: the model, whose names are those of its parameters in the expressions.
+        net: the model; the expressions call its parameters and buffers by their names.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -555,7 +551,7 @@ class _Symbols(_Values):
             raise _Failed(error) from error
 
     def placed(self, inputs: Any, trains: bool) -> Any:
-        """Returns inputs without data; leaves that require a gradient are leaves again."""
+        """Returns inputs without data, with the same `requires_grad`."""
         leaves, spec = tree_flatten(inputs)
         stand_in = self._expressions.stand_in
         placed = [
@@ -573,7 +569,7 @@ class _Symbols(_Values):
             yield
 
     def noted(self, tree: Any) -> Any:
-        """Returns what stands for a result in a comparison."""
+        """Returns the representation of a result that is compared."""
         return self._expressions.values(tree)
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
@@ -581,15 +577,16 @@ class _Symbols(_Values):
         return self._expressions.stand_in(tensor.detach() if tensor.grad_fn else tensor, name)
 
 
-def _same_inputs(mine: list[Any] | None, theirs: list[Any] | None) -> bool:
-    """Returns whether two calls of a layer begin from the same tensors, as far as that is seen.
+def _same_inputs(of_cut: list[Any] | None, of_plain: list[Any] | None) -> bool:
+    """Returns whether the calls of a layer in both runs get the same tensors, as far as seen.
 
-    A layer of a graph is given one value, and takes the others where they were stashed.
+    A layer of a graph receives one value as its argument and pops the others from a stash.
     """
-    kinds = (Tensor, Symbol)
-    tensors = [leaf for leaf in tree_leaves(mine) if isinstance(leaf, kinds)]
-    given = [leaf for leaf in tree_leaves(theirs) if isinstance(leaf, kinds)]
-    return all(any(not difference(tensor, leaf) for leaf in given) for tensor in tensors)
+    tensors, expected = (
+        [leaf for leaf in tree_leaves(calls) if isinstance(leaf, Tensor | Symbol)]
+        for calls in (of_cut, of_plain)
+    )
+    return all(any(not difference(tensor, leaf) for leaf in expected) for tensor in tensors)
 
 
 def _watching(
@@ -608,10 +605,9 @@ def _watching(
     return calls.watching(watched, numbers.noted)
 
 
-def size_of(net: nn.Module) -> int:
-    """Returns the bytes of the parameters and buffers of `net`."""
-    tensors = (*net.parameters(), *net.buffers())
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def byte_size_of(net: nn.Module) -> int:
+    """Returns the number of bytes of the parameters and buffers of `net`."""
+    return sum(map(byte_size, (*net.parameters(), *net.buffers())))
 
 
 def _first_line(error: Exception) -> str:
@@ -629,7 +625,7 @@ def _failures() -> Iterator[None]:
 
 
 def _root(output: Any) -> Tensor | None:
-    """Returns a number that depends on all outputs that require a gradient; None: none does."""
+    """Returns a scalar that depends on all outputs that require a gradient, or None without any."""
     generator = torch.Generator().manual_seed(0)
     total: Tensor | None = None
     for leaf in tree_leaves(output):

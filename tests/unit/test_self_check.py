@@ -1,6 +1,7 @@
 """Before the first step of each kind of input, the stages are compared with the unsplit module."""
 
 import copy
+import itertools
 import logging
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from hybridtrain import HybridModel
 from hybridtrain.errors import NotExactError, UserError
-from hybridtrain.verification import self_check
+from hybridtrain.verification import python_state, self_check
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -89,12 +90,14 @@ def test_a_layer_that_computes_something_else_in_a_stage_is_named(way):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
-def test_models_that_are_cut_rightly_pass(way, schedule):
+def test_models_that_are_cut_rightly_are_compared_and_pass(way, schedule, caplog):
+    caplog.set_level(logging.DEBUG, logger="hybridtrain")
     for name in ("dropout", "tied_gpt", "conv", "u_net", "stateful"):
         case = CASES[name]
         model = hybrid(case.net(), 2, schedule=schedule)
         model.train_step(*case.batch(7, 3), case.loss)
         model.eval()(case.batch(7, 3)[0])
+    assert "were not compared" not in caplog.text
 
 
 def test_the_check_is_off_where_the_option_says_so():
@@ -160,13 +163,21 @@ def test_the_model_and_what_its_code_reaches_are_as_before():
 
 def test_hooks_of_parameters_run_in_the_comparison_too():
     net = nn.Sequential(TanhLinear(), TanhLinear(), TanhLinear())
-    net[0].linear.weight.register_hook(lambda gradient: gradient * 2)
+    # counters that the comparison does not restore, unlike numbers in a closure
+    doubled, clipped = itertools.count(), itertools.count()
+
+    def double(gradient):
+        next(doubled)
+        return gradient * 2
 
     def clip(parameter):
+        next(clipped)
         parameter.grad.clamp_(-1e-3, 1e-3)
 
+    net[0].linear.weight.register_hook(double)
     net[2].linear.bias.register_post_accumulate_grad_hook(clip)
-    hybrid(net, 2).train_step(floats(8), None, square_loss)
+    hybrid(net, 2, chunks=1).train_step(floats(8), None, square_loss)
+    assert next(doubled) == next(clipped) == 3  # in the cut copy, the unsplit copy and the step
 
 
 def test_a_module_that_never_gives_the_same_numbers_twice_is_not_refused(caplog):
@@ -204,6 +215,24 @@ def test_what_is_too_large_for_numbers_is_said_once(monkeypatch, caplog):
         model.eval()(floats(8))
     assert caplog.text.count("hybridtrain verify") == 1
     assert "output is computed in another way" in caplog.text
+
+
+def test_a_model_that_holds_more_objects_than_can_be_restored_is_not_run_for_the_check(
+    monkeypatch, caplog
+):
+    caplog.set_level(logging.INFO, logger="hybridtrain")
+    monkeypatch.setattr(python_state, "_MAX_OBJECTS", 100)
+    calls = itertools.count()
+    net = nn.Sequential(TanhLinear(), TanhLinear())
+    net[0].rows = [[number] for number in range(200)]
+
+    def count(module, args):
+        next(calls)
+
+    net[0].register_forward_pre_hook(count)
+    hybrid(net, 2, chunks=1).train_step(floats(8), None, square_loss)
+    assert next(calls) == 1
+    assert "too many objects to restore" in caplog.text
 
 
 def test_branches_on_one_sample_are_right_or_refused():
