@@ -22,10 +22,10 @@ from torch.utils.data import TensorDataset
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.data import TrainLoader
-from hybridtrain.devices import resident_bytes
 from hybridtrain.pipeline import boundary, transfer
 from hybridtrain.pipeline.engines import threads
 from hybridtrain.pipeline.reducer import StageReducer
+from hybridtrain.tensors import resident_bytes
 from scripts.bench.common import mean_loss
 from tests.support.matrix import Cell, compared, difference
 

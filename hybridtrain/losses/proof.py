@@ -36,7 +36,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hybridtrain._torch_private import hooks_of
 from hybridtrain.accelerator import put
-from hybridtrain.devices import byte_size
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.graph import CallSignature
 from hybridtrain.losses.by_name import model_output
@@ -53,6 +52,7 @@ from hybridtrain.losses.weights import copied_to_host
 from hybridtrain.metrics import field_of
 from hybridtrain.microbatch import map_tensors, merge, split
 from hybridtrain.pipeline import HeadOutput, default_generator_lock
+from hybridtrain.tensors import byte_size
 from hybridtrain.values import leaves_of
 
 Warn = Callable[..., object]

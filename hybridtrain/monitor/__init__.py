@@ -4,7 +4,8 @@ base               `Monitor`, a callback that needs numbers and texts alone
 tensorboard        scalars, texts and pictures for TensorBoard
 files              files of metrics, a line for each logged step
 tracker            a thread for services that may be slow or away: `wandb`, `mlflow`
-progress           a bar or lines, and `Throughput`: samples per second
+progress           a bar or lines
+throughput         samples, tokens and steps per second
 timeline           what the stages do when, in files
 pictures           timelines, curves, plans and accounts, drawn
 """
@@ -26,8 +27,9 @@ from hybridtrain.monitor.pictures import (
     draw_timelines,
     in_ms,
 )
-from hybridtrain.monitor.progress import Progress, Throughput, format_value
+from hybridtrain.monitor.progress import Progress, format_value
 from hybridtrain.monitor.tensorboard import TensorBoard
+from hybridtrain.monitor.throughput import Throughput
 from hybridtrain.monitor.timeline import TimelineFiles, spans_of_trace
 from hybridtrain.monitor.tracker import Tracker
 from hybridtrain.monitor.wandb import WandB

@@ -1,17 +1,11 @@
-"""Progress of the run, a bar on a terminal and plain lines elsewhere, and the rates it shows.
-
-The rates, samples per second and step times, leave out pauses such as evaluations and saves.
-"""
+"""Progress of the run: a bar on a terminal, and plain lines elsewhere."""
 
 import sys
 import time
-from array import array
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
-import numpy as np
 from tqdm import tqdm
 
 from hybridtrain.monitor.base import Monitor, parts_of_account
@@ -181,79 +175,3 @@ def format_value(value: float) -> str:
 
 def _format_rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-class Interval(NamedTuple):
-    """Rates since the last reading."""
-
-    samples_per_second: float
-    step_ms: float
-    """Mean time per step."""
-    tokens_per_second: float
-    """0 where samples have no length; see `Batch.tokens`."""
-
-
-class Summary(NamedTuple):
-    """Rates of the whole run."""
-
-    samples_per_second: float
-    step_ms_p50: float
-    step_ms_p95: float
-    tokens_per_second: float
-
-
-class Throughput:
-    """Measures samples and tokens per second of training, from its construction on.
-
-    Time is measured on the host. GPU work is asynchronous, so the time of a single step there is
-    the time to launch it; intervals that end with a logged step, which waits for the GPU, and the
-    whole run are right.
-
-    Every step time is kept (8 bytes each), for exact percentiles.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._step_seconds = array("d")
-        self._samples = self._tokens = 0
-        self._read = (0, 0, 0)  # steps, samples and tokens at the last reading
-        self._mark = clock()  # the end of the last step, moved forward by pauses
-
-    def tick(self, samples: int, tokens: int = 0) -> None:
-        """Ends a step on `samples` samples, of `tokens` tokens together, and begins the next."""
-        now = self._clock()
-        self._step_seconds.append(now - self._mark)
-        self._samples += samples
-        self._tokens += tokens
-        self._mark = now
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Excludes the time inside: evaluation, checkpoints, pictures."""
-        begin = self._clock()
-        try:
-            yield
-        finally:
-            self._mark += self._clock() - begin
-
-    def read(self) -> Interval:
-        """Returns the rates since the last reading, or 0 without steps; begins an interval."""
-        steps, samples, tokens = self._read
-        self._read = (len(self._step_seconds), self._samples, self._tokens)
-        seconds = self._step_seconds[steps:]
-        total = sum(seconds)
-        return Interval(
-            _ratio(self._samples - samples, total),
-            _ratio(1e3 * total, len(seconds)),
-            _ratio(self._tokens - tokens, total),
-        )
-
-    def summary(self) -> Summary:
-        """Returns the rates of the whole run; 0 without steps."""
-        p50, p95 = (1e3 * np.percentile(self._step_seconds or [0.0], [50, 95])).tolist()
-        total = sum(self._step_seconds)
-        return Summary(_ratio(self._samples, total), p50, p95, _ratio(self._tokens, total))
-
-
-def _ratio(amount: float, of: float) -> float:
-    return amount / of if of > 0 else 0.0

@@ -25,7 +25,6 @@ from hybridtrain._torch_private import (
     compile_module,
     profiled,
 )
-from hybridtrain.devices import storage_id
 from hybridtrain.errors import UserError
 from hybridtrain.graph import Layer, Segment, works_in_place
 from hybridtrain.microbatch import map_tensors
@@ -46,6 +45,7 @@ from hybridtrain.pipeline.recomputation_proof import (
 )
 from hybridtrain.pipeline.tensor_digest import digest
 from hybridtrain.skip import pop, popped_by, skip_scope, stash, stashed_by
+from hybridtrain.tensors import storage_id
 
 
 def compile_layers(modules: Sequence[nn.Module], recomputes: bool) -> None:

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.accelerator import accelerator_of, put
-from hybridtrain.devices import optimizer_bytes, resident_bytes
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.graph import Segment, VariantCut
 from hybridtrain.launch import activity, second_signal_ends
@@ -47,6 +46,7 @@ from hybridtrain.pipeline.timeline import LanePeers, Timeline, seconds_ahead
 from hybridtrain.planning import Plan, PlannedLayers
 from hybridtrain.precision import ThreadState
 from hybridtrain.schedule import Schedule
+from hybridtrain.tensors import optimizer_bytes, resident_bytes
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)

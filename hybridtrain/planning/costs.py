@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtrain._torch_private import has_hooks, hooks_of
 from hybridtrain.construction import default_generators, rewind, stand_in
-from hybridtrain.devices import byte_size, count_saved, storage_id
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph import Layer, Segment, works_in_place
 from hybridtrain.skip import popped_by, skip_scope, stashed_by
+from hybridtrain.tensors import byte_size, count_saved, storage_id
 
 
 @dataclass(frozen=True)

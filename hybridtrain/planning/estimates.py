@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from hybridtrain._torch_private import FakeTensorMode, TorchDispatchMode, adds_up_gradients
-from hybridtrain.devices import byte_size, count_saved, storage_id
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer, Segment
 from hybridtrain.machine import Machine
@@ -37,6 +36,7 @@ from hybridtrain.planning.costs import (
     tensors_of,
     undisturbed,
 )
+from hybridtrain.tensors import byte_size, count_saved, storage_id
 
 # About a data-center GPU, as training reaches it. Only the ratio matters for where a model is cut.
 FLOPS_PER_S = 100e12

@@ -34,7 +34,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from hybridtrain._torch_private import without_modes
 from hybridtrain.accelerator import accelerator_of
-from hybridtrain.devices import byte_size
 from hybridtrain.errors import NotExactError
 from hybridtrain.graph import CallSignature, Layer, Segment, TraceGuards
 from hybridtrain.microbatch import Microbatch, batch_size, chunk_sizes, split
@@ -43,6 +42,7 @@ from hybridtrain.pipeline import HeadOutput, InlineEngine, Pipeline, ReplayedDra
 from hybridtrain.planning import Plan, PlannedLayers
 from hybridtrain.precision import autocast
 from hybridtrain.schedule import forward_only, make_schedule
+from hybridtrain.tensors import byte_size
 from hybridtrain.verification.comparison import Calls, Difference, difference, differences
 from hybridtrain.verification.expressions import Expressions, Symbol, contents
 from hybridtrain.verification.module_copy import copy_modules

@@ -15,6 +15,7 @@ PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")}
 FLOORS = """
     accelerator errors files precision skip text_table values
     _torch_private metrics microbatch models schedule
+    tensors
     construction graph joining launch machine options
     devices
     planning
