@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+from hybridtrain.checkpoint import replay, resume_run, save_run
 from hybridtrain.construction import default_generators, rewind
 from hybridtrain.data import (
     Batch,
@@ -41,7 +42,7 @@ from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.monitor import Monitor, Monitors
 from hybridtrain.options import PipelineOptions, with_settings
 from hybridtrain.param_groups import check_steps_alone
-from hybridtrain.step import OptimizerStep, replay
+from hybridtrain.step import OptimizerStep
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
@@ -580,8 +581,8 @@ class Session:
                 "the batch in use was not trained on yet, and a run that goes on from here would "
                 "leave it out: save after optimizer.step()"
             )
-        return self._step.save(
-            directory, *self._loaders, states=self.states, keep=keep, progress=self
+        return save_run(
+            self._step, directory, *self._loaders, states=self.states, keep=keep, progress=self
         )
 
     def resume(self, path: str | Path, *, missing_ok: bool = False) -> bool:
@@ -601,8 +602,13 @@ class Session:
             CheckpointError: it is missing or damaged, is of another model or of other schedules, or
                 a schedule is further than it was then.
         """
-        saved = self._step.resume(
-            path, *self._loaders, states=self.states, missing_ok=missing_ok, progress=self
+        saved = resume_run(
+            self._step,
+            path,
+            *self._loaders,
+            states=self.states,
+            missing_ok=missing_ok,
+            progress=self,
         )
         if saved is not None:
             for scheduler, steps in zip(self._schedulers, self._schedule_steps(saved), strict=True):

@@ -17,7 +17,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hybridtrain.callbacks import Callback, CallbackStates
-from hybridtrain.checkpoint import CheckpointStore, check_directory, check_progress, finishing_saves
+from hybridtrain.checkpoint import (
+    CheckpointStore,
+    check_directory,
+    check_progress,
+    find_checkpoint,
+    finishing_saves,
+    restore_run,
+)
 from hybridtrain.construction import default_generators, rewind
 from hybridtrain.data import Batch, EvalLoader, Loader, as_loader, take
 from hybridtrain.errors import CheckpointError, ConfigError, DivergedError, Interrupted
@@ -30,7 +37,7 @@ from hybridtrain.monitor import Monitor, Throughput, call_hook
 from hybridtrain.options import TrainerOptions, check_names, with_new_names
 from hybridtrain.param_groups import learning_rates
 from hybridtrain.sharded_optimizer import check_sharded
-from hybridtrain.step import OptimizerStep, find_checkpoint, replay
+from hybridtrain.step import OptimizerStep
 from hybridtrain.training import (
     BestCheckpoint,
     Interruptions,
@@ -410,10 +417,8 @@ class Trainer:
         """
         found = find_checkpoint(path, self.world, missing_ok)
         if found is not None:
-            self._step.show_weights(training=False)  # as they were saved
-            self._checkpoints.restore(self, found)
-            if self.lr_schedule is not None:
-                replay(self.lr_schedule, self.step)
+            restore_run(self._step, found, self.states, progress=self)
+            self._checkpoints.begin_at(self, found)
         return found is not None
 
     def state_dict(self) -> dict[str, Any]:

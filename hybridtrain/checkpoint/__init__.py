@@ -3,6 +3,7 @@
 model, optimizer -> state_table -> state -> saving -> store -> step_00000100/
                                             joint_save
 
+run                save a run, find its newest checkpoint, restore it and go on
 state_table        which process has which tensor, and which one writes it; the optimizer's by name
 state              the files of a checkpoint, and its restore
 saving             a save by all processes: rank 0 alone, gathered by rank 0, or joint
@@ -16,6 +17,7 @@ init_from          weights from elsewhere
 
 from hybridtrain.checkpoint.init_from import InitReport, find_weights, init_from, parse_init_from
 from hybridtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
+from hybridtrain.checkpoint.run import find_checkpoint, replay, restore_run, resume_run, save_run
 from hybridtrain.checkpoint.saving import check_directory, finishing_saves, save_checkpoint
 from hybridtrain.checkpoint.state import (
     check_fits,
@@ -38,6 +40,7 @@ __all__ = [
     "check_fits",
     "check_progress",
     "evaluated_average",
+    "find_checkpoint",
     "find_weights",
     "finishing_saves",
     "init_from",
@@ -45,8 +48,12 @@ __all__ = [
     "read_manifest",
     "read_tree",
     "read_weights",
+    "replay",
     "restore_checkpoint",
+    "restore_run",
+    "resume_run",
     "save_checkpoint",
+    "save_run",
     "step_of",
     "verify",
     "with_average",

@@ -11,8 +11,6 @@ from hybridtrain.step.optimizer_step import (
     OptimizerStep,
     StepResult,
     check_lr_schedule,
-    find_checkpoint,
-    replay,
 )
 
 __all__ = [
@@ -20,6 +18,4 @@ __all__ = [
     "OptimizerStep",
     "StepResult",
     "check_lr_schedule",
-    "find_checkpoint",
-    "replay",
 ]

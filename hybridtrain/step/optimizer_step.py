@@ -14,11 +14,9 @@ model as it is now is noticed in the first step (`OptimizerCheck`).
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
@@ -27,9 +25,8 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hybridtrain.accelerator import PendingNumbers, accelerator_of
-from hybridtrain.checkpoint import MANIFEST, CheckpointStore, restore_checkpoint, save_checkpoint
 from hybridtrain.data import Batch
-from hybridtrain.errors import BatchError, CheckpointError, ConfigError
+from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.launch import activity
 from hybridtrain.losses import LossFn, StepWeights
 from hybridtrain.model import HybridModel, TrainStepResult
@@ -43,10 +40,6 @@ from hybridtrain.pipeline import check_replicas
 from hybridtrain.step.finite_check import FiniteCheck
 from hybridtrain.step.loss_mean import LossMean
 from hybridtrain.step.non_finite import StepRecord
-from hybridtrain.world import World
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.stateful import Stateful
 
 log = logging.getLogger(__name__)
 
@@ -561,116 +554,6 @@ class OptimizerStep:
         self.finite.check_weights(self.number, self.optimizer)
         check_replicas(self.model.net, self.model.world)
         self.losses.gather()
-
-    def save(
-        self,
-        directory: str | Path,
-        *loaders: Stateful,
-        states: Mapping[str, Stateful] | None = None,
-        keep: int | None = None,
-        progress: Stateful | None = None,
-    ) -> Path:
-        """Saves a checkpoint in a folder of `directory`; returns the folder. A collective call.
-
-        Args:
-            directory: of all checkpoints of the run.
-            *loaders: whose positions are saved, in an order that `resume` is given too.
-            states: what else is saved, by name.
-            keep: how many of the newest to keep; None: all.
-            progress: what is saved in place of this step's own `state_dict`, which it includes.
-
-        Raises:
-            CheckpointError: it cannot be written.
-            DivergedError, UserError: see `check_savable`; nothing is written.
-        """
-        with self.evaluation_weights():
-            self.check_savable()
-            path = save_checkpoint(
-                CheckpointStore(directory, keep),
-                self.number,
-                self.model,
-                self.optimizer,
-                {"progress": progress or self},
-                _by_name(loaders, states),
-            )
-        assert path is not None  # a full disk is an error
-        return path
-
-    def resume(
-        self,
-        path: str | Path,
-        *loaders: Stateful,
-        states: Mapping[str, Stateful] | None = None,
-        missing_ok: bool = False,
-        progress: Stateful | None = None,
-    ) -> dict[str, Any] | None:
-        """Continues from the checkpoint at `path`, or from the newest in that directory.
-
-        Weights and the optimizer's state are the checkpoint's; hyperparameters are this program's.
-        The next loop over a loader continues in its epoch, and the schedule is stepped on to where
-        it was.
-
-        Args:
-            path: a checkpoint, or the directory of all.
-            *loaders: as in `save`.
-            states: as in `save`.
-            missing_ok: if there is none, do nothing.
-            progress: as in `save`.
-
-        Returns:
-            what the checkpoint says of its progress; None if there is none.
-
-        Raises:
-            CheckpointError: it is missing or damaged, or is of another model.
-        """
-        newest = find_checkpoint(path, self.model.world, missing_ok)
-        if newest is None:
-            return None
-        self.show_weights(training=False)  # as they were saved
-        saved = restore_checkpoint(
-            newest,
-            self.model,
-            self.optimizer,
-            {"progress": progress or self},
-            _by_name(loaders, states),
-        )
-        if self.lr_schedule is not None:
-            replay(self.lr_schedule, self.number)
-        return saved
-
-
-def find_checkpoint(path: str | Path, world: World, missing_ok: bool) -> Path | None:
-    """Returns the checkpoint at `path`, or the newest in that directory; a collective call.
-
-    Raises:
-        CheckpointError: there is none, unless that is `missing_ok`.
-    """
-    path = Path(path)
-    found = world.broadcast(
-        world.on_main(
-            lambda: path if (path / MANIFEST).exists() else CheckpointStore(path).newest()
-        )
-    )
-    if found is None and not missing_ok:
-        raise CheckpointError(f"{path} has no checkpoint")
-    return found
-
-
-def replay(lr_schedule: LRScheduler, steps: int) -> None:
-    """Steps a learning-rate schedule from 0 again, for a run that is resumed.
-
-    It is not loaded, since its parameters and length are this run's.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
-        for _ in range(steps):
-            lr_schedule.step()
-
-
-def _by_name(
-    loaders: Sequence[Stateful], states: Mapping[str, Stateful] | None
-) -> dict[str, Stateful]:
-    return {f"loader{number}": loader for number, loader in enumerate(loaders)} | dict(states or {})
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.checkpoint import CheckpointStore, restore_checkpoint, save_checkpoint
+from hybridtrain.checkpoint import CheckpointStore, save_checkpoint
 from hybridtrain.errors import CheckpointError, ConfigError, did_you_mean
 from hybridtrain.metrics import direction
 from hybridtrain.world import World
@@ -119,7 +119,7 @@ class BestCheckpoint:
 
 
 class RunCheckpoints:
-    """Writes and restores the checkpoints of one run; keeps no reference to its trainer.
+    """Writes the checkpoints of one run; keeps no reference to its trainer.
 
     Args:
         best: the best evaluation so far.
@@ -162,11 +162,8 @@ class RunCheckpoints:
             self.step, self.path = trainer.step, path
         return path
 
-    def restore(self, trainer: Trainer, path: Path) -> None:
-        """Loads the checkpoint at `path`, from which the run goes on."""
-        restore_checkpoint(
-            path, trainer.model, trainer.optimizer, {"trainer": trainer}, trainer.states
-        )
+    def begin_at(self, trainer: Trainer, path: Path) -> None:
+        """Notes that the run goes on from the checkpoint at `path`, which has been restored."""
         self.resumed_from = self.path = path
         self.step = trainer.step
         self.mark_best(trainer)  # in case the run ended between the two

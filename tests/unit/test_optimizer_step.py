@@ -11,6 +11,7 @@ from support.training import assert_same, data, plain_net, rich_net, trainer
 from torch import nn
 
 from hybridtrain import HybridModel, Loader, OptimizerStep, World
+from hybridtrain.checkpoint import resume_run, save_run
 from hybridtrain.errors import BatchError, CheckpointError, DivergedError
 from hybridtrain.launch.activity import activity
 from hybridtrain.losses import cross_entropy
@@ -56,11 +57,11 @@ def test_a_loop_of_ones_own_saves_and_resumes_in_two_lines(tmp_path):
     whole, step, loader = decayed(own_loop(rich_net()))
     run(step, loader, 9)
     _, step, loader = decayed(own_loop(rich_net()))
-    assert step.resume(tmp_path, loader, missing_ok=True) is None
+    assert resume_run(step, tmp_path, loader, missing_ok=True) is None
     run(step, loader, 6)  # in the second epoch
-    step.save(tmp_path, loader)
+    save_run(step, tmp_path, loader)
     again, step, loader = decayed(own_loop(rich_net()))
-    step.resume(tmp_path, loader)
+    resume_run(step, tmp_path, loader)
     assert step.number == 6
     run(step, loader, 9)
     assert_same(again.state_dict(), whole.state_dict(), "weights and buffers")
@@ -69,7 +70,7 @@ def test_a_loop_of_ones_own_saves_and_resumes_in_two_lines(tmp_path):
 def test_a_directory_without_a_checkpoint_is_one_line(tmp_path):
     _, step, loader = own_loop(plain_net())
     with pytest.raises(CheckpointError, match="has no checkpoint"):
-        step.resume(tmp_path, loader)
+        resume_run(step, tmp_path, loader)
 
 
 def test_accumulated_batches_give_the_gradients_of_one_large_batch():
