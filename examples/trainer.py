@@ -15,7 +15,7 @@ from hybridtrain import HybridModel, Trainer, TrainerOptions, World
 from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.data import EvalLoader, TrainLoader
 from hybridtrain.datasets import digits
-from hybridtrain.losses import nll
+from hybridtrain.loss import nll
 from hybridtrain.models import basicnet
 from hybridtrain.options import LoaderOptions
 

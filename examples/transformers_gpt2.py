@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from hybridtrain import HybridModel, World
-from hybridtrain.losses import model_output
+from hybridtrain.loss import model_output
 
 
 def main() -> None:

@@ -7,20 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridtrain.callbacks import Callback
+    from hybridtrain._base.microbatch import shared
+    from hybridtrain._base.skip import pop, stash
     from hybridtrain.data import EvalLoader, Loader
     from hybridtrain.launch import notebook_launcher
-    from hybridtrain.machine import Cluster
-    from hybridtrain.microbatch import shared
+    from hybridtrain.loop import Callback, Session, Trainer, TrainerOptions
     from hybridtrain.model import HybridModel, TrainStepResult
     from hybridtrain.options import PipelineOptions
-    from hybridtrain.planning import partition, set_partition
-    from hybridtrain.session import Session
-    from hybridtrain.sharded_optimizer import ShardedOptimizer
-    from hybridtrain.skip import pop, stash
-    from hybridtrain.step import OptimizerStep
-    from hybridtrain.trainer import Trainer, TrainerOptions
-    from hybridtrain.verification import Verification, verify
+    from hybridtrain.partition import Cluster, partition, set_partition
+    from hybridtrain.step import OptimizerStep, ShardedOptimizer
+    from hybridtrain.verify import Verification, verify
     from hybridtrain.world import World
 
 __all__ = [
@@ -50,27 +46,27 @@ __all__ = [
 __version__ = "0.2.0.dev0"
 
 _MODULE_OF = {
-    "Callback": "hybridtrain.callbacks.base",
+    "Callback": "hybridtrain.loop.callbacks.base",
     "EvalLoader": "hybridtrain.data.loader",
     "Loader": "hybridtrain.data.loader",
-    "Session": "hybridtrain.session",
-    "Cluster": "hybridtrain.machine",
+    "Session": "hybridtrain.loop.session",
+    "Cluster": "hybridtrain.partition.machine",
     "HybridModel": "hybridtrain.model",
     "OptimizerStep": "hybridtrain.step",
     "PipelineOptions": "hybridtrain.options",
-    "ShardedOptimizer": "hybridtrain.sharded_optimizer",
+    "ShardedOptimizer": "hybridtrain.step.sharded_optimizer",
     "TrainStepResult": "hybridtrain.model",
-    "Trainer": "hybridtrain.trainer",
-    "TrainerOptions": "hybridtrain.trainer",
-    "Verification": "hybridtrain.verification",
+    "Trainer": "hybridtrain.loop.trainer",
+    "TrainerOptions": "hybridtrain.loop.trainer",
+    "Verification": "hybridtrain.verify",
     "World": "hybridtrain.world",
     "notebook_launcher": "hybridtrain.launch.notebook",
-    "partition": "hybridtrain.planning.manual_split",
-    "set_partition": "hybridtrain.planning.manual_split",
-    "shared": "hybridtrain.microbatch",
-    "pop": "hybridtrain.skip",
-    "stash": "hybridtrain.skip",
-    "verify": "hybridtrain.verification",
+    "partition": "hybridtrain.partition.manual_split",
+    "set_partition": "hybridtrain.partition.manual_split",
+    "shared": "hybridtrain._base.microbatch",
+    "pop": "hybridtrain._base.skip",
+    "stash": "hybridtrain._base.skip",
+    "verify": "hybridtrain.verify",
 }
 
 

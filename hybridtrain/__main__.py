@@ -11,7 +11,7 @@ def main() -> int:
     missing = "" if find_spec("hybridtrain.recipes") else "its recipes"
     if not missing:
         try:
-            from hybridtrain.app import main as command_line
+            from hybridtrain.cli import main as command_line
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] == "hybridtrain":
                 raise

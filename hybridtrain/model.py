@@ -20,10 +20,19 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
+from hybridtrain._base.joining import JoinProof, check_same_but_samples
+from hybridtrain._base.microbatch import (
+    as_containers,
+    batch_size,
+    check_samples,
+    chunk_sizes,
+    merge,
+    split,
+)
+from hybridtrain._base.precision import autocast
 from hybridtrain.errors import BatchError, ConfigError, UserError
 from hybridtrain.graph import layers_of
-from hybridtrain.joining import JoinProof, check_same_but_samples
-from hybridtrain.losses import (
+from hybridtrain.loss import (
     BatchWeight,
     CountedLoss,
     LogProbabilityCheck,
@@ -38,15 +47,8 @@ from hybridtrain.losses import (
     resolve,
     zero_of,
 )
-from hybridtrain.microbatch import (
-    as_containers,
-    batch_size,
-    check_samples,
-    chunk_sizes,
-    merge,
-    split,
-)
 from hybridtrain.options import PipelineOptions, with_settings
+from hybridtrain.partition import Plan, PlannedLayers, Planner
 from hybridtrain.pipeline import (
     BatchCheck,
     Head,
@@ -58,10 +60,8 @@ from hybridtrain.pipeline import (
     unscale_,
     with_sync_batch_norm,
 )
-from hybridtrain.planning import Plan, PlannedLayers, Planner
-from hybridtrain.precision import autocast
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
-from hybridtrain.verification import CutModel, SelfCheck, Verification, undone, verify
+from hybridtrain.verify import CutModel, SelfCheck, Verification, undone, verify
 from hybridtrain.world import World
 
 _MOVES = ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "to_empty")
@@ -410,7 +410,7 @@ class HybridModel:
             loss_fn: `loss_fn(output, targets)` gives, for one micro-batch, the mean of the loss
                 over its samples. A mean over something else, such as the targets that are not
                 ignored, is a `SumLoss` or a `MeanLoss`; `cross_entropy` and `nll` of PyTorch and
-                of `hybridtrain.losses` need neither.
+                of `hybridtrain.loss` need neither.
             weight: one of `step_weights`, which weigh the batches of a step and of the replicas.
                 A number multiplies the gradient of the batch's mean. None: 1, or for a loss with
                 a count the weight of this batch among those of the replicas.
@@ -556,7 +556,7 @@ class HybridModel:
         return StepWeights(loss, batches, chunks, self.world, samples=samples, total=total)
 
     def resolve_loss(self, loss_fn: LossFn) -> CountedLoss:
-        """Returns `loss_fn` with what it counts; see `losses.resolve`."""
+        """Returns `loss_fn` with what it counts; see `loss.resolve`."""
         if self._resolved is None or self._resolved[0] is not loss_fn:
             self._resolved = loss_fn, resolve(loss_fn, self.net)
             if self.owns_output and self._read_losses.is_new(self._resolved[1], divided=False):
@@ -618,7 +618,7 @@ class HybridModel:
                 found = self._run_forward([some], lambda _, output: HeadOutput(output))
         except Exception as error:
             if self.world.pipeline_group is not None:  # the other processes wait
-                error.add_note(f"in a forward of {others} samples, see hybridtrain.joining")
+                error.add_note(f"in a forward of {others} samples, see hybridtrain._base.joining")
                 raise
             log.warning("the outputs are joined unproven: %s samples failed: %s", others, error)
             return

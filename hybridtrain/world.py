@@ -33,8 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridtrain._torch_private import get_default_store
-from hybridtrain.devices import (
+from hybridtrain._base.devices import (
     DeviceSpec,
     check_nb_part,
     check_not_shared,
@@ -42,6 +41,7 @@ from hybridtrain.devices import (
     choose_devices,
     physical_gpus,
 )
+from hybridtrain._base.torch_private import get_default_store
 from hybridtrain.errors import Rank0Error, Rank0UserError, UserError, WorldError
 from hybridtrain.launch import (
     Job,
@@ -57,7 +57,7 @@ from hybridtrain.launch import (
     restore_signals,
     tell_uncaught_errors,
 )
-from hybridtrain.machine import Cluster
+from hybridtrain.partition import Cluster
 
 T = TypeVar("T")
 

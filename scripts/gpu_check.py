@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.losses import cross_entropy
+from hybridtrain._base.precision import AUTOCAST
+from hybridtrain.loss import cross_entropy
 from hybridtrain.model import HybridModel
 from hybridtrain.models.gpt import gpt
 from hybridtrain.options import PipelineOptions
-from hybridtrain.precision import AUTOCAST
 from hybridtrain.world import World
 from scripts.bench import host_cost as tiny
 from scripts.bench.common import interleave, mean_loss, print_table, timed

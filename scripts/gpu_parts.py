@@ -20,12 +20,12 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, Trainer, World
+from hybridtrain._base.tensors import resident_bytes
 from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.data import TrainLoader
 from hybridtrain.pipeline import boundary, transfer
 from hybridtrain.pipeline.engines import threads
 from hybridtrain.pipeline.reducer import StageReducer
-from hybridtrain.tensors import resident_bytes
 from scripts.bench.common import mean_loss
 from tests.support.matrix import Cell, compared, difference
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.losses import cross_entropy
+from hybridtrain._base.precision import AUTOCAST
+from hybridtrain.loss import cross_entropy
 from hybridtrain.model import HybridModel
 from hybridtrain.models.gpt import gpt
 from hybridtrain.options import PipelineOptions
-from hybridtrain.precision import AUTOCAST
 from hybridtrain.world import World
 from scripts.bench.common import print_table
 from scripts.gpu_check import Size

@@ -1,10 +1,10 @@
 """Writes what keys mean wherever it is told, from one text: `python scripts/options.py [--check]`.
 
 The text is the docstring of the field, in the option class that the key is taken from; a key of the
-command line alone has it in `hybridtrain/app/config.py`. From it come the comments in `configs/`,
-the page docs/options.md and a JSON schema for editors, configs/schema.json. The keys of the options
-of open groups, such as `data=datasets`, are told by the comments of their own files. `--check`
-writes nothing and fails where a file is not what it should be.
+command line alone has it in `hybridtrain/cli/config/schema.py`. From it come the comments in
+`configs/`, the page docs/options.md and a JSON schema for editors, configs/schema.json. The keys
+of the options of open groups, such as `data=datasets`, have their comments in their own files.
+`--check` writes nothing and fails where a file is not what it should be.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 from omegaconf import OmegaConf
 
-from hybridtrain.app.compose import compose_config
-from hybridtrain.app.config import LOADER_OPTIONS, Config, groups
+from hybridtrain.cli.config.compose import compose_config
+from hybridtrain.cli.config.schema import LOADER_OPTIONS, Config, groups
 from hybridtrain.options import LoaderOptions
 
 ROOT = Path(__file__).resolve().parents[1]

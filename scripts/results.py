@@ -30,17 +30,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hybridtrain import World
-from hybridtrain.app.components import (
+from hybridtrain._base.text_table import markdown_table
+from hybridtrain.cli.config.compose import compose_config
+from hybridtrain.cli.config.schema import Config
+from hybridtrain.cli.run.components import (
     build_lr_schedule,
     build_model,
     build_optimizer,
     load_data,
 )
-from hybridtrain.app.compose import compose_config
-from hybridtrain.app.config import Config
 from hybridtrain.data import EvalLoader, TrainLoader
 from hybridtrain.options import LoaderOptions
-from hybridtrain.text_table import markdown_table
 
 ASSETS = Path(__file__).resolve().parents[1] / "docs/assets"
 DEBIAN = ("dataset-fashion-mnist", "r-cran-janeaustenr")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from hybridtrain.report import write_report
+from hybridtrain.observe import write_report
 from tests.support.browser import BrowserPage, open_browser, tensorboard
 
 ASSETS = Path(__file__).parents[1] / "docs" / "assets"

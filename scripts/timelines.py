@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridtrain import HybridModel, World
 from hybridtrain.models import gpt
-from hybridtrain.monitor import draw_timelines
+from hybridtrain.observe import draw_timelines
 from hybridtrain.schedule import Spans, length
 
 FILE = Path(__file__).parents[1] / "docs" / "assets" / "timelines.png"

@@ -10,7 +10,7 @@ from common import BasicNet, datasets
 from torch import Tensor, optim
 
 from hybridtrain import Callback, EvalLoader, HybridModel, Loader, Trainer, World
-from hybridtrain.losses import accuracy
+from hybridtrain.loss import accuracy
 
 
 class MyTrainer(Trainer):

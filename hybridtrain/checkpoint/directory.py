@@ -32,9 +32,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from uuid import uuid4
 
+from hybridtrain._base.files import sync_directory
 from hybridtrain.checkpoint.manifest import PUBLISHED, write_file
 from hybridtrain.errors import CheckpointError
-from hybridtrain.files import sync_directory
 
 BEST = "best.json"
 TEMPORARY = ".tmp-"

@@ -38,12 +38,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import KeyPath, tree_map_with_path
 
+from hybridtrain._base.files import make_directory
 from hybridtrain.checkpoint.directory import TEMPORARY
 from hybridtrain.checkpoint.manifest import FileWriter
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.checkpoint.tensor_files import broadcast_tree
 from hybridtrain.errors import CheckpointError, UserError
-from hybridtrain.files import make_directory
 from hybridtrain.world import World
 
 T = TypeVar("T")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class SavableStep(Protocol):
-    """What a checkpoint needs of an `OptimizerStep`."""
+    """The part of an `OptimizerStep` that a checkpoint needs."""
 
     model: HybridModel
     number: int

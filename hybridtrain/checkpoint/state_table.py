@@ -34,8 +34,7 @@ from hybridtrain.checkpoint.joint_save import Source
 from hybridtrain.checkpoint.tensor_files import TensorInfo, check_storable, pack, without_aliases
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
-from hybridtrain.param_groups import keys_of_state
-from hybridtrain.sharded_optimizer import ShardedOptimizer
+from hybridtrain.step import ShardedOptimizer, keys_of_state
 
 
 def optimizer_by_name(model: HybridModel, optimizer: Optimizer | None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from hybridtrain._base.files import make_directory, sync_directory
 from hybridtrain.checkpoint.directory import (
     TEMPORARY,
     Best,
@@ -48,7 +49,6 @@ from hybridtrain.checkpoint.manifest import (
     write_file,
 )
 from hybridtrain.errors import CheckpointError, check_choice
-from hybridtrain.files import make_directory, sync_directory
 from hybridtrain.launch import activity
 
 if TYPE_CHECKING:

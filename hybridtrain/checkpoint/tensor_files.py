@@ -44,9 +44,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import KeyPath, tree_map_only, tree_map_with_path
 
+from hybridtrain._base.files import atomic_file
 from hybridtrain.checkpoint.manifest import FileWriter
 from hybridtrain.errors import CheckpointError
-from hybridtrain.files import atomic_file
 from hybridtrain.world import World
 
 SHARD_BYTES = 5 * 10**9

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from hybridtrain._base.microbatch import batch_size
 from hybridtrain.data.fetch import check_pair, name_of
 from hybridtrain.data.loader import Batch, Loader, Position, has_state
 from hybridtrain.data.splits import length_of
 from hybridtrain.errors import CheckpointError, DataError
 from hybridtrain.launch import activity
-from hybridtrain.microbatch import batch_size
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)

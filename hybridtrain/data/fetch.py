@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from hybridtrain import _torch_private as private
+from hybridtrain._base import torch_private as private
 from hybridtrain.data.splits import InMemoryDataset, already_batched
 from hybridtrain.errors import DataError
 from hybridtrain.options import LoaderOptions

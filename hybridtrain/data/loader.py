@@ -29,15 +29,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from hybridtrain._base.values import leaves_of
 from hybridtrain.data.fetch import Request, fetch, name_of
 from hybridtrain.data.splits import WithoutTargets, already_batched
 from hybridtrain.errors import BatchError, DataError
 from hybridtrain.options import LoaderOptions, check_batch_size, with_settings
-from hybridtrain.values import leaves_of
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
-    from hybridtrain.losses import BatchWeight, LossFn
+    from hybridtrain.loss import BatchWeight, LossFn
     from hybridtrain.model import HybridModel
 
 __all__ = ["Batch", "EvalLoader", "Loader", "LoaderOptions", "Position", "TrainLoader"]

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, default_collate
 
+from hybridtrain._base.microbatch import map_tensors
 from hybridtrain.errors import DataError
-from hybridtrain.microbatch import map_tensors
 
 
 def already_batched(batch: Any) -> Any:

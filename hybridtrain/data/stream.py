@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
+from hybridtrain._base.values import leaves_of
 from hybridtrain.data.agreement import AgreedLoader, Piece, digest_of
 from hybridtrain.data.fetch import (
     Failure,
@@ -46,7 +47,6 @@ from hybridtrain.data.loader import (
 )
 from hybridtrain.data.splits import length_of
 from hybridtrain.errors import CheckpointError, DataError
-from hybridtrain.values import leaves_of
 from hybridtrain.world import World
 
 # as many samples tell two streams apart

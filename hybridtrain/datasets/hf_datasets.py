@@ -33,7 +33,7 @@ from hybridtrain.datasets.text_files import check_at_least_1
 from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer
 from hybridtrain.datasets.windows import window_splits
 from hybridtrain.errors import DataError, check_choice
-from hybridtrain.metrics import IGNORED
+from hybridtrain.loss import IGNORED
 
 TASKS = ("classification", "regression", "causal_lm", "masked_lm", "seq2seq")
 

@@ -35,9 +35,9 @@ from urllib.request import urlopen
 import torch
 from torch import Tensor
 
+from hybridtrain._base.files import atomic_file
 from hybridtrain.data import DataSplits, InMemoryDataset
 from hybridtrain.errors import DataError
-from hybridtrain.files import atomic_file
 
 _log = logging.getLogger(__name__)
 

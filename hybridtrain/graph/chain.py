@@ -20,7 +20,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from hybridtrain._torch_private import compiled_module
+from hybridtrain._base.skip import popped_by, stashed_by
+from hybridtrain._base.torch_private import compiled_module
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.call_signature import CallSignature, optional_arguments
 from hybridtrain.graph.examples import Examples
@@ -31,7 +32,6 @@ from hybridtrain.graph.segment import Layer, SingleLayer, is_chain, layers_of
 from hybridtrain.graph.traced_graph import ShouldExpand, Tracer, Untraceable, user_line
 from hybridtrain.graph.tracer import trace
 from hybridtrain.graph.variants import Variants
-from hybridtrain.skip import popped_by, stashed_by
 
 # A module of a traced model that holds more of its parameters than this is expanded.
 LARGE_SHARE = 1 / 8

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain._torch_private import FakeTensorMode, compiled_module, hooks_of
+from hybridtrain._base.torch_private import FakeTensorMode, compiled_module, hooks_of
 
 
 class _Unknown:

@@ -36,7 +36,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from hybridtrain._torch_private import FakeTensorMode, TorchDispatchMode, exported_guards
+from hybridtrain._base.torch_private import FakeTensorMode, TorchDispatchMode, exported_guards
 from hybridtrain.errors import BatchError
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.examples import Examples

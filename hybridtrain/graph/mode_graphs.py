@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from hybridtrain._torch_private import global_hooks, hooks_of
+from hybridtrain._base.torch_private import global_hooks, hooks_of
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.output_capture import has_hooks

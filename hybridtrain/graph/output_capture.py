@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from hybridtrain._torch_private import hooks_of
+from hybridtrain._base.torch_private import hooks_of
 
 _CAPTURING = "transformers.utils.output_capturing"
 

@@ -5,7 +5,7 @@ A chain is an ordered list of `Layer`s, each with its name in the user's model: 
 
 Consecutive segments pass one value, the main one, as the layers of any chain do. Every other value
 that a later segment needs has a name, by which it skips the segments between: an earlier segment
-stashes it, and a later one pops it (see `hybridtrain.skip`).
+stashes it, and a later one pops it (see `hybridtrain._base.skip`).
 
 Such a value begins a new autograd graph, and the tensor that it is a view of does not come along.
 So a change in place of a view must stay with the tensor that is viewed. A buffer that one segment
@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
-from hybridtrain._torch_private import operator_overloads, operator_schema
+from hybridtrain._base.skip import pop, stash, take
+from hybridtrain._base.torch_private import operator_overloads, operator_schema
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.output_capture import has_hooks
 from hybridtrain.graph.traced_graph import TracedGraph
-from hybridtrain.skip import pop, stash, take
 
 # operator.iadd for operator.add, and so on
 IN_PLACE_OPERATORS = {

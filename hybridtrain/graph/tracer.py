@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute
 
-from hybridtrain._torch_private import GRAD_MODE_SETTER, TorchDispatchMode
+from hybridtrain._base.torch_private import GRAD_MODE_SETTER, TorchDispatchMode
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.examples import QUESTIONS, UNKNOWN, Examples, SizeGuards
 from hybridtrain.graph.output_capture import INSTALLED, gathered, gathers_inside

@@ -6,7 +6,7 @@ last line:
 
     error: rank 1 (stage 1, node2) failed: ArithmeticError: boom (in the forward of ...)
 
-The traceback is printed by the process that has failed. `app.error_report` does the like for the
+The traceback is printed by the process that has failed. `cli.run.errors` does the like for the
 commands of the command line, which catches its errors itself.
 """
 

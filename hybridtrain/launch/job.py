@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hybridtrain.launch.activity import wait_until
 
 if TYPE_CHECKING:
-    from hybridtrain._torch_private import Store
+    from hybridtrain._base.torch_private import Store
 
 
 class ProcessId(NamedTuple):
@@ -166,7 +166,7 @@ class Job:
         self.rank = rank
         self.size = size
         if store is None:
-            from hybridtrain._torch_private import HashStore  # which imports torch
+            from hybridtrain._base.torch_private import HashStore  # which imports torch
 
             store = HashStore()
         self._store = store

@@ -32,7 +32,7 @@ from hybridtrain.launch.activity import wait_until
 from hybridtrain.launch.environment import Launch
 
 if TYPE_CHECKING:
-    from hybridtrain._torch_private import Store
+    from hybridtrain._base.torch_private import Store
 
 _POLL_S = 0.02
 # how long rank 0 waits, when the run has failed, for those who are still to hear of it
@@ -69,7 +69,7 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
             f"what {'their' if several else 'its'} own output says (under Slurm, start all with "
             f"srun)"
         )
-    from hybridtrain._torch_private import PrefixStore  # which imports torch
+    from hybridtrain._base.torch_private import PrefixStore  # which imports torch
 
     return PrefixStore(prefix, shared)
 
@@ -103,7 +103,7 @@ def _shared(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Sto
     Raises:
         WorldError: there is none, or it is another run's.
     """
-    from hybridtrain._torch_private import PrefixStore, TCPStore
+    from hybridtrain._base.torch_private import PrefixStore, TCPStore
 
     assert launch.master is not None  # with several processes
     host, port = launch.master

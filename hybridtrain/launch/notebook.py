@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridtrain._base.files import write_atomically
 from hybridtrain.errors import ConfigError, ProcessFailedError
-from hybridtrain.files import write_atomically
 from hybridtrain.launch.environment import free_port
 from hybridtrain.launch.job import end_with_parent
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from hybridtrain._torch_private import StopRecomputation, allowing_torch_func
+from hybridtrain._base.microbatch import map_tensors
+from hybridtrain._base.torch_private import StopRecomputation, allowing_torch_func
 from hybridtrain.errors import ConfigError, UserError, did_you_mean
-from hybridtrain.microbatch import map_tensors
 from hybridtrain.options import CheckpointSpec
 from hybridtrain.pipeline.layer_state import Snapshot
 from hybridtrain.pipeline.recomputation_proof import Record

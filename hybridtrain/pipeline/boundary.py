@@ -20,13 +20,13 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
-from hybridtrain._torch_private import run_backward, without_torch_function
+from hybridtrain._base.microbatch import map_tensors
+from hybridtrain._base.tensors import have_same_layout, storage_id
+from hybridtrain._base.torch_private import run_backward, without_torch_function
+from hybridtrain._base.values import as_base, find_unknown
 from hybridtrain.errors import SplitError
-from hybridtrain.microbatch import map_tensors
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
 from hybridtrain.pipeline.transfer import move
-from hybridtrain.tensors import have_same_layout, storage_id
-from hybridtrain.values import as_base, find_unknown
 
 # The values that travel over one link for one micro-batch, and their gradients.
 Message = tuple[Any, ...]

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from hybridtrain._base.precision import ThreadState
 from hybridtrain.pipeline.timeline import Timeline
-from hybridtrain.precision import ThreadState
 from hybridtrain.schedule import Schedule
 
 

@@ -37,7 +37,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from hybridtrain._torch_private import InterceptedDraws, find_random_operations, is_traced
+from hybridtrain._base.torch_private import InterceptedDraws, find_random_operations, is_traced
 from hybridtrain.errors import UserError
 
 

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hybridtrain._torch_private import (
+from hybridtrain._base.microbatch import map_tensors
+from hybridtrain._base.skip import pop, popped_by, skip_scope, stash, stashed_by
+from hybridtrain._base.tensors import storage_id
+from hybridtrain._base.torch_private import (
     allow_recompilations,
     allowing_torch_func,
     backward_of_batch_norm,
@@ -27,7 +30,6 @@ from hybridtrain._torch_private import (
 )
 from hybridtrain.errors import UserError
 from hybridtrain.graph import Layer, Segment, works_in_place
-from hybridtrain.microbatch import map_tensors
 from hybridtrain.pipeline.activation_checkpoint import (
     Piece,
     as_recomputation,
@@ -44,8 +46,6 @@ from hybridtrain.pipeline.recomputation_proof import (
     is_compared,
 )
 from hybridtrain.pipeline.tensor_digest import digest
-from hybridtrain.skip import pop, popped_by, skip_scope, stash, stashed_by
-from hybridtrain.tensors import storage_id
 
 
 def compile_layers(modules: Sequence[nn.Module], recomputes: bool) -> None:

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _NormBase
 
+from hybridtrain._base.tensors import have_same_values, storage_id
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph import Layer, Segment
 from hybridtrain.pipeline.tensor_digest import digest
-from hybridtrain.tensors import have_same_values, storage_id
 
 # The attributes, buffers or parameters of a module, by name.
 _Holder = MutableMapping[str, Any]

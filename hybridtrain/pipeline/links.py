@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from hybridtrain._base.skip import popped_by, stashed_by
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer
-from hybridtrain.skip import popped_by, stashed_by
 
 PRIMARY_OUTPUT = ""
 """The name of the value that each layer passes to the next one."""

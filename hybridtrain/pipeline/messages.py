@@ -23,8 +23,8 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from hybridtrain._base.values import leaves_of, register
 from hybridtrain.errors import SplitError
-from hybridtrain.values import leaves_of, register
 
 _CPU = torch.device("cpu")
 

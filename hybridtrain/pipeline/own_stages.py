@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from hybridtrain.construction import (
+from hybridtrain._base.construction import (
     construct_on_meta,
     construct_part,
     default_generators,
@@ -30,7 +30,7 @@ from hybridtrain.construction import (
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer
 from hybridtrain.options import PipelineOptions
-from hybridtrain.planning import Plan, PlannedLayers, Planner, needs_costs
+from hybridtrain.partition import Plan, PlannedLayers, Planner, needs_costs
 from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")

@@ -17,11 +17,14 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.accelerator import accelerator_of, put
+from hybridtrain._base.accelerator import accelerator_of, put
+from hybridtrain._base.precision import ThreadState
+from hybridtrain._base.tensors import optimizer_bytes, resident_bytes
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.graph import Segment, VariantCut
 from hybridtrain.launch import activity, second_signal_ends
 from hybridtrain.options import PipelineOptions
+from hybridtrain.partition import Plan, PlannedLayers
 from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy, whole_stages
 from hybridtrain.pipeline.agreement import check_frozen_alike
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
@@ -43,10 +46,7 @@ from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.ties import tied_uses
 from hybridtrain.pipeline.timeline import LanePeers, Timeline, seconds_ahead
-from hybridtrain.planning import Plan, PlannedLayers
-from hybridtrain.precision import ThreadState
 from hybridtrain.schedule import Schedule
-from hybridtrain.tensors import optimizer_bytes, resident_bytes
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)

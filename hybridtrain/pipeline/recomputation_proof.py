@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hybridtrain._torch_private import noting_saved
+from hybridtrain._base.torch_private import noting_saved
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph import Layer
 from hybridtrain.pipeline.tensor_digest import digest

@@ -37,9 +37,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from hybridtrain import _torch_private as private
-from hybridtrain._torch_private import scaler_found_inf
-from hybridtrain.accelerator import put
+from hybridtrain._base import torch_private as private
+from hybridtrain._base.accelerator import put
+from hybridtrain._base.torch_private import scaler_found_inf
 from hybridtrain.errors import UserError
 from hybridtrain.pipeline.timeline import Mark, mark
 from hybridtrain.world import World

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from hybridtrain._torch_private import free_saved, has_saved_hooks
+from hybridtrain._base.torch_private import free_saved, has_saved_hooks
 from hybridtrain.errors import UserError
 from hybridtrain.pipeline.boundary import Root, edge_of, run_from
 from hybridtrain.pipeline.layer_rng import BackwardDraws

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
-from hybridtrain.accelerator import accelerator_of
+from hybridtrain._base.accelerator import accelerator_of
+from hybridtrain._base.tensors import byte_size, count_saved
 from hybridtrain.errors import UserError
 from hybridtrain.graph import Layer, works_in_place
 from hybridtrain.pipeline.boundary import (
@@ -44,7 +45,6 @@ from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
 from hybridtrain.pipeline.reducer import StageReducer, explaining_ready_twice
 from hybridtrain.pipeline.split_backward import SplitBackward, split_backward
 from hybridtrain.pipeline.ties import Alias, refuse_foreign_parameters
-from hybridtrain.tensors import byte_size, count_saved
 
 # The context of what needs none.
 _NONE: AbstractContextManager[None] = nullcontext()

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import Parameter
 
-from hybridtrain._torch_private import has_gradient_hooks
+from hybridtrain._base.torch_private import has_gradient_hooks
 from hybridtrain.errors import SplitError, UserError
 from hybridtrain.graph import Segment
 from hybridtrain.world import World

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hybridtrain.accelerator import Event, accelerator_of
+from hybridtrain._base.accelerator import Event, accelerator_of
 from hybridtrain.schedule import Action, Schedule, Span, mean_backwards, mean_costs, window
 from hybridtrain.world import World
 

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hybridtrain.accelerator import Event, Stream, accelerator_of, put
-from hybridtrain.microbatch import map_tensors
+from hybridtrain._base.accelerator import Event, Stream, accelerator_of, put
+from hybridtrain._base.microbatch import map_tensors
 
 
 class Transfer(NamedTuple):

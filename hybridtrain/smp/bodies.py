@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridtrain._base.precision import ThreadState
 from hybridtrain.errors import UserError
-from hybridtrain.precision import ThreadState
 
 
 @dataclass(frozen=True)

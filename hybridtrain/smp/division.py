@@ -16,10 +16,10 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from hybridtrain._base.microbatch import Microbatch
 from hybridtrain.errors import ConfigError, SplitError, UserError
-from hybridtrain.microbatch import Microbatch
 from hybridtrain.model import HybridModel
-from hybridtrain.planning import plan, table
+from hybridtrain.partition import plan, table
 from hybridtrain.smp.runtime import Runtime, current
 from hybridtrain.smp.words import in_smp_words
 

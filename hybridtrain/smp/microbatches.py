@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Dataset
 
+from hybridtrain._base.microbatch import chunk_sizes, cut
+from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.microbatch import chunk_sizes, cut
-from hybridtrain.values import leaves_of
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from hybridtrain._base.microbatch import Microbatch
 from hybridtrain.errors import ConfigError, UserError, check_choice
 from hybridtrain.graph import is_chain
-from hybridtrain.microbatch import Microbatch
 from hybridtrain.model import HybridModel
 from hybridtrain.pipeline import Head
 from hybridtrain.smp.amp import GradScaler

@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain.errors import ConfigError, UserError, did_you_mean
 from hybridtrain.model import HybridModel
-from hybridtrain.sharded_optimizer import ReplicaShares
 from hybridtrain.smp.amp import GradScaler
 from hybridtrain.smp.bodies import current_body
 from hybridtrain.smp.ranks import PARTIAL, CommGroup, allgather, whole
 from hybridtrain.smp.runtime import current
 from hybridtrain.smp.words import in_smp_words
+from hybridtrain.step import ReplicaShares
 
 _SCALE_ARGUMENTS = {
     "init_scale": 2.0**32,

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hybridtrain._torch_private import HashStore
+from hybridtrain._base.torch_private import HashStore
 from hybridtrain.errors import BatchError, ConfigError, UserError
 from hybridtrain.launch import Launch, detect
 from hybridtrain.smp import config as smp_config

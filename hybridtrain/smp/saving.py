@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hybridtrain._base.files import atomic_file, make_directory, write_atomically
 from hybridtrain.checkpoint import (
     CheckpointStore,
     broadcast_tree,
@@ -37,7 +38,6 @@ from hybridtrain.checkpoint import (
 )
 from hybridtrain.checkpoint import save_checkpoint as save_files
 from hybridtrain.errors import CheckpointError, ConfigError
-from hybridtrain.files import atomic_file, make_directory, write_atomically
 from hybridtrain.smp.model import DistributedModel
 from hybridtrain.smp.optimizer import DistributedOptimizer, LocalOptimizer
 from hybridtrain.smp.ranks import joined, pp_rank, pp_size, rdp_rank

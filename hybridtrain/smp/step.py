@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.backends import cuda
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from hybridtrain._base.precision import ThreadState
 from hybridtrain.errors import BatchError, UserError
 from hybridtrain.pipeline import HeadOutput, batch_digest
-from hybridtrain.precision import ThreadState
 from hybridtrain.smp.bodies import Body, Call, Result, current_body
 from hybridtrain.smp.microbatches import ArgumentCutter, CutArguments
 from hybridtrain.smp.model import DistributedModel, inputs_of

@@ -4,18 +4,40 @@ optimizer_step     the step, which Trainer, Session, smp and own loops are made 
 finite_check       may the optimizer step?
 non_finite         the buffers to put back if not, and where a value that is not finite began
 loss_mean          the mean loss over steps and replicas
+param_groups       groups of parameters, and several optimizers as one
+sharded_optimizer  optimizer state divided among the replicas
 """
 
 from hybridtrain.step.finite_check import FiniteCheck
-from hybridtrain.step.optimizer_step import (
-    OptimizerStep,
-    StepResult,
-    check_lr_schedule,
+from hybridtrain.step.optimizer_step import OptimizerStep, StepResult, check_lr_schedule
+from hybridtrain.step.param_groups import (
+    CombinedOptimizer,
+    check_steps_alone,
+    closure_errors_named,
+    fits,
+    keys_of_state,
+    learning_rates,
+    matching,
+    parameter_groups,
+    show_weights,
 )
+from hybridtrain.step.sharded_optimizer import ReplicaShares, ShardedOptimizer, check_sharded
 
 __all__ = [
+    "CombinedOptimizer",
     "FiniteCheck",
     "OptimizerStep",
+    "ReplicaShares",
+    "ShardedOptimizer",
     "StepResult",
     "check_lr_schedule",
+    "check_sharded",
+    "check_steps_alone",
+    "closure_errors_named",
+    "fits",
+    "keys_of_state",
+    "learning_rates",
+    "matching",
+    "parameter_groups",
+    "show_weights",
 ]

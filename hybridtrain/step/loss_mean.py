@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtrain.accelerator import put
+from hybridtrain._base.accelerator import put
 from hybridtrain.model import HybridModel, TrainStepResult
 
 

@@ -20,9 +20,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves
 
-from hybridtrain.accelerator import put
+from hybridtrain._base.accelerator import put
 from hybridtrain.graph import looks_only
-from hybridtrain.losses import BatchWeight, LossFn
+from hybridtrain.loss import BatchWeight, LossFn
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.pipeline import HeadOutput
 

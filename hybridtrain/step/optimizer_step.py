@@ -24,22 +24,22 @@ from torch.nn.parameter import Parameter
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from hybridtrain.accelerator import PendingNumbers, accelerator_of
+from hybridtrain._base.accelerator import PendingNumbers, accelerator_of
 from hybridtrain.data import Batch
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.launch import activity
-from hybridtrain.losses import LossFn, StepWeights
+from hybridtrain.loss import LossFn, StepWeights
 from hybridtrain.model import HybridModel, TrainStepResult
-from hybridtrain.param_groups import (
+from hybridtrain.pipeline import check_replicas
+from hybridtrain.step.finite_check import FiniteCheck
+from hybridtrain.step.loss_mean import LossMean
+from hybridtrain.step.non_finite import StepRecord
+from hybridtrain.step.param_groups import (
     CombinedOptimizer,
     check_steps_alone,
     closure_errors_named,
     show_weights,
 )
-from hybridtrain.pipeline import check_replicas
-from hybridtrain.step.finite_check import FiniteCheck
-from hybridtrain.step.loss_mean import LossMean
-from hybridtrain.step.non_finite import StepRecord
 
 log = logging.getLogger(__name__)
 

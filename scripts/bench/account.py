@@ -25,7 +25,7 @@ from torch import nn
 
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data import TrainLoader
-from hybridtrain.losses import cross_entropy
+from hybridtrain.loss import cross_entropy
 from hybridtrain.pipeline.engines.threads import QueueWire
 from hybridtrain.schedule import Account
 from scripts.bench.common import print_footer, print_table

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from hybridtrain.construction import construct_part
+from hybridtrain._base.construction import construct_part
 from hybridtrain.models import gpt
 from scripts.bench.common import interleave, print_footer, print_table
 

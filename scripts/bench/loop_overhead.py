@@ -26,9 +26,8 @@ from torch.utils.data import DataLoader
 
 from hybridtrain.data.loader import LoaderOptions, TrainLoader, permutation
 from hybridtrain.data.splits import InMemoryDataset, already_batched
+from hybridtrain.loop import Monitor, Trainer
 from hybridtrain.model import HybridModel
-from hybridtrain.monitor import Monitor
-from hybridtrain.trainer import Trainer
 from hybridtrain.world import World
 from scripts.bench.common import interleave, optional, print_footer, print_table, shown
 

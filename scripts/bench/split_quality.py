@@ -20,14 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models import get_model
 
-from hybridtrain.losses import cross_entropy
-from hybridtrain.machine import Cluster
+from hybridtrain.loss import cross_entropy
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
+from hybridtrain.partition import Cluster, plan
+from hybridtrain.partition.planner import COST_SOURCES
 from hybridtrain.pipeline.timeline import stage_times
-from hybridtrain.planning import plan
-from hybridtrain.planning.planner import COST_SOURCES
 from hybridtrain.world import World
 from scripts.bench.common import print_footer, print_table
 

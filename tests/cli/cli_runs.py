@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridtrain.app.cli import main
+from hybridtrain.cli.main import main
 
 LAST = "step_00000006"
 # The values that differ between two equal runs.

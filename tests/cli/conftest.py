@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.launch import SMALL, logging_as_before
 
-from hybridtrain.app.cli import main
+from hybridtrain.cli.main import main
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,11 @@ import pytest
 from cli_runs import fail
 from support.launch import SMALL, environment
 
-from hybridtrain.app.cli import main
-from hybridtrain.app.command_table import COMMANDS, FLAGS, NOT_OF_EVERY_COMMAND
-from hybridtrain.app.compose import compose_config
-from hybridtrain.app.config import Config, flat_keys
-from hybridtrain.app.resolve import OF_THE_COMMAND
+from hybridtrain.cli.commands.table import COMMANDS, FLAGS, NOT_OF_EVERY_COMMAND
+from hybridtrain.cli.config.compose import compose_config
+from hybridtrain.cli.config.resolve import OF_THE_COMMAND
+from hybridtrain.cli.config.schema import Config, flat_keys
+from hybridtrain.cli.main import main
 
 SCRIPT = Path(sys.executable).with_name("hybridtrain")
 
@@ -45,7 +45,7 @@ TYPED = {
 # Runs the console script in a process for each command, forked from one that has imported PyTorch.
 DRIVER = """
 import json, os, runpy, sys
-import torch, hybridtrain.trainer
+import torch, hybridtrain.loop.trainer
 
 for line in sys.stdin:
     folder, output, words = json.loads(line)

@@ -16,11 +16,11 @@ from support.launch import SMALL
 
 import hybridtrain.data
 from hybridtrain import World, models
-from hybridtrain.app.cli import main
-from hybridtrain.app.sweep import sweep
 from hybridtrain.checkpoint.manifest import read_manifest
 from hybridtrain.checkpoint.state import read_tree
 from hybridtrain.checkpoint.tensor_files import read_tensors
+from hybridtrain.cli.main import main
+from hybridtrain.cli.run.sweep import sweep
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch.activity import activity
 from hybridtrain.launch.watchdog import current

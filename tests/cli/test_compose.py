@@ -12,9 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from support.cases import thinned
 from support.launch import single
 
-from hybridtrain.app.cli import main
-from hybridtrain.app.compose import compose_config, to_yaml
-from hybridtrain.app.config import ClusterConfig, Config
+from hybridtrain.cli.config.compose import compose_config, to_yaml
+from hybridtrain.cli.config.schema import ClusterConfig, Config
+from hybridtrain.cli.main import main
 from hybridtrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -13,14 +13,14 @@ from omegaconf import OmegaConf
 from support.launch import SMALL
 from torch import nn
 
-from hybridtrain.app import instantiate
-from hybridtrain.app.cli import main
-from hybridtrain.app.components import (
+from hybridtrain.cli.config import targets as instantiate
+from hybridtrain.cli.config.compose import compose_config
+from hybridtrain.cli.main import main
+from hybridtrain.cli.run.components import (
     build_lr_schedule,
     build_optimizer,
     optimizer_tensors_per_param,
 )
-from hybridtrain.app.compose import compose_config
 from hybridtrain.errors import ConfigError
 
 # A user's package, which makes a file when it is imported.
@@ -74,7 +74,7 @@ def refusal(call: Callable[[], object]) -> str:
         ("model", "torch.nn.init.torch.load"),
         ("model", "torch.nn.modules.module.torch.hub.load"),
         ("model", "torch.optim.AdamW"),
-        ("model", "hybridtrain.app.cli.main"),
+        ("model", "hybridtrain.cli.main.main"),
         ("model", "hybridtrain.models.basicnet.__globals__"),
         ("data", "hybridtrain.datasets.digits.__builtins__"),
         ("data", "pathlib.Path"),
@@ -88,11 +88,11 @@ def refusal(call: Callable[[], object]) -> str:
         ("model", "torch.nn.attention._fa3._fa3_import_module"),
         ("trainer.loss", "torch.nn.attention._fa3.register_flash_attention_fa3"),
         ("trainer.loss", "torch.nn.Linear"),
-        ("trainer.loss", "hybridtrain.losses.importlib.import_module"),
+        ("trainer.loss", "hybridtrain.loss.importlib.import_module"),
         ("trainer.metrics.fid", "torchmetrics.text.BERTScore"),
         ("trainer.metrics.fid", "torchmetrics.text.bert.BERTScore"),
         ("trainer.metrics.fid", "torchmetrics.functional.text.bert_score"),
-        ("callbacks.mine", "hybridtrain.monitor.MetricsFile"),
+        ("callbacks.mine", "hybridtrain.observe.trackers.MetricsFile"),
         ("data", "hybridtrain.data.DataSplits"),
         ("model", None),
         ("model", 3),

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybridtrain.app.compose import compose_settings
-from hybridtrain.app.config import (
+from hybridtrain.cli.config.compose import compose_settings
+from hybridtrain.cli.config.resolve import settle
+from hybridtrain.cli.config.schema import (
     KEYS,
     LOADER_KEYS,
     OTHER_NAMES,
@@ -20,12 +21,11 @@ from hybridtrain.app.config import (
     with_config_keys,
     with_new_keys,
 )
-from hybridtrain.app.resolve import settle
-from hybridtrain.app.run_directory import RunLog
+from hybridtrain.cli.run.directory import RunLog
 from hybridtrain.data.fetch import worker_hangs
 from hybridtrain.errors import DataError, SplitError, WorldError
-from hybridtrain.machine import Machine
 from hybridtrain.options import PipelineOptions, TrainerOptions
+from hybridtrain.partition import Machine
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from hybridtrain import losses
-from hybridtrain.app.components import build_loss
-from hybridtrain.app.compose import compose_config
+from hybridtrain.cli.config.compose import compose_config
+from hybridtrain.cli.run.components import build_loss
 from hybridtrain.errors import ConfigError
 
 MY_LOSSES = """
 from torch.nn import functional as F
-from hybridtrain.losses import SumLoss
+from hybridtrain.loss import SumLoss
 
 def focal(output, targets, gamma=2.0):
     return gamma * F.cross_entropy(output, targets)

@@ -11,14 +11,14 @@ from omegaconf import OmegaConf
 from support.launch import SMALL, torchrun
 from support.wandb_files import offline_runs
 
-from hybridtrain.app.cli import main
-from hybridtrain.app.compose import compose_config
+from hybridtrain.cli.config.compose import compose_config
+from hybridtrain.cli.main import main
 
 QUICK = [*SMALL, "trainer.steps=2"]
 RUN = Path("outputs/digits")
 
 OWN = '''
-from hybridtrain.monitor import Monitor
+from hybridtrain.observe.trackers import Monitor
 
 
 class Told(Monitor):

@@ -12,12 +12,12 @@ from omegaconf import OmegaConf
 from support.cases import thorough
 from support.launch import SMALL
 
-from hybridtrain.app.cli import main
-from hybridtrain.app.compose import compose_config, hydra_quoted, to_yaml
-from hybridtrain.app.resolve import settle
-from hybridtrain.app.run_directory import RunDirectory
-from hybridtrain.app.run_lock import RunLock
-from hybridtrain.app.sweep import sweep_of
+from hybridtrain.cli.config.compose import compose_config, hydra_quoted, to_yaml
+from hybridtrain.cli.config.resolve import settle
+from hybridtrain.cli.main import main
+from hybridtrain.cli.run.directory import RunDirectory
+from hybridtrain.cli.run.lock import RunLock
+from hybridtrain.cli.run.sweep import sweep_of
 from hybridtrain.errors import ConfigError
 
 

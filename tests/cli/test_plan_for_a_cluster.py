@@ -13,11 +13,11 @@ from PIL import Image
 from support.cases import thinned
 from support.launch import SMALL
 
-from hybridtrain.app import pricing
-from hybridtrain.app.cli import main
-from hybridtrain.app.config import ClusterConfig
-from hybridtrain.planning import LayerCost
-from hybridtrain.planning.cost_table import given_costs
+from hybridtrain.cli.config.schema import ClusterConfig
+from hybridtrain.cli.main import main
+from hybridtrain.cli.run import pricing
+from hybridtrain.partition import LayerCost
+from hybridtrain.partition.cost_table import given_costs
 
 
 def words_of(told):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybridtrain.app.cli import main
+from hybridtrain.cli.main import main
 
 SHORT = ["world.devices=cpu", "trainer.epochs=1"]
 

@@ -12,9 +12,9 @@ import yaml
 from support.browser import BrowserPage
 from support.launch import SMALL
 
-from hybridtrain.app.cli import main
+from hybridtrain.cli.main import main
 from hybridtrain.errors import DataError
-from hybridtrain.report import RunRecord, write_report
+from hybridtrain.observe import RunRecord, write_report
 
 
 def words(page: str) -> str:
@@ -133,7 +133,7 @@ def test_a_run_that_has_not_ended_has_a_page_of_what_there_is(
 
 def test_warnings_are_listed_with_the_number_of_times(finished: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(finished, tmp_path / "warned"))
-    line = "2026-01-02 03:04:05,678 WARNING hybridtrain.trainer: a <slow> disk\n"
+    line = "2026-01-02 03:04:05,678 WARNING hybridtrain.loop.trainer: a <slow> disk\n"
     for rank in (0, 1):
         with open(run / "logs" / f"rank_{rank:03d}.log", "a") as log:
             log.write(line)
@@ -169,7 +169,7 @@ def test_a_run_whose_page_cannot_be_drawn_is_complete_and_names_the_command(
     def fails(*arguments: object) -> None:
         raise KeyError("train/loss")
 
-    monkeypatch.setattr("hybridtrain.report.charts.curves", fails)
+    monkeypatch.setattr("hybridtrain.observe.report.charts.curves", fails)
     assert main([*SMALL, "monitor.report=true", "trainer.steps=2"]) == 0
     assert Path("outputs/digits/summary.json").exists()
     assert "To write it: hybridtrain report outputs/digits" in capfd.readouterr().err

@@ -11,11 +11,11 @@ from omegaconf import OmegaConf
 from support.launch import SMALL
 
 from hybridtrain import models
-from hybridtrain.app import commands
-from hybridtrain.app.compose import compose_config
-from hybridtrain.app.config import Config
-from hybridtrain.app.resolve import Settings
-from hybridtrain.files import write_atomically
+from hybridtrain._base.files import write_atomically
+from hybridtrain.cli.commands import of_a_run as commands
+from hybridtrain.cli.config.compose import compose_config
+from hybridtrain.cli.config.resolve import Settings
+from hybridtrain.cli.config.schema import Config
 from hybridtrain.schedule import Account
 
 

@@ -8,8 +8,8 @@ import pytest
 from cli_runs import LAST, assert_same_checkpoint, learned, succeed
 from support.launch import SMALL
 
-from hybridtrain.app.cli import main
-from hybridtrain.evaluation import evaluate as evaluate_model
+from hybridtrain.cli.main import main
+from hybridtrain.loop import evaluate as evaluate_model
 
 
 def end(capfd, code, *arguments):
@@ -63,7 +63,7 @@ def test_an_interrupted_last_evaluation_is_made_up_for(finished, tmp_path, capfd
 
     options = [*SMALL, "trainer.eval_every=6"]
     with monkeypatch.context() as patch:
-        patch.setattr("hybridtrain.trainer.evaluate", interrupt)
+        patch.setattr("hybridtrain.loop.trainer.evaluate", interrupt)
         message = end(capfd, 75, *options)
     assert "interrupted at step 6 of 6 by SIGTERM: saved" in message
     succeed(capfd, *options)

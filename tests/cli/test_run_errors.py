@@ -10,9 +10,9 @@ from cli_runs import fail
 from support.cases import thinned
 from support.launch import SMALL
 
-from hybridtrain.app import build
-from hybridtrain.app.cli import main
-from hybridtrain.app.compose import compose_config
+from hybridtrain.cli.config.compose import compose_config
+from hybridtrain.cli.main import main
+from hybridtrain.cli.run import build
 
 
 @pytest.mark.parametrize(

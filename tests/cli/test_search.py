@@ -19,10 +19,10 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.trial import TrialState
 from support.launch import SMALL, environment
 
-from hybridtrain.app.cli import main
-from hybridtrain.app.compose import parse_overrides
-from hybridtrain.app.config import SearchConfig
-from hybridtrain.app.search import _space
+from hybridtrain.cli.commands.search import _space
+from hybridtrain.cli.config.compose import parse_overrides
+from hybridtrain.cli.config.schema import SearchConfig
+from hybridtrain.cli.main import main
 from hybridtrain.errors import DivergedError
 
 TRIAL = """

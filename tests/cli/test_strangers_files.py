@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.launch import SMALL
 
-from hybridtrain.app.cli import main
+from hybridtrain.cli.main import main
 
 EVIL = "\x1b]0;title\x07\x1b[2J"
 DAMAGE = {

@@ -16,12 +16,12 @@ import yaml
 from cli_runs import fail
 from support.cases import thinned
 
-from hybridtrain.app.cli import main
-from hybridtrain.app.compose import compose_config
-from hybridtrain.app.config import Config, PipelineConfig, SubmitConfig, WorldConfig
-from hybridtrain.app.job import JobRun, _ranges, batch_script, layout_of
-from hybridtrain.app.results import read_sweep
-from hybridtrain.app.submit import submit as send
+from hybridtrain.cli.commands.results import read_sweep
+from hybridtrain.cli.commands.submit import submit as send
+from hybridtrain.cli.config.compose import compose_config
+from hybridtrain.cli.config.schema import Config, PipelineConfig, SubmitConfig, WorldConfig
+from hybridtrain.cli.main import main
+from hybridtrain.cli.run.job import JobRun, _ranges, batch_script, layout_of
 from hybridtrain.errors import ConfigError
 
 Calls = Callable[[str], list[list[str]]]
@@ -268,7 +268,7 @@ def test_a_sweep_that_another_submit_has_written_meanwhile_is_not_sent(
             path.write_text("seed=1\n")
         return found
 
-    monkeypatch.setattr("hybridtrain.app.submit.read_sweep", read_and_be_late)
+    monkeypatch.setattr("hybridtrain.cli.commands.submit.read_sweep", read_and_be_late)
     error = fail(capfd, "submit", "--multirun", "recipe=digits", "optim.lr=1e-3,1e-2")
     assert "in the meantime, and nothing is sent: give the same command again" in error
     assert slurm("sbatch") == []

@@ -51,10 +51,10 @@ def test_a_config_may_name_the_usual_models_optimizers_losses_and_metrics(tried:
         "trainer.metrics": ["torchmetrics.F1Score", "torchmetrics.Perplexity"],
         "trainer.loss": [
             *("torch.nn.CrossEntropyLoss", "torch.nn.functional.l1_loss"),
-            "hybridtrain.losses.nll",
+            "hybridtrain.loss.nll",
         ],
-        "callbacks": ["hybridtrain.callbacks.EMA"],
-        "monitor": ["hybridtrain.monitor.WandB", "hybridtrain.monitor.MLflow"],
+        "callbacks": ["hybridtrain.loop.callbacks.EMA"],
+        "monitor": ["hybridtrain.observe.trackers.WandB", "hybridtrain.observe.trackers.MLflow"],
     }
     for key, paths in wanted.items():
         assert set(paths) - set(tried["called"][key]) == set(), key

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from support import forked
 from support.launch import COMMAND_LINE, SMALL, environment, forked_command, torchrun
 
-from hybridtrain.app.cli import main
+from hybridtrain.cli.main import main
 
 QUICK = [*SMALL, "monitor.tensorboard=false"]
 
@@ -92,7 +92,7 @@ def test_a_mistake_is_reported_once_and_not_by_every_rank(arguments: list[str], 
     errors = [text for text in ended.stderr.splitlines() if text.startswith("error: ")]
     assert len(errors) == 1
     assert re.match(line, errors[0])
-    assert "hybridtrain/app/cli.py" not in ended.stderr  # no traceback of the ranks
+    assert "hybridtrain/cli/main.py" not in ended.stderr  # no traceback of the ranks
     assert not Path("outputs").exists()
 
 

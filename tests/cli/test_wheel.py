@@ -10,7 +10,7 @@ import pytest
 import yaml
 from support.launch import SMALL, environment
 
-from hybridtrain.app.command_table import COMMANDS
+from hybridtrain.cli.commands.table import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hybridtrain"
@@ -116,8 +116,8 @@ def test_the_wheel_has_the_console_script_and_the_types(installed: Path) -> None
 
 
 HELP_OF_EACH = """
-from hybridtrain.app.cli import main
-from hybridtrain.app.command_table import COMMANDS
+from hybridtrain.cli.main import main
+from hybridtrain.cli.commands.table import COMMANDS
 for name, command in COMMANDS.items():
     command.load()
     assert main([name, "--help"]) == 0

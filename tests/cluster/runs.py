@@ -30,7 +30,7 @@ def build():
 """
 GPUS = """
 import os
-from hybridtrain.devices import choose_devices
+from hybridtrain._base.devices import choose_devices
 from hybridtrain.launch.environment import detect
 seen = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
 launch = detect(os.environ)

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from support.launch import SMALL, each_cell, forked_command, forked_script
 from support.small_data import write_images
 
-from hybridtrain.app.cli import main
 from hybridtrain.checkpoint.tensor_files import read_tensors
+from hybridtrain.cli.main import main
 
 QUICK = [*SMALL, "monitor.tensorboard=false", "pipeline.nb_part=2"]
 ACROSS = "world.engine=distributed"

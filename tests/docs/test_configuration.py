@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 from pages import ROOT
 
-from hybridtrain.app.compose import compose_config
+from hybridtrain.cli.config.compose import compose_config
 from scripts import options
 
 

@@ -10,9 +10,9 @@ import pytest
 from pages import PAGES, ROOT, blocks, name
 from support.cases import thinned
 
-from hybridtrain.app.cli import COMMANDS, main
-from hybridtrain.app.compose import compose_config, sweep_choices
-from hybridtrain.app.instantiate import TARGETS
+from hybridtrain.cli.config.compose import compose_config, sweep_choices
+from hybridtrain.cli.config.targets import TARGETS
+from hybridtrain.cli.main import COMMANDS, main
 from hybridtrain.world import World
 
 RECIPE = ROOT / "recipes" / "python_source_gpt.yaml"

@@ -15,10 +15,10 @@ from support.checkpoint_files import content_of, writers
 from support.training import assert_same, rich_net, trainer
 from test_checkpoint_crash import Crash, power, prepare
 
-from hybridtrain.callbacks.base import Callback
 from hybridtrain.checkpoint.state_table import HostCopies
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError, step_of
 from hybridtrain.errors import CheckpointError, Interrupted
+from hybridtrain.loop.callbacks.base import Callback
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

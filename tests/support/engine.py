@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data.loader import TrainLoader
-from hybridtrain.monitor import Monitor
+from hybridtrain.loop import Monitor
 from support.compare import cpu_world
 from support.nets import WIDTH, regression
 

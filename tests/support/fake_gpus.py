@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridtrain import World
-from hybridtrain import accelerator as door
-from hybridtrain.accelerator import PeakMemory
+from hybridtrain._base import accelerator as door
+from hybridtrain._base.accelerator import PeakMemory
 from hybridtrain.pipeline import transfer
 
 # A mode, and what fake tensors ask it, is for one thread; the stages have several.
@@ -84,7 +84,7 @@ class _Stream:
 
 
 class FakeGPUs:
-    """Some devices; see `hybridtrain.accelerator.Accelerator`.
+    """Some devices; see `hybridtrain._base.accelerator.Accelerator`.
 
     Args:
         kind: "cuda", or "cpu" for `cpu:0`, `cpu:1`, ...

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hybridtrain import Session, World
-from hybridtrain.losses import cross_entropy
+from hybridtrain.loss import cross_entropy
 from support.training import data, rich_net
 
 FOLDER = Path(__file__).parents[2] / "examples" / "heights"

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridtrain.app import instantiate
+from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.errors import ConfigError
 
 MARKER = "hostile_marker"
@@ -42,9 +42,9 @@ PACKAGES = {
     "optim": ("torch.optim",),
     "lr_schedule": ("torch.optim",),
     "trainer.metrics": ("torchmetrics",),
-    "trainer.loss": ("torch.nn", "hybridtrain.losses"),
-    "callbacks": ("hybridtrain.callbacks", "hybridtrain.monitor"),
-    "monitor": ("hybridtrain.callbacks", "hybridtrain.monitor"),
+    "trainer.loss": ("torch.nn", "hybridtrain.loss"),
+    "callbacks": ("hybridtrain.loop.callbacks", "hybridtrain.observe.trackers"),
+    "monitor": ("hybridtrain.loop.callbacks", "hybridtrain.observe.trackers"),
 }
 
 # Parameters that read a file or start a download, as documented: `load_data` checks a tokenizer.

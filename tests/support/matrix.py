@@ -21,10 +21,10 @@ from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtrain import HybridModel, World
+from hybridtrain._base.microbatch import chunk_sizes, split
+from hybridtrain._base.precision import AUTOCAST, autocast
 from hybridtrain.graph.segment import layers_of
-from hybridtrain.microbatch import chunk_sizes, split
 from hybridtrain.pipeline.layer_rng import LayerRNG
-from hybridtrain.precision import AUTOCAST, autocast
 from hybridtrain.schedule import STAGES_PER_DEVICE
 
 from .compare import micro_batches

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybridtrain import losses
-from hybridtrain.losses import SumLoss
+from hybridtrain._base.skip import pop, stash
+from hybridtrain.loss import SumLoss
 from hybridtrain.models import transformer
-from hybridtrain.skip import pop, stash
 
 WIDTH = 6
 VOCABULARY = 11

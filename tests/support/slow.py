@@ -8,8 +8,8 @@ from torch import nn
 
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data import TrainLoader
-from hybridtrain.losses import cross_entropy
-from hybridtrain.monitor import Monitor
+from hybridtrain.loop import Monitor
+from hybridtrain.loss import cross_entropy
 from hybridtrain.schedule import Account
 
 

@@ -1,7 +1,7 @@
 """Devices that compute while the host runs ahead, on a CPU: `cpu:0`, `cpu:1`, ...
 
-They drive the engines through `hybridtrain.accelerator`, as CUDA does. On the host a tensor of
-such a device is shape, strides and a block of memory. An operation works out the shapes of its
+They drive the engines through `hybridtrain._base.accelerator`, as CUDA does. On the host a tensor
+of such a device is shape, strides and a block of memory. An operation works out the shapes of its
 results, takes memory for them and goes into a stream, whose worker thread computes on that memory
 later. As with CUDA's allocator, memory goes back when the host drops the tensor: at once to the
 stream that it was allocated in, to others when the streams noted by `record_stream` have come so
@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
-from hybridtrain import accelerator as door
-from hybridtrain.accelerator import PeakMemory
+from hybridtrain._base import accelerator as door
+from hybridtrain._base.accelerator import PeakMemory
 from hybridtrain.pipeline.layer_rng import default_generator_lock
 
 PATIENCE_S = 30
@@ -192,7 +192,7 @@ class DeviceTensor(Tensor):
 
 
 class StandInGPUs:
-    """Some devices `cpu:0`, `cpu:1`, ...; see `hybridtrain.accelerator.Accelerator`.
+    """Some devices `cpu:0`, `cpu:1`, ...; see `hybridtrain._base.accelerator.Accelerator`.
 
     Args:
         count: how many.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain import HybridModel, World
-from hybridtrain.microbatch import chunk_sizes, split
+from hybridtrain._base.microbatch import chunk_sizes, split
 
 WIDTH, SAMPLES, CHUNKS = 6, 7, 3
 

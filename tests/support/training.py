@@ -5,10 +5,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.app.components import build_lr_schedule
+from hybridtrain.cli.run.components import build_lr_schedule
 from hybridtrain.data.loader import EvalLoader, TrainLoader
-from hybridtrain.losses import accuracy, cross_entropy
-from hybridtrain.monitor import Monitor
+from hybridtrain.loop import Monitor
+from hybridtrain.loss import accuracy, cross_entropy
 
 # in batches of 4 or 6, no micro-batch of these has one sample, which BatchNorm refuses
 SAMPLES = 28

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridtrain.errors import SplitError
-from hybridtrain.planning.costs import LayerCost
-from hybridtrain.planning.objective import (
+from hybridtrain.partition.costs import LayerCost
+from hybridtrain.partition.objective import (
     INFINITY,
     Objective,
     best_cut,

@@ -11,11 +11,11 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from hybridtrain.app.pricing import machine_of
+from hybridtrain.cli.run.pricing import machine_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.models import transformer
-from hybridtrain.planning.layout import Choices, Job
-from hybridtrain.planning.priced import find_plans
+from hybridtrain.price.layout import Choices, Job
+from hybridtrain.price.plan_table import find_plans
 from scripts.bench.grid import __main__ as command
 from scripts.bench.grid import worker
 from scripts.bench.grid.cells import Cell, grid, stage_layers, why_impossible

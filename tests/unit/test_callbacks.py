@@ -12,7 +12,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.callbacks import (
+from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint.tensor_files import read_tensors
+from hybridtrain.data.loader import EvalLoader
+from hybridtrain.errors import CheckpointError, ConfigError
+from hybridtrain.loop import (
     EMA,
     SWA,
     BestWeights,
@@ -25,11 +29,7 @@ from hybridtrain.callbacks import (
     Mfu,
     Plateau,
 )
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.checkpoint.tensor_files import read_tensors
-from hybridtrain.data.loader import EvalLoader
-from hybridtrain.errors import CheckpointError, ConfigError
-from hybridtrain.losses import cross_entropy
+from hybridtrain.loss import cross_entropy
 from hybridtrain.model import TrainStepResult
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

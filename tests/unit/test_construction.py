@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torchvision import models
 
-from hybridtrain.construction import construct_part
+from hybridtrain._base.construction import construct_part
 from hybridtrain.models.gpt import gpt
 
 
@@ -223,7 +223,7 @@ def test_errors_are_those_of_the_constructor():
 PEAK = """
 import resource, torch
 from torch import nn
-from hybridtrain.construction import construct_part
+from hybridtrain._base.construction import construct_part
 def peak():
     return next(
         int(line.split()[1]) * 1024

@@ -8,13 +8,12 @@ from support.compare import assert_same_gradients, hybrid
 from torch import nn
 from torch.nn import functional as F
 
-from hybridtrain.app.components import build_lr_schedule
 from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.cli.run.components import build_lr_schedule
 from hybridtrain.data.loader import EvalLoader, LoaderOptions, TrainLoader
 from hybridtrain.data.splits import InMemoryDataset, already_batched
 from hybridtrain.errors import ConfigError, SplitError
-from hybridtrain.evaluation import evaluate
-from hybridtrain.trainer import Trainer
+from hybridtrain.loop import Trainer, evaluate
 
 ROWS = LoaderOptions(collate=already_batched)
 

@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 from hybridtrain.graph.chain import ChainBuilder
-from hybridtrain.machine import Machine
 from hybridtrain.models import gpt
-from hybridtrain.planning import LayerCost, cost_table
-from hybridtrain.planning.cost_table import measured_costs
-from hybridtrain.planning.costs import LayerProfiler
-from hybridtrain.planning.layout import Choices, Job
-from hybridtrain.planning.priced import find_plans
+from hybridtrain.partition import LayerCost, Machine, cost_table
+from hybridtrain.partition.cost_table import measured_costs
+from hybridtrain.partition.costs import LayerProfiler
+from hybridtrain.price.layout import Choices, Job
+from hybridtrain.price.plan_table import find_plans
 
 CPU = torch.device("cpu")
 MACHINE = Machine(device="cpu", devices_per_node=2, flops_per_s={"fp32": 1e10}, operator_s=0.0)

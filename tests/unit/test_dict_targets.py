@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from hybridtrain import HybridModel, Trainer
 from hybridtrain.data import EvalLoader, TrainLoader
-from hybridtrain.losses import SumLoss
+from hybridtrain.loss import SumLoss
 from hybridtrain.options import LoaderOptions
 
 OBJECTS = [2, 0, 1, 3, 1, 0, 2, 4]

@@ -8,8 +8,8 @@ from typing import NoReturn
 
 import pytest
 
-from hybridtrain._torch_private import HashStore
-from hybridtrain.app import error_report
+from hybridtrain._base.torch_private import HashStore
+from hybridtrain.cli.run import errors as error_report
 from hybridtrain.launch import signals
 from hybridtrain.launch.job import Job, this_process
 from hybridtrain.launch.watchdog import Watchdog

@@ -8,16 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from hybridtrain._torch_private import TorchDispatchMode
+from hybridtrain._base.torch_private import TorchDispatchMode
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.graph.segment import layers_of
-from hybridtrain.machine import Cluster
 from hybridtrain.models import gpt, transformer
 from hybridtrain.options import PipelineOptions
-from hybridtrain.planning import LayerCost, plan
-from hybridtrain.planning.costs import LayerProfiler
-from hybridtrain.planning.estimates import count_chain, estimate_costs
+from hybridtrain.partition import Cluster, LayerCost, plan
+from hybridtrain.partition.costs import LayerProfiler
+from hybridtrain.partition.estimates import count_chain, estimate_costs
 
 CPU = torch.device("cpu")
 ARITHMETIC = {"flops_per_s": 1e9, "bytes_per_s": float("inf")}

@@ -15,10 +15,10 @@ from torch.utils.data import Dataset, IterableDataset
 from hybridtrain import HybridModel, World
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.errors import ConfigError
-from hybridtrain.evaluation import evaluate, predict
 from hybridtrain.launch.activity import activity
-from hybridtrain.losses import METRICS, accuracy, cross_entropy
-from hybridtrain.monitor import MetricsFile
+from hybridtrain.loop import evaluate, predict
+from hybridtrain.loss import METRICS, accuracy, cross_entropy
+from hybridtrain.observe import MetricsFile
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

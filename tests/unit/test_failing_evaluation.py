@@ -8,12 +8,11 @@ import torch
 from support.training import Recorder, assert_same_run, cosine, data, rich_net, trainer
 from torch.utils.data import Dataset
 
-from hybridtrain.callbacks import BestWeights, Callback, EarlyStopping
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.data.loader import EvalLoader
-from hybridtrain.losses import accuracy, cross_entropy
-from hybridtrain.metrics import Accuracy
-from hybridtrain.monitor import MetricsFile, Monitors
+from hybridtrain.loop import BestWeights, Callback, EarlyStopping, Monitors
+from hybridtrain.loss import Accuracy, accuracy, cross_entropy
+from hybridtrain.observe import MetricsFile
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.files import atomic_folder
+from hybridtrain._base.files import atomic_folder
 
 
 @pytest.mark.parametrize("error", [OSError("no space"), KeyboardInterrupt()])

@@ -11,7 +11,7 @@ from torch import nn
 
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.errors import BatchError
-from hybridtrain.evaluation import predict
+from hybridtrain.loop import predict
 
 KINDS = [kind for kind in CASES if kind not in ("u_net", "tied_gpt")]
 

@@ -12,7 +12,7 @@ from hybridtrain import HybridModel, World
 from hybridtrain.data import EvalLoader
 from hybridtrain.datasets.hf_datasets import Padded
 from hybridtrain.errors import DataError
-from hybridtrain.generation import generate
+from hybridtrain.loop import generate
 from hybridtrain.options import LoaderOptions
 
 LENGTHS = (5, 2, 7, 3, 4)

@@ -16,20 +16,20 @@ from support.stand_in_gpus import on_host, stand_in_gpus
 from torch import nn
 
 from hybridtrain import HybridModel, World
-from hybridtrain.accelerator import Cuda
-from hybridtrain.app import build
-from hybridtrain.app.config import Config
+from hybridtrain._base.accelerator import Cuda
+from hybridtrain._base.devices import check_not_shared
 from hybridtrain.checkpoint.state import checkpoint_files
 from hybridtrain.checkpoint.state_table import HostCopies
+from hybridtrain.cli.config.schema import Config
+from hybridtrain.cli.run import build
 from hybridtrain.data import as_loader
-from hybridtrain.devices import check_not_shared
 from hybridtrain.errors import BatchError, WorldError
 from hybridtrain.graph.segment import layers_of
+from hybridtrain.loop import RunStats
 from hybridtrain.options import PipelineOptions
+from hybridtrain.partition.costs import LayerProfiler
 from hybridtrain.pipeline import layer_rng, pipeline
 from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
-from hybridtrain.planning.costs import LayerProfiler
-from hybridtrain.training import RunStats
 
 
 class GPUGenerator:

@@ -15,7 +15,7 @@ from hybridtrain.data import EvalLoader, TrainLoader
 from hybridtrain.data.stream import example_batch
 from hybridtrain.datasets import hf_datasets
 from hybridtrain.errors import DataError, UserError
-from hybridtrain.losses import cross_entropy
+from hybridtrain.loss import cross_entropy
 from hybridtrain.options import LoaderOptions
 
 datasets = pytest.importorskip("datasets")

@@ -9,7 +9,7 @@ from support.compare import hybrid
 from torch import nn
 from torch.nn import functional as F
 
-from hybridtrain._torch_private import InterceptedDraws, find_random_operations
+from hybridtrain._base.torch_private import InterceptedDraws, find_random_operations
 from hybridtrain.pipeline.layer_rng import DrawsOf, LayerRNG
 
 

@@ -1,6 +1,6 @@
 """Signs of life: which process is gone, as others see it and as it sees itself."""
 
-from hybridtrain._torch_private import HashStore
+from hybridtrain._base.torch_private import HashStore
 from hybridtrain.launch.job import Job
 from hybridtrain.launch.watchdog import BEAT_S, Liveness
 

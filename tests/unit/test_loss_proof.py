@@ -19,7 +19,7 @@ from torch import nn
 
 from hybridtrain import HybridModel
 from hybridtrain.errors import BatchError, ConfigError, UserError
-from hybridtrain.losses import MeanLoss, SumLoss, nll, resolve
+from hybridtrain.loss import MeanLoss, SumLoss, nll, resolve
 from hybridtrain.model import check_loss_function
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 from hybridtrain import HybridModel
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.errors import BatchError, ConfigError, DataError
-from hybridtrain.evaluation import evaluate
-from hybridtrain.losses import MeanLoss, SumLoss, accuracy, cross_entropy
+from hybridtrain.loop import evaluate
+from hybridtrain.loss import MeanLoss, SumLoss, accuracy, cross_entropy
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

@@ -8,8 +8,8 @@ from socket import socket
 
 import pytest
 
-from hybridtrain import _torch_private
-from hybridtrain._torch_private import HashStore
+from hybridtrain._base import torch_private as _torch_private
+from hybridtrain._base.torch_private import HashStore
 from hybridtrain.errors import Rank0UserError, WorldError
 from hybridtrain.launch import environment, free_port, meeting
 from hybridtrain.launch.environment import Launch

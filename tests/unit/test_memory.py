@@ -11,8 +11,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridtrain import HybridModel, World
+from hybridtrain._base.tensors import count_saved, storage_id
 from hybridtrain.schedule import peak_in_flight
-from hybridtrain.tensors import count_saved, storage_id
 
 CHUNKS = [4, 8, 16, 32]
 WIDTH = 4

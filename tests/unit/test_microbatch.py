@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_flatten
 
 from hybridtrain import shared
+from hybridtrain._base.microbatch import batch_size, chunk_sizes, merge, split
 from hybridtrain.errors import BatchError
-from hybridtrain.microbatch import batch_size, chunk_sizes, merge, split
 
 
 def batch_of(rows):

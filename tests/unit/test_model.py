@@ -14,8 +14,8 @@ from torch import nn
 import hybridtrain
 from hybridtrain import HybridModel, PipelineOptions, World
 from hybridtrain.errors import BatchError, ConfigError, UserError
+from hybridtrain.partition.plan import table
 from hybridtrain.pipeline.engines import InlineEngine, ThreadEngine
-from hybridtrain.planning.plan import table
 
 LIBRARY = str(Path(hybridtrain.__file__).parent)
 

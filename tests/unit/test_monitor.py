@@ -17,14 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.monitor import (
-    MetricsFile,
-    Monitor,
-    Monitors,
-    Progress,
-    TensorBoard,
-    TimelineFiles,
-)
+from hybridtrain.loop import Monitor, Monitors
+from hybridtrain.observe import MetricsFile, Progress, TensorBoard, TimelineFiles
 from hybridtrain.schedule import Account, Action, Span, Spans
 
 
@@ -213,7 +207,7 @@ def test_tensorboard_drops_all_points_of_an_earlier_run_on_a_fresh_start(tmp_pat
 
 
 def test_importing_the_monitors_does_not_import_tensorboard() -> None:
-    source = "import sys, hybridtrain.monitor; print('tensorboard' in sys.modules)"
+    source = "import sys, hybridtrain.observe.trackers; print('tensorboard' in sys.modules)"
     output = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, check=True
     ).stdout

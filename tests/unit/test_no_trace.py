@@ -13,10 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.machine import Cluster
 from hybridtrain.options import PipelineOptions
-from hybridtrain.planning import costs, planner
-from hybridtrain.planning.planner import plan
+from hybridtrain.partition import Cluster, costs, planner
+from hybridtrain.partition.planner import plan
 
 WIDTH = 6
 MEASURED = [

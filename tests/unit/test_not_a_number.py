@@ -14,7 +14,7 @@ from torch import nn
 
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.errors import ConfigError, DivergedError, Interrupted
-from hybridtrain.losses import cross_entropy
+from hybridtrain.loss import cross_entropy
 from hybridtrain.step.non_finite import BufferSnapshot, non_finite_names
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

@@ -54,7 +54,7 @@ TRAINER = """
 def by_trainer(directory):
     from pathlib import Path
     from hybridtrain import HybridModel, Loader, Trainer, World
-    from hybridtrain.monitor import MetricsFile, TimelineFiles
+    from hybridtrain.observe.trackers import MetricsFile, TimelineFiles
     world = World.from_env()
     torch.manual_seed(0)
     model = HybridModel(Net(), world)
@@ -65,7 +65,7 @@ def by_trainer(directory):
     Trainer(model, optimizer, loss_fn, loader, steps=3, log_every=1, callbacks=files).fit()
     world.close()
 notebook_launcher(by_trainer, (RUN,), num_processes=2, nb_part=2)
-from hybridtrain.notebook import curves_of, show_run
+from hybridtrain.observe.notebook import curves_of, show_run
 show_run(RUN)
 print("same", [value for _, value in curves_of(RUN)["train/loss"]] == losses)
 """

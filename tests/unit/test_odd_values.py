@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from hybridtrain import shared
+from hybridtrain._base.values import named_leaves
 from hybridtrain.errors import BatchError, SplitError, UserError
-from hybridtrain.values import named_leaves
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

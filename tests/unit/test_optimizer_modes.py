@@ -15,9 +15,8 @@ from hybridtrain import HybridModel, Session, Trainer
 from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.data import Batch, EvalLoader, Loader
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.evaluation import evaluate
-from hybridtrain.param_groups import CombinedOptimizer
-from hybridtrain.step import OptimizerStep
+from hybridtrain.loop import evaluate
+from hybridtrain.step import CombinedOptimizer, OptimizerStep
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from hybridtrain import HybridModel
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.losses import MeanLoss, model_output
-from hybridtrain.losses.transformers_counts import count_of_output
+from hybridtrain.loss import MeanLoss, model_output
+from hybridtrain.loss.transformers_counts import count_of_output
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

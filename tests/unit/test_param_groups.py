@@ -5,10 +5,10 @@ import torch
 from support.training import assert_same, assert_same_run, cosine, moments, plain_net, trainer
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.app.components import build_model_optimizer
 from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.cli.run.components import build_model_optimizer
 from hybridtrain.errors import ConfigError
-from hybridtrain.param_groups import CombinedOptimizer, parameter_groups
+from hybridtrain.step import CombinedOptimizer, parameter_groups
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

@@ -12,33 +12,32 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset
 from torchvision.models import resnet50
 
-from hybridtrain.construction import construct_on_meta
+from hybridtrain._base.construction import construct_on_meta
 from hybridtrain.data import largest_batch
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph import ChainBuilder
-from hybridtrain.losses import cross_entropy
-from hybridtrain.machine import GIB, Machine
+from hybridtrain.loss import cross_entropy
 from hybridtrain.models import gpt
-from hybridtrain.planning import (
+from hybridtrain.partition import GIB, LossOfStep, Machine
+from hybridtrain.partition.cost_table import (
+    count_layers,
+    counted_costs,
+    counted_costs_of_one_size,
+    given_costs,
+)
+from hybridtrain.partition.costs import LayerCost, LayerSize
+from hybridtrain.price import (
     Choices,
     Job,
     Layout,
-    LossOfStep,
     find_layouts,
     find_plans,
     fully_sharded,
     model_costs,
     proposed,
 )
-from hybridtrain.planning.cost_table import (
-    count_layers,
-    counted_costs,
-    counted_costs_of_one_size,
-    given_costs,
-)
-from hybridtrain.planning.costs import LayerCost, LayerSize
-from hybridtrain.planning.price import price
-from hybridtrain.planning.stage_needs import DeviceMemory, device_memory, most_temporary
+from hybridtrain.price.price import price
+from hybridtrain.price.stage_needs import DeviceMemory, device_memory, most_temporary
 from scripts.bench.planning import literature
 from scripts.bench.planning.run import ALLOCATED, allocated_peak
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from hybridtrain.monitor import pictures
-from hybridtrain.monitor.pictures import NodesPoint, draw_plan
+from hybridtrain.observe import pictures
+from hybridtrain.observe.pictures import NodesPoint, draw_plan
 from hybridtrain.schedule import make_schedule, simulate
 
 MIB = 2**20

@@ -14,9 +14,9 @@ from torch import nn
 from hybridtrain import HybridModel, World, partition, set_partition
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.chain import ChainBuilder
-from hybridtrain.machine import Cluster
 from hybridtrain.options import PipelineOptions
-from hybridtrain.planning import (
+from hybridtrain.partition import (
+    Cluster,
     LayerCost,
     Plan,
     Planner,
@@ -24,8 +24,8 @@ from hybridtrain.planning import (
     balance_by_time,
     plan,
 )
-from hybridtrain.planning.costs import LayerProfiler
-from hybridtrain.planning.plan import table
+from hybridtrain.partition.costs import LayerProfiler
+from hybridtrain.partition.plan import table
 
 WIDTH, ROWS = 8, 6
 MEASURED = ["time", "memory", "balanced"]
@@ -50,7 +50,7 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def _fake_clock(monkeypatch):
-    monkeypatch.setattr("hybridtrain.planning.costs.perf_counter", CLOCK)
+    monkeypatch.setattr("hybridtrain.partition.costs.perf_counter", CLOCK)
 
 
 class Slow(nn.Linear):
@@ -117,7 +117,7 @@ def assert_trains_as_whole(model, whole):
 
 def test_planning_imports_neither_an_engine_nor_a_process_group():
     code = (
-        "import sys, hybridtrain.planning\n"
+        "import sys, hybridtrain.partition\n"
         "above = ('hybridtrain.pipeline', 'hybridtrain.world', 'hybridtrain.model', 'hydra')\n"
         "print([name for name in sys.modules if name.startswith(above)])"
     )
@@ -332,7 +332,7 @@ def test_only_a_chain_that_looks_even_is_timed_carefully_and_cut_by_those_times(
 
 
 def test_after_the_last_expansion_the_layers_are_still_timed_carefully(careful, monkeypatch):
-    monkeypatch.setattr("hybridtrain.planning.planner.MAX_EXPANSIONS", 0)
+    monkeypatch.setattr("hybridtrain.partition.planner.MAX_EXPANSIONS", 0)
     found = planned(nn.Sequential(Block(0), Block(30)), 2, samples(), split="time")
     assert found.expand == []
     assert len(careful) == 1

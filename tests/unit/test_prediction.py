@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridtrain.app.pricing import beside_measured, prediction_in_words
-from hybridtrain.machine import Machine
+from hybridtrain.cli.run.pricing import beside_measured, prediction_in_words
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
-from hybridtrain.planning import LayerCost
-from hybridtrain.planning.layout import Job, Layout
-from hybridtrain.planning.price import Prediction, predict_step, why_not_priced
+from hybridtrain.partition import LayerCost, Machine
+from hybridtrain.price.layout import Job, Layout
+from hybridtrain.price.price import Prediction, predict_step, why_not_priced
 from hybridtrain.world import World
 
 LAYOUT = Layout(2, chunks=4)

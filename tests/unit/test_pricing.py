@@ -10,20 +10,26 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridtrain.app.config import ClusterConfig
+from hybridtrain.cli.config.schema import ClusterConfig
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.chain import ChainBuilder
-from hybridtrain.machine import Cluster, Machine
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
-from hybridtrain.planning import LayerCost, Plan, plan
-from hybridtrain.planning.cost_table import counted_costs, given_costs
-from hybridtrain.planning.costs import LayerSize
-from hybridtrain.planning.estimates import count_chain
-from hybridtrain.planning.layout import Choices, Job, Layout, layouts
-from hybridtrain.planning.price import ALIKE, _Search, find_layouts, least_step_ms, price, spread_of
-from hybridtrain.planning.priced import find_plans
-from hybridtrain.planning.stage_needs import device_memory, most_in_flight, stage_times
+from hybridtrain.partition import Cluster, LayerCost, Machine, Plan, plan
+from hybridtrain.partition.cost_table import counted_costs, given_costs
+from hybridtrain.partition.costs import LayerSize
+from hybridtrain.partition.estimates import count_chain
+from hybridtrain.price.layout import Choices, Job, Layout, layouts
+from hybridtrain.price.plan_table import find_plans
+from hybridtrain.price.price import (
+    ALIKE,
+    _Search,
+    find_layouts,
+    least_step_ms,
+    price,
+    spread_of,
+)
+from hybridtrain.price.stage_needs import device_memory, most_in_flight, stage_times
 from hybridtrain.schedule import (
     Durations,
     divided_backwards,

@@ -8,10 +8,10 @@ from support.slow import SlowData
 from torch import nn
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.callbacks import Profile
 from hybridtrain.data import TrainLoader
 from hybridtrain.errors import ConfigError
-from hybridtrain.losses import cross_entropy
+from hybridtrain.loop import Profile
+from hybridtrain.loss import cross_entropy
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

@@ -19,8 +19,9 @@ import pytest
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
-from hybridtrain.app import run_directory  # noqa: F401, it sets the lock of the terminal's lines
-from hybridtrain.monitor import Progress, Throughput
+from hybridtrain.cli.run import directory as run_directory  # noqa: F401, it sets the lock of the terminal's lines
+from hybridtrain.loop import Throughput
+from hybridtrain.observe import Progress
 
 # --- progress -----------------------------------------------------------------------------------
 

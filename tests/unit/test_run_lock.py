@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.app import run_lock
-from hybridtrain.app.run_lock import RunLock
+from hybridtrain.cli.run import lock as run_lock
+from hybridtrain.cli.run.lock import RunLock
 from hybridtrain.errors import UserError
 
 HOLD = """
 import sys
 from pathlib import Path
-from hybridtrain.app.run_lock import RunLock
+from hybridtrain.cli.run.lock import RunLock
 RunLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 sys.stdin.read()

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Weighte
 
 from hybridtrain import HybridModel, Loader, Session, Trainer, World
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError, DataError
-from hybridtrain.losses import cross_entropy
+from hybridtrain.loss import cross_entropy
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

@@ -18,11 +18,11 @@ from support.compare import (
 from support.nets import Pop, Stash, TanhLinear, regression, skip_chain
 from torch import nn
 
+from hybridtrain._base.skip import pop, stash
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.segment import layers_of
 from hybridtrain.pipeline.engines import threads
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link, crossing, links_between, routes
-from hybridtrain.skip import pop, stash
 
 SPLITS = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (1, 3)]  # (nb_part, stages_per_device)
 CHECKPOINTS = ["never", "except_last", "always", {"every": 1}, {"every": 2}]

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from hybridtrain.precision import ThreadState
+from hybridtrain._base.precision import ThreadState
 from hybridtrain.smp.bodies import Body, current_body
 
 

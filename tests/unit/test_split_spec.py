@@ -6,10 +6,9 @@ from torch import nn
 
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.segment import Layer, layers_of
-from hybridtrain.machine import Cluster
 from hybridtrain.options import PipelineOptions
-from hybridtrain.planning import plan
-from hybridtrain.planning.manual_split import counts_by_patterns, split_layers
+from hybridtrain.partition import Cluster, plan
+from hybridtrain.partition.manual_split import counts_by_patterns, split_layers
 
 ALL = [(layers, parts) for layers in range(1, 41) for parts in range(1, 9)]
 

@@ -11,16 +11,11 @@ from torch import nn
 
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data import TrainLoader
-from hybridtrain.losses import cross_entropy
-from hybridtrain.monitor import Monitor, TensorBoard, Throughput, TimelineFiles
+from hybridtrain.loop import Monitor, Throughput, advice, run_stats
+from hybridtrain.loop.run_stats import DeviceAccount, around_pipeline, own_times, slow_replica
+from hybridtrain.loss import cross_entropy
+from hybridtrain.observe import TensorBoard, TimelineFiles
 from hybridtrain.schedule import Account, Span
-from hybridtrain.training import advice, run_stats
-from hybridtrain.training.run_stats import (
-    DeviceAccount,
-    around_pipeline,
-    own_times,
-    slow_replica,
-)
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -303,7 +298,7 @@ def test_the_advice_of_a_recorded_step_is_found_once_for_all_monitors(monkeypatc
 def test_a_step_does_not_last_longer_because_its_timeline_is_drawn(monkeypatch):
     monkeypatch.setattr(Pictures, "seconds", 0.0)
     monkeypatch.setattr(
-        "hybridtrain.trainer.Throughput", lambda: Throughput(clock=lambda: Pictures.seconds)
+        "hybridtrain.loop.trainer.Throughput", lambda: Throughput(clock=lambda: Pictures.seconds)
     )
     ours = trained(callbacks=[Pictures()], timeline_every=2)
     assert Pictures.seconds > 0

@@ -15,7 +15,7 @@ from hybridtrain.data.loader import EvalLoader
 from hybridtrain.data.stream import StreamLoader
 from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.launch.activity import activity
-from hybridtrain.losses import cross_entropy
+from hybridtrain.loss import cross_entropy
 from hybridtrain.options import LoaderOptions
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

@@ -14,10 +14,10 @@ from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data.loader import TrainLoader
-from hybridtrain.monitor import Monitor
-from hybridtrain.monitor.pictures import COLOURS, WAITS, draw, draw_accounts
-from hybridtrain.monitor.tensorboard import TensorBoard
-from hybridtrain.monitor.timeline import TimelineFiles, chrome_trace, spans_of_trace
+from hybridtrain.loop import Monitor
+from hybridtrain.observe.pictures import COLOURS, WAITS, draw, draw_accounts
+from hybridtrain.observe.timeline import TimelineFiles, chrome_trace, spans_of_trace
+from hybridtrain.observe.trackers.tensorboard import TensorBoard
 from hybridtrain.pipeline import Timeline
 from hybridtrain.pipeline import timeline as timeline_module
 from hybridtrain.schedule import Action, Span, bubble_fraction, make_schedule, simulate

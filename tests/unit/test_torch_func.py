@@ -7,7 +7,7 @@ import torch
 from support.compare import assert_same_gradients, hybrid, plain_step
 from torch import nn
 
-from hybridtrain.tensors import count_saved
+from hybridtrain._base.tensors import count_saved
 
 WIDTH = 6
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from support.wandb_files import offline_runs
 
-from hybridtrain import trainer
 from hybridtrain.errors import ConfigError, Interrupted
-from hybridtrain.monitor import CSVFile, MLflow, Monitor, Tracker, WandB, call_hook
+from hybridtrain.loop import Monitor, call_hook, trainer
+from hybridtrain.observe import CSVFile, MLflow, Tracker, WandB
 from hybridtrain.schedule import Action, Span
 
 CONFIG = "seed: 3\noptim:\n  lr: 0.1\n  betas: [0.9, 0.99]\n  eps: null\n"
@@ -221,7 +221,7 @@ def test_the_end_of_an_interrupted_run_waits_for_all_services_less_than_others_w
         def is_alive(self) -> bool:
             return True
 
-    monkeypatch.setattr("hybridtrain.monitor.tracker.monotonic", lambda: now)
+    monkeypatch.setattr("hybridtrain.observe.trackers.tracker.monotonic", lambda: now)
     services = [Service(tmp_path), Service(tmp_path)]
     for service in services:
         service.patience_s = 30
@@ -257,7 +257,7 @@ def test_a_service_that_refuses_is_one_warning(
 def test_reports_that_nobody_takes_do_not_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridtrain.monitor.tracker._MOST_WAITING", 3)
+    monkeypatch.setattr("hybridtrain.observe.trackers.tracker._MOST_WAITING", 3)
     service = Service(tmp_path, answers=False)
     service.start(total_steps=None, first_step=0, texts={})
     while service._waiting.qsize() < 3:  # the thread has taken the first

@@ -24,10 +24,10 @@ from torch import nn
 
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import ConfigError
-from hybridtrain.losses import cross_entropy
-from hybridtrain.monitor import MetricsFile, Throughput
+from hybridtrain.loop import Throughput, TrainerOptions
+from hybridtrain.loss import cross_entropy
+from hybridtrain.observe import MetricsFile
 from hybridtrain.step.finite_check import FiniteCheck
-from hybridtrain.trainer import TrainerOptions
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

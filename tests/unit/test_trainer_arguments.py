@@ -10,12 +10,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import EvalLoader, HybridModel, Loader, Trainer
-from hybridtrain.callbacks import EMA, BestWeights, Callback, EarlyStopping
 from hybridtrain.data.loader import TrainLoader
 from hybridtrain.data.stream import StreamLoader
 from hybridtrain.errors import ConfigError
-from hybridtrain.losses import accuracy
-from hybridtrain.monitor import Monitor
+from hybridtrain.loop import EMA, BestWeights, Callback, EarlyStopping, Monitor
+from hybridtrain.loss import accuracy
 
 DATA = TensorDataset(floats(8, 4), floats(8, 2, seed=1))
 

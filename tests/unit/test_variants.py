@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from support.traced import WIDTH, assert_same, call, hybrid, linear, loss_of, names, samples
 from torch import Tensor, nn
 
+from hybridtrain._base.microbatch import chunk_sizes, split
 from hybridtrain.errors import BatchError, SplitError
-from hybridtrain.microbatch import chunk_sizes, split
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain._torch_private import HashStore
+from hybridtrain._base.torch_private import HashStore
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.launch import job, watchdog
 from hybridtrain.launch.activity import Activity, activity, end_process

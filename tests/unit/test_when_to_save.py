@@ -27,10 +27,10 @@ from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.errors import ConfigError, Interrupted
 from hybridtrain.launch.activity import activity
 from hybridtrain.launch.job import Job
+from hybridtrain.loop import interruption
+from hybridtrain.loop.checkpoints import BestCheckpoint
+from hybridtrain.loop.interruption import Interruptions
 from hybridtrain.options import TrainerOptions, seconds
-from hybridtrain.training import interruption
-from hybridtrain.training.checkpoints import BestCheckpoint
-from hybridtrain.training.interruption import Interruptions
 from hybridtrain.world import World
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

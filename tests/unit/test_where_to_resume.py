@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybridtrain.app import run_directory
-from hybridtrain.app.components import load_data
-from hybridtrain.app.config import Config
-from hybridtrain.app.run_directory import checkpoint_to_resume
 from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.cli.config.schema import Config
+from hybridtrain.cli.run import directory as run_directory
+from hybridtrain.cli.run.components import load_data
+from hybridtrain.cli.run.directory import checkpoint_to_resume
 from hybridtrain.errors import CheckpointError, ConfigError, DataError
 from hybridtrain.world import World
 
@@ -106,7 +106,7 @@ def test_each_node_fetches_the_data_that_is_not_on_its_disk(
         def on_main(self, action):
             return action() if self.is_main else None
 
-    monkeypatch.setattr("hybridtrain.app.instantiate.build", build)
+    monkeypatch.setattr("hybridtrain.cli.config.targets.build", build)
     config = Config(data={"_target_": "x", "download": True}, model={}, optim={})
     assert load_data(config, Rank(rank=rank, local_rank=local_rank)) == "data"
     assert asked == downloads

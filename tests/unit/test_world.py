@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hybridtrain import world as world_module
-from hybridtrain.devices import check_nb_part, choose_devices
+from hybridtrain._base.devices import check_nb_part, choose_devices
 from hybridtrain.errors import WorldError
 from hybridtrain.launch.environment import Launch, detect, first_host
 from hybridtrain.world import World

@@ -25,8 +25,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from hybridtrain._torch_private import draws_here, leave_draws, profiled
-from hybridtrain.accelerator import Accelerator, Event
+from hybridtrain._base.accelerator import Accelerator, Event
+from hybridtrain._base.skip import skip_scope
+from hybridtrain._base.torch_private import draws_here, leave_draws, profiled
 from hybridtrain.launch import LaneActivity
 from hybridtrain.pipeline.engine import Step
 from hybridtrain.pipeline.links import Route
@@ -34,7 +35,6 @@ from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.timeline import Mark, mark
 from hybridtrain.pipeline.transfer import Inputs
 from hybridtrain.schedule import WORDS, Action, Schedule, peak_in_flight
-from hybridtrain.skip import skip_scope
 
 # Micro-batches beyond those that a stage holds: one is queued while another is computed.
 SLACK = 1

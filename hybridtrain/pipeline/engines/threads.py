@@ -38,8 +38,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hybridtrain._torch_private import CallerModes
-from hybridtrain.accelerator import accelerator_of
+from hybridtrain._base.accelerator import accelerator_of
+from hybridtrain._base.torch_private import CallerModes
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import LaneActivity, activity, ends_at_once
 from hybridtrain.pipeline import transfer

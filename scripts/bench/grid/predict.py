@@ -9,24 +9,23 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from hybridtrain.app import instantiate
-from hybridtrain.app.components import optimizer_tensors_per_param
-from hybridtrain.app.compose import compose_config
-from hybridtrain.app.config import Config
-from hybridtrain.app.pricing import machine_of
-from hybridtrain.construction import construct_on_meta
+from hybridtrain._base.construction import construct_on_meta
+from hybridtrain.cli.config import targets as instantiate
+from hybridtrain.cli.config.compose import compose_config
+from hybridtrain.cli.config.schema import Config
+from hybridtrain.cli.run.components import optimizer_tensors_per_param
+from hybridtrain.cli.run.pricing import machine_of
 from hybridtrain.data.stream import example_batch
 from hybridtrain.graph.chain import ChainBuilder
-from hybridtrain.machine import GIB, Machine
-from hybridtrain.planning import LayerCost
-from hybridtrain.planning.cost_table import (
+from hybridtrain.partition import GIB, LayerCost, Machine
+from hybridtrain.partition.cost_table import (
     CostTable,
     counted_costs,
     given_costs,
     measured_costs,
 )
-from hybridtrain.planning.layout import Job, Layout
-from hybridtrain.planning.price import Price, price
+from hybridtrain.price.layout import Job, Layout
+from hybridtrain.price.price import Price, price
 from scripts.bench.grid.cells import Cell, stage_layers, why_impossible
 from scripts.bench.grid.results import MEMORY, Outcome
 from scripts.bench.grid.reviews import synthetic_reviews

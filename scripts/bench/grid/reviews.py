@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hybridtrain.app.components import load_data
-from hybridtrain.app.config import Config
+from hybridtrain.cli.config.schema import Config
+from hybridtrain.cli.run.components import load_data
 from hybridtrain.data.splits import DataSplits, InMemoryDataset
 from hybridtrain.datasets.imdb import with_mask
 from hybridtrain.errors import UserError

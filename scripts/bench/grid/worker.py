@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.app import instantiate
-from hybridtrain.app.components import build_model_optimizer
-from hybridtrain.app.compose import compose_config
+from hybridtrain._base.files import write_atomically
+from hybridtrain.cli.config import targets as instantiate
+from hybridtrain.cli.config.compose import compose_config
+from hybridtrain.cli.run.components import build_model_optimizer
 from hybridtrain.data.loader import TrainLoader
-from hybridtrain.files import write_atomically
 from hybridtrain.model import HybridModel
 from hybridtrain.world import World
 from scripts.bench.common import mean_loss

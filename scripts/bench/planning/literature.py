@@ -17,15 +17,15 @@ import torch
 import transformers
 from torch import nn
 
-from hybridtrain.app.compose import compose_config
-from hybridtrain.app.pricing import machine_of
-from hybridtrain.construction import construct_on_meta
-from hybridtrain.losses import cross_entropy
-from hybridtrain.machine import Machine
+from hybridtrain._base.construction import construct_on_meta
+from hybridtrain._base.text_table import markdown_table
+from hybridtrain.cli.config.compose import compose_config
+from hybridtrain.cli.run.pricing import machine_of
+from hybridtrain.loss import cross_entropy
 from hybridtrain.models import gpt
-from hybridtrain.planning import CostTable, Job, Layout, LossOfStep, fully_sharded, model_costs
-from hybridtrain.planning.price import price
-from hybridtrain.text_table import markdown_table
+from hybridtrain.partition import CostTable, LossOfStep, Machine
+from hybridtrain.price import Job, Layout, fully_sharded, model_costs
+from hybridtrain.price.price import price
 
 MEGATRON_1 = "Megatron-LM, table 1"
 MEGATRON_2 = "the same, table 2: ZeRO-3"

@@ -23,24 +23,23 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torchvision.models import resnet18
 
-from hybridtrain.app.pricing import measured as measured_rates
+from hybridtrain._base.precision import autocast
+from hybridtrain.cli.run.pricing import measured as measured_rates
 from hybridtrain.graph.chain import ChainBuilder
-from hybridtrain.losses import cross_entropy
-from hybridtrain.machine import Machine
+from hybridtrain.loss import cross_entropy
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
-from hybridtrain.planning import LayerCost
-from hybridtrain.planning.cost_table import (
+from hybridtrain.partition import LayerCost, Machine
+from hybridtrain.partition.cost_table import (
     LossOfStep,
     count_layers,
     counted_costs,
     given_costs,
     measured_costs,
 )
-from hybridtrain.planning.layout import Job, Layout
-from hybridtrain.planning.price import price
-from hybridtrain.planning.stage_needs import device_memory, most_temporary
-from hybridtrain.precision import autocast
+from hybridtrain.price.layout import Job, Layout
+from hybridtrain.price.price import price
+from hybridtrain.price.stage_needs import device_memory, most_temporary
 from hybridtrain.world import World
 from scripts.bench import schedule_efficiency as emulated_devices
 from scripts.bench.common import Processes, mean_loss, print_footer, print_table, timed

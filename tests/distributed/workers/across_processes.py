@@ -34,15 +34,14 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, World
-from hybridtrain._torch_private import get_default_store
+from hybridtrain._base.torch_private import get_default_store
 from hybridtrain.checkpoint.saving import save_checkpoint as save
 from hybridtrain.checkpoint.state import restore_checkpoint as restore
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.errors import BatchError, ConfigError, WorldError
-from hybridtrain.evaluation import evaluate
-from hybridtrain.losses import cross_entropy
-from hybridtrain.metrics import Accuracy
+from hybridtrain.loop import evaluate
+from hybridtrain.loss import Accuracy, cross_entropy
 from hybridtrain.pipeline import read_timelines, timeline
 from hybridtrain.schedule import Account
 from hybridtrain.step.non_finite import StepRecord, find_origin

@@ -12,12 +12,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hybridtrain import EvalLoader, HybridModel, Trainer, World
-from hybridtrain.callbacks import EarlyStopping
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import TrainLoader
-from hybridtrain.losses import cross_entropy
-from hybridtrain.metrics import Accuracy
-from hybridtrain.monitor import MetricsFile
+from hybridtrain.loop import EarlyStopping
+from hybridtrain.loss import Accuracy, cross_entropy
+from hybridtrain.observe import MetricsFile
 
 folder, engine, who, failing = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 EVALUATED = (2, 4, 6)

@@ -13,10 +13,10 @@ from support.training import assert_same, data, plain_net
 from torch.utils.data import DataLoader
 
 from hybridtrain import EvalLoader, HybridModel, Loader, Session, Trainer, World
-from hybridtrain.callbacks import EMA, Freeze, GradientNorms
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import UserError
-from hybridtrain.losses import cross_entropy
+from hybridtrain.loop import EMA, Freeze, GradientNorms
+from hybridtrain.loss import cross_entropy
 
 cells = Cells()
 

@@ -14,7 +14,7 @@ from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.checkpoint import store as store_module
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import TrainLoader
-from hybridtrain.losses import cross_entropy
+from hybridtrain.loss import cross_entropy
 
 
 def main(folder: Path, background: bool) -> None:

@@ -14,7 +14,7 @@ from support.training import Recorder, data, rich_net, trainer
 
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import DivergedError, Interrupted
-from hybridtrain.losses import cross_entropy
+from hybridtrain.loss import cross_entropy
 from hybridtrain.step.non_finite import non_finite_names
 
 cells = Cells()

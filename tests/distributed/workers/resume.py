@@ -12,11 +12,11 @@ from torch.utils.data import TensorDataset
 from torchmetrics.utilities import dim_zero_cat
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.app.components import build_lr_schedule
 from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.cli.run.components import build_lr_schedule
 from hybridtrain.data.loader import EvalLoader, TrainLoader
-from hybridtrain.evaluation import evaluate
-from hybridtrain.losses import accuracy, cross_entropy
+from hybridtrain.loop import evaluate
+from hybridtrain.loss import accuracy, cross_entropy
 
 STEPS = 10
 COSINE = {

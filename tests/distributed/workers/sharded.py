@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 from hybridtrain import HybridModel, ShardedOptimizer, Trainer, World
 from hybridtrain.data.loader import EvalLoader, TrainLoader
 from hybridtrain.errors import ConfigError, UserError
-from hybridtrain.evaluation import predict
-from hybridtrain.losses import accuracy, cross_entropy
+from hybridtrain.loop import predict
+from hybridtrain.loss import accuracy, cross_entropy
 from hybridtrain.pipeline.agreement import check_replicas
 
 torch.set_num_threads(1)

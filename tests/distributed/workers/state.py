@@ -34,8 +34,8 @@ from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.data.stream import StreamLoader
 from hybridtrain.errors import ConfigError, UserError
-from hybridtrain.evaluation import evaluate
-from hybridtrain.losses import accuracy
+from hybridtrain.loop import evaluate
+from hybridtrain.loss import accuracy
 from hybridtrain.options import LoaderOptions
 from hybridtrain.pipeline.agreement import check_replicas
 from hybridtrain.schedule import Account

@@ -1,0 +1,201 @@
+"""Devices that compute while the host runs ahead: their streams, events, copies and memory.
+
+All that the engines ask of such a device goes through an `Accelerator`, of which CUDA's is here. On
+the CPU, which computes when it is told to, there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """A place in the work of a stream."""
+
+    def synchronize(self) -> None:
+        """Has the host wait until the device has come to it."""
+
+    def elapsed_time(self, end: Self) -> float:
+        """Returns the milliseconds from this event to `end`; both were made with `timing`."""
+
+
+class Stream(Protocol):
+    """Work of a device, done in the order in which it was queued."""
+
+    def wait_event(self, event: Any) -> None:
+        """Has later work of this stream wait for `event`."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Has later work of this stream wait for what is queued in `stream` now."""
+
+
+class PeakMemory(NamedTuple):
+    """The most bytes of a device so far: given out to tensors, and held by the allocator."""
+
+    allocated: int
+    reserved: int
+
+
+class Accelerator(Protocol):
+    """One kind of devices, for the engines; only `synchronize` waits for one."""
+
+    def has(self, device: torch.device) -> bool:
+        """Returns whether `device` is one of this kind."""
+        ...
+
+    def new_stream(self, device: torch.device) -> Stream:
+        """Returns a new stream."""
+        ...
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """Returns the stream that this thread queues work of `device` in."""
+        ...
+
+    def default_stream(self, device: torch.device) -> Stream:
+        """Returns the stream that a new thread queues work of `device` in."""
+        ...
+
+    def using(self, streams: Iterable[Stream]) -> AbstractContextManager[object]:
+        """Makes each of `streams` the current one of its device, in this thread."""
+        ...
+
+    def record_event(self, stream: Stream, timing: bool = False) -> Event:
+        """Returns an event behind what is queued in `stream`."""
+        ...
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        """Keeps the memory of `tensor`, once it is dropped, until `stream` has come to this point.
+
+        The allocator knows of the stream that the memory was allocated in alone.
+        """
+        ...
+
+    def copy(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Returns a copy on `device`, made in the current streams of both devices."""
+        ...
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Returns a copy in CPU memory, there when the current stream has come to this point."""
+        ...
+
+    def set_device(self, device: torch.device) -> None:
+        """Makes `device` this thread's current one."""
+        ...
+
+    def synchronize(self, device: torch.device) -> None:
+        """Has the host wait until all streams of `device` are done."""
+        ...
+
+    def peak_memory(self, device: torch.device) -> PeakMemory:
+        """Returns the peak memory since `reset_peak_memory`, of all that uses `device`."""
+        ...
+
+    def total_memory(self, device: torch.device) -> int:
+        """Returns the bytes of memory that `device` has."""
+        ...
+
+    def reset_peak_memory(self, device: torch.device) -> None:
+        """Begins to count the peak anew."""
+        ...
+
+
+class Cuda:
+    """CUDA devices; see `Accelerator`."""
+
+    def has(self, device: torch.device) -> bool:
+        return device.type == "cuda"
+
+    def new_stream(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.Stream(device)
+
+    def current_stream(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(device)
+
+    def default_stream(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.default_stream(device)
+
+    @contextmanager
+    def using(self, streams: Iterable[Any]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for stream in streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+    def record_event(self, stream: Any, timing: bool = False) -> torch.cuda.Event:
+        # a host that waits for it sleeps: each stage's thread would keep a CPU core busy otherwise
+        event = torch.cuda.Event(enable_timing=timing, blocking=True)
+        event.record(stream)
+        return event
+
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
+        tensor.record_stream(stream)
+
+    def copy(self, tensor: Tensor, device: torch.device) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", non_blocking=True)  # into pinned memory, which PyTorch takes for it
+
+    def set_device(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+
+    def peak_memory(self, device: torch.device) -> PeakMemory:
+        return PeakMemory(
+            torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        )
+
+    def total_memory(self, device: torch.device) -> int:
+        return int(torch.cuda.get_device_properties(device).total_memory)
+
+    def reset_peak_memory(self, device: torch.device) -> None:
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+ACCELERATORS: list[Accelerator] = [Cuda()]
+"""The kinds of devices that are known; the tests add one."""
+
+
+def accelerator_of(device: torch.device) -> Accelerator | None:
+    """Returns what drives `device`; None for the CPU."""
+    return next((one for one in ACCELERATORS if one.has(device)), None)
+
+
+def put(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns `tensor` on `device`; the host does not wait for a copy to one that runs behind."""
+    if tensor.device == device:
+        return tensor
+    accelerator = accelerator_of(device)
+    if accelerator is None:  # what the host reads must have arrived
+        return tensor.to(device)
+    return accelerator.copy(tensor, device)
+
+
+class PendingNumbers:
+    """Numbers on their way from a device: copied in its queue now, waited for when they are read.
+
+    Args:
+        values: 0-dim tensors on one device.
+    """
+
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        stacked = torch.stack([value.detach().double() for value in values])
+        accelerator = accelerator_of(stacked.device)
+        self._ready: Event | None = None
+        self._copy = stacked
+        if accelerator is not None:
+            self._copy = accelerator.to_host(stacked)
+            self._ready = accelerator.record_event(accelerator.current_stream(stacked.device))
+
+    def numbers(self) -> list[float]:
+        """Returns the numbers."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._copy.tolist()

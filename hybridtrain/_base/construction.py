@@ -1,0 +1,298 @@
+"""Construction of a model in a process that will own only a part of it.
+
+In `construct_part`, `build` runs twice. The first run, on the meta device, only tells which of the
+parameters that the constructor registers or clones end up under names that the process owns. The
+second run is plain construction, but of the parameters that are not owned only the last one written
+keeps its memory; the others get it back while an operation works on them. So every random operation
+draws into memory of the full size, and the generator moves on as always.
+
+Nobody knows what was in a dropped parameter. So what is computed from its content is dropped too.
+If anything dropped is alive at the end, or the constructor asked for its value, the model is built
+plainly instead. A wrong guess of the first run costs time and memory, never a value.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import random
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tag, Tensor, UntypedStorage, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from hybridtrain._base.torch_private import TorchDispatchMode
+from hybridtrain.errors import SplitError
+
+log = logging.getLogger("hybridtrain")
+
+_BLOCK = 1 << 16  # random numbers of a stand-in for a parameter, before they repeat
+_TRIM = 1 << 24  # so many are freed before the allocator is asked to give them to the system
+# Results of these operations, or how much they draw, may depend on content in ways that cannot be
+# followed; but some only overwrite their first argument.
+_UNPREDICTABLE = {Tag.nondeterministic_seeded, Tag.data_dependent_output, Tag.dynamic_output_shape}
+_RANDOM_FILLS = ("normal", "uniform", "random", "exponential", "geometric", "cauchy", "log_normal")
+_FILLS = {f"aten::{name}_" for name in (*_RANDOM_FILLS, "zero", "fill")}
+# Ways to a tensor's memory that are not operations.
+_READS = ("numpy", "data_ptr", "__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__")
+
+
+def construct_part(build: Callable[[], nn.Module], owns: Callable[[str], bool]) -> nn.Module:
+    """Returns `build()` with memory and values only for what this process owns.
+
+    Owned parameters and buffers have bitwise the initial values of plain construction, and
+    PyTorch's default generator ends where plain construction ends. The others become meta tensors
+    with the same shapes, dtypes, `requires_grad` and ties, which cannot be read. A parameter with
+    several names is owned if one of its names is.
+
+    Beside what is owned, construction needs memory for one operation on the largest parameter and
+    for the buffers of the whole model. A constructor that looks at the values of a parameter, or
+    computes others from it, is run plainly, with the memory of the whole model; the log says why
+    at the debug level.
+
+    Args:
+        build: makes the model on the CPU. It may run three times, and must draw from the default
+            generators of PyTorch, NumPy or Python, or from generators that it makes itself.
+        owns: whether this process owns the parameter or buffer of this qualified name.
+    """
+    draws = default_generators()
+    try:
+        unowned = iter(_unowned(build, owns))
+        rewind(draws)
+        dropping = _Dropping(lambda storage: next(unowned, False))
+        net = _without_rest(dropping.run(build), owns)
+        gc.collect()
+        if dropping.read or dropping.sizes:  # the constructor may have caught the error of a read
+            raise RuntimeError(dropping.read or "something is computed from a parameter not owned")
+    except Exception as error:  # plain construction works, or shows the constructor's own error
+        log.debug("the model is built whole, as a part of it cannot be: %r", error)
+    else:
+        return net
+    rewind(draws)
+    return _without_rest(build(), owns)
+
+
+def construct_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """Returns `build()` on the meta device: its structure and shapes, without values.
+
+    The default generators of PyTorch, NumPy and Python are left as they were.
+
+    Raises:
+        SplitError: a parameter is on another device, as where `build` returns a module that was
+            there before.
+        Exception: raised by a constructor that needs values.
+    """
+    draws = default_generators()
+    try:
+        with torch.device("meta"):
+            net = _Dropping(lambda storage: None).run(build)
+    finally:
+        rewind(draws)
+    for name, parameter in net.named_parameters():
+        if not parameter.is_meta:
+            raise SplitError(f"parameter {name} is made on the device {parameter.device}")
+    return net
+
+
+def default_generators() -> tuple[Tensor, Any, Any]:
+    """Returns the states of the default generators of PyTorch, Python and NumPy."""
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def rewind(states: tuple[Tensor, Any, Any]) -> None:
+    """Sets the default generators back to what `default_generators` returned."""
+    ours, pythons, numpys = states
+    torch.set_rng_state(ours)
+    random.setstate(pythons)
+    np.random.set_state(numpys)
+
+
+def give_back_memory() -> None:
+    """Gives memory that was freed to the system; glibc keeps what lies between small pieces."""
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def stand_in(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns values for a tensor on the meta device, on `device`.
+
+    They are random, of the usual size of weights, and a repeated block of numbers, since drawing
+    all of them would take longer than a forward.
+    """
+    value = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    if not value.is_floating_point():
+        return value
+    if value.dim() < 2:
+        return value.fill_(1)
+    block = torch.rand(_BLOCK, generator=torch.Generator().manual_seed(0)).to(device)
+    bound = (3 * len(value) / value.numel()) ** 0.5  # keeps the variance of what it multiplies
+    flat = value.view(-1)
+    whole = len(flat) // _BLOCK * _BLOCK
+    numbers = (2 * block - 1) * bound
+    flat[:whole].view(-1, _BLOCK).copy_(numbers)
+    flat[whole:].copy_(numbers[: len(flat) - whole])
+    return value
+
+
+def _unowned(build: Callable[[], nn.Module], owns: Callable[[str], bool]) -> list[bool]:
+    """Returns, for each parameter that is registered or cloned, whether it ends up as not owned.
+
+    What ends up without a name, as a template that a constructor copies, does not.
+    """
+    seen: list[UntypedStorage] = []
+    with torch.device("meta"):
+        net = _Dropping(lambda storage: seen.append(storage)).run(build)
+    named = [(name, storage) for name, t in _named_tensors(net) for storage in _storages(t)]
+    owned = {storage for name, storage in named if owns(name)}
+    unowned = {storage for _, storage in named} - owned
+    return [storage in unowned for storage in seen]
+
+
+def _without_rest(net: nn.Module, owns: Callable[[str], bool]) -> nn.Module:
+    """Puts meta tensors where `net` has parameters and buffers that are not owned."""
+    drop_values([net], [tensor for name, tensor in _named_tensors(net) if owns(name)])
+    return net
+
+
+def drop_values(modules: Iterable[nn.Module], keep: Iterable[Tensor]) -> None:
+    """Puts meta tensors where `modules` have parameters and buffers that are not in `keep`.
+
+    They have the same shapes, dtypes and ties; parameters also the same `requires_grad`.
+    """
+    new = {id(tensor): tensor for tensor in keep}
+    for module in {part: None for one in modules for part in one.modules()}:
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its tensors cannot be replaced
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None or not _storages(tensor):
+                    continue
+                if id(tensor) not in new:
+                    meta = torch.empty_like(tensor, device="meta")
+                    if isinstance(tensor, nn.Parameter):
+                        meta = nn.Parameter(meta, tensor.requires_grad)
+                    meta.__dict__.update(tensor.__dict__)
+                    new[id(tensor)] = meta
+                    new[id(meta)] = meta
+                if isinstance(module, nn.RNNBase):  # notes its weights a second time
+                    setattr(module, name, new[id(tensor)])
+                else:
+                    table[name] = new[id(tensor)]  # type: ignore[assignment]
+
+
+class _Dropping(TorchDispatchMode):
+    """Runs a constructor in which some storages have memory only while operations use them.
+
+    Attributes:
+        sizes: of the storages without memory, in bytes.
+        read: the error of a read of one of them, if there was any.
+    """
+
+    def __init__(self, drops: Callable[[UntypedStorage], bool | None]) -> None:
+        """`drops` is told of every parameter that is registered or cloned, and says which drop."""
+        super().__init__()
+        self.sizes: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()
+        self.read = ""
+        self._drops = drops
+        self._last: UntypedStorage | None = None
+        self._freed = 0
+
+    def run(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """Returns `build()`."""
+        hook = register_module_parameter_registration_hook(lambda _, name, p: self._made(p))
+        with self, _Reads(self), hook:
+            return build()
+
+    def check_not_read(self, what: str, values: object) -> None:
+        """Raises an error if there is a storage without memory in `values`."""
+        if self._dropped(values):
+            self.read = f"{what} needs the values of a parameter not owned"
+            raise RuntimeError(self.read)
+
+    def _dropped(self, values: object) -> set[UntypedStorage]:
+        return {storage for storage in _storages(values) if storage in self.sizes}
+
+    def _made(self, tensor: Tensor) -> None:
+        for storage in _storages(tensor):
+            if self._drops(storage):
+                self._keep_last(storage)
+
+    def _keep_last(self, storage: UntypedStorage) -> None:
+        last, self._last = self._last, storage
+        if last is not None and last is not storage:
+            self._drop(last)
+        self.sizes.pop(storage, None)
+
+    def _drop(self, storage: UntypedStorage) -> None:
+        if storage.nbytes():
+            self.sizes[storage] = storage.nbytes()
+            storage.resize_(0)
+            self._freed += self.sizes[storage]
+        if self._freed > _TRIM:
+            self._freed = 0
+            give_back_memory()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or PyTorch loads its compiler, which takes 1.5 seconds and 150 MiB
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name
+        if name in _FILLS and args[0].is_meta:
+            return args[0]  # on meta PyTorch would load its compiler for it
+        dropped = self._dropped((args, kwargs))
+        if not dropped or name.endswith("_like") or name.startswith("aten::new_"):
+            result = func(*args, **kwargs)  # the content of what is dropped does not matter
+        else:
+            if not _UNPREDICTABLE.isdisjoint(func.tags) and name not in _FILLS:
+                self.check_not_read(name, (args, kwargs))
+            for storage in dropped:
+                storage.resize_(self.sizes[storage])
+            result = func(*args, **kwargs)
+            if name in _FILLS and result.nbytes == _storages(result)[0].nbytes():
+                self._keep_last(*_storages(result))  # all of it is known again
+            else:
+                arguments = zip(args, func._schema.arguments, strict=False)
+                written = [given for given, a in arguments if a.is_write]  # `out` is the result
+                for storage in {*dropped, *_storages((result, written))}:
+                    self._drop(storage)
+        if name == "aten::clone":  # as `copy.deepcopy` does, which registers nothing
+            self._made(result)
+        return result
+
+
+class _Reads(TorchFunctionMode):
+    """Notices reads of a storage without memory that are not operations."""
+
+    def __init__(self, dropping: _Dropping) -> None:
+        super().__init__()
+        self._dropping = dropping
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in _READS:
+            self._dropping.check_not_read(func.__name__, args)
+        return func(*args, **(kwargs or {}))
+
+
+def _named_tensors(net: nn.Module) -> list[tuple[str, Tensor]]:
+    named = net.named_parameters(remove_duplicate=False), net.named_buffers(remove_duplicate=False)
+    return [*named[0], *named[1]]
+
+
+def _storages(tree: Any) -> list[UntypedStorage]:
+    """Returns the memory of the tensors in `tree`, of those that have it, and in one block."""
+    return [
+        leaf.untyped_storage()
+        for leaf in tree_leaves(tree)
+        if isinstance(leaf, Tensor)
+        and leaf.layout == torch.strided
+        and not nn.parameter.is_lazy(leaf)
+    ]

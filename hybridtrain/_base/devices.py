@@ -1,0 +1,141 @@
+"""The devices of a process, and the backend that fits them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from hybridtrain.errors import WorldError
+
+if TYPE_CHECKING:
+    from hybridtrain.launch import Launch
+
+DeviceSpec = None | str | Sequence[str | int]
+
+
+def check_nb_part(nb_part: int) -> None:
+    """Raises a WorldError if `nb_part` is not a number of devices."""
+    if isinstance(nb_part, bool) or not isinstance(nb_part, int) or nb_part < 1:
+        raise WorldError(f"nb_part={nb_part} must be a positive number of devices")
+
+
+def choose_devices(
+    nb_part: int, devices: DeviceSpec, launch: Launch, gpus: int
+) -> tuple[torch.device, ...]:
+    """Returns the devices of this process; see `World.from_env`.
+
+    Raises:
+        WorldError: they are not there; the message counts what there is and what was asked for.
+    """
+    needed, first = launch.local_size * nb_part, launch.local_rank * nb_part
+    if gpus == nb_part and gpus < needed <= launch.node_gpus:
+        # Slurm shows each task its GPUs alone, as with --gpus-per-task or --gpu-bind=single:1
+        needed, first = nb_part, 0
+    if isinstance(devices, str) and devices not in ("auto", "cpu", "cuda"):
+        devices = [devices]
+    if devices in (None, "auto", "cuda") and not gpus and launch.gpus_given:
+        raise WorldError(_not_seen(launch.gpus_given))
+    if devices == "auto":
+        devices = "cuda" if gpus >= needed else "cpu"
+    elif devices is None:
+        devices = "cuda" if gpus else "cpu"
+    if devices == "cpu":
+        return (torch.device("cpu"),) * nb_part
+    if devices == "cuda":
+        if gpus < needed:
+            raise WorldError(
+                f"{launch.local_size} process{'es' * (launch.local_size != 1)} on this node x "
+                f"nb_part={nb_part} need {needed} GPUs, and there are {gpus}: start fewer "
+                f"processes, lower nb_part=, or set devices=cpu"
+            )
+        return tuple(torch.device("cuda", first + part) for part in range(nb_part))
+    own = [_device(item, gpus) for item in devices]
+    if len(own) == needed:
+        own = own[first : first + nb_part]
+    if len(own) != nb_part:
+        raise WorldError(
+            f"devices={list(devices)} names {len(own)} devices; give nb_part={nb_part}, or "
+            f"{needed} for the {launch.local_size} processes on this node"
+        )
+    if len({device.type for device in own}) > 1:
+        raise WorldError(f"devices={list(devices)} mixes kinds of devices; use one kind")
+    return tuple(own)
+
+
+def _not_seen(given: str) -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        why = "it is a build for the CPU alone: install one for CUDA"
+    else:
+        why = f"see what nvidia-smi says on {socket.gethostname()}"
+    return (
+        f"{given} gives this process GPUs, and PyTorch {torch.__version__} sees none ({why}); to "
+        f"train on the CPU, set devices=cpu"
+    )
+
+
+def _device(item: str | int, gpus: int) -> torch.device:
+    try:
+        device = torch.device("cuda", item) if isinstance(item, int) else torch.device(item)
+    except RuntimeError:
+        raise WorldError(f"devices={item!r} is not a device; examples: cpu, cuda:0") from None
+    if device.type not in ("cpu", "cuda"):
+        raise WorldError(f"devices={item!r} is not supported; use cpu or cuda devices")
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= gpus:
+            raise WorldError(f"devices={device} is not there: this machine has {gpus} GPUs")
+    return device
+
+
+def physical_gpus(devices: Sequence[torch.device]) -> list[str]:
+    """Returns the identity of each GPU in `devices`, alike in all processes of a machine.
+
+    Their numbers are not, where each process sees other GPUs.
+    """
+    return [
+        f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+        for device in devices
+        if device.type == "cuda"
+    ]
+
+
+def check_not_shared(gpus: Sequence[Sequence[str]]) -> None:
+    """Refuses two processes on one GPU, which NCCL cannot connect.
+
+    Args:
+        gpus: `physical_gpus` of each rank.
+
+    Raises:
+        WorldError: names the ranks.
+    """
+    rank_of: dict[str, int] = {}
+    for rank, own in enumerate(gpus):
+        for gpu in own:
+            if rank_of.setdefault(gpu, rank) != rank:
+                raise WorldError(
+                    f"ranks {rank_of[gpu]} and {rank} have the same GPU ({gpu}), and NCCL cannot "
+                    f"connect them: give each process its own GPU (devices=, start fewer "
+                    f"processes), or set backend=gloo"
+                )
+
+
+def choose_backend(backend: str | None, devices: Sequence[torch.device]) -> str:
+    """Returns the backend for gradients and values on `devices`; see `World.from_env`.
+
+    Raises:
+        WorldError: it is not there, or is for other devices.
+    """
+    on_gpu = devices[0].type == "cuda"
+    chosen = backend or ("nccl" if on_gpu else "gloo")
+    there = [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()]
+    if chosen not in there:
+        raise WorldError(
+            f"backend={chosen} is not available; this build of PyTorch has: {', '.join(there)}"
+        )
+    if chosen == "nccl" and not on_gpu:
+        raise WorldError("backend=nccl needs GPUs, and the stages are on the CPU: use gloo")
+    return chosen

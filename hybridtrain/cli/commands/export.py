@@ -1,0 +1,223 @@
+"""The command `export`: the weights of a checkpoint, in the format of where they go next.
+
+safetensors    one file, of which the plain module takes `load_file(path)`
+torch          the same as a file of `torch.save`, as torchvision and timm have them
+transformers   a folder that `from_pretrained` loads: config, weights in shards, tokenizer
+torch_export   the whole net for inference, by `torch.export`, of any number of samples
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from hybridtrain import __version__
+from hybridtrain._base.files import atomic_file, atomic_folder, write_atomically
+from hybridtrain.checkpoint import (
+    CheckpointStore,
+    evaluated_average,
+    read_weights,
+    step_of,
+    verify,
+    with_average,
+    without_aliases,
+    write_weights,
+)
+from hybridtrain.cli.config.resolve import Settings
+from hybridtrain.cli.config.schema import Config
+from hybridtrain.cli.run.components import build_model, load_data
+from hybridtrain.cli.run.data_record import check_same_classes, classes_of
+from hybridtrain.cli.run.directory import RunDirectory, checkpoint_to_read
+from hybridtrain.cli.run.errors import print_result
+from hybridtrain.data import example_batch
+from hybridtrain.errors import CheckpointError, ConfigError, check_choice
+from hybridtrain.launch import detect
+from hybridtrain.world import World
+
+FORMATS = {
+    "safetensors": ".safetensors",
+    "torch": ".pth",
+    "transformers": "",
+    "torch_export": ".pt2",
+}
+"""The formats, and the suffixes of what they write."""
+
+AVERAGED = "weights: the moving average, which the run evaluates with (ema=false: the others)"
+
+_log = logging.getLogger(__name__)
+
+
+def export(settings: Settings) -> dict[str, Any]:
+    """Writes a checkpoint's weights into `export/` of the run directory.
+
+    But for `torch_export`, which runs the net once, it needs nothing but the checkpoint's files.
+
+    Raises:
+        ConfigError: the format is unknown, or does not fit the model.
+    """
+    if detect(os.environ).rank != 0:
+        return {}
+    config = settings.config
+    check_choice("format", config.format, list(FORMATS))
+    if config.push_to is not None and config.format != "transformers":
+        raise ConfigError("push_to= sends what format=transformers writes: set it too")
+    directory = RunDirectory(config)
+    directory.log_to_files(0, settings.quiet)
+    for note in settings.notes:
+        _log.info("%s", note)
+    checkpoint = checkpoint_to_read(config.resume, CheckpointStore(directory.checkpoints), World())
+    files = verify(checkpoint)["files"]
+    weights, others = read_weights(checkpoint, files)
+    evaluated = evaluated_average(checkpoint, files)
+    average = evaluated if config.ema else {}
+    state = {**with_average(weights, average), **others}
+    path = directory.path / "export" / f"{checkpoint.name}{FORMATS[config.format]}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _WRITE[config.format](path, state, config, checkpoint)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error}") from error
+    if average:
+        _log.info(AVERAGED)
+    _log.info("wrote %s, of %s", path, checkpoint)
+    print_result({"checkpoint": str(checkpoint), "file": str(path)})
+    if config.push_to is not None:
+        values = {} if evaluated and not config.ema else _evaluation(directory, checkpoint)
+        _push(path, config.push_to, _card(checkpoint, config, values))
+    return {}
+
+
+def _evaluation(directory: RunDirectory, checkpoint: Path) -> dict[str, Any]:
+    """Returns the values at the end of the run; empty if the checkpoint is of another moment."""
+    path = directory.path / "summary.json"
+    summary = json.loads(path.read_text()) if path.exists() else {}
+    own = checkpoint.resolve().parent == directory.checkpoints.resolve()
+    return summary["eval"] or {} if own and summary.get("steps") == step_of(checkpoint) else {}
+
+
+def _card(checkpoint: Path, config: Config, evaluation: Mapping[str, Any]) -> str:
+    """Returns a model card: what trained the weights, on what, and their evaluation."""
+    lines = [f"- {key}: `{value}`" for key, value in config.model.items() if value is not None]
+    data = {k: v for k, v in config.data.items() if k in ("_target_", "path", "root", "task")}
+    lines += [f"- data.{key}: `{value}`" for key, value in data.items() if value is not None]
+    head = f"\n| evaluation at step {step_of(checkpoint)} | |\n|---|---|"
+    table = [f"| {name} | {value} |" for name, value in evaluation.items()]
+    return "\n".join(
+        [
+            "---\nlibrary_name: transformers\ntags: [hybridtrain]\n---",
+            f"# {config.run_name}",
+            f"Trained by hybridtrain {__version__}, {checkpoint.name}, seed {config.seed}.\n",
+            *lines,
+            *([head, *table] if table else []),
+            "",
+        ]
+    )
+
+
+def _push(folder: Path, name: str, card: str) -> None:
+    """Sends a folder to the Hub, in one commit.
+
+    Raises:
+        ConfigError: the Hub refuses it or cannot be reached; what was written stays.
+    """
+    from huggingface_hub import HfApi
+
+    write_atomically(folder / "README.md", card)
+    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    try:
+        made = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=made.repo_id, folder_path=folder)
+    except Exception as error:  # of the network, of the Hub, of a wrong name
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"push_to={name}: {reason}. {folder} is written") from error
+    _log.info("sent to %s", made)
+
+
+def _write_safetensors(
+    path: Path, state: Mapping[str, Any], config: Config, checkpoint: Path
+) -> None:
+    """Writes all names of a tied tensor, so that `load_state_dict(load_file(path))` has them.
+
+    The metadata has the names of the classes in the order of their numbers, as a JSON list.
+    """
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    aliases = without_aliases(tensors)[1]
+    names = classes_of(checkpoint)
+    metadata = {} if names is None else {"classes": json.dumps(names)}
+    write_weights(path, {**state, **{name: state[name].clone() for name in aliases}}, metadata)
+
+
+def _write_torch(path: Path, state: Mapping[str, Any], config: Config, checkpoint: Path) -> None:
+    with atomic_file(path) as file:
+        torch.save(dict(state), file)
+
+
+def _write_transformers(
+    folder: Path, state: Mapping[str, Any], config: Config, checkpoint: Path
+) -> None:
+    """Writes config.json, safetensors in shards, and the tokenizer of the data if it has one."""
+    data = load_data(config, World())
+    check_same_classes(checkpoint, data)
+    with torch.device("meta"):
+        net: Any = build_model(config, data)
+    if not hasattr(net, "save_pretrained"):
+        raise ConfigError(
+            f"format=transformers is for models of transformers, and this is a "
+            f"{type(net).__name__}: take format=safetensors or torch"
+        )
+    net.config.use_cache = True
+    with atomic_folder(folder) as new:
+        # copies, since a tensor under several names may be written only once
+        net.save_pretrained(new, state_dict={name: value.clone() for name, value in state.items()})
+        if data.tokenizer is not None:
+            data.tokenizer.save_pretrained(new)
+
+
+def _write_program(path: Path, state: Mapping[str, Any], config: Config, checkpoint: Path) -> None:
+    """Writes what `torch.export.load` reads; its inputs may have any number of samples."""
+    data = load_data(config, World())
+    net = build_model(config, data)
+    net.load_state_dict(dict(state))
+    inputs, _ = example_batch(data.train, 2, data.collate)
+    program = _exported(net.eval(), inputs)
+    with atomic_file(path) as file:
+        torch.export.save(program, file)
+
+
+def _exported(net: nn.Module, inputs: Any) -> Any:
+    """Returns the exported net.
+
+    Raises:
+        ConfigError: PyTorch cannot export it; with its reason.
+    """
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    named: dict[str, Any] = {}
+    if isinstance(inputs, dict):
+        arguments, named = (), inputs
+    auto = torch.export.Dim.AUTO  # any size, where the net takes any
+    any_number = tree_map_only(
+        Tensor, lambda leaf: dict.fromkeys(range(leaf.dim()), auto), named or arguments
+    )
+    try:
+        return torch.export.export(net, arguments, named, dynamic_shapes=any_number)
+    except Exception as error:
+        raise ConfigError(
+            f"format=torch_export: PyTorch cannot export this model: "
+            f"{str(error).strip().partition(chr(10))[0]}"
+        ) from error
+
+
+_WRITE: dict[str, Callable[[Path, Mapping[str, Any], Config, Path], None]] = {
+    "safetensors": _write_safetensors,
+    "torch": _write_torch,
+    "transformers": _write_transformers,
+    "torch_export": _write_program,
+}

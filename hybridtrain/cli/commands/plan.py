@@ -1,0 +1,227 @@
+"""Plans made by one process: of a run of several, or for a cluster that is not here, priced."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from PIL import Image
+
+from hybridtrain._base.devices import choose_devices
+from hybridtrain._base.files import atomic_file
+from hybridtrain.cli.config.compose import given_keys, hydra_quoted, with_later
+from hybridtrain.cli.config.resolve import Settings
+from hybridtrain.cli.config.schema import AUTO, Config
+from hybridtrain.cli.run.build import Setup, checked_options, set_up, writing
+from hybridtrain.cli.run.components import load_data
+from hybridtrain.cli.run.directory import RunDirectory
+from hybridtrain.cli.run.pricing import (
+    batches_of,
+    machine_of,
+    model_of_run,
+    with_limit,
+    without_auto,
+)
+from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.launch import detect
+from hybridtrain.observe import NodesPoint, draw_plan, in_ms
+from hybridtrain.partition import Cluster, Machine, Plan, Planner
+from hybridtrain.pipeline import plan_without_values
+from hybridtrain.price import Choices, Layout, PricedPlans, find_layouts, find_plans
+from hybridtrain.world import World
+
+_log = logging.getLogger(__name__)
+
+# Of the picture: numbers of nodes, and micro-batches of the timeline.
+_MOST_BARS = 5
+_MOST_SHOWN = 24
+
+
+def plan_for_cluster(settings: Settings) -> dict[str, Any]:
+    """Prices the run on the machine of the config, shows the ten best plans and writes the best.
+
+    Keys of `pipeline` and `world` that the command line sets are kept; all others are searched.
+
+    Raises:
+        ConfigError: the machine is not described well, or nothing uses all of it.
+        SplitError: nothing fits into memory.
+    """
+    config = without_auto(settings)
+    if settings.config.data.get("batch_size") == AUTO:
+        raise ConfigError("data.batch_size=auto is chosen by a run: plan prices a given batch")
+    if detect(os.environ).size > 1:
+        raise ConfigError("plan with a cluster= needs one process: start it without torchrun")
+    assert config.cluster is not None
+    options = checked_options(config)
+    machine = with_limit(machine_of(config.cluster), config)
+    directory = RunDirectory(config)
+    directory.check_writable()
+    directory.log_to_files(0)
+    data = load_data(config, World())
+    tensors = options.pipeline.optimizer_tensors_per_param
+    run, choices = model_of_run(config, data), _fixed(settings)
+    plans = find_plans(
+        run.net,
+        run.inputs,
+        machine,
+        run.job(config, tensors),
+        choices=choices,
+        costs=config.cluster.costs,
+        precision=config.trainer.precision,
+        tf32=config.trainer.tf32,
+        loss=run.loss,
+    )
+    best = plans.prices[0]
+    _log.info(
+        "%s on %d x %d devices, batches of %d samples; times are predicted, from %s costs\n%s",
+        plans.table.model,
+        machine.nodes,
+        machine.devices_per_node,
+        plans.job.samples,
+        plans.table.costs_from,
+        plans,
+    )
+    batches = batches_of(config, data, options)
+    steps = options.trainer.total_steps(batches) if batches or options.trainer.steps else None
+    _log.info("take the first:\n%s", plans.answer(steps))
+    with writing(directory, World()):
+        path = directory.plan_to_write()
+        plans.plan().write(path)
+        with atomic_file(path.with_suffix(".png")) as file:
+            _picture(plans, choices).save(file, format="PNG")
+    _log.info("wrote %s, and %s beside it", path, path.with_suffix(".png").name)
+    keys = [f"pipeline.split={path}", *overrides_of(best.layout, plans.checkpoint())]
+    _log.info("to train with it:\n  %s", _command(settings, machine, best.layout, keys))
+    return {"step_ms": round(best.step_ms, 3), "memory_bytes": best.peak_bytes}
+
+
+def _command(settings: Settings, machine: Machine, layout: Layout, keys: Sequence[str]) -> str:
+    """Returns the command that trains with a plan."""
+    per_node = machine.devices_per_node
+    words = with_later(settings.overrides, keys)
+    if machine.nodes > 1:
+        words += [f"submit.nodes={machine.nodes}", f"submit.gpus_per_node={per_node}"]
+    if settings.config_dir is not None:
+        words += ["--config-dir", settings.config_dir]
+    said = shlex.join(words)
+    if machine.nodes > 1:
+        return f"hybridtrain submit {said}"
+    processes = per_node if layout.engine == "distributed" else per_node // layout.nb_part
+    if processes == 1:
+        return f"hybridtrain {said}"
+    return f"torchrun --standalone --nproc-per-node {processes} -m hybridtrain {said}"
+
+
+def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:
+    """Draws the fastest plan, and the times of other numbers of nodes."""
+    machine, best = plans.machine, plans.prices[0]
+    layout = best.layout
+    numbers = {1, 2, 4, 8, *(2**k for k in range(machine.nodes.bit_length())), machine.nodes}
+    points = [_with_nodes(plans, choices, nodes) for nodes in sorted(numbers)[-_MOST_BARS:]]
+    # the timeline shows groups of `nb_part` micro-batches, and few of them
+    chunks = min(layout.chunks, max(1, _MOST_SHOWN // layout.nb_part) * layout.nb_part)
+    part = f"{chunks} of {layout.chunks} micro-batches" if chunks < layout.chunks else "a batch"
+    return draw_plan(
+        f"{plans.table.model} on {machine.nodes} x {machine.devices_per_node} devices, "
+        f"{plans.job.samples * plans.job.accumulate} samples per step, "
+        f"predicted from {plans.table.costs_from} costs",
+        points,
+        machine.nodes,
+        [vars(memory) for memory in best.memory],
+        machine.usable_bytes,
+        plans.timeline(chunks),
+        f"{layout.schedule}, {part}; the step: {in_ms(best.step_ms)} ms, idle {best.bubble:.1%}",
+    )
+
+
+def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
+    machine = replace(plans.machine, nodes=nodes)
+    try:
+        (found,) = find_layouts(plans.table, machine, plans.job, choices, best=1)
+    except (ConfigError, SplitError):  # no layout uses all devices, or none fits
+        return NodesPoint(nodes, None)
+    layout = found.layout
+    return NodesPoint(nodes, found.step_ms, f"{layout.replicas} x {layout.nb_part}")
+
+
+def overrides_of(layout: Layout, checkpoint: str | list[str]) -> list[str]:
+    """Returns the overrides that a run of this layout needs, beside the split."""
+    if not isinstance(checkpoint, str):
+        checkpoint = f"[{','.join(map(hydra_quoted, checkpoint))}]"
+    values = {
+        "pipeline.nb_part": layout.nb_part,
+        "pipeline.chunks": layout.chunks,
+        "pipeline.schedule": layout.schedule,
+        "pipeline.stages_per_device": layout.stages_per_device,
+        "pipeline.checkpoint": checkpoint,
+        "world.engine": layout.engine,
+    }
+    if layout.shard != "none":
+        values["world.shard"] = layout.shard
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def _fixed(settings: Settings) -> Choices:
+    """Returns what the search may choose from: what the command line sets is fixed."""
+    given = {key.partition("=")[0] for key in given_keys(settings.overrides)}
+    values: dict[str, Sequence[Any]] = {}
+    for key in ("nb_part", "chunks", "schedule", "stages_per_device", "checkpoint"):
+        value = getattr(settings.config.pipeline, key)
+        if f"pipeline.{key}" in given and value != "auto":
+            values[key] = [value]
+    for key in ("engine", "shard"):
+        if f"world.{key}" in given:
+            values[key] = [getattr(settings.config.world, key)]
+    if values.get("checkpoint", ["never"])[0] not in ("never", "always", "except_last"):
+        raise ConfigError(
+            f"pipeline.checkpoint={values['checkpoint'][0]} is not priced: use never, except_last "
+            f"or always, or leave it to the search"
+        )
+    return Choices(**values)
+
+
+def other_processes_are_missing(config: Config) -> bool:
+    """Returns whether this is one process, and the config's pipeline is over several."""
+    distributed = config.world.engine == "distributed" and config.pipeline.nb_part != 1
+    return distributed and detect(os.environ).size == 1
+
+
+def plan_alone(settings: Settings) -> tuple[Setup, Plan, Sequence[str]]:
+    """Plans a pipeline of `nb_part` processes in this one, without the model's values.
+
+    Returns the objects of the run, whose `world` is this process, the plan that the processes would
+    make on devices like this one's, and these devices.
+
+    Layers that are measured are measured on one device of this machine, as rank 0 would do it. The
+    batch is that of a run with one replica.
+
+    Raises:
+        UserError: a value of the config is wrong, or the run directory cannot be written to.
+    """
+    if settings.config.pipeline.nb_part == AUTO:
+        raise ConfigError(
+            "pipeline.nb_part=auto divides the processes of a run, and this is one alone: start "
+            "the others too, with torchrun, or describe the machine with cluster="
+        )
+    setup = set_up(settings, _this_process, writes=True)
+    nb_part = setup.config.pipeline.nb_part
+    cluster = Cluster((str(setup.world.devices[0]),) * nb_part, nb_part)
+    plan = plan_without_values(
+        setup.build,
+        setup.options.pipeline,
+        lambda net: Planner(net, setup.options.pipeline, setup.example_inputs, cluster),
+    )
+    return setup, plan, cluster.devices
+
+
+def _this_process(config: Config) -> World:
+    devices = config.world.devices
+    if isinstance(devices, list):  # of the processes of a node, one after the other
+        devices = devices[:1]
+    chosen = choose_devices(1, devices, detect(os.environ), torch.cuda.device_count())
+    return World(devices=chosen, engine=config.world.engine)

@@ -1,0 +1,63 @@
+"""The command `report`: the page of one or several runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hybridtrain._base.text_table import in_one_line
+from hybridtrain.cli.commands.results import runs_of
+from hybridtrain.errors import ConfigError, UserError
+from hybridtrain.observe import write_report
+
+_USAGE = (
+    "usage: hybridtrain report <run_name or folder>... [output=FILE.html]; a folder is that of a "
+    "run, of a sweep, or one with these in it"
+)
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Writes the page and prints its path; returns the exit code.
+
+    Args:
+        arguments: runs as of the command `results`, and `output=` with the path of the page.
+
+    Raises:
+        ConfigError: one of them is none of that, or has logged nothing.
+    """
+    outputs = [word.removeprefix("output=") for word in arguments if word.startswith("output=")]
+    named = [word for word in arguments if not word.startswith("output=")]
+    if not named or len(outputs) > 1 or any(word.startswith("-") or "=" in word for word in named):
+        raise ConfigError(_USAGE)
+    logged = [run.path for run in runs_of(named) if (run.path / "metrics.jsonl").is_file()]
+    if not logged:
+        raise ConfigError(f"{' '.join(named)}: no run has logged anything yet")
+    output = outputs[0] if outputs else None
+    try:
+        page = write_report(logged, output)
+    except UserError:
+        raise
+    except Exception:  # whatever a damaged file, or a stranger's, leads to
+        if not (runs := _readable(logged)):
+            raise
+        page = write_report(runs, output)
+    print(page.resolve())
+    return 0
+
+
+def _readable(paths: Sequence[Path]) -> list[Path]:
+    """Returns the runs of which there can be a page; says which are left out, and why."""
+    readable = []
+    for path in paths:
+        try:
+            with TemporaryDirectory() as folder:
+                # twice, since what differs between runs is on pages of several
+                write_report([path, path], Path(folder) / "page.html")
+        except Exception as error:
+            why = in_one_line(str(error).partition("\n")[0][:200]) or type(error).__name__
+            print(f"{path} is left out, since it cannot be read: {why}", file=sys.stderr)
+        else:
+            readable.append(path)
+    return readable

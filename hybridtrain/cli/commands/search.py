@@ -1,0 +1,432 @@
+"""The command `search`: looks for the best settings with Optuna, a run for each trial.
+
+    <output_dir>/digits-search/
+        trial_000/              a run, whose name is digits-search/trial_000
+        study.db                the study: what was tried, and what came of it
+
+A trial is the command `train` in its own processes, so that it may be torchrun's, and a crash
+ends that trial alone. The evaluations in its `metrics.jsonl` decide whether it is stopped early.
+Several searches may work on one study. One that was interrupted goes on with its trial.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+
+from hybridtrain._base.files import json_lines
+from hybridtrain.cli.commands.results import best_run, lines_of, runs_of, table
+from hybridtrain.cli.config.compose import (
+    compose_settings,
+    given_keys,
+    hydra_quoted,
+    parse_overrides,
+)
+from hybridtrain.cli.config.resolve import OF_THE_COMMAND
+from hybridtrain.cli.config.schema import Config, SearchConfig, check_run_name, shortened
+from hybridtrain.cli.run.lock import RunLock
+from hybridtrain.errors import ConfigError, DivergedError, Interrupted, UserError
+
+if TYPE_CHECKING:
+    from optuna import Study, Trial
+    from optuna.distributions import BaseDistribution
+    from optuna.storages import BaseStorage
+
+_POLL_S = 0.2
+_MOST_FAILURES = 3
+"""Trials that fail one after another: the mistake is not in their settings."""
+_INTERRUPTED = "the search is interrupted: the same command goes on"
+
+
+def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
+    """Tries settings until the study has `search.trials`; returns the exit code.
+
+    Args:
+        overrides: the command line's; those with several values or an interval are searched for,
+            beside those of `search.space`.
+        config_dir: a folder with more groups and options.
+
+    Raises:
+        ConfigError: a setting is wrong, there is nothing to search for, or Optuna is missing.
+        UserError: trials fail one after the other.
+        Interrupted: a signal has stopped the search; the same command goes on.
+    """
+    optuna = _optuna()
+    parsed = parse_overrides(overrides)
+    fixed = [str(each.input_line) for each in parsed if not each.is_sweep_override()]
+    config = compose_settings(fixed, config_dir).config
+    options = config.search
+    _refuse_words_of_files(options, given_keys(fixed))
+    space = _space([each for each in parsed if each.is_sweep_override()], options)
+    metric, mode = _criterion(config)
+    # A run_name may be group/name, and those of the trials have two parts as well.
+    check_run_name(str(config.run_name))
+    folder = Path(config.output_dir) / shortened(f"{config.run_name}-search".replace("/", "-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(
+        storage=_storage(options.storage, folder),
+        study_name=folder.name,
+        direction="maximize" if mode == "max" else "minimize",
+        sampler=_SAMPLERS[options.sampler](),
+        pruner=_PRUNERS[options.pruner or "none"](),
+        load_if_exists=True,
+    )
+    _refuse_another_study(study, space, metric, mode)
+    group = [] if config.monitor.group else [f"monitor.group={hydra_quoted(folder.name)}"]
+    of_run = ("search", "search.", "run_name")
+    words = [
+        word
+        for key, word in zip(given_keys(fixed), fixed, strict=True)
+        if not key.startswith(of_run)
+    ]
+    command = [*_launcher(options.launcher), "train", *words, *group]
+    if config_dir is not None:
+        command += ["--config-dir", config_dir]
+    failures = 0
+    with _signals() as received:
+        for trial in _trials(study, space, options.trials, folder):
+            name = _name(trial.number)
+            values = [f"{key}={value}" for key, value in trial.params.items()]
+            said = f"{name} of {options.trials} trials: {' '.join(values)}"
+            print(said, file=sys.stderr, flush=True)
+            own = [*command, *values, f"run_name={hydra_quoted(f'{folder.name}/{name}')}"]
+            received.is_in_trial = True
+            ended = _train(own, folder / name, trial, metric, received)
+            received.is_in_trial = False
+            if received.number is not None:  # it came after the trial's last step
+                raise Interrupted(_INTERRUPTED)
+            failures = 0 if ended else failures + 1
+            if failures == _MOST_FAILURES:
+                raise UserError(
+                    f"{failures} trials have failed one after the other, the last with "
+                    f"{shlex.join(own)}: mend what it says, and give the same command again"
+                )
+    runs = runs_of([str(folder)])
+    print(table(lines_of(runs)), flush=True)
+    if best := best_run(runs, "-" * (mode == "max") + metric, config_dir):
+        print(best, file=sys.stderr, flush=True)
+    return 0
+
+
+# Text from a recipe, or from a study, becomes words of a command line here. Words from files never
+# grant: they may set what a run computes, not what it may run, where it writes or how it starts.
+_NEVER_SEARCHED = (*OF_THE_COMMAND, "hydra", "search", "submit")
+
+
+def _refuse_words_of_files(options: SearchConfig, given: Sequence[str]) -> None:
+    """Raises a ConfigError for settings of the search that only the command line may have."""
+    for name in ("launcher", "storage"):
+        value, key = getattr(options, name), f"search.{name}"
+        if value is not None and key not in given:
+            raise ConfigError(
+                f"{key} is set in a file, and counts on the command line alone, since it says "
+                f"which command is run or which database is opened: give {key}={shlex.quote(value)}"
+            )
+
+
+def _check_searched(key: str) -> None:
+    """Raises a ConfigError for a key that is not a setting of a run."""
+    if not re.fullmatch(r"[A-Za-z_][\w.-]*", key) or key.split(".")[0] in _NEVER_SEARCHED:
+        raise ConfigError(
+            f"{key!r} cannot be searched for: trials of a search differ in what they learn, and in "
+            f"nothing else"
+        )
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise ConfigError("the command search needs Optuna: pip install optuna") from error
+    return optuna
+
+
+def _tpe() -> Any:
+    from optuna.samplers import TPESampler
+
+    return TPESampler(constant_liar=True)  # for searches that work on one study at a time
+
+
+def _random() -> Any:
+    from optuna.samplers import RandomSampler
+
+    return RandomSampler()
+
+
+def _median() -> Any:
+    from optuna.pruners import MedianPruner
+
+    return MedianPruner()
+
+
+def _hyperband() -> Any:
+    from optuna.pruners import HyperbandPruner
+
+    return HyperbandPruner()
+
+
+def _none() -> Any:
+    from optuna.pruners import NopPruner
+
+    return NopPruner()
+
+
+_SAMPLERS = {"tpe": _tpe, "random": _random}
+_PRUNERS = {"median": _median, "hyperband": _hyperband, "none": _none}
+
+
+def _space(swept: Sequence[Override], options: SearchConfig) -> dict[str, BaseDistribution]:
+    """Returns what is searched for, by key; a key of the command line replaces the recipe's.
+
+    Raises:
+        ConfigError: nothing is, or Hydra's words for a space are something else.
+    """
+    words = [*parse_overrides(options.space), *swept]
+    for word in words:
+        _check_searched(str(word.input_line).partition("=")[0])
+    found = {str(each.get_key_element()): _distribution(each) for each in words}
+    if not found:
+        raise ConfigError(
+            "there is nothing to search for: give a key several values, pipeline.chunks=4,8, or an "
+            "interval, 'optim.lr=tag(log,interval(1e-4,1e-1))', or set search.space in the recipe"
+        )
+    return found
+
+
+def _distribution(override: Override) -> BaseDistribution:
+    from optuna.distributions import (
+        CategoricalDistribution,
+        FloatDistribution,
+        IntDistribution,
+    )
+
+    value = override.value()
+    try:
+        if isinstance(value, IntervalSweep):
+            kind = IntDistribution if isinstance(value.start, int) else FloatDistribution
+            return kind(value.start, value.end, log="log" in value.tags)
+        if isinstance(value, RangeSweep):
+            return CategoricalDistribution([str(each) for each in value.range()])
+        if isinstance(value, ChoiceSweep):
+            return CategoricalDistribution(list(override.sweep_string_iterator()))
+    except ValueError as error:
+        raise ConfigError(f"{override.input_line}: {error}") from error
+    raise ConfigError(
+        f"{override.input_line} does not say what to choose from: write values, a,b or "
+        "choice(a,b), range(1,4), interval(0.1,0.9), int(interval(1,8)) or "
+        "tag(log,interval(1e-4,1e-1))"
+    )
+
+
+def _criterion(config: Config) -> tuple[str, str]:
+    """Returns the value of the evaluation that is searched by, and `min` or `max`."""
+    from hybridtrain.cli.run.components import direction_of  # with torch
+
+    options, checkpoint = config.search, config.checkpoint
+    metric, mode = options.metric or checkpoint.best or "loss", options.mode
+    if mode is None and options.metric in (None, checkpoint.best):
+        mode = checkpoint.best_mode
+    metrics, allow = config.trainer.metrics, config.allow_targets
+    return metric, direction_of("search.mode", metric, mode, metrics, allow)
+
+
+def _refuse_another_study(
+    study: Study, space: Mapping[str, BaseDistribution], metric: str, mode: str
+) -> None:
+    """Raises a ConfigError if a study that is there is by another value, or has other choices."""
+    from optuna.distributions import check_distribution_compatibility
+
+    direction = study.direction.name.lower()
+    known = study.user_attrs.get("metric", metric)
+    if (direction, known) != (f"{mode}imize", metric):
+        words = {"minimize": "smallest", "maximize": "largest"}
+        raise ConfigError(
+            f"the study {study.study_name} is by the {words[direction]} {known}, not by the "
+            f"{words[f'{mode}imize']} {metric}: set another run_name="
+        )
+    study.set_user_attr("metric", metric)
+    for trial in study.get_trials(deepcopy=False):
+        for key, earlier in trial.distributions.items():
+            try:
+                check_distribution_compatibility(earlier, space.get(key, earlier))
+            except ValueError as error:
+                raise ConfigError(
+                    f"{key}: the study {study.study_name} has begun with {earlier}, and cannot go "
+                    f"on with {space[key]}: set another run_name="
+                ) from error
+
+
+def _storage(text: str | None, folder: Path) -> str | BaseStorage:
+    """Returns the storage of a study: a database of SQLite, a journal or what a URL names."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    if text is None:
+        return f"sqlite:///{folder.resolve() / 'study.db'}"
+    if text == "journal":
+        return JournalStorage(JournalFileBackend(str(folder / "study.log")))
+    return text
+
+
+def _launcher(text: str | None) -> list[str]:
+    return [sys.executable, "-m", "hybridtrain"] if text is None else shlex.split(text)
+
+
+def _name(number: int) -> str:
+    return f"trial_{number:03d}"
+
+
+def _trials(
+    study: Study, space: Mapping[str, BaseDistribution], most: int, folder: Path
+) -> Iterator[Trial]:
+    """Yields the trials that this search is to train: first those that another has left undone.
+
+    While it works on one it holds a lock in `<folder>/claims`, since a search that has died
+    leaves a trial that runs for ever in the words of the study.
+    """
+    from optuna.trial import Trial, TrialState
+
+    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    # One that lacks a value is just being asked for by another search. One with another key, or a
+    # value that is not in the space, is not of this search: a study may come from a stranger.
+    left = {trial.number for trial in running if _is_in(space, trial.params)}
+    while left or len(study.get_trials(deepcopy=False)) < most:
+        number = left.pop() if left else study.ask(dict(space)).number
+        lock = RunLock(folder / "claims" / _name(number))
+        lock.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except UserError:  # another search is at it
+            continue
+        try:
+            trial = study.get_trials(deepcopy=False)[number]
+            if trial.state is TrialState.RUNNING:
+                yield Trial(study, trial._trial_id)
+        finally:
+            lock.release()
+
+
+def _is_in(space: Mapping[str, BaseDistribution], values: Mapping[str, Any]) -> bool:
+    """Returns whether `values` are a point of the search space."""
+    from optuna.distributions import CategoricalDistribution
+
+    if values.keys() != space.keys():
+        return False
+    for key, distribution in space.items():
+        if isinstance(distribution, CategoricalDistribution):
+            if values[key] not in distribution.choices:
+                return False
+        elif not distribution.low <= values[key] <= distribution.high:  # type: ignore[attr-defined]
+            return False
+    return True
+
+
+def _train(
+    command: Sequence[str], run: Path, trial: Trial, metric: str, received: Received
+) -> bool:
+    """Trains and tells the study what has come of it; returns that in a word.
+
+    Raises:
+        ConfigError: the run's evaluation has not the value that is searched by.
+        Interrupted: a signal has stopped it.
+    """
+    from optuna.trial import TrialState
+
+    study, pruned = trial.study, False
+    # Its own session, so that Ctrl-C reaches it once, by way of this process.
+    with subprocess.Popen(command, start_new_session=True) as process:
+        received.pass_on_to(process)
+        known = set(study.get_trials(deepcopy=False)[trial.number].intermediate_values)
+        while True:
+            with_end = process.poll() is not None
+            for step, value in _evaluations(run, metric):
+                if step in known:
+                    continue
+                known.add(step)
+                trial.report(value, step)
+                if trial.should_prune() and not pruned and not with_end:
+                    pruned = True
+                    process.terminate()
+            if with_end:
+                break
+            try:
+                process.wait(_POLL_S)
+            except subprocess.TimeoutExpired:
+                continue
+        received.pass_on_to(None)
+    code = process.returncode
+    if code == 0:
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        values = summary["eval"] or {}
+        if metric not in values:
+            raise ConfigError(
+                f"search.metric={metric}: an evaluation of {run} has {', '.join(values)}"
+            )
+        study.tell(trial, values[metric])
+        return True
+    if received.number is not None or (code == Interrupted.exit_code and not pruned):
+        raise Interrupted(_INTERRUPTED)
+    if pruned or code == DivergedError.exit_code:
+        study.tell(trial, state=TrialState.PRUNED)
+        said = "is stopped: others were better by then" if pruned else "has diverged"
+        print(f"{run.name} {said}", file=sys.stderr, flush=True)
+        return True
+    study.tell(trial, state=TrialState.FAIL)
+    return False
+
+
+def _evaluations(run: Path, metric: str) -> Iterator[tuple[int, float]]:
+    """Yields step and value of the evaluations so far."""
+    for line in json_lines(run / "metrics.jsonl"):
+        if isinstance(line.get(f"eval/{metric}"), int | float):
+            yield int(line["step"]), float(line[f"eval/{metric}"])
+
+
+class Received:
+    """The signal that this process has received, which it passes on to its trial."""
+
+    number: int | None = None
+    is_in_trial: bool = False
+    _process: subprocess.Popen[bytes] | None = None
+    _unsent: int | None = None
+
+    def __call__(self, number: int, frame: object) -> None:
+        """Passes the signal on; without a trial the search ends here."""
+        self.number = self._unsent = number
+        if not self.is_in_trial:
+            raise Interrupted(_INTERRUPTED)
+        self._pass_on()
+
+    def pass_on_to(self, process: subprocess.Popen[bytes] | None) -> None:
+        """Has `process` receive the signals from now on, and one that came before it had begun."""
+        self._process = process
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._process is not None and self._unsent is not None:
+            number, self._unsent = self._unsent, None
+            if self._process.poll() is None:
+                self._process.send_signal(number)
+
+
+@contextmanager
+def _signals() -> Iterator[Received]:
+    received = Received()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(number, received) for number in numbers]
+    try:
+        yield received
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

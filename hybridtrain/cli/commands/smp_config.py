@@ -1,0 +1,73 @@
+"""The command `smp-config`: an estimator's `distribution` as a torchrun line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hybridtrain._base.text_table import text_table
+from hybridtrain.errors import ConfigError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(
+            f"{message}; usage: hybridtrain smp-config distribution.json [--instance-count N] "
+            f"[--script train.py]"
+        )
+
+
+def smp_config(arguments: Sequence[str]) -> int:
+    """Prints how a script with this `distribution` is started here; returns the exit code.
+
+    Args:
+        arguments: of the command line: a JSON file and flags.
+
+    Raises:
+        ConfigError: the file cannot be read, or what it asks for is not supported.
+    """
+    parser = _Parser(
+        prog="hybridtrain smp-config",
+        description="Show what an estimator's distribution={...} of SageMaker's model parallel "
+        "library 1.x means here.",
+    )
+    parser.add_argument("distribution", help="a JSON file with the dictionary")
+    parser.add_argument("--instance-count", type=int, default=1, help="the estimator's")
+    parser.add_argument("--script", default="train.py", help="the estimator's entry_point")
+    given = parser.parse_args(list(arguments))
+    distribution = _read(Path(given.distribution))
+
+    from hybridtrain.smp import config_from_distribution  # with torch, which takes a second
+
+    launch = config_from_distribution(distribution, given.instance_count)
+    where = "" if launch.nodes == 1 else ", on each node"
+    lines = [
+        f"{launch.nodes} x {launch.processes_per_node} processes, {launch.replicas} replicas of "
+        f"{launch.config.pipeline_parallel_degree} stages",
+        "",
+        f"the script, with `import hybridtrain.smp as smp`{where}:",
+        f"  {launch.command(given.script)}",
+    ]
+    if launch.notes:
+        table = [("key", "has no meaning here"), *launch.notes.items()]
+        lines += ["", *text_table(table, 0)]
+    print("\n".join(line.rstrip() for line in lines))
+    return 0
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is not JSON: {error}. Python's True is true there, and strings have double "
+            f"quotes"
+        ) from error
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{path} must have a dictionary")
+    return found

@@ -1,0 +1,229 @@
+"""The command `submit`: checks a run here, and sends it to a cluster."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parameter import Parameter
+
+from hybridtrain._base.files import write_atomically
+from hybridtrain.cli.commands.results import SWEEP_FILE, read_sweep
+from hybridtrain.cli.config import targets as instantiate
+from hybridtrain.cli.config.compose import given_keys, hydra_quoted
+from hybridtrain.cli.config.resolve import Settings, leave_out_leftovers, settle
+from hybridtrain.cli.config.schema import LOADER_KEYS, SubmitConfig, errors_with_config_keys
+from hybridtrain.cli.run.build import checked_options
+from hybridtrain.cli.run.components import build_lr_schedule, build_optimizer, check_tokenizer
+from hybridtrain.cli.run.directory import RunDirectory
+from hybridtrain.cli.run.job import (
+    JobLayout,
+    JobRun,
+    batch_script,
+    kubernetes_manifest,
+    layout_of,
+    torchrun_lines,
+)
+from hybridtrain.cli.run.sweep import sweep_of
+from hybridtrain.data import DataSplits
+from hybridtrain.errors import ConfigError, UserError
+from hybridtrain.launch import detect
+
+_SCRIPT = Path("slurm") / "job.sh"
+
+
+def submit(
+    overrides: Sequence[str],
+    config_dir: str | None = None,
+    *,
+    multirun: bool = False,
+    dry_run: bool = False,
+) -> int:
+    """Sends a run, or an array of runs, to Slurm, or prints what starts it elsewhere.
+
+    Args:
+        overrides: the command line's.
+        config_dir: a folder with more groups and options.
+        multirun: one job of an array for each combination of `overrides`.
+        dry_run: print the script, write nothing and send nothing.
+
+    Raises:
+        ConfigError: a value is wrong, as `train` would find, or does not fit the nodes.
+        UserError: there is no Slurm here, or it refuses the job.
+    """
+    launch = detect(os.environ)
+    if launch.size > 1 and launch.problem is None:  # the shell of a job may send another one
+        raise ConfigError("submit is one process: start it without torchrun or srun")
+    if multirun:
+        run, config, layout, lines = _array(overrides, config_dir)
+    else:
+        settings = settle("train", overrides, config_dir)
+        check_run(settings)
+        layout, config, lines = layout_of(settings.config), settings.config.submit, []
+        folder = RunDirectory(settings.config).path
+        wanted = [*overrides, *_on_gpus(settings, overrides)]
+        run = JobRun(str(settings.config.run_name), folder, wanted, config_dir)
+    if config.to != "slurm":
+        if multirun:
+            raise ConfigError(f"submit.to={config.to} prints one run: use it without --multirun")
+        make = torchrun_lines if config.to == "torchrun" else kubernetes_manifest
+        print(make(run, config, layout), end="", flush=True)
+        return 0
+    script = batch_script(run, config, layout)
+    gpus = layout.gpus_of_a_process
+    if config.cpus_per_task is None and gpus > 1:
+        print(
+            f"warning: a task has {gpus} GPUs, each with a thread, and most clusters give it one "
+            f"CPU: set submit.cpus_per_task={2 * gpus} or more",
+            file=sys.stderr,
+        )
+    if dry_run:
+        print(script, end="")
+        if lines:
+            print(f"\n# {run.sweep_file}, a line for each job of the array:")
+            print("\n".join(f"# {line}" for line in lines))
+        sys.stdout.flush()
+        return 0
+    _send(run, script, lines, layout)
+    return 0
+
+
+def _on_gpus(settings: Settings, overrides: Sequence[str]) -> list[str]:
+    """Returns the override of a job with GPUs whose user has not said on which devices it runs.
+
+    So that a job which sees no GPU ends, also where its recipe has `auto`.
+    """
+    config, given = settings.config, "world.devices" in given_keys(overrides)
+    is_open = config.submit.gpus_per_node and config.world.devices in (None, "auto") and not given
+    return ["world.devices=cuda"] if is_open else []
+
+
+def check_run(settings: Settings) -> None:
+    """Raises what training would, as far as it needs neither other processes nor the data set.
+
+    Raises:
+        UserError: a value of the config is wrong, or the run directory cannot be written to.
+    """
+    config = settings.config
+    leave_out_leftovers(settings)
+    with errors_with_config_keys():
+        options = checked_options(config)
+        allow = config.allow_targets
+        instantiate.check("model", config.model, nn.Module, allow)
+        instantiate.check("data", config.data, DataSplits, allow, ignore=LOADER_KEYS)
+        check_tokenizer(config)
+        optimizer = build_optimizer(config.optim, [Parameter(torch.zeros(1))], allow)
+        # The length of the run is not known without the data.
+        steps = options.trainer.steps or 10**9
+        build_lr_schedule(config.lr_schedule, optimizer, steps, allow)
+        RunDirectory(config).check_writable()
+    resume = config.resume
+    if resume not in (None, "auto", "last", "best") and not Path(str(resume)).is_dir():
+        raise ConfigError(f"resume={resume}: there is no such checkpoint directory")
+
+
+def _array(
+    overrides: Sequence[str], config_dir: str | None
+) -> tuple[JobRun, SubmitConfig, JobLayout, list[str]]:
+    """Returns an array's runs, their common settings and the lines of the sweep's file."""
+    sweep = sweep_of(overrides, config_dir)
+    for point in sweep.points:
+        if of_job := [o for o in point.swept if o.lstrip("+").startswith("submit")]:
+            raise ConfigError(
+                f"{of_job[0]}: the jobs of an array have one layout, and so nothing of submit is "
+                f"swept over: submit them one by one"
+            )
+    wanted: list[str] = []
+    found: list[tuple[SubmitConfig, JobLayout]] = []
+    for point in sweep.points:
+        keys = given_keys(point.overrides)
+        own = [o for o, key in zip(point.overrides, keys, strict=True) if key != "run_name"]
+        own.append(f"run_name={hydra_quoted(point.run_name)}")
+        settings = settle("train", own, config_dir)
+        check_run(settings)
+        found.append((settings.config.submit, layout_of(settings.config)))
+        if found[-1] != found[0]:
+            raise ConfigError(
+                f"{' '.join(point.swept)}: the jobs of an array have one layout, and this one has "
+                f"{found[-1][1]}, not {found[0][1]}: submit them one by one"
+            )
+        own += _on_gpus(settings, own)
+        wanted.append(" ".join(map(shlex.quote, own)))
+        if "\n" in wanted[-1]:
+            raise ConfigError(f"{' '.join(point.swept)}: a line break cannot be swept over")
+    file = sweep.path / SWEEP_FILE
+    lines = _sweep_lines(file)
+    # A line keeps its number: an array that is still waiting reads the file when it begins.
+    lines += [line for line in wanted if line not in lines]
+    numbers = sorted({lines.index(line) + 1 for line in wanted})
+    group = f"monitor.group={hydra_quoted(sweep.path.name)}"
+    run = JobRun(sweep.path.name, sweep.path, [group], config_dir, numbers, file)
+    return run, *found[0], lines
+
+
+def _sweep_lines(file: Path) -> list[str]:
+    return [" ".join(map(shlex.quote, line)) for line in read_sweep(file)]
+
+
+def _write_sweep(file: Path, lines: Sequence[str]) -> None:
+    """Writes the lines of a sweep, which begin with those that were there when they were read.
+
+    Raises:
+        UserError: another submit has added lines since, and the numbers of ours would be wrong.
+    """
+    with file.with_suffix(".lock").open("w") as lock:
+        with suppress(OSError):  # a file system without locks, as Lustre may be
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        there = _sweep_lines(file)
+        if there != list(lines[: len(there)]):
+            raise UserError(
+                f"another submit has written {file} in the meantime, and nothing is sent: give the "
+                f"same command again"
+            )
+        write_atomically(file, "\n".join(lines) + "\n")
+
+
+def _send(run: JobRun, script: str, lines: Sequence[str], layout: JobLayout) -> None:
+    """Writes the script and sends it; prints the job's id to stdout, and all else to stderr."""
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise UserError(
+            "there is no sbatch on this machine, so that nothing is sent: --dry-run prints the "
+            "script, and submit.to=torchrun what to type on each node"
+        )
+    path = run.folder / _SCRIPT
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, script)
+        if run.sweep_file is not None:
+            _write_sweep(run.sweep_file, lines)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}: {error.strerror or error}; set output_dir="
+        ) from error
+    sent = subprocess.run([sbatch, "--parsable", str(path)], capture_output=True, text=True)
+    if sent.returncode:
+        reason = " ".join(sent.stderr.split()) or f"exit code {sent.returncode}"
+        raise UserError(f"sbatch has not taken {path}: {reason}")
+    job = sent.stdout.strip().partition(";")[0]  # the name of a cluster may follow
+    log = f"{job}_*.out" if run.array else f"{job}.out"
+    said = [
+        f"submitted {'array' if run.array else 'job'} {job}: {layout}",
+        f"script   {path}",
+        f"output   {path.with_name(log)}",
+        f"cancel   scancel {job}",
+    ]
+    if run.array:
+        said[0] += f", {len(run.array)} runs"
+        said.append(f"results  hybridtrain results {shlex.quote(str(run.folder))}")
+    print("\n".join(said), file=sys.stderr, flush=True)
+    print(job, flush=True)

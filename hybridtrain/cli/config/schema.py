@@ -1,0 +1,630 @@
+"""The keys of a config: one dataclass per group, and the names of keys in messages.
+
+Most keys are settings of the library: a group takes them from the option classes (`takes`), where
+each has its name, type, default and text. Beside these stand the keys that only the command line
+has, each with a docstring.
+
+Hydra composes YAML files and overrides, and the result is merged into these classes, so that a typo
+or a wrong type is an error, whichever file or override it comes from. `model`, `data`, `optim` and
+`lr_schedule` name a `_target_`; their other keys are its arguments and are checked against its
+signature (see `hybridtrain.cli.config.targets`). This module imports neither torch nor Hydra, so
+that a config is shown quickly.
+
+The library's messages name its arguments (`chunks=3`); who runs the command line has set a key
+(`pipeline.chunks=3`), and reads that (`errors_with_config_keys`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
+from types import NoneType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
+
+from hybridtrain.errors import (
+    QUOTE_OR_ARGUMENT,
+    ConfigError,
+    DataError,
+    check_choice,
+    reworded_errors,
+)
+from hybridtrain.options import OTHER_NAMES as ARGUMENTS
+from hybridtrain.options import (
+    LoaderOptions,
+    PipelineOptions,
+    TrainerOptions,
+    check_batch_size,
+)
+from hybridtrain.partition import Machine
+
+LOADER_OPTIONS = tuple(each.name for each in fields(LoaderOptions) if each.name != "collate")
+"""The keys of `data` that are fields of `LoaderOptions`."""
+
+OPEN_GROUPS = ("model", "data", "optim", "lr_schedule")
+"""The groups whose keys are the arguments of a `_target_`."""
+
+GROUP_KEYS = ("groups", "layer_decay")
+"""The keys of `optim` that make parameter groups; the others are arguments of the optimizer."""
+
+LOADER_KEYS = ("batch_size", *LOADER_OPTIONS)
+"""The keys of `data` that the loader takes; the others are arguments of the data set."""
+
+
+AUTO = "auto"
+"""The value of a key that is chosen at the start of a run, by the price of a step."""
+
+AUTO_KEYS = ("nb_part", "chunks", "schedule")
+"""The keys of `pipeline` that may be `auto`."""
+
+
+RARE = {
+    "pipeline": ("max_inflight", "memory_weight", "default_partition"),
+    "world": ("inner", "broadcast_buffers", "find_unused_parameters"),
+    "submit": ("account", "qos", "constraint", "srun_args", "sbatch_args", "array_parallelism"),
+    "search": ("sampler", "pruner", "storage", "launcher", "metric", "mode"),
+    "cluster": (
+        "flops_reached",
+        "bandwidth_reached",
+        "node_latency_s",
+        "network_latency_s",
+        "operator_s",
+        "action_s",
+        "message_s",
+    ),
+}
+"""Keys by group that `--cfg job` shows only where they are set."""
+
+
+class Group:
+    """A group of keys, with those that it takes from classes of options.
+
+    Attributes:
+        taken: by option class that keys are taken from (`takes`), the keys by the fields' names.
+    """
+
+    taken: ClassVar[dict[type, dict[str, str]]] = {}
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+
+Class = TypeVar("Class", bound=type[Group])
+
+
+def takes(
+    options: type, *names: str, but: tuple[str, ...] = (), prefix: str = ""
+) -> Callable[[Class], Class]:
+    """Decorates a group that takes keys from a dataclass of options: their types and defaults.
+
+    A key that the group has itself, since it means more there, keeps that meaning. A type that
+    OmegaConf does not know becomes `Any`, and the options check the value.
+
+    Args:
+        options: the dataclass.
+        names: of the fields; none: all of them.
+        but: fields that are left out.
+        prefix: of the fields' names, which the keys do not have.
+    """
+
+    def decorate(group: Class) -> Class:
+        hints, keys = get_type_hints(options), {}
+        for each in fields(options):
+            if each.name in but or (names and each.name not in names):
+                continue
+            key = keys[each.name] = each.name.removeprefix(prefix)
+            if key not in group.__annotations__:
+                group.__annotations__[key] = _known_type(hints[each.name])
+                factory: Any = each.default_factory
+                made_anew = factory is not MISSING
+                setattr(group, key, field(default_factory=factory) if made_anew else each.default)
+        group.taken = {**group.taken, options: keys}
+        return group
+
+    return decorate
+
+
+def _known_type(hint: Any) -> Any:
+    """Returns the type as OmegaConf takes it."""
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
+    if hint == Mapping[str, float]:
+        return dict[str, float]
+    return hint if len(kinds) == 1 and kinds[0] in (bool, int, float, str) else Any
+
+
+_OF_WORLD = ("broadcast_buffers", "find_unused_parameters", "shard")
+_OF_TRAINER = ("precision", "compile")
+_OF_RUN = ("seed", "optimizer_tensors_per_param")  # a key of the run; what its optimizer keeps
+_OF_CHECKPOINT = tuple(
+    each.name for each in fields(TrainerOptions) if each.name.startswith(("checkpoint_", "best"))
+)
+
+
+@dataclass
+@takes(PipelineOptions, but=(*_OF_WORLD, *_OF_TRAINER, *_OF_RUN))
+class PipelineConfig(Group):
+    """One replica's pipeline."""
+
+    nb_part: Any = 1
+    """Devices of a pipeline, each with `stages_per_device` stages: of one process, or with
+    `engine=distributed` of as many processes; `auto`: the fastest number, by the price of a
+    step."""
+    chunks: Any = PipelineOptions.chunks
+    """Micro-batches that a replica's batch is cut into, fewer if it has fewer samples; `auto`: the
+    fastest number, by the price of a step."""
+    schedule: str = PipelineOptions.schedule
+    """The order of forwards and backwards: `1f1b`, `gpipe`; with backwards in two parts `zb-h1`,
+    and `zb-v`, which needs `stages_per_device=2`; `auto`: the fastest, by the price of a step."""
+
+
+@dataclass
+@takes(PipelineOptions, *_OF_WORLD)
+class WorldConfig(Group):
+    """The processes and their devices."""
+
+    engine: str = "local"
+    """Home of the stages of a replica: `local`, in one process, a thread per device;
+    `distributed`, in `pipeline.nb_part` processes with a device each."""
+    inner: str = "pp"
+    """With `distributed`, which processes have consecutive ranks: `pp`, those of a pipeline, which
+    then is inside a node; `dp`, those that have the same stages."""
+    backend: str | None = None
+    """`gloo` or `nccl`; null: nccl on GPUs, gloo on CPUs."""
+    devices: Any = None
+    """null: the GPUs, or the CPU where there are none (an error if the launcher has given some);
+    `auto`: the GPUs if there are enough, else the CPU; `cpu`; `cuda`; or a list such as
+    `[cuda:0,cuda:1]`."""
+    timeout_s: float = 600.0
+    """Seconds that a collective may take."""
+    stall_s: float | None = 300.0
+    """Seconds without progress after which the run is ended, with the name of the process that the
+    others wait for; null: never. The first steps may take four times as long, a save ten times."""
+
+
+@dataclass
+@takes(PipelineOptions, *_OF_TRAINER)
+@takes(TrainerOptions, but=(*_OF_CHECKPOINT, "timeline_every"))
+class TrainerConfig(Group):
+    """The training loop."""
+
+    deterministic: bool = False
+    """Use deterministic algorithms only; an operation without one is an error. Sets
+    `CUBLAS_WORKSPACE_CONFIG` if it is not set."""
+    tf32: bool = False
+    """Let GPUs multiply fp32 matrices, and convolve, in TF32."""
+    loss: Any = None
+    """`cross_entropy`, `nll`, `mse`; `model_output` for the model's own `output.loss`; or a mapping
+    such as `{_target_: torch.nn.CrossEntropyLoss, label_smoothing: 0.1}`. null: the loss that fits
+    what the model returns: `cross_entropy` for logits, `nll` for log-probabilities, `mse` for the
+    values of a regression."""
+    metrics: Any = None
+    """Names of metrics, or a mapping such as `{f1: {_target_:
+    torchmetrics.classification.MulticlassF1Score, num_classes: 10}}`; null: accuracy, where there
+    are classes."""
+
+
+@dataclass
+@takes(TrainerOptions, *_OF_CHECKPOINT, prefix="checkpoint_")
+class CheckpointConfig(Group):
+    """The checkpoints of a run."""
+
+    every_steps: int | None = None
+    """Steps between two checkpoints; null: only at the end; 0: none at all."""
+    keep: int | None = 3
+    """The newest checkpoints to keep; null: all."""
+    background: bool = False
+    """Write checkpoints in the background; a step waits for the copy to host memory only."""
+    writers: str = "auto"
+    """`all`: each process writes its share, into a directory that all see; `rank0`: rank 0 gathers
+    and writes everything; `auto`: rank 0 if it has everything, else all if they see it."""
+
+
+@dataclass
+@takes(TrainerOptions, "timeline_every")
+class MonitorConfig(Group):
+    """The reports of a run while it trains.
+
+    Each is true, false, or for some a mapping of its arguments. Any other key is a monitor of the
+    user's own, a mapping with a `_target_`.
+    """
+
+    tensorboard: bool = False
+    """Write event files for TensorBoard to the run directory."""
+    wandb: Any = False
+    """Report to Weights & Biases; or a mapping such as `{project: mine, tags: [a]}`."""
+    mlflow: Any = False
+    """Report to MLflow; or a mapping such as `{experiment: mine, tracking_uri: "http://..."}`."""
+    csv: bool = False
+    """Write `metrics.csv` to the run directory."""
+    progress: bool = True
+    """Show a progress bar on a terminal, plain lines elsewhere."""
+    report: bool = False
+    """Write `report.html`, the page of the run, to its directory at the end."""
+    profile: Any = False
+    """Write a trace of PyTorch's profiler over some steps, `{steps: [20, 25]}`; with `memory: true`
+    of the allocations too."""
+    group: str | None = None
+    """The name of runs that belong together, in W&B and MLflow; null: that of the sweep, if there
+    is one."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MonitorConfig) and vars(self) == vars(other)
+
+    def chosen(self) -> dict[str, Any]:
+        """Returns the monitors that are not off, with their arguments or True."""
+        settings = ("group", "report", "timeline_every")
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in settings and value not in (None, False)
+        }
+
+
+@dataclass
+class SubmitConfig(Group):
+    """The job that `hybridtrain submit` sends; without effect on the other commands."""
+
+    to: str = "slurm"
+    """`slurm` sends a batch script; `torchrun` and `kubernetes` print what starts the same run."""
+    nodes: int = 1
+    """Nodes of a job."""
+    processes_per_node: int | None = None
+    """null: with `engine=local` one for every `nb_part` GPUs, with `distributed` one for each GPU;
+    without GPUs one, or `nb_part`."""
+    gpus_per_node: int | None = None
+    """GPUs of a node; null: none."""
+    cpus_per_task: int | None = None
+    """CPUs of each process; null: as the cluster has it."""
+    mem: Any = None
+    """Memory of a node, such as `64G`; null: as the cluster has it."""
+    partition: str | None = None
+    """As sbatch takes it."""
+    account: str | None = None
+    """As sbatch takes it."""
+    qos: str | None = None
+    """As sbatch takes it."""
+    constraint: str | None = None
+    """As sbatch takes it."""
+    time: Any = None
+    """The time limit, written as `trainer.max_time` is: a bare number is seconds; null: as the
+    cluster has it."""
+    signal_s: int = 120
+    """Seconds before the time limit at which the run is asked to save and stop; 0: never."""
+    max_requeues: int = 20
+    """The number of times that a job which was stopped, and has saved, is queued again."""
+    setup: list[str] = field(default_factory=list)
+    """Lines of the script before the run, such as `[module load cuda]`."""
+    container: Any = None
+    """The container of the processes: `{runtime: pyxis, image: my.sqsh, mounts: [/data], args:
+    []}`, the runtime `pyxis`, `apptainer` or `charliecloud`; null: no container."""
+    srun_args: list[str] = field(default_factory=list)
+    """More arguments of srun, verbatim."""
+    sbatch_args: list[str] = field(default_factory=list)
+    """More arguments of sbatch, verbatim."""
+    array_parallelism: int | None = None
+    """With --multirun, how many jobs run at a time; null: any number."""
+
+
+@dataclass
+class SearchConfig(Group):
+    """The study of `hybridtrain search`; without effect on the other commands."""
+
+    space: list[str] = field(default_factory=list)
+    """Settings that are searched for, as the command line writes them:
+    `["optim.lr=tag(log,interval(1e-4,1e-1))", "pipeline.chunks=4,8"]`. Keys of the command line
+    with several values are added."""
+    trials: int = 20
+    """Trials of the study in all; more than before goes on with it."""
+    metric: str | None = None
+    """A value of the evaluation; null: `checkpoint.best`, or `loss`."""
+    mode: str | None = None
+    """`min` or `max`; null: as in `checkpoint.best_mode`."""
+    sampler: str = "tpe"
+    """Optuna's sampler: `tpe`, by what came of earlier trials, or `random`."""
+    pruner: str | None = "median"
+    """Optuna's rule for trials that are stopped early, by their evaluations: `median`, those worse
+    than half of the others at that step; `hyperband`; null: none."""
+    storage: str | None = None
+    """null: `study.db` in the study's folder; `journal`: a file there that several nodes may write
+    to, on a shared file system; or the URL of a database."""
+    launcher: str | None = None
+    """The command of each trial up to `train`, such as `torchrun --standalone --nproc-per-node 2 -m
+    hybridtrain`; null: one process."""
+
+    def __post_init__(self) -> None:
+        check_choice("search.sampler", self.sampler, ("tpe", "random"))
+        check_choice("search.pruner", self.pruner or "none", ("median", "hyperband", "none"))
+        if self.mode is not None:
+            check_choice("search.mode", self.mode, ("min", "max"))
+
+
+@dataclass
+@takes(Machine)
+class ClusterConfig(Group):
+    """The machine that `plan` prices a run for."""
+
+    costs: str = "estimated"
+    """`estimated`: the layers' FLOPs and bytes are counted, and no device is needed; `measured`:
+    they run on this machine's first device."""
+
+
+@dataclass
+class Config:
+    """A whole run."""
+
+    recipe: str | None = None
+    """A recipe of the package by its name, or any by the path of its file."""
+    run_name: str | None = None
+    """The folder of the run in `output_dir`; null: the name of the recipe, or `run`."""
+    output_dir: str = "outputs"
+    """The folder of all runs."""
+    seed: int = PipelineOptions.seed
+    """The seed of the initial weights, the data order and dropout."""
+    resume: str | None = "auto"
+    """`auto`: the newest checkpoint in the run directory, if any, and for `evaluate`, `predict` and
+    `export` the best, if one is marked; `last`: the newest, which must exist; `best`; the path of a
+    checkpoint or of a run directory; or null: none."""
+    allow_changes: bool = False
+    """Go on with a run with another model, other data or another seed than it has."""
+    init_from: Any = None
+    """The weights that a new run begins with: the path of a file of safetensors or of torch.save,
+    of a checkpoint, a run or a folder of the Hub; the name of a model there; or a mapping of
+    `path`, `strict` and `best`."""
+    ema: bool = True
+    """`evaluate`, `predict` and `export` take the average of the weights, where the run evaluates
+    with one; false: the weights themselves."""
+    output: str | None = None
+    """The file that `predict` writes, with the suffix `.jsonl`, `.npy` or `.parquet`; null: one in
+    the run directory."""
+    generate: int | None = None
+    """Tokens that `predict` and `evaluate` write for each text at most, always the likeliest one;
+    null: none, and `predict` writes the model's outputs."""
+    format: str = "safetensors"
+    """The form in which `export` writes: `safetensors`; `torch`, a state dict of `torch.save`;
+    `transformers`, a folder for `from_pretrained`; or `torch_export`, the net for inference."""
+    push_to: str | None = None
+    """The repository of the Hugging Face Hub, such as `me/my-model`, to which `export` sends the
+    folder of `format=transformers` with a model card; a new one is private; null: none."""
+    allow_targets: list[str] = field(default_factory=list)
+    """Your packages that a `_target_` may come from, such as `[my_project.models]`; on the command
+    line, or in `pyproject.toml`."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """The model's `_target_` and arguments; one that is null is taken from the data set."""
+    data: dict[str, Any] = field(
+        default_factory=lambda: {name: getattr(LoaderOptions, name) for name in LOADER_OPTIONS}
+    )
+    """The data set's `_target_` and arguments, `batch_size` (samples per batch over all replicas),
+    and the settings of `LoaderOptions`: `workers`, `drop_last`, `timeout_s`, `divided`."""
+    optim: dict[str, Any] = field(default_factory=dict)
+    """The optimizer's `_target_` and arguments, and `groups` and `layer_decay` of its
+    parameters."""
+    lr_schedule: dict[str, Any] = field(default_factory=dict)
+    """The schedule's `_target_` and arguments, and `warmup_steps`."""
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    world: WorldConfig = field(default_factory=WorldConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    callbacks: Any = None
+    """Names such as `[ema, learning_rates]`, or a mapping of names to their arguments such as
+    `{early_stopping: {patience: 3}}`; with a `_target_` any name."""
+    submit: SubmitConfig = field(default_factory=SubmitConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
+    cluster: ClusterConfig | None = None
+    """The machine that `plan` prices the run for, and that `auto` keys are chosen for; null:
+    none."""
+
+
+def auto_keys(pipeline: PipelineConfig) -> list[str]:
+    """Returns the keys that are `auto`."""
+    return [key for key in AUTO_KEYS if getattr(pipeline, key) == AUTO]
+
+
+def with_auto_replaced(pipeline: PipelineConfig, known: PipelineConfig) -> PipelineConfig:
+    """Returns `pipeline` with the values of `known` for the keys that are `auto`."""
+    return replace(pipeline, **{key: getattr(known, key) for key in auto_keys(pipeline)})
+
+
+def check(config: Config) -> None:
+    """Checks the values that no object of the library checks.
+
+    Raises:
+        ConfigError: names the key to change.
+    """
+    nb_part = config.pipeline.nb_part
+    if type(nb_part) is not int or nb_part < 1:
+        raise ConfigError(f"pipeline.nb_part={nb_part!r} must be a number of devices, or auto")
+    if config.world.timeout_s < 1:
+        raise ConfigError(f"world.timeout_s={config.world.timeout_s} must be at least 1")
+    if (config.world.stall_s or 0) < 0:
+        raise ConfigError(f"world.stall_s={config.world.stall_s} must be positive, or null: never")
+    checkpoint = config.checkpoint
+    if (every := checkpoint.every_steps or 0) < 0:
+        raise ConfigError(f"checkpoint.every_steps={every} must be positive, 0 for none, or null")
+    for name in ("every_minutes", "every_epochs", "best"):
+        value = getattr(checkpoint, name)
+        if value is not None and checkpoint.every_steps == 0:
+            raise ConfigError(
+                f"checkpoint.every_steps=0 makes no checkpoints, and checkpoint.{name}={value} "
+                f"asks for some: set checkpoint.every_steps=null, or checkpoint.{name}=null"
+            )
+    if config.data.get("batch_size") != AUTO:
+        check_batch_size(config.data.get("batch_size"))
+    check_run_name(config.run_name or "")
+
+
+LONGEST_NAME = 255
+"""The bytes that the name of a file has at most, on nearly every file system."""
+
+
+def check_run_name(run_name: str) -> None:
+    """Checks that a file system takes the name of a run.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    names = run_name.split("/")
+    if len(names) > 2 or any(not name or name != name.strip(". ") for name in names):
+        raise ConfigError(
+            f"run_name={run_name!r} must be the name of a folder in the one of output_dir=, "
+            f"or group/name"
+        )
+    if not run_name.isprintable():
+        raise ConfigError(
+            f"run_name={run_name!r} has a control character or an invisible one: set another name"
+        )
+    longest = max(len(os.fsencode(name)) for name in names)
+    if longest > LONGEST_NAME:
+        raise ConfigError(
+            f"run_name={run_name[:40]}... has {longest} bytes in the name of a folder, and a file "
+            f"system takes {LONGEST_NAME}: set a shorter one"
+        )
+
+
+def shortened(name: str, longest: int = 140) -> str:
+    """Returns a name of a folder, with its end replaced by a digest if it has too many bytes.
+
+    Args:
+        name: made from other names or values, so that no user has to shorten it.
+        longest: bytes. Encrypted home folders take 143, other file systems 255.
+    """
+    encoded = os.fsencode(name)
+    if len(encoded) <= longest:
+        return name
+    digest = hashlib.blake2b(encoded, digest_size=4).hexdigest()
+    start = encoded[: longest - len(digest) - 1].decode(errors="ignore").rstrip("-_. ")
+    return f"{start}-{digest}"
+
+
+_OLD_KEYS = {"checkpoint.async": "checkpoint.background"}
+"""Keys by the names that they had until 0.1; these go with 0.3."""
+
+
+def with_new_keys(overrides: Sequence[str]) -> list[str]:
+    """Returns overrides with the present names of keys that have had others."""
+    for old, new in _OLD_KEYS.items():
+        overrides = [re.sub(rf"^([+~]*){re.escape(old)}\b", rf"\1{new}", o) for o in overrides]
+    data = "data._target_="
+    return [data + _new_target(o[len(data) :]) if o.startswith(data) else o for o in overrides]
+
+
+def rename_old_keys(tree: Any) -> None:
+    """Gives keys of a recipe, or of the config of a run, their present names."""
+    for old, new in _OLD_KEYS.items():
+        group, _, key = old.partition(".")
+        if isinstance(tree.get(group), MutableMapping) and key in tree[group]:
+            tree[group][new.partition(".")[2]] = tree[group].pop(key)
+    data = tree.get("data")
+    if isinstance(data, MutableMapping) and isinstance(data.get("_target_"), str):
+        data["_target_"] = _new_target(data["_target_"])
+
+
+def _new_target(path: str) -> str:
+    """Returns the present name of a data set that was in `hybridtrain.data` until 0.1."""
+    old = r"^hybridtrain\.data\.(?=(digits|imdb|mnist|python_source)$)"
+    return re.sub(old, "hybridtrain.datasets.", path)
+
+
+def is_own(value: Any) -> bool:
+    """Returns whether a value of `monitor` is a monitor of the user's own, under a free name."""
+    return isinstance(value, Mapping) and "_target_" in value
+
+
+def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yields every dotted key of a nested mapping, inner nodes too."""
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from flat_keys(value, f"{prefix}{key}.")
+
+
+@cache
+def groups() -> dict[str, type[Group]]:
+    """Returns the classes of the groups, by the groups' names."""
+    first = {name: (*get_args(hint), hint)[0] for name, hint in get_type_hints(Config).items()}
+    return {
+        n: kind for n, kind in first.items() if inspect.isclass(kind) and issubclass(kind, Group)
+    }
+
+
+@cache
+def text_keys() -> frozenset[str]:
+    """Returns the keys that have a text as their value, or null."""
+    keys = {
+        f"{name}.{key}"
+        for name, kind in groups().items()
+        for key, hint in get_type_hints(kind).items()
+        if hint in _TEXT
+    }
+    return frozenset(keys) | {n for n, hint in get_type_hints(Config).items() if hint in _TEXT}
+
+
+_TEXT = (str, str | None)
+
+
+def _taken(options: type) -> Iterator[tuple[str, str, str]]:
+    """Yields argument, group and key of what the groups take from `options`."""
+    for group, kind in groups().items():
+        for argument, key in kind.taken.get(options, {}).items():
+            yield argument, group, key
+
+
+def arguments_of(config: Config, options: type) -> dict[str, Any]:
+    """Returns what `config` says for the fields of a dataclass of options."""
+    return {name: getattr(getattr(config, group), key) for name, group, key in _taken(options)}
+
+
+KEYS: dict[str, str] = {
+    **{name: f"data.{name}" for name in LOADER_KEYS},
+    **{argument: f"{group}.{key}" for argument, group, key in _taken(TrainerOptions)},
+    **{
+        setting.name: f"{group}.{setting.name}"
+        for group, schema in groups().items()
+        if group not in ("submit", "search", "cluster")  # no arguments of the library
+        for setting in fields(schema)  # type: ignore[arg-type]
+    },
+}
+"""The config key of every argument. `timeout_s` is the world's."""
+
+_KEYS_OF_DATA = {**KEYS, "timeout_s": "data.timeout_s"}
+"""The same for errors of the data, whose `timeout_s` is the loader's."""
+
+# Well-known names of other libraries, for settings that have another one here.
+OTHER_NAMES = {
+    **{name: KEYS[argument] for name, argument in ARGUMENTS.items() if argument in KEYS},
+    **dict.fromkeys(["learning_rate", "base_lr"], "optim.lr"),
+    **dict.fromkeys(["resume_from_checkpoint", "ckpt_path"], "resume"),
+}
+
+
+def with_config_keys(message: str, keys: Mapping[str, str] = KEYS) -> str:
+    """Returns `message` with `chunks=` as `pipeline.chunks=`, and `None` as YAML's `null`.
+
+    Where the library says to start a new run, the command line says how.
+    """
+
+    def replaced(match: re.Match[str]) -> str:
+        if match[1] not in keys:
+            return match[0]
+        value = "null" if match[2] == "None" else match[2].lower()
+        return f"{keys[match[1]]}={value}"
+
+    message = QUOTE_OR_ARGUMENT.sub(replaced, message)
+    return re.sub("or start a new run( in another directory)?", "or set another run_name", message)
+
+
+def errors_with_config_keys(keys: Mapping[str, str] = KEYS) -> AbstractContextManager[None]:
+    """Applies `with_config_keys` to an error that is raised inside, and to every error's notes."""
+
+    def reword(message: str, error: Exception) -> str:
+        is_of_data = keys is KEYS and isinstance(error, DataError)
+        return with_config_keys(message, _KEYS_OF_DATA if is_of_data else keys)
+
+    return reworded_errors(reword)

@@ -1,0 +1,340 @@
+"""Calls the object that a `_target_` in a config names, if it is one of those that may be called.
+
+Hydra's own `instantiate` calls whatever a config names; its documentation says that its blocklist
+is not a security boundary. Here a list says for each key what it may name: classes of one kind, and
+functions one by one. Whole packages would not do, since most have something that loads a pickle or
+imports a module by its name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+from hybridtrain.cli.config.schema import OTHER_NAMES, errors_with_config_keys
+from hybridtrain.errors import ConfigError, UserError, closest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The classes and functions that a key may name without the user's `allow_targets`.
+
+    Attributes:
+        words: the same for messages.
+        modules: where the classes and functions are; a class counts if the module exports it.
+        kind: the base of the classes, as `module:name`; None: no classes.
+    """
+
+    words: str
+    modules: tuple[str, ...] = ()
+    kind: str | None = None
+
+
+# Modules of torchmetrics without a metric that loads a network by a name or a path.
+_METRICS = (
+    *("aggregation", "classification", "clustering", "detection", "nominal", "regression"),
+    *("retrieval", "segmentation", "shape", "audio.sdr", "audio.snr", "text.perplexity"),
+    *(f"image.{name}" for name in ("psnr", "psnrb", "ssim", "sam", "scc", "tv", "uqi", "vif")),
+)
+
+TARGETS: dict[str, Targets] = {
+    "model": Targets(
+        "an nn.Module of torch.nn, a model of torchvision.models, or a function of "
+        "hybridtrain.models",
+        ("torch.nn", "torchvision.models", "hybridtrain.models"),
+        "torch.nn:Module",
+    ),
+    "data": Targets("a data set of hybridtrain.datasets", ("hybridtrain.datasets",)),
+    "optim": Targets("an optimizer of torch.optim", ("torch.optim",), "torch.optim:Optimizer"),
+    "lr_schedule": Targets(
+        "a schedule of torch.optim.lr_scheduler",
+        ("torch.optim.lr_scheduler",),
+        "torch.optim.lr_scheduler:LRScheduler",
+    ),
+    "trainer.metrics": Targets(
+        "a metric of torchmetrics that loads no network",
+        ("torchmetrics", *(f"torchmetrics.{name}" for name in _METRICS)),
+        "torchmetrics:Metric",
+    ),
+    "trainer.loss": Targets(
+        "a loss of torch.nn, torch.nn.functional or hybridtrain.loss",
+        ("torch.nn", "torch.nn.functional", "hybridtrain.loss"),
+        "torch.nn.modules.loss:_Loss",
+    ),
+    "callbacks": Targets(
+        "a callback of hybridtrain.loop.callbacks",
+        ("hybridtrain.loop.callbacks",),
+        "hybridtrain.loop.callbacks:Callback",
+    ),
+    "monitor": Targets(
+        "a monitor of hybridtrain.observe.trackers, or a callback of hybridtrain.loop.callbacks",
+        ("hybridtrain.observe.trackers", "hybridtrain.loop.callbacks"),
+        "hybridtrain.loop.callbacks:Callback",
+    ),
+    "data.tokenizer": Targets(
+        "a tokenizer of torchtext by its name, or with a slash a file or folder (./tokenizer.json)"
+    ),
+}
+
+# The functions of a module that a config may call.
+_FUNCTIONS: dict[str, Callable[[Any], Iterable[object]]] = {
+    "torchvision.models": lambda module: map(module.get_model_builder, module.list_models()),
+    "hybridtrain.models": lambda module: (getattr(module, name) for name in module.__all__),
+    "hybridtrain.datasets": lambda module: (getattr(module, name) for name in module.__all__),
+    "hybridtrain.loss": lambda losses: losses.LOSSES.values(),
+    "torch.nn.functional": lambda module: (
+        value
+        for name, value in vars(module).items()
+        if name.endswith(("_loss", "cross_entropy", "_with_logits", "kl_div"))
+    ),
+}
+
+
+# Packages whose objects take plain values, so that each error of theirs is about such a value.
+VALUES_ONLY = ("torch.optim", "torchmetrics")
+
+
+def resolve(key: str, path: object, allow: Sequence[str] = ()) -> Callable[..., Any]:
+    """Returns the class or function that `path`, the value of `<key>._target_`, names.
+
+    Args:
+        key: of the config.
+        path: a class or function of those in `TARGETS`, or anything of a package in `allow`.
+        allow: the user's own packages.
+
+    Raises:
+        ConfigError: it is not allowed under `key`, does not exist or is not callable.
+    """
+    targets = _targets(key)
+    where = f"{key}={path}" if key == "data.tokenizer" else f"{key}._target_={path}"
+    refusal = ConfigError(
+        f"{where} is not allowed: {key} may name {targets.words}; to use your own package, set "
+        f"allow_targets=[its.name], also in [tool.hybridtrain] of your pyproject.toml"
+    )
+    if not isinstance(path, str):
+        raise refusal
+    own = _within(path, allow)
+    # refused before anything is imported
+    if not own and (not _within(path, targets.modules) or "._" in path):
+        raise refusal
+    module, names = _imported(where, path)
+    if not own and len(names) > 1:  # an attribute of an object: a method, say
+        raise refusal
+    target = _attribute(where, module, names)
+    if not callable(target) or inspect.ismodule(target):
+        raise ConfigError(f"{where} is not callable")
+    if not _is_listed(targets, target):
+        if not own:
+            raise refusal
+        # What the user's module has only imported is not the user's. An object without a name, such
+        # as a loss that was made there, has its class's origin.
+        imported = hasattr(target, "__name__") or len(names) > 1
+        if imported and not _within(f"{getattr(target, '__module__', '')}.", allow):
+            raise ConfigError(f"{where} is not allowed: it comes from {target.__module__}")
+    return cast(Callable[..., Any], target)
+
+
+def build(
+    key: str,
+    config: Mapping[str, Any],
+    kind: type[T],
+    allow: Sequence[str] = (),
+    *,
+    positional: Sequence[object] = (),
+    defaults: Mapping[str, Any] | None = None,
+    ignore: Sequence[str] = (),
+) -> T:
+    """Calls the target of `config`, which makes a `kind`, with `positional` and the other keys.
+
+    A key that is null takes its value from `defaults`, and is left out if the target does not take
+    it. A parameter of the target without a key takes its value from `defaults` too. Keys in
+    `ignore` are known but not passed on.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or the target makes something else.
+        UserError: the target's own, with config keys in the place of its arguments' names.
+    """
+    defaults = defaults or {}
+    target, arguments = check(
+        key, config, kind, allow, positional=positional, defaults=defaults, ignore=ignore
+    )
+    signature = inspect.signature(target)
+    parameters = signature.parameters
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    for name in list(parameters)[len(positional) :]:
+        if name in defaults and name not in config and parameters[name].kind in by_name:
+            arguments[name] = defaults[name]
+    try:
+        signature.bind(*positional, **arguments)
+    except TypeError as error:
+        name = getattr(target, "__qualname__", repr(target))
+        raise ConfigError(f"{key} ({name}): {error}") from None
+    with errors_with_config_keys({name: f"{key}.{name}" for name in {*parameters, *arguments}}):
+        try:
+            made = target(*positional, **arguments)
+        except UserError:
+            raise
+        except Exception as error:
+            if not _within(f"{target.__module__}.", VALUES_ONLY):
+                raise  # the user's own code, or a model's
+            raise ConfigError(_refused_values(key, arguments, error)) from error
+    if not isinstance(made, kind):
+        raise ConfigError(_another_kind(key, config, kind, type(made)))
+    return made
+
+
+def check(
+    key: str,
+    config: Mapping[str, Any],
+    kind: type,
+    allow: Sequence[str] = (),
+    *,
+    positional: Sequence[object] = (),
+    defaults: Mapping[str, Any] = {},
+    ignore: Sequence[str] = (),
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Checks what `build` can check without a call; returns the target and the keys' arguments.
+
+    Raises:
+        ConfigError: the target is not allowed, or a key is unknown or of a wrong type.
+    """
+    target = resolve(key, config.get("_target_"), allow)
+    if isinstance(target, type) and not issubclass(target, kind):
+        raise ConfigError(_another_kind(key, config, kind, target))
+    parameters = inspect.signature(target).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    arguments = {
+        name: defaults.get(name) if value is None else value
+        for name, value in config.items()
+        if name not in ("_target_", *ignore)
+        and (value is not None or takes_any or name in parameters)
+    }
+    known = [*list(parameters)[len(positional) :], *ignore]
+    for name, value in arguments.items():
+        if name not in known and not takes_any:
+            raise ConfigError(unknown_key(f"{key}.{name}", [f"{key}.{k}" for k in known]))
+        if name in parameters:
+            _check_type(f"{key}.{name}", value, parameters[name])
+    return target, arguments
+
+
+def not_taken(
+    key: str, config: Mapping[str, Any], names: Sequence[str], allow: Sequence[str] = ()
+) -> list[str]:
+    """Returns those of `names` that are not arguments of the target of `config`."""
+    if not names:
+        return []
+    parameters = inspect.signature(resolve(key, config.get("_target_"), allow)).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return []
+    return [name for name in names if name not in (*parameters, "_target_")]
+
+
+def _targets(key: str) -> Targets:
+    """Returns the targets of `key`, or of the group that it is an entry of."""
+    while key not in TARGETS:
+        key = key.rpartition(".")[0]
+    return TARGETS[key]
+
+
+def _is_listed(targets: Targets, target: Any) -> bool:
+    """Returns whether `target` is a class or function of `targets`."""
+    for name in targets.modules:
+        if not _within(f"{getattr(target, '__module__', '')}.", [name]):
+            continue
+        module = importlib.import_module(name)
+        listed: Iterable[object] = ()
+        if not isinstance(target, type):
+            listed = _FUNCTIONS[name](module) if name in _FUNCTIONS else ()
+        elif targets.kind is not None and issubclass(target, pkgutil.resolve_name(targets.kind)):
+            listed = vars(module).values()
+        if any(target is one for one in listed):
+            return True
+    return False
+
+
+def _check_type(key: str, value: object, parameter: inspect.Parameter) -> None:
+    """Refuses a text or a single number where the target expects another kind of value."""
+    default, annotation = parameter.default, str(parameter.annotation)
+    numeric = annotation in ("<class 'int'>", "<class 'float'>", "int", "float")
+    if isinstance(value, str) and (isinstance(default, int | float) or numeric):
+        expected = "true or false" if isinstance(default, bool) else "a number"
+        raise ConfigError(f"{key}={value} must be {expected}")
+    if isinstance(default, tuple) and value is not None:
+        is_list = isinstance(value, list | tuple)
+        if not is_list or len(cast(Sequence[Any], value)) != len(default):
+            example = ",".join(map(str, default))
+            raise ConfigError(
+                f"{key}={value} must be a list of {len(default)} values, such as [{example}]"
+            )
+
+
+def _refused_values(key: str, arguments: Mapping[str, Any], error: Exception) -> str:
+    """Returns the message for values that a target does not accept; names the one, if it can."""
+    last = str(error).rpartition(":")[2].strip()
+    suspects = [
+        name
+        for name, value in arguments.items()
+        if last in map(str, value if isinstance(value, list | tuple) else [value])
+    ]
+    text = " ".join(str(error).split()) or type(error).__name__
+    if len(suspects) == 1:
+        name = suspects[0]
+        return f"{key}.{name}={arguments[name]}: {text}"
+    given = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    return f"{key}: {text} (with {given})"
+
+
+def unknown_key(key: str, known: Sequence[str]) -> str:
+    """Returns the message for a key that does not exist."""
+    parent, _, leaf = key.rpartition(".")
+    siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == parent}
+    meant = OTHER_NAMES.get(leaf)
+    if meant not in known:
+        meant = siblings.get(closest(leaf, siblings) or "")
+    if meant is None:  # the right key in the wrong group, or a typo in the group
+        elsewhere = (k for k in known if k.rpartition(".")[2] == leaf)
+        meant = next(elsewhere, None) or closest(key, known, cutoff=0.8)
+    if meant is not None:
+        return f"{key}: unknown key; did you mean {meant}?"
+    return f"{key}: unknown key; the choices are: {', '.join(siblings.values() or known)}"
+
+
+def _another_kind(key: str, config: Mapping[str, Any], kind: type, found: type) -> str:
+    expected = f"{kind.__module__}.{kind.__name__}"
+    return f"{key}._target_={config['_target_']} must give a {expected}, not {found.__name__}"
+
+
+def _within(path: str, packages: Sequence[str]) -> bool:
+    return any(path.startswith(f"{package}.") for package in packages)
+
+
+def _imported(where: str, path: str) -> tuple[ModuleType, list[str]]:
+    """Returns the module that `path` begins with, and the names after it."""
+    parts = path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:cut])
+        try:
+            return importlib.import_module(name), parts[cut:]
+        except ModuleNotFoundError as error:
+            if error.name is None or not name.startswith(error.name):
+                raise ConfigError(f"{where} cannot be imported: {error}") from error
+    raise ConfigError(f"{where}: there is no package {parts[0]}; is it installed?")
+
+
+def _attribute(where: str, module: ModuleType, names: Sequence[str]) -> Any:
+    found: Any = module
+    for name in names:
+        if not hasattr(found, name):
+            close = closest(name, dir(found))
+            hint = f"; did you mean {close}?" if close else ""
+            raise ConfigError(f"{where}: {module.__name__} has no {name}{hint}")
+        found = getattr(found, name)
+    return found

@@ -1,0 +1,232 @@
+"""The command line: `python -m hybridtrain [command] [overrides...]`.
+
+The overrides are Hydra's, and so are the flags that show a config. A run itself does not go
+through `hydra.main`, with which all ranks would write the same log and `.hydra` folder, and a
+restarted run would get a new directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+from hybridtrain.cli.commands.table import COMMANDS, check_keys, help_of, overview
+from hybridtrain.cli.config.compose import (
+    CONFIG_MODULE,
+    compose_config,
+    compose_settings,
+    config_text,
+    given_keys,
+    register,
+    register_file,
+    with_later,
+)
+from hybridtrain.cli.config.project import with_project
+from hybridtrain.cli.config.resolve import Settings, settle
+from hybridtrain.cli.config.schema import errors_with_config_keys, with_new_keys
+from hybridtrain.cli.run.errors import lasting_streams, report, versions
+from hybridtrain.errors import ConfigError, did_you_mean
+from hybridtrain.launch import detect, end_with_parent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    with lasting_streams():
+        try:
+            end_with_parent()
+            return _dispatch(arguments)
+        except (Exception, KeyboardInterrupt) as error:
+            return report(error)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if "--version" in arguments:
+        print(", ".join(f"{name} {number}" for name, number in versions().items()))
+        return 0
+    if not arguments or (arguments[0] in COMMANDS and {"--help", "-h"} & set(arguments)):
+        return _print_on_main(help_of(arguments[0]) if arguments else overview())
+    if arguments[0] in COMMANDS and COMMANDS[arguments[0]].takes == "words":
+        code: int = COMMANDS[arguments[0]].load()(arguments[1:])
+        return code
+    dry_run, quiet = "--dry-run" in arguments, bool({"--quiet", "-q"} & set(arguments))
+    arguments = [word for word in arguments if word not in ("--dry-run", "--quiet", "-q")]
+    from hydra._internal.utils import get_args_parser
+
+    parsed = get_args_parser().parse_intermixed_args(arguments)
+    shows_hydras = parsed.cfg in ("hydra", "all") or parsed.info or parsed.hydra_help
+    command, overrides = _command(parsed.overrides)
+    if parsed.help:
+        return _print_on_main(help_of(command) if command in parsed.overrides else overview())
+    if shows_hydras or parsed.shell_completion:
+        if parsed.info or parsed.cfg:
+            compose_config(overrides, parsed.config_dir)  # for the one-line errors
+        flags = [word for word in arguments if word not in parsed.overrides]
+        if parsed.help or parsed.hydra_help:
+            # Hydra sets up the config's logging, with objects that a recipe may name
+            overrides.append("hydra.hydra_logging.root=null")
+        return _show([*overrides, *flags])
+    _refuse_what_has_no_effect(parsed, overrides)
+    _refuse_flags(command, parsed.multirun, dry_run, quiet)
+    if COMMANDS[command].takes == "words":
+        raise ConfigError(
+            f"{command} comes first and takes no overrides: hybridtrain {command} "
+            f"{COMMANDS[command].usage}".rstrip()
+        )
+    check_keys(command, given_keys(overrides), by_hand=detect(os.environ).launcher == "single")
+    overrides, config_dir = with_project(overrides, parsed.config_dir)
+    if any("hydra.searchpath" in override for override in overrides):
+        _make_working_directory_importable()  # for pkg://my_project.conf
+    if parsed.cfg and not parsed.multirun:
+        composed = compose_settings(overrides, config_dir)
+        return _print_on_main(config_text(composed, parsed.resolve, parsed.package))
+    if command == "submit":
+        return _submit(overrides, config_dir, parsed.multirun, dry_run)
+    if command == "search":
+        searched: int = COMMANDS[command].load()(overrides, config_dir)
+        return searched
+    if parsed.multirun:
+        from hybridtrain.cli.run.sweep import sweep
+
+        return sweep(command, overrides, config_dir, run)
+    if dry_run:
+        return _try_out(overrides, config_dir)
+    run(command, settle(command, overrides, config_dir), quiet)
+    return 0
+
+
+def _print_on_main(text: str) -> int:
+    """Prints on rank 0; returns the exit code."""
+    if detect(os.environ).rank == 0:
+        print(text)
+    return 0
+
+
+def _refuse_flags(command: str, multirun: bool, dry_run: bool, quiet: bool) -> None:
+    """Refuses flags that a command does not follow."""
+    given = {"--multirun": multirun, "--dry-run": dry_run, "--quiet": quiet}
+    for flag in compress(given, given.values()):
+        if flag not in COMMANDS[command].flags:
+            goes_with = [name for name, entry in COMMANDS.items() if flag in entry.flags]
+            raise ConfigError(f"{flag} goes with {', '.join(goes_with)}, not with {command}")
+    if dry_run and multirun and command == "train":
+        raise ConfigError("--dry-run goes with one run, not with a sweep (--multirun)")
+
+
+def _command(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns the command among `words`, wherever it is, and the overrides."""
+    commands = [word for word in words if re.fullmatch(r"[A-Za-z][\w-]*", word)]
+    for word in commands:
+        if word not in COMMANDS:
+            raise ConfigError(
+                f"there is no command {word!r}: {did_you_mean(word, COMMANDS, 'commands')} "
+                f"(and overrides look like key=value)"
+            )
+    if len(commands) > 1:
+        raise ConfigError(f"one command at a time, not {' and '.join(commands)}")
+    overrides = with_new_keys([word for word in words if word not in commands])
+    return (commands or ["train"])[0], overrides
+
+
+def _refuse_what_has_no_effect(parsed: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Refuses flags and settings of Hydra's that a run here does not follow."""
+    instead = {
+        "config_path": "--config-dir adds a folder of groups, recipe=<file> takes a file",
+        "config_name": "recipe=<file> takes a whole config",
+        "experimental_rerun": "recipe=outputs/<run_name>/config.yaml repeats a run",
+    }
+    for flag, advice in instead.items():
+        if getattr(parsed, flag) is not None:
+            raise ConfigError(f"--{flag.replace('_', '-')} has no effect here: {advice}")
+    for flag in ("package", "resolve"):
+        if getattr(parsed, flag) and not parsed.cfg:
+            raise ConfigError(f"--{flag} goes with --cfg job only")
+    for override in overrides:
+        key = override.lstrip("+~").partition("=")[0]
+        if key.startswith(("hydra.", "hydra/")) and key != "hydra.searchpath":
+            raise ConfigError(
+                f"{override}: {key} has no effect here, like all of Hydra's own settings but "
+                f"hydra.searchpath; where a run is written to is set by output_dir= and run_name="
+            )
+
+
+def _submit(overrides: Sequence[str], config_dir: str | None, multirun: bool, dry_run: bool) -> int:
+    if "allow_targets" in given_keys(overrides):
+        _make_working_directory_importable()
+    with errors_with_config_keys():
+        submit = COMMANDS["submit"].load()  # with torch, which takes a second to import
+        code: int = submit(overrides, config_dir, multirun=multirun, dry_run=dry_run)
+    return code
+
+
+def _try_out(overrides: Sequence[str], config_dir: str | None) -> int:
+    """Trains two steps, evaluates two batches and saves, in a folder that is removed again."""
+    config = compose_config(overrides, config_dir)
+    folder = Path(config.output_dir) / dry_run_name(os.environ)
+    # what others would see, or what the log would lead to after its removal
+    shown = [f"monitor.{name}=false" for name in ("tensorboard", "report", "wandb", "mlflow")]
+    short = ["trainer.epochs=null", "trainer.steps=2", "trainer.log_every=1", *shown]
+    short += ["++data.first_batches=2", "++lr_schedule.warmup_steps=0", f"output_dir={folder}"]
+    is_main = detect(os.environ).rank == 0
+    try:
+        if is_main:
+            shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
+        settings = settle("train", with_later(overrides, short), config_dir)
+        evaluated = run("train", settings).keys() - {"step"}
+    finally:
+        if is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+    if is_main:
+        tried = ["two steps"]
+        tried += ["an evaluation"] if evaluated else []
+        tried += ["a save"] if settings.config.checkpoint.every_steps != 0 else []
+        said = " and ".join([*([", ".join(tried[:-1])] if tried[1:] else []), tried[-1]])
+        print(f"dry run: {said} went well; nothing is kept", file=sys.stderr, flush=True)
+    return 0
+
+
+def dry_run_name(environ: Mapping[str, str]) -> str:
+    """Returns the name of a dry run's folder: one for all processes of a launch, and no other."""
+    launch = detect(environ)
+    words = [launch.run, environ.get("TORCHELASTIC_RUN_ID", "")]
+    words += map(str, launch.master or [os.getpid()])
+    if launch.local_size == launch.size:  # other machines may share the folder
+        words.append(socket.gethostname())
+    return re.sub(r"[^\w.]+", "_", "-".join([".dry_run", *filter(None, words)]))
+
+
+def run(command: str, settings: Settings, quiet: bool = False) -> dict[str, Any]:
+    """Runs a command with its settings; returns the values that it has computed."""
+    settings.quiet |= quiet
+    if settings.config.allow_targets:
+        _make_working_directory_importable()
+    with errors_with_config_keys():
+        function = COMMANDS[command].load()  # with torch, which takes a second to import
+        result: dict[str, Any] = function(settings)
+    return result
+
+
+def _make_working_directory_importable() -> None:
+    """Makes the user's packages importable, as `python -m` does and the console script does not."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def _show(arguments: Sequence[str]) -> int:
+    """Runs Hydra's own `--cfg hydra`, `--hydra-help` and the like, on rank 0."""
+    if detect(os.environ).rank == 0:
+        import hydra
+
+        register()
+        sys.argv[1:] = [register_file(word) for word in arguments]
+        show = hydra.main(f"pkg://{CONFIG_MODULE}", "config", version_base="1.3")
+        show(lambda config: None)()
+    return 0

@@ -1,0 +1,499 @@
+"""Builds what a config names: data, loss, metrics, optimizer, learning rates and callbacks."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
+
+from hybridtrain.cli.config import targets as instantiate
+from hybridtrain.cli.config.schema import (
+    GROUP_KEYS,
+    LOADER_KEYS,
+    Config,
+    errors_with_config_keys,
+)
+from hybridtrain.cli.run.directory import RunDirectory
+from hybridtrain.data import DataSplits
+from hybridtrain.datasets import STANDARD_INPUT
+from hybridtrain.errors import ConfigError, DataError, UserError, check_choice
+from hybridtrain.loop import CALLBACKS, Callback
+from hybridtrain.loss import LOSSES, METRICS, LossFn, direction, resolve
+from hybridtrain.model import HybridModel
+from hybridtrain.models import loss_of_model
+from hybridtrain.observe import MONITORS, check_installed
+from hybridtrain.step import (
+    CombinedOptimizer,
+    ShardedOptimizer,
+    check_lr_schedule,
+    check_steps_alone,
+    closure_errors_named,
+    parameter_groups,
+    show_weights,
+)
+from hybridtrain.world import World
+
+# Keys of a data set that say where it is, in the order in which they are shown.
+_PLACES = ("root", "path", "file", "files", "folder", "data_dir")
+
+
+def check_tokenizer(config: Config) -> None:
+    """Refuses a tokenizer that is the path of a function which may not be called."""
+    tokenizer = str(config.data.get("tokenizer", ""))
+    # not one of torchtext's names, and with a slash the place of a tokenizer, which is data
+    if "/" not in tokenizer and ("." in tokenizer or ":" in tokenizer):
+        instantiate.resolve("data.tokenizer", tokenizer.replace(":", "."), config.allow_targets)
+
+
+def load_data(config: Config, world: World) -> DataSplits:
+    """Loads the data set, first on rank 0, then on the others.
+
+    With `data.download`, rank 0 fetches it first, then the first process of each other node if it
+    is not there, since nodes may have their own disks.
+
+    Raises:
+        DataError: a process cannot load it; names rank and host.
+    """
+
+    def load(download: bool) -> DataSplits:
+        settings = dict(config.data)
+        if "download" in settings:
+            settings["download"] = download
+        check_tokenizer(config)
+        try:
+            return instantiate.build(
+                "data", settings, DataSplits, config.allow_targets, ignore=LOADER_KEYS
+            )
+        except FileNotFoundError as error:
+            where = ", ".join(f"data.{k}={v}" for k, v in settings.items() if k in _PLACES)
+            raise DataError(
+                f"the data set {config.data['_target_']} is not there: {error}"
+                + (f" ({where})" if where else "")
+            ) from error
+
+    if config.data.get("predict_path") == STANDARD_INPUT and world.size > 1:
+        raise ConfigError(
+            f"data.predict_path=- is read by one process, and there are {world.size}: start one, "
+            f"or set data.predict_path= to a file that all of them read"
+        )
+    download = bool(config.data.get("download"))
+    data = world.on_main(lambda: load(download))
+    first_of_node = world.local_rank == 0
+    for first in (True, False) if download else (None,):
+        failure = None
+        if not world.is_main and first in (None, first_of_node):
+            try:
+                data = load(download and first_of_node)
+            except UserError as error:
+                failure = f"rank {world.rank} on {socket.gethostname()}: {error}"
+        for failed in world.gather(failure):
+            if failed is not None:
+                raise DataError(failed)
+    assert data is not None
+    return data
+
+
+# Settings of PyTorch's losses that are tensors, one number for each class.
+_TENSORS = ("weight", "pos_weight")
+
+
+def build_model(config: Config, data: DataSplits) -> nn.Module:
+    """Returns the model, with what the data know for those of its arguments that have no key.
+
+    Raises:
+        ConfigError: the target is not allowed or gives no module, a key does not fit it, or a size
+            that a key sets is too small for the data.
+    """
+    for name in ("num_classes", "vocab_size", "max_len", "seq_len", "pad_index"):
+        value, of_data = config.model.get(name), data.metadata.get(name)
+        if not isinstance(value, int) or not isinstance(of_data, int):
+            continue
+        if value != of_data if name == "pad_index" else value < of_data:
+            is_padding = name == "pad_index"
+            raise ConfigError(
+                f"model.{name}={value} does not fit the data, which "
+                + (f"is padded with {of_data}" if is_padding else f"needs {of_data}")
+                + f": leave model.{name}= out to take it from the data"
+            )
+    return instantiate.build(
+        "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
+    )
+
+
+def build_loss(config: Config) -> LossFn:
+    """Returns the loss function that `trainer.loss` names or describes.
+
+    Without one it is the loss for what the model returns, see `hybridtrain.models.returns`.
+    A `_target_` is a class, such as `torch.nn.CrossEntropyLoss`; a function that makes a loss
+    function; or itself a `loss_fn(output, targets)`, whose other arguments are the other keys.
+
+    Raises:
+        ConfigError: the name is unknown, or the target is not allowed or does not fit its keys.
+    """
+    chosen = config.trainer.loss
+    if chosen is None:
+        model = instantiate.resolve("model", config.model.get("_target_"), config.allow_targets)
+        chosen = loss_of_model(model, config.model)
+    if not isinstance(chosen, Mapping):
+        check_choice("trainer.loss", chosen, LOSSES)
+        return LOSSES[chosen]
+    settings = {
+        key: torch.tensor(value, dtype=torch.float32)
+        if key in _TENSORS and isinstance(value, list)
+        else value
+        for key, value in chosen.items()
+    }
+    target = instantiate.resolve("trainer.loss", settings.get("_target_"), config.allow_targets)
+    if not isinstance(target, type) and callable(getattr(target, "count", None)):
+        return target  # a loss that counts, not what makes one
+    positional = [] if isinstance(target, type) else _output_and_targets(target, settings)
+    if positional:
+        _, arguments = instantiate.check(
+            "trainer.loss", settings, object, config.allow_targets, positional=positional
+        )
+        return partial(target, **arguments) if arguments else target
+    made: Any = instantiate.build("trainer.loss", settings, object, config.allow_targets)
+    if not callable(made):
+        raise ConfigError(
+            f"trainer.loss._target_={settings['_target_']} must give a loss function, not "
+            f"{type(made).__name__}"
+        )
+    loss_fn: LossFn = made
+    return loss_fn
+
+
+def _output_and_targets(target: Any, settings: Mapping[str, Any]) -> list[str]:
+    """Returns the two arguments that a loss function itself needs besides its settings."""
+    needed = [
+        name
+        for name, parameter in inspect.signature(target).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and name not in settings
+    ]
+    return needed if len(needed) == 2 else []
+
+
+_log = logging.getLogger(__name__)
+
+
+def build_metrics(config: Config, loss_fn: LossFn) -> dict[str, Any]:
+    """Returns the metrics that `trainer.metrics` names; by default those that fit the loss.
+
+    Raises:
+        ConfigError: a name is unknown, or the target is not allowed or does not fit its keys.
+    """
+    chosen = config.trainer.metrics
+    if chosen is None:
+        chosen = ["accuracy"] if resolve(loss_fn).has_class_targets else []
+    if not isinstance(chosen, Mapping):
+        chosen = {name: name for name in chosen}
+    _refuse_nameless("trainer.metrics", "metric", chosen)
+    for name, metric in chosen.items():
+        if isinstance(metric, Mapping):
+            continue
+        if "." in str(metric):
+            raise ConfigError(
+                f"trainer.metrics={metric} names a class, which goes with a _target_: "
+                f"trainer.metrics={{{str(name).rpartition('.')[2]}: {{_target_: {metric}}}}}"
+            )
+        check_choice("trainer.metrics", metric, METRICS)
+    return {
+        name: instantiate.build(f"trainer.metrics.{name}", metric, object, config.allow_targets)
+        if isinstance(metric, Mapping)
+        else METRICS[metric]()
+        for name, metric in chosen.items()
+    }
+
+
+def direction_of(
+    key: str, value: str, mode: str | None, metrics: Any, allow: Sequence[str] = ()
+) -> str:
+    """Returns `min` or `max` for a value of the evaluation, by the metrics that a config has.
+
+    Args:
+        key: of `mode`, for the message.
+        value: `loss`, or the name of a metric.
+        mode: of the config.
+        metrics: `trainer.metrics` of the config.
+        allow: see `instantiate.build`.
+
+    Raises:
+        ConfigError: see `loss.metrics.direction`; or the metric's target is not allowed.
+    """
+    names = metrics if isinstance(metrics, Mapping) else {}
+    described = names.get(value, value)
+    metric: Any = (
+        METRICS[described]() if isinstance(described, str) and described in METRICS else None
+    )
+    if isinstance(described, Mapping) and mode is None:
+        where = f"trainer.metrics.{value}"
+        metric = instantiate.resolve(where, described.get("_target_"), allow)
+    return direction(key, value, metric, mode)
+
+
+def build_model_optimizer(
+    config: Mapping[str, Any], model: HybridModel, allow: Sequence[str] = ()
+) -> Optimizer:
+    """Returns the optimizer of `model` that `config` describes, with its parameter groups.
+
+    It is one for the model's `shard`.
+
+    Each of `config["groups"]` has `match`, patterns for names, and the settings of its group; with
+    a `_target_` it is an optimizer by itself, with all its settings. `layer_decay` is that of
+    `parameter_groups`.
+
+    Raises:
+        ConfigError: a target is not an optimizer, a key does not fit it, or a pattern matches no
+            parameter.
+    """
+    plain = {key: value for key, value in config.items() if key not in GROUP_KEYS}
+    rules, decay = config.get("groups") or [], config.get("layer_decay")
+    if isinstance(rules, Mapping):
+        rules = list(rules.values())
+    sharded = model.options.shard == "optimizer"
+
+    def make(parameters: Iterable[Any]) -> Optimizer:
+        return build_optimizer(plain, parameters, allow)
+
+    if not rules and decay is None:
+        return ShardedOptimizer(model, make) if sharded else make(model.parameters())
+    _check_rules(plain, rules, allow)
+    passed = [{key: v for key, v in rule.items() if key != "_target_"} for rule in rules]
+    apart = [number for number, rule in enumerate(rules) if "_target_" in rule]
+    places = [{"match": rule["match"], "rule": number} for number, rule in enumerate(rules)]
+    with errors_with_config_keys(
+        {"match": "optim.groups.match", "layer_decay": "optim.layer_decay"}
+    ):
+        split = parameter_groups(model, places, lr=plain.get("lr"), layer_decay=decay)
+    rest: list[dict[str, Any]] = []
+    alone: dict[int | None, list[dict[str, Any]]] = {number: [] for number in apart}
+    for group in split:
+        number = group.pop("rule", None)
+        settings = {} if number is None else dict(passed[number])
+        settings.pop("match", None)
+        if "lr" in group and "lr" in settings:  # of layer_decay: in the same proportion
+            settings["lr"] *= group["lr"] / plain["lr"]
+        alone.get(number, rest).append({**group, **settings})
+    if sharded and apart:
+        raise ConfigError(
+            "optim.groups has a _target_, which makes several optimizers, and shard=optimizer "
+            "spreads one: leave it out, or set shard=none"
+        )
+    if sharded:
+        return ShardedOptimizer(model, make, rest)
+    made = [make(rest)] if rest else []
+    for number in apart:
+        settings = {key: v for key, v in rules[number].items() if key != "match"}
+        made.append(build_optimizer(settings, alone[number], allow, key=f"optim.groups.{number}"))
+    return made[0] if len(made) == 1 else CombinedOptimizer(made)
+
+
+def _check_rules(
+    config: Mapping[str, Any], rules: Sequence[Mapping[str, Any]], allow: Sequence[str]
+) -> None:
+    """Checks the keys of groups that are not an optimizer by themselves.
+
+    Raises:
+        ConfigError: the optimizer has no such setting for a group.
+    """
+    known = build_optimizer(config, [Parameter(torch.zeros(1))], allow).defaults
+    for number, rule in enumerate(rules):
+        if not isinstance(rule, Mapping) or "match" not in rule:
+            raise ConfigError(f"optim.groups.{number}={rule} must be a mapping with the key match")
+        for key in rule:
+            if "_target_" not in rule and key not in ("match", "name", *known):
+                raise ConfigError(
+                    instantiate.unknown_key(
+                        f"optim.groups.{number}.{key}",
+                        [f"optim.groups.{number}.{name}" for name in known],
+                    )
+                )
+
+
+def build_optimizer(
+    config: Mapping[str, Any],
+    parameters: Iterable[Any],
+    allow: Sequence[str] = (),
+    *,
+    key: str = "optim",
+) -> Optimizer:
+    """Returns the optimizer that `config["_target_"]` names, over the trainable `parameters`.
+
+    Args:
+        config: its keys but those of `GROUP_KEYS` are the optimizer's arguments.
+        parameters: or parameter groups, of which none is left out.
+        allow: see `instantiate.build`.
+        key: of `config`, for messages.
+
+    Raises:
+        ConfigError: the target is not an optimizer, or a key does not fit it.
+    """
+    trained = [each for each in parameters if isinstance(each, dict) or each.requires_grad]
+    # a process of a pipeline may have frozen ones only, and an optimizer wants one at least
+    trained = trained or [Parameter(torch.empty(0))]
+    optimizer = instantiate.build(
+        key, config, Optimizer, allow, positional=[trained], ignore=GROUP_KEYS
+    )
+    check_steps_alone(optimizer, f"{key}._target_={config['_target_']}")
+    return optimizer
+
+
+def optimizer_tensors_per_param(config: Mapping[str, Any], allow: Sequence[str] = ()) -> int:
+    """Returns how many tensors of a parameter's size the optimizer of `config` keeps for it."""
+    parameter = Parameter(torch.zeros(2, 3))
+    optimizer = build_optimizer(config, [parameter], allow)
+    optimizer.param_groups[0]["capturable"] = False  # which is for parameters on a GPU
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        show_weights(optimizer, training=True)
+        with closure_errors_named(optimizer, f"optim._target_={config['_target_']}"):
+            optimizer.step()
+    except ConfigError:
+        raise
+    except Exception as error:  # for sparse gradients only, say
+        raise ConfigError(
+            f"optim._target_={config['_target_']} fails at a step: {error}"
+        ) from error
+    kept = optimizer.state[parameter].values()
+    return sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in kept)
+
+
+def build_lr_schedule(
+    config: Mapping[str, Any], optimizer: Optimizer, total_steps: int, allow: Sequence[str] = ()
+) -> LRScheduler:
+    """Returns the schedule that `config["_target_"]` names, stepped once per optimizer step.
+
+    `warmup_steps` come first: the learning rate rises linearly from its
+    `1 / (warmup_steps + 1)`th part. A null `T_max`, `total_iters` or `total_steps` becomes the
+    number of steps after the warm-up.
+
+    Raises:
+        ConfigError: the target is not a schedule, or a key does not fit it.
+    """
+    warmup = config.get("warmup_steps") or 0
+    if type(warmup) is not int or warmup < 0:
+        raise ConfigError(f"lr_schedule.warmup_steps={warmup} must be a number of steps, 0 or more")
+    if warmup >= total_steps:
+        _log.warning(
+            "lr_schedule.warmup_steps=%d is not less than the %d steps of the run: the learning "
+            "rate only rises, and never reaches its value",
+            warmup,
+            total_steps,
+        )
+    left = max(1, total_steps - warmup)
+    lengths = {"T_max": left, "total_iters": left, "total_steps": left}
+    if "total_iters" not in config:  # it has a default
+        del lengths["total_iters"]
+    if "epochs" in config:  # the other way to tell OneCycleLR its length
+        del lengths["total_steps"]
+    schedule = instantiate.build(
+        "lr_schedule",
+        config,
+        LRScheduler,
+        allow,
+        positional=[optimizer],
+        defaults=lengths,
+        ignore=["warmup_steps"],
+    )
+    check_lr_schedule(schedule)
+    if not warmup:
+        return schedule
+    rise = LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)
+    return SequentialLR(optimizer, [rise, schedule], milestones=[warmup])
+
+
+def build_callbacks(config: Config, directory: RunDirectory) -> list[Callback]:
+    """Returns the callbacks that `callbacks` names, in its order.
+
+    It is a list of names, or a mapping of names to their arguments; with a `_target_` the name is
+    free. A `directory` that is not given is a folder of that name in the run directory.
+
+    Raises:
+        ConfigError: a name is unknown, or a key does not fit.
+    """
+    chosen = config.callbacks or {}
+    if not isinstance(chosen, Mapping):
+        if not isinstance(chosen, list) or not all(isinstance(name, str) for name in chosen):
+            raise ConfigError(
+                f"callbacks={chosen} must be a list of names, or a mapping such as "
+                f"callbacks={{ema: {{decay: 0.999}}}}"
+            )
+        chosen = dict.fromkeys(chosen)
+    _refuse_nameless("callbacks", "callback", chosen)
+    return [
+        _build(
+            f"callbacks.{name}", settings, CALLBACKS, config, {"directory": directory.path / name}
+        )
+        for name, settings in chosen.items()
+    ]
+
+
+def build_monitors(config: Config, directory: RunDirectory) -> list[Callback]:
+    """Returns the monitors that `monitor` names; each is for all processes, see `Callback`.
+
+    Raises:
+        ConfigError: a name is unknown, a key does not fit, or a package is not installed.
+    """
+    if config.monitor.report:
+        check_installed()
+    run, chosen = directory.path, config.monitor.chosen()
+    before = run / "tensorboard"  # where version 0.1 began the event files
+    places: dict[str, dict[str, Any]] = {
+        "tensorboard": {"directory": before if before.exists() else run, "title": run.name},
+        "csv": {"path": run / "metrics.csv"},
+        "profile": {"directory": run / "profile"},
+    }
+    _refuse_nameless("monitor", "monitor", chosen)
+    others: dict[str, Any] = {"directory": run, "group": config.monitor.group}
+    return [
+        _build(
+            f"monitor.{name}",
+            None if settings is True else settings,
+            MONITORS,
+            config,
+            places.get(name, others),
+        )
+        for name, settings in chosen.items()
+    ]
+
+
+def _refuse_nameless(key: str, what: str, chosen: Mapping[str, Any]) -> None:
+    """Refuses a `_target_` in the place where a mapping has names."""
+    if (target := chosen.get("_target_")) is not None:
+        raise ConfigError(
+            f"{key}._target_={target}: give the {what} a name, such as "
+            f"{key}={{mine: {{_target_: {target}}}}}"
+        )
+
+
+def _build(
+    key: str,
+    settings: Any,
+    named: Mapping[str, type[Callback]],
+    config: Config,
+    defaults: Mapping[str, Any],
+) -> Callback:
+    """Returns the callback that the last part of `key` names among `named`, or its `_target_`."""
+    if settings is not None and not isinstance(settings, Mapping):
+        switch = "true, false or " if key.startswith("monitor.") else ""
+        raise ConfigError(f"{key}={settings} must be {switch}a mapping of its arguments")
+    settings = dict(settings or {})
+    if "_target_" not in settings:
+        group, _, name = key.partition(".")
+        check_choice(group, name, named)
+        known = named[name]
+        settings["_target_"] = f"{known.__module__}.{known.__name__}"
+    made: Callback = instantiate.build(
+        key, settings, Callback, config.allow_targets, defaults=defaults
+    )
+    return made

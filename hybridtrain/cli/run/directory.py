@@ -1,0 +1,413 @@
+"""The run directory: its files, and who writes them.
+
+    <output_dir>/<run_name>/
+        config.yaml     the resolved config        overrides.yaml  the command line's
+        metrics.jsonl   a line per logged step     summary.json    written at the end
+        events.out.*    for TensorBoard            checkpoints/    see `checkpoint.directory`
+        logs/           rank_000.log, ...          export/         see the command `export`
+        plan.yaml       stages and their costs     timeline.*      see `observe.timeline`
+        run.lock        see `run_lock`             evaluations.jsonl   a line per `evaluate`
+        predictions/    see the command `predict`  profile/        see `loop.callbacks`
+        metrics.csv     of `monitor.csv`           wandb/, *.id    see `observe.trackers`
+
+Its path depends on names only, not on the clock, so that a restarted run finds its checkpoints
+(`checkpoint_to_resume`). One process at a time may write to it (`run_lock`).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import platform
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from omegaconf import OmegaConf
+from tqdm import tqdm
+from tqdm.contrib import DummyTqdmFile
+
+from hybridtrain._base.files import open_to_append, write_atomically
+from hybridtrain._base.text_table import printable
+from hybridtrain.checkpoint import CheckpointStore, step_of
+from hybridtrain.cli.config.compose import to_yaml
+from hybridtrain.cli.config.schema import Config, with_config_keys
+from hybridtrain.cli.run.colour import bold
+from hybridtrain.cli.run.errors import finite, json_line, versions
+from hybridtrain.errors import CheckpointError, ConfigError, UserError
+from hybridtrain.world import World
+
+if TYPE_CHECKING:
+    from hybridtrain.cli.run.build import RunContext
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# Lines that are in the file only: the terminal has them from `Progress`.
+_FILE_ONLY = "hybridtrain.progress"
+
+
+def _use_own_lock() -> None:
+    """Gives tqdm, through which the terminal's lines go, a lock of this process alone.
+
+    Its own one is shared with forked processes: a worker of a DataLoader that is killed while it
+    holds it would stop this process at the next line of its log.
+    """
+    tqdm.set_lock(threading.RLock())
+
+
+_use_own_lock()
+os.register_at_fork(after_in_child=_use_own_lock)  # another thread may hold the parent's
+
+
+class RunLog:
+    """Sends the log of this process to `folder`, once it is there, and on rank 0 to the terminal.
+
+    What is logged before is kept, so that a run that fails early leaves no folder, and the log of
+    another has its first lines too. With `quiet` the terminal has only warnings and the lines that
+    are logged with `RESULT`.
+    """
+
+    def __init__(self, folder: Path, rank: int, quiet: bool = False) -> None:
+        self._path = folder / f"rank_{rank:03d}.log"
+        self._early: MemoryHandler | None = MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1)
+        root = logging.getLogger()
+        root.setLevel(logging.INFO)
+        for handler in list(root.handlers):
+            root.removeHandler(handler)
+        self._early.addFilter(_name_config_keys)
+        self._early.addFilter(_escape)
+        root.addHandler(self._early)
+        if rank == 0:
+            terminal = logging.StreamHandler(DummyTqdmFile(sys.stderr))  # above the progress bar
+            terminal.addFilter(lambda record: record.name != _FILE_ONLY)
+            terminal.addFilter(_name_config_keys)
+            terminal.addFilter(_escape)
+            terminal.setFormatter(_OnTerminal(quiet))
+            if quiet:
+                terminal.addFilter(
+                    lambda record: record.levelno > logging.INFO or _is_result(record)
+                )
+            root.addHandler(terminal)
+        logging.captureWarnings(True)
+        if folder.is_dir():
+            self.begin_file()
+
+    def begin_file(self) -> None:
+        """Begins to write the file; a folder that cannot be written to is only a warning."""
+        root, early = logging.getLogger(), self._early
+        if early is None:
+            return
+        self._early = None
+        root.removeHandler(early)
+        try:
+            file = _LogFile(self._path, encoding="utf-8")
+        except OSError as error:
+            logging.getLogger(__name__).warning("no log file: %s", error)
+            return
+        file.setFormatter(logging.Formatter(_FORMAT))
+        file.addFilter(_name_config_keys)
+        file.addFilter(_escape)
+        early.setTarget(file)
+        early.flush()
+        early.setTarget(None)
+        root.addHandler(file)
+
+
+RESULT = {"result": True}
+"""The `extra` of the last line of a run, its result, which a quiet run shows too."""
+
+
+class _OnTerminal(logging.Formatter):
+    """Sets the result of a run apart from the lines before it, unless the terminal is quiet."""
+
+    def __init__(self, quiet: bool) -> None:
+        super().__init__()
+        self._gap = "" if quiet else "\n"
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return self._gap + bold(text, sys.stderr) if _is_result(record) else text
+
+
+def _is_result(record: logging.LogRecord) -> bool:
+    return getattr(record, "result", False)
+
+
+def _name_config_keys(record: logging.LogRecord) -> bool:
+    """Puts config keys in the place of arguments in the library's warnings; as a filter."""
+    if record.levelno >= logging.WARNING and record.name.startswith("hybridtrain."):
+        record.msg, record.args = with_config_keys(record.getMessage()), ()
+    return True
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    """Escapes control characters, which the names in a config may have; as a filter."""
+    text = record.getMessage()
+    if (escaped := printable(text)) != text:
+        record.msg, record.args = escaped, ()
+    return True
+
+
+class LogLines(io.TextIOBase):
+    """A text stream whose lines go to the log file, and not to the terminal."""
+
+    def write(self, text: str) -> int:
+        """Logs the lines of `text`."""
+        for line in text.splitlines():
+            if line.strip():
+                logging.getLogger(_FILE_ONLY).info("%s", line)
+        return len(text)
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that says once that it cannot be written, and not with a traceback each line."""
+
+    _failed = False
+
+    def _open(self) -> Any:
+        return open_to_append(Path(self.baseFilename))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        if not self._failed:
+            self._failed = True
+            error = sys.exc_info()[1]
+            print(f"the log {self.baseFilename} cannot be written: {error}", file=sys.stderr)
+
+
+_log = logging.getLogger(__name__)
+
+
+class RunDirectory:
+    """The directory of one run.
+
+    Attributes:
+        path: the directory itself.
+        checkpoints: the folder of the checkpoints.
+        plan: the plan that the run is cut by.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.path = Path(config.output_dir) / str(config.run_name)
+        self.checkpoints = self.path / "checkpoints"
+        self.plan = self.path / "plan.yaml"
+        self._log_file: RunLog | None = None
+
+    def plan_to_write(self) -> Path:
+        """Returns the file for a new plan; a run that has begun keeps the one that it is cut by."""
+        begun = CheckpointStore(self.checkpoints).steps()
+        return self.plan.with_stem("plan.new" if begun else "plan")
+
+    def check_writable(self) -> None:
+        """Raises the error of `create` early, where it can be foreseen; makes nothing.
+
+        Raises:
+            ConfigError: the directory cannot be made or written to.
+        """
+        existing = next(path for path in (self.path, *self.path.parents) if path.exists())
+        if not existing.is_dir():
+            raise self._unwritable(f"{existing} is a file")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise self._unwritable("Permission denied")
+
+    def create(self) -> None:
+        """Makes the directory; every process calls it, since each has a log in it.
+
+        Raises:
+            ConfigError: it cannot be made or written to.
+        """
+        try:
+            (self.path / "logs").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(str(error.strerror)) from error
+        if self._log_file is not None:
+            self._log_file.begin_file()
+
+    def write_config(
+        self,
+        config: Config,
+        overrides: Sequence[str],
+        texts: Mapping[tuple[str | int, ...], str],
+    ) -> None:
+        """Writes `config.yaml` and `overrides.yaml`; `texts` as in `to_yaml`."""
+        self._write("config.yaml", to_yaml(config, texts))
+        self._write("overrides.yaml", OmegaConf.to_yaml(list(overrides)))
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Writes `summary.json`; NaN and the infinities are null."""
+        self._write("summary.json", json.dumps(finite(summary), indent=1, allow_nan=False) + "\n")
+
+    def add_evaluation(self, result: Mapping[str, Any]) -> None:
+        """Appends a line to `evaluations.jsonl`; only warns if that fails."""
+        try:
+            with open_to_append(self.path / "evaluations.jsonl") as file:
+                file.write(json_line(result) + "\n")
+        except OSError as error:
+            _log.warning("the evaluation is not in evaluations.jsonl: %s", error)
+
+    def log_to_files(self, rank: int, quiet: bool = False) -> None:
+        """Sends the log of this process to its own file and, on rank 0, to the terminal too.
+
+        The file is there once the directory is.
+        """
+        self._log_file = RunLog(self.path / "logs", rank, quiet)
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            write_atomically(self.path / name, text)
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self.path / name}: {error.strerror or error}; free some space, or "
+                f"set another output_dir="
+            ) from error
+
+    def _unwritable(self, reason: str) -> ConfigError:
+        return ConfigError(
+            f"cannot write to the run directory {self.path}: {reason}; set output_dir or run_name"
+        )
+
+
+# Set to the number of restarts by torchrun, and by Slurm for a job that was requeued.
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
+
+def checkpoint_to_resume(context: RunContext) -> Path | None:
+    """Returns the checkpoint that rank 0 finds for training to resume from; None: a new run.
+
+    Raises:
+        ConfigError: training would write among later checkpoints.
+        CheckpointError: there is no such checkpoint, or none is intact.
+    """
+    resume, store, world = context.config.resume, context.store, context.world
+    of_run = context.settings.of_run
+    restarts = max(int(os.environ.get(name) or 0) for name in _RESTARTS)
+    # torchrun's agents count by themselves, and each host may have another disk
+    everyones = world.gather((restarts, max(store.steps(), default=-1), socket.gethostname()))
+    restarts = max(each[0] for each in everyones)
+
+    def find() -> Path | None:
+        if restarts or resume in ("auto", "last"):
+            _check_others_steps(everyones, store)
+        if restarts and not store.steps():
+            _log.warning(
+                "the job has been started again, and there is no checkpoint in %s: it begins anew "
+                "(checkpoint.every_steps=%s)",
+                store.root,
+                context.config.checkpoint.every_steps,
+            )
+        if store.steps() and restarts:
+            return store.newest()  # the job has been started again: continue where it was
+        is_path = resume not in (None, "auto", "last", "best")
+        if store.steps() and of_run is not None and is_path and resume == of_run.resume:
+            _log.info("the run has begun at resume=%s, and goes on from its own checkpoint", resume)
+            return store.newest()
+        checkpoint = None if resume is None else _named_or_newest(resume, store)
+        begin = -1 if checkpoint is None else step_of(checkpoint)
+        later = [step for step in store.steps() if step > begin]
+        if later and resume not in ("auto", "last"):
+            raise ConfigError(
+                f"resume={resume or 'null'} would mix new checkpoints with the later ones in "
+                f"{store.root}, up to step {later[-1]}: set resume=auto to continue that run, or "
+                f"another run_name"
+            )
+        trained = context.directory.path / "metrics.jsonl"
+        if checkpoint is None and not store.steps() and trained.exists():
+            _log.warning(
+                "this run has trained before (%s), but there are no checkpoints in %s: they were "
+                "removed, renamed or never saved. It starts from scratch",
+                trained,
+                store.root,
+            )
+        return checkpoint
+
+    return world.broadcast(world.on_main(find))
+
+
+def _check_others_steps(everyones: Sequence[tuple[int, int, str]], store: CheckpointStore) -> None:
+    """Raises a CheckpointError if another process sees a later checkpoint than rank 0.
+
+    `everyones`: of each rank, the restarts, the step of its newest checkpoint and its host.
+    """
+    own, host = everyones[0][1:]
+    rank = max(range(len(everyones)), key=lambda rank: everyones[rank][1])
+    _, step, other = everyones[rank]
+    if step > own:
+        raise CheckpointError(
+            f"rank {rank} on {other} has a checkpoint of step {step} in {store.root}, and rank 0 "
+            f"on {host}, which reads and writes them, has {f'step {own}' if own >= 0 else 'none'}: "
+            f"set output_dir= to a folder that all nodes share, start rank 0 on {other}, or copy "
+            f"that checkpoint to {host}"
+        )
+
+
+def checkpoint_to_read(resume: str | None, store: CheckpointStore, world: World) -> Path:
+    """Returns the checkpoint that `resume` names, for a command that does not train.
+
+    Args:
+        resume: of the config.
+        store: the checkpoints of the run.
+        world: the processes; rank 0 looks.
+
+    Raises:
+        ConfigError: `resume` names none.
+        CheckpointError: it does not exist.
+    """
+    if resume is None:
+        raise ConfigError("resume=null: set it to auto, or to the path of a checkpoint")
+    checkpoint = world.broadcast(world.on_main(lambda: _best_or_named(resume, store)))
+    if checkpoint is None:
+        raise CheckpointError(
+            f"there is no checkpoint in {store.root}: train first, or set run_name or "
+            f"resume=<path of a checkpoint>"
+        )
+    return checkpoint
+
+
+def _best_or_named(resume: str, store: CheckpointStore) -> Path | None:
+    """Returns the best checkpoint for `auto`, if one is marked; else see `_named_or_newest`."""
+    mark = store.best_mark() if resume == "auto" else None
+    best = None if mark is None else store.best()
+    if best is None:
+        return _named_or_newest(resume, store)
+    _log.info("checkpoint: %s, the best of the run (resume=last: the newest)", best)
+    return best
+
+
+def _named_or_newest(resume: str, store: CheckpointStore) -> Path | None:
+    """Returns the checkpoint that `resume` names; None: `auto` finds none."""
+    if resume == "auto":
+        return store.newest()
+    if resume in ("last", "best"):
+        found = store.newest() if resume == "last" else store.best()
+        if found is None and resume == "best":
+            raise CheckpointError(
+                f"resume=best: no checkpoint in {store.root} is marked as the best; "
+                f"checkpoint.best=loss marks it while a run trains. resume=last is the newest"
+            )
+        if found is None:
+            raise CheckpointError(f"resume={resume}: there is no such checkpoint in {store.root}")
+        return found
+    if not (path := Path(resume)).is_dir():
+        raise CheckpointError(f"resume={resume}: there is no such checkpoint directory")
+    for folder in (path / "checkpoints", path):  # of a run directory
+        if (other := CheckpointStore(folder)).steps():
+            return other.newest()
+    return path
+
+
+def environment(world: World) -> dict[str, str]:
+    """Returns what a run has run on: versions, and the host and devices of this process."""
+    gpus = [device for device in world.devices if device.type == "cuda"]
+    names = {torch.cuda.get_device_name(device) for device in gpus}
+    cores = f"CPU, {os.cpu_count()} cores"
+    return {
+        **versions(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "devices": ", ".join(sorted(names)) or cores,
+    }

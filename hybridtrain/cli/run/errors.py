@@ -1,0 +1,324 @@
+"""The words of a command on stdout and stderr: its result, and the error that ends it.
+
+An error is reported once for all ranks, short, with what the user needs: the first process that
+fails reports it; the others, which fail of the same mistake or of a broken connection, are quiet. A
+mistake of the user's is one line. Any other exception is shown with the frames of the user's files
+alone; the log of the rank has all of them.
+
+A result is one line of JSON. Where nobody reads the two streams any more, a run goes on
+(`lasting_streams`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from hybridtrain import __version__
+from hybridtrain._base.text_table import printable
+from hybridtrain.cli.run.colour import with_red_error
+from hybridtrain.errors import (
+    DataError,
+    Interrupted,
+    Rank0UserError,
+    UserError,
+    WorldError,
+)
+from hybridtrain.launch import (
+    Failure,
+    Launch,
+    current,
+    detect,
+    end_process,
+    exit_code,
+    find_cause,
+    ignore_signals,
+    in_one_line,
+    restore_signals,
+    store_gone,
+    tell_failure,
+    write_error_file,
+)
+
+# Before the processes have met, rank 0 speaks at once and the others after this time, if the
+# launcher has not ended them by then: the mistake is theirs alone.
+_WAIT_FOR_RANK_0_S = 4.0
+# How long rank 0 of an interrupted run stays for the others to end.
+_WAIT_FOR_ENDS_S = 2.0
+
+_PACKAGE = Path(__file__).parents[1]
+_OWN_MODELS = tuple(str(_PACKAGE / name) for name in ("models", "data"))
+_FOLDED = ("torch", "hydra", "omegaconf", "safetensors")
+
+
+def report(error: BaseException) -> int:
+    """Prints the error that ends this command, unless another rank has, and returns the exit code.
+
+    With several processes it does not return, but ends this one: its other threads may wait for
+    processes that have ended.
+    """
+    ignore_signals()
+    text, line, code = describe(error)
+    launch = _launch()
+    rank, size = (0, 1) if launch is None else (launch.rank, launch.size)
+    watchdog = current()
+    if watchdog is None or watchdog.job.size == 1:
+        if size > 1:
+            _keep_code(code)
+        at = time.time()
+        _write_to_log(error)
+        if watchdog is None and launch is not None and size > 1:
+            if not isinstance(error, Rank0UserError):
+                _report_before_meeting(launch, text, line, at)
+        else:
+            _say(text, line, at)
+        if watchdog is not None:
+            watchdog.close()
+            restore_signals()
+        if size > 1:
+            if watchdog is not None:
+                end_process(code)
+            os._exit(code)  # the sooner the launcher sees it, the sooner it ends the others
+        return code
+    if threading.current_thread() is threading.main_thread():
+        # the launcher's, as another process has ended: that is about to be said
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    watchdog.exit_code = code
+    _write_to_log(error)
+    name = f"rank {rank}"
+    with suppress(RuntimeError):  # the store has ended
+        name = watchdog.short_name(watchdog.job, rank)
+    if isinstance(error, DataError):  # a file may be missing on one node alone
+        text, line = f"{text}, on {name}", f"{line}, on {name}"
+    own = Failure(rank, line if isinstance(error, UserError) else f"{name}: {line}", code)
+    try:
+        first = find_cause(error, watchdog) or watchdog.job.claim(own)
+    except RuntimeError:  # the launcher or rank 0 has ended, and the store with it
+        if rank != 0 and isinstance(error, UserError):
+            end_process(code)  # rank 0 says the same
+        first = store_gone(own, error, watchdog)
+        if first is not own:
+            own, text = first, f"error: {first.line}"
+    if first is own or first == own:
+        _say(text, own.line, own.time, on=f"on {name}")
+    elif first.rank == rank:  # found out by this process, of another one
+        _say(f"error: {first.line}", first.line, first.time)
+    else:
+        write_error_file(first.line, first.time + 1)
+    if isinstance(error, KeyboardInterrupt) and first is not own:
+        # ended by the launcher as the other has ended: srun returns the largest code of all
+        watchdog.exit_code = code = first.exit_code
+    _keep_code(code)
+    if first.exit_code == 4:
+        watchdog.end(first)
+    if code == Interrupted.exit_code:
+        with suppress(RuntimeError):
+            watchdog.job.end_together(_WAIT_FOR_ENDS_S)
+    end_process(code)
+    return code
+
+
+def report_and_go_on(error: BaseException) -> int:
+    """Prints the error of one run of several; returns the exit code that it has."""
+    text, _, code = describe(error)
+    _write_to_log(error)
+    print(with_red_error(printable(text), sys.stderr), file=sys.stderr, flush=True)
+    return code
+
+
+def _report_before_meeting(launch: Launch, text: str, line: str, at: float) -> None:
+    """Prints an error that this process found before it met the others, unless rank 0 does.
+
+    torchrun ends all processes when one has failed. Slurm does so only when it is told to, so there
+    the others are told.
+    """
+    if launch.rank == 0:
+        _say(text, line, at)
+    said = None
+    if launch.launcher == "slurm" and launch.problem is None:
+        said = tell_failure(launch, os.environ, line, _WAIT_FOR_RANK_0_S)
+    elif launch.rank != 0:
+        time.sleep(_WAIT_FOR_RANK_0_S)
+    if launch.rank != 0 and (said is None or line not in said):
+        _say(text, line, at)
+
+
+def _keep_code(code: int) -> None:
+    """Makes the exit code be `code` also if the launcher ends this process meanwhile."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(code))
+
+
+def describe(error: BaseException) -> tuple[str, str, int]:
+    """Returns an error as a text, in one line, and the exit code that it ends a command with."""
+    line, code = in_one_line(error), exit_code(error)
+    if isinstance(error, Interrupted):  # as somebody has wanted it: no error
+        return line, line, code
+    if isinstance(error, (UserError, KeyboardInterrupt)):
+        return f"error: {line}", line, code
+    return _short_traceback(error), line, code
+
+
+def _short_traceback(error: BaseException) -> str:
+    """Returns the traceback of the user's own frames; all of them, if none is the user's."""
+    log = _log_file()
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_the_users(frame.filename)]
+    if any(note.startswith("in layer") for note in getattr(error, "__notes__", [])):
+        own = own or [frames[-1]]  # a module of PyTorch, which the notes name
+    if not own or log is None:
+        return "".join(traceback.format_exception(error)).rstrip()
+    lines = [f"Traceback of your files (all frames are in {log}):"]
+    lines += [part.rstrip() for part in traceback.format_list(own)]
+    lines += [part.rstrip() for part in traceback.format_exception_only(error)]
+    return "\n".join(lines)
+
+
+def _is_the_users(path: str) -> bool:
+    if path.startswith(_OWN_MODELS):
+        return True
+    if path.startswith((str(_PACKAGE), str(Path(os.__file__).parent) + os.sep, "<")):
+        parts = Path(path).parts
+        if "site-packages" not in parts:
+            return False
+        package = parts[parts.index("site-packages") + 1]
+        return package not in (*_FOLDED, _PACKAGE.name)
+    return True
+
+
+def _say(text: str, line: str, at: float, on: str = "") -> None:
+    """Prints the text last, and leaves the line for torchrun."""
+    write_error_file(line, at)
+    one_line = text == line or text.startswith("error: ")
+    shown = printable(text if one_line or not on else f"{text}\n{on}")
+    print(with_red_error(shown, sys.stderr), file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _launch() -> Launch | None:
+    try:
+        return detect(os.environ)
+    except WorldError:  # perhaps the error that is reported
+        return None
+
+
+def _log_file() -> str | None:
+    """Returns the log file of this rank, if the run has one."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            return os.path.relpath(handler.baseFilename)
+    return None
+
+
+def _write_to_log(error: BaseException) -> None:
+    """Writes the whole traceback to the log file of this rank, and not to the terminal."""
+    details: tuple[type[BaseException], BaseException, TracebackType | None]
+    details = type(error), error, error.__traceback__
+    record = logging.LogRecord(__name__, logging.ERROR, __file__, 0, "ended by", None, details)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
+
+
+class LastingStream:
+    """A text stream that goes silent when nobody reads it any more, and does not raise.
+
+    A run whose terminal is closed, or whose `| head` has seen enough, trains on.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.broken = False
+
+    def write(self, text: str) -> int:
+        """Writes `text`, or nothing if the stream is broken."""
+        if not self.broken:
+            try:
+                self._stream.write(text)
+            except (OSError, ValueError) as error:  # ValueError: it is closed
+                if isinstance(error, UnicodeError):
+                    raise
+                self.broken = True
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes the stream, if it is not broken."""
+        if not self.broken:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self.broken = True
+
+    def isatty(self) -> bool:
+        """Returns whether a terminal is there."""
+        return not self.broken and self._stream.isatty()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_stream":  # asked for by copy, of an empty object
+            raise AttributeError(f"'LastingStream' object has no attribute {name!r}")
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def lasting_streams() -> Iterator[None]:
+    """Makes `LastingStream`s of stdout and stderr, until the end of the block."""
+    before = sys.stdout, sys.stderr
+    streams = LastingStream(before[0]), LastingStream(before[1])
+    sys.stdout, sys.stderr = streams
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        for stream in streams:
+            stream.flush()
+            if stream.broken:
+                _lead_nowhere(stream)
+
+
+def print_result(values: Mapping[str, Any]) -> None:
+    """Prints one line of JSON to stdout, where nothing else is printed; NaN is `null`."""
+    print(json_line(values), flush=True)
+
+
+def json_line(values: Mapping[str, Any]) -> str:
+    """Returns one line of JSON; see `finite`."""
+    return json.dumps(finite(values), allow_nan=False, default=str)
+
+
+def finite(value: Any) -> Any:
+    """Returns a tree with None for NaN and the infinities, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _lead_nowhere(stream: LastingStream) -> None:
+    """Lets the interpreter flush at its exit what could not be written, without an error."""
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+    except (OSError, ValueError):
+        pass  # there is no file below it
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that a report of a problem needs, by name."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    others = {name: version(name) for name in ("torch", "hydra-core")}
+    return {"hybridtrain": __version__, **others, "Python": python}

@@ -1,0 +1,509 @@
+"""A job of a cluster: its processes, nodes and GPUs, and the text that starts them.
+
+`layout_of` finds out of a config how many processes there are and where; `batch_script`,
+`torchrun_lines` and `kubernetes_manifest` say how they are started. The templates are meant to be
+read, and so are their results: whoever needs more takes the script as a beginning.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import yaml
+
+from hybridtrain._base.devices import check_nb_part
+from hybridtrain._base.text_table import counted
+from hybridtrain.cli.config.schema import AUTO, Config, SubmitConfig, errors_with_config_keys
+from hybridtrain.errors import ConfigError, Interrupted, check_choice
+from hybridtrain.options import seconds
+
+TARGETS = ("slurm", "torchrun", "kubernetes")
+RUNTIMES = ("pyxis", "apptainer", "charliecloud")
+
+
+@dataclass(frozen=True)
+class Container:
+    """The image that the processes of a job run in: the keys of `submit.container`.
+
+    Attributes:
+        image: as the runtime names it, a path or an address with a tag.
+        runtime: `pyxis`, `apptainer` or `charliecloud`; None for Kubernetes, which has its own.
+        mounts: folders beside the working directory, as the runtime takes them: `/data:/in`.
+        args: more arguments of the runtime, verbatim.
+    """
+
+    image: str
+    runtime: str | None = None
+    mounts: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class JobLayout:
+    """The processes of a job.
+
+    Attributes:
+        nodes: of the job.
+        processes_per_node: of each node, as Slurm's tasks.
+        gpus_per_node: 0: none.
+        nb_part: the devices of a pipeline.
+        processes_per_replica: of one pipeline.
+        time_s: the time limit in seconds; None: as the cluster has it.
+    """
+
+    nodes: int
+    processes_per_node: int
+    gpus_per_node: int
+    nb_part: int
+    processes_per_replica: int
+    time_s: int | None
+
+    @property
+    def processes(self) -> int:
+        """The number of processes of the job."""
+        return self.nodes * self.processes_per_node
+
+    @property
+    def replicas(self) -> int:
+        """The number of copies of the model."""
+        return self.processes // self.processes_per_replica
+
+    @property
+    def gpus_of_a_process(self) -> int:
+        """The number of GPUs that one process uses."""
+        return self.nb_part // self.processes_per_replica if self.gpus_per_node else 0
+
+    def __str__(self) -> str:
+        devices = "GPU" if self.gpus_per_node else "device"
+        parts = [
+            f"{counted(self.nodes, 'node')} x {counted(self.processes_per_node, 'process', 'es')}",
+            f"{counted(self.replicas, 'replica')} of {counted(self.nb_part, devices)}",
+        ]
+        return ", ".join(parts)
+
+
+def layout_of(config: Config) -> JobLayout:
+    """Returns the layout that the groups `submit`, `pipeline` and `world` ask for.
+
+    Raises:
+        ConfigError: the numbers do not fit together; the message names the keys.
+    """
+    submit, nb_part = config.submit, config.pipeline.nb_part
+    if nb_part == AUTO:
+        raise ConfigError(
+            "pipeline.nb_part=auto is chosen by the processes of a run, and a job has to say how "
+            "many these are: `hybridtrain plan cluster=...` finds a number for pipeline.nb_part="
+        )
+    check_nb_part(nb_part)
+    _check_values(submit)
+    distributed = config.world.engine == "distributed"
+    gpus, per_process = submit.gpus_per_node or 0, 1 if distributed else nb_part
+    devices = config.world.devices
+    listed = devices if isinstance(devices, list) else [devices]
+    if not gpus and any(str(device).startswith("cuda") for device in listed):
+        raise ConfigError(f"world.devices={devices} needs GPUs: set submit.gpus_per_node=")
+    processes = submit.processes_per_node
+    if processes is None:
+        if gpus % per_process:
+            raise ConfigError(
+                f"submit.gpus_per_node={gpus} cannot be shared by processes of "
+                f"pipeline.nb_part={nb_part} GPUs each: set another pipeline.nb_part, or "
+                f"submit.processes_per_node={gpus // per_process or 1} with GPUs for it"
+            )
+        processes = gpus // per_process or (nb_part if distributed else 1)
+    elif gpus and processes * per_process > gpus:
+        each = "1 GPU" if distributed else f"pipeline.nb_part={nb_part}"
+        raise ConfigError(
+            f"submit.processes_per_node={processes} x {each} need {processes * per_process} GPUs "
+            f"on a node, and submit.gpus_per_node={gpus}: set one of them to fit"
+        )
+    layout = JobLayout(
+        nodes=submit.nodes,
+        processes_per_node=processes,
+        gpus_per_node=gpus,
+        nb_part=nb_part,
+        processes_per_replica=nb_part if distributed else 1,
+        time_s=_time_s(submit),
+    )
+    if layout.processes % layout.processes_per_replica:
+        raise ConfigError(
+            f"submit.nodes={submit.nodes} x {counted(processes, 'process', 'es')} are "
+            f"{layout.processes}, which cannot be shared by pipelines of "
+            f"pipeline.nb_part={nb_part} processes: set submit.nodes, "
+            f"submit.processes_per_node or submit.gpus_per_node for a multiple of {nb_part}"
+        )
+    return layout
+
+
+def container_of(submit: SubmitConfig) -> Container | None:
+    """Returns the container of a job, if it has one.
+
+    Raises:
+        ConfigError: `submit.container` is not a mapping of the keys of a `Container`.
+    """
+    given = submit.container
+    if given is None:
+        return None
+    known = [field.name for field in fields(Container)]
+    if not isinstance(given, Mapping) or not given.get("image"):
+        raise ConfigError(
+            f"submit.container={given} must be null, or a mapping with an image: "
+            f"submit.container={{image: my.sqsh, runtime: pyxis}}"
+        )
+    for key, value in given.items():
+        check_choice("a key of submit.container", key, known)
+        if isinstance(value, list) != (key in ("mounts", "args")):
+            raise ConfigError(
+                f"submit.container.{key}={value} must be a list"
+                if key in ("mounts", "args")
+                else f"submit.container.{key}={value} must be a text"
+            )
+    lists = {key: tuple(map(str, given[key])) for key in ("mounts", "args") if key in given}
+    return Container(str(given["image"]), given.get("runtime"), **lists)
+
+
+def slurm_time(seconds: int) -> str:
+    """Returns a time as Slurm writes it.
+
+    >>> slurm_time(4 * 3600), slurm_time(36 * 3600 + 90)
+    ('4:00:00', '1-12:01:30')
+    """
+    minutes, rest = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return (
+        f"{days}-{hours:02}:{minutes:02}:{rest:02}" if days else f"{hours}:{minutes:02}:{rest:02}"
+    )
+
+
+def _check_values(submit: SubmitConfig) -> None:
+    check_choice("submit.to", submit.to, TARGETS)
+    least = {"signal_s": 0, "max_requeues": 0}
+    numbers = ("nodes", "processes_per_node", "gpus_per_node", "cpus_per_task", "array_parallelism")
+    for name, minimum in (least | dict.fromkeys(numbers, 1)).items():
+        value = getattr(submit, name)
+        if value is not None and value < minimum:
+            raise ConfigError(f"submit.{name}={value} must be at least {minimum}")
+    container = container_of(submit)
+    if submit.to == "kubernetes" and container is None:
+        raise ConfigError(
+            "submit.to=kubernetes needs an image: set submit.container={image: registry/name:tag}"
+        )
+    if container is None:
+        return
+    if submit.to != "kubernetes":
+        check_choice("submit.container.runtime", container.runtime, RUNTIMES)
+    if submit.to == "torchrun" and container.runtime == "pyxis":
+        raise ConfigError("submit.container.runtime=pyxis is a part of Slurm: use apptainer")
+    if submit.to == "kubernetes":
+        for mount in container.mounts:
+            if ":" not in mount:
+                raise ConfigError(
+                    f"submit.container.mounts={mount}: for Kubernetes each is the name of a "
+                    f"persistent volume claim and its folder, as in my-claim:/data"
+                )
+
+
+def _time_s(submit: SubmitConfig) -> int | None:
+    with errors_with_config_keys({"max_time": "submit.time"}):
+        time_s = seconds(submit.time)
+    if time_s is None:
+        return None
+    if submit.to == "slurm" and time_s <= submit.signal_s:
+        raise ConfigError(
+            f"submit.time={submit.time} is {time_s:g} s, and the run is asked to save "
+            f"submit.signal_s={submit.signal_s} s before its end: raise submit.time (90m and "
+            f"1:30:00 are 90 minutes), or lower submit.signal_s"
+        )
+    return round(time_s)
+
+
+PORT = 29500
+"""The port where rank 0 meets the others, without Slurm; torchrun's default."""
+
+
+@dataclass(frozen=True)
+class JobRun:
+    """The run, or the runs, that a job trains.
+
+    Attributes:
+        name: of the run or of the sweep.
+        folder: of the run or of the sweep; the script and the job's output are in `slurm` there.
+        overrides: the command line's; for a sweep, what comes before those of its file.
+        config_dir: a folder with more groups and options.
+        array: for a sweep, which lines of its file to train, from 1 on.
+        sweep_file: for a sweep, the file whose lines are the overrides.
+
+    Raises:
+        ConfigError: the name has a line break, and would end a comment.
+    """
+
+    name: str
+    folder: Path
+    overrides: list[str]
+    config_dir: str | None = None
+    array: Sequence[int] = ()
+    sweep_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.name.splitlines()) > 1:
+            raise ConfigError(f"run_name={self.name!r} has a line break: set another one")
+
+
+SLURM = """\
+#!/bin/bash
+# {name}: {layout}. Written by `hybridtrain submit`.
+{directives}
+
+{setup}
+{overrides}
+rc=0
+{command} || rc=$?
+
+# {stopped}: the run was asked to stop, and has saved. It is queued again while its job is running:
+# one that was cancelled is not. SLURM_JOB_ID may be that of a whole array.
+id=$SLURM_JOB_ID
+if [ -n "${{SLURM_ARRAY_JOB_ID:-}}" ]; then id=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID; fi
+if [ $rc = {stopped} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_requeues} ] &&
+    scontrol show job "$id" | grep -q JobState=RUNNING; then
+    scontrol requeue "$id" && sleep 600 # Slurm ends this script
+fi
+exit $rc
+"""
+
+KUBERNETES = """\
+# {run}: {layout}. Written by `hybridtrain submit`, for kubectl apply -f -.
+apiVersion: v1
+kind: Service
+metadata:
+  name: {name}
+spec:
+  clusterIP: None # headless: the pods have names, and {name}-0.{name} is that of rank 0
+  publishNotReadyAddresses: true
+  selector:
+    job-name: {name}
+---
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: {name}
+spec:
+  completionMode: Indexed
+  completions: {nodes}
+  parallelism: {nodes}
+  backoffLimit: {backoff} # pods that may fail; a run goes on from its newest checkpoint
+{deadline}\
+  template:
+    spec:
+      subdomain: {name}
+      restartPolicy: Never
+      terminationGracePeriodSeconds: {grace} # to save when a pod is evicted
+      containers:
+        - name: train
+          image: {image}
+          command:
+{command}
+          resources:
+            limits: {limits}
+          volumeMounts:
+{mounts}
+      volumes:
+{volumes}
+"""
+
+
+def batch_script(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> str:
+    """Returns the script that `sbatch` takes.
+
+    Raises:
+        ConfigError: a value has a line break.
+    """
+    # the one name that every image has
+    python = "python3" if submit.container is not None else Path(sys.executable).name
+    words = ["srun --kill-on-bad-exit=1"]
+    if submit.cpus_per_task is not None:  # which srun does not take over from sbatch
+        words.append(f"--cpus-per-task={submit.cpus_per_task}")
+    words += [*submit.srun_args, *_container(container_of(submit), layout)]
+    train = f'{python} -m hybridtrain train{_config_dir(run)} "${{overrides[@]}}"'
+    return SLURM.format(
+        name=run.name,
+        layout=layout,
+        directives="\n".join(_directives(run, submit, layout)),
+        setup=_setup(submit),
+        overrides=_overrides(run),
+        command=" ".join(words) + f" \\\n    {train}",
+        stopped=Interrupted.exit_code,
+        max_requeues=submit.max_requeues,
+    )
+
+
+def torchrun_lines(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> str:
+    """Returns what a user types on each node."""
+    words = [*_container(container_of(submit), layout), "torchrun"]
+    if layout.nodes == 1:
+        words.append("--standalone")
+        where = "On the node"
+    else:
+        words += [f"--nnodes {layout.nodes}", f"--rdzv-id {shlex.quote(run.name)}"]
+        words += ["--rdzv-backend c10d", f'--rdzv-endpoint "$FIRST_NODE:{PORT}"']
+        where = f"On each of the {layout.nodes} nodes, with the name of one of them in FIRST_NODE"
+    words.append(f"--nproc-per-node {layout.processes_per_node}")
+    overrides = " ".join(map(shlex.quote, run.overrides))
+    lines = [f"# {run.name}: {layout}", f"# {where}:", f"cd {shlex.quote(str(Path.cwd()))}"]
+    lines += submit.setup
+    lines.append(f"{' '.join(words)} \\")
+    lines.append(f"    -m hybridtrain train{_config_dir(run)} {overrides}")
+    return "\n".join(lines) + "\n"
+
+
+def kubernetes_manifest(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> str:
+    """Returns a headless service and an indexed job with one pod for each node."""
+    container = container_of(submit)
+    assert container is not None  # `layout_of` has seen it
+    name = re.sub(r"[^a-z0-9]+", "-", run.name.lower()).strip("-")[:50].strip("-") or "run"
+    name = name if name[0].isalpha() else f"run-{name}"
+    words = ["torchrun", f"--nnodes={layout.nodes}"]
+    words += [
+        f"--nproc-per-node={layout.processes_per_node}",
+        "--node-rank=$(JOB_COMPLETION_INDEX)",
+    ]
+    words += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}", "-m", "hybridtrain"]
+    own = ["train", *([] if run.config_dir is None else ["--config-dir", run.config_dir])]
+    # Kubernetes replaces $(NAME), and $$ by $
+    words += [word.replace("$", "$$") for word in (*own, *run.overrides)]
+    if submit.setup:
+        script = "\n".join([*submit.setup, 'exec "$@"']).replace("$", "$$")
+        words = ["bash", "-c", script, "bash", *words]
+    limits: dict[str, object] = {}
+    if layout.gpus_per_node:
+        limits["nvidia.com/gpu"] = layout.gpus_per_node
+    if submit.cpus_per_task is not None:
+        limits["cpu"] = submit.cpus_per_task * layout.processes_per_node
+    if submit.mem is not None:
+        limits["memory"] = f"{submit.mem}Mi" if isinstance(submit.mem, int) else str(submit.mem)
+    mounts, volumes = (
+        ["{name: shm, mountPath: /dev/shm}"],
+        ["{name: shm, emptyDir: {medium: Memory}}"],
+    )
+    for number, mount in enumerate(container.mounts):
+        claim, _, folder = mount.partition(":")
+        mounts.append(f"{{name: mount-{number}, mountPath: {_yaml(folder)}}}")
+        claimed = f"persistentVolumeClaim: {{claimName: {_yaml(claim)}}}"
+        volumes.append(f"{{name: mount-{number}, {claimed}}}")
+    deadline = "" if layout.time_s is None else f"  activeDeadlineSeconds: {layout.time_s}\n"
+    return KUBERNETES.format(
+        run=run.name,
+        layout=layout,
+        name=name,
+        nodes=layout.nodes,
+        backoff=submit.max_requeues * layout.nodes,
+        deadline=deadline,
+        grace=submit.signal_s,
+        image=_yaml(container.image),
+        command="\n".join(f"            - {_yaml(word)}" for word in words),
+        limits=json.dumps(limits),
+        mounts="\n".join(f"            - {mount}" for mount in mounts),
+        volumes="\n".join(f"        - {volume}" for volume in volumes),
+    )
+
+
+def _yaml(text: str) -> str:
+    """Returns a text as YAML reads it back on one line; JSON differs beyond 16 bits."""
+    quoted: str = yaml.safe_dump(text, default_style='"', width=float("inf"))
+    return quoted.rstrip("\n")
+
+
+def _directives(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> Iterator[str]:
+    """Yields the lines that sbatch reads; a folder may have spaces, and Slurm's own sign `%`."""
+    log = str(run.folder / "slurm").replace("%", "%%") + ("/%A_%a.out" if run.array else "/%j.out")
+    parallel = "" if submit.array_parallelism is None else f"%{submit.array_parallelism}"
+    values = {
+        "job-name": run.name,
+        "array": f"{_ranges(run.array)}{parallel}" if run.array else None,
+        "nodes": layout.nodes,
+        "ntasks-per-node": layout.processes_per_node,
+        "gres": f"gpu:{layout.gpus_per_node}" if layout.gpus_per_node else None,
+        "cpus-per-task": submit.cpus_per_task,
+        "mem": submit.mem,
+        "partition": submit.partition,
+        "account": submit.account,
+        "qos": submit.qos,
+        "constraint": submit.constraint,
+        "time": None if layout.time_s is None else slurm_time(layout.time_s),
+        # to the processes, not to this script
+        "signal": f"USR1@{submit.signal_s}" if submit.signal_s else None,
+        "chdir": Path.cwd(),
+        "output": log,
+        "open-mode": "append",
+    }
+    for option, value in values.items():
+        if value is not None:
+            if "\n" in str(value):
+                raise ConfigError(f"{option}={value!r} has a line break, which sbatch cannot take")
+            yield f"#SBATCH --{option}={shlex.quote(str(value))}"
+    yield "#SBATCH --requeue"
+    yield from (f"#SBATCH {argument}" for argument in submit.sbatch_args)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Returns sorted numbers as Slurm writes them.
+
+    >>> _ranges([1, 2, 3, 7, 9, 10])
+    '1-3,7,9-10'
+    """
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    return ",".join("-".join(map(str, part)) for part in ranges)
+
+
+def _setup(submit: SubmitConfig) -> str:
+    lines = list(submit.setup)
+    if (
+        submit.container is None
+    ):  # the Python that has sent the job, unless the lines choose another
+        lines.insert(0, f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _overrides(run: JobRun) -> str:
+    if run.sweep_file is not None:
+        file = shlex.quote(str(run.sweep_file))
+        line = f'line=$(sed -n "${{SLURM_ARRAY_TASK_ID}}p" {file})'
+        # without its overrides a run would train with other settings
+        missing = f'echo "error: no line $SLURM_ARRAY_TASK_ID in" {file} >&2'
+        check = f'if [ -z "$line" ]; then {missing}; exit 2; fi'
+        of_all = " ".join(map(shlex.quote, run.overrides))
+        return f'{line}\n{check}\noverrides=({of_all})\neval "overrides+=($line)"'
+    return "\n".join(["overrides=(", *(f"    {shlex.quote(o)}" for o in run.overrides), ")"])
+
+
+def _container(container: Container | None, layout: JobLayout) -> Sequence[str]:
+    """Returns what comes before the command, so that it runs in the image, in this directory."""
+    if container is None:
+        return []
+    here = str(Path.cwd())
+    mounts = [here, *container.mounts]
+    image, here = shlex.quote(container.image), shlex.quote(here)
+    if container.runtime == "pyxis":
+        pairs = ",".join(m if ":" in m else f"{m}:{m}" for m in mounts)
+        options = [f"--container-image={image}", f"--container-mounts={shlex.quote(pairs)}"]
+        return [*options, f"--container-workdir={here}", *container.args]
+    binds = [f"--bind {shlex.quote(mount)}" for mount in mounts]
+    if container.runtime == "apptainer":
+        gpus = ["--nv"] if layout.gpus_per_node else []
+        return ["apptainer exec", *gpus, f"--pwd {here}", *binds, *container.args, image]
+    return ["ch-run", f"--cd {here}", *binds, *container.args, image, "--"]
+
+
+def _config_dir(run: JobRun) -> str:
+    return "" if run.config_dir is None else f" --config-dir {shlex.quote(run.config_dir)}"

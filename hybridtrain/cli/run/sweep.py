@@ -1,0 +1,184 @@
+"""The sweep of `--multirun`: a command for each combination, one after the other, in one folder.
+
+<output_dir>/digits-lr-chunks/
+    lr_0.001-chunks_4/      a run, whose name is digits-lr-chunks/lr_0.001-chunks_4
+    results.csv             the table that is printed at the end
+    slurm/sweep.txt         of one that was submitted: the overrides of each run
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+from hybridtrain.cli.commands.results import best_run, runs_of, table, write_table
+from hybridtrain.cli.config.compose import compose_settings, given_keys, sweep_choices
+from hybridtrain.cli.config.resolve import settle
+from hybridtrain.cli.config.schema import shortened
+from hybridtrain.cli.run.errors import report_and_go_on
+from hybridtrain.errors import ConfigError, Interrupted
+from hybridtrain.launch import current, detect
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """One combination of a sweep.
+
+    Attributes:
+        overrides: all of this run's, without its name.
+        swept: those of them that are not the same in all runs.
+        run_name: the run's own name, with its values.
+    """
+
+    overrides: list[str]
+    swept: list[str]
+    run_name: str
+
+    @property
+    def values(self) -> dict[str, str]:
+        """The keys that are swept over, with their values as text."""
+        return dict(o.lstrip("+").split("=", 1) for o in self.swept if "=" in o)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The combinations of a `--multirun`.
+
+    Attributes:
+        points: one for each run.
+        path: the folder of what belongs to all runs, and of runs that have no name.
+    """
+
+    points: list[SweepPoint]
+    path: Path
+
+
+def sweep_of(overrides: Sequence[str], config_dir: str | None = None) -> Sweep:
+    """Returns the combinations that `overrides`, with several values for some keys, stand for.
+
+    Raises:
+        ConfigError: a combination is wrong, or two would have one name.
+    """
+    choices = sweep_choices(overrides, config_dir)
+    configs = [compose_settings(choice, config_dir).config for choice in choices]
+    varies = [len(set(values)) > 1 for values in zip(*choices, strict=True)]
+    swept = [list(compress(choice, varies)) for choice in choices]
+    folder, names = names_of([str(config.run_name) for config in configs], swept)
+    return Sweep(
+        [SweepPoint(*point) for point in zip(choices, swept, names, strict=True)],
+        Path(configs[0].output_dir) / folder,
+    )
+
+
+def names_of(own: Sequence[str], swept: Sequence[Sequence[str]]) -> tuple[str, list[str]]:
+    """Returns the name of a sweep's folder, and those of its runs.
+
+    A run is named after its values, so that another sweep does not resume it. Runs whose names
+    differ anyway, such as those of `run_name=a,b` or of two recipes, keep them. Names that would be
+    too long for a folder end in a digest.
+
+    Args:
+        own: the name of each run without a sweep.
+        swept: the overrides of each run that are not the same in all.
+
+    Raises:
+        ConfigError: two runs would have one name.
+    """
+    bases = list(dict.fromkeys(own))
+    in_name = ("run_name",) if len(bases) == 1 else ("run_name", "recipe")
+    keys = _short(key for words in swept for key in given_keys(words) if key not in in_name)
+    # A name may be group/name, and those of the runs have two parts as well.
+    folder = shortened("-".join([*bases, *(keys.values() or ["sweep"])]).replace("/", "-"))
+    if len(set(own)) == len(own):
+        return folder, list(own)
+    names = []
+    for base, words in zip(own, swept, strict=True):
+        parts = [base.replace("/", "-")] if len(bases) > 1 else []
+        for key, word in zip(given_keys(words), words, strict=True):
+            if key in keys:
+                # Only what a command line takes without quotes.
+                value = re.sub(r"[^\w.+-]+", "_", word.partition("=")[2]).strip("._")
+                parts.append(f"{keys[key]}_{value}".strip("_"))
+        names.append("-".join(parts))
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"several runs of the sweep have the name {max(names, key=names.count)}: give each its "
+            f"own, such as run_name='lr_${{optim.lr}}'"
+        )
+    return folder, [f"{folder}/{shortened(name)}" for name in names]
+
+
+def _short(keys: Iterable[str]) -> dict[str, str]:
+    """Returns the last word of each key, or the whole key where two have the same."""
+    whole = list(dict.fromkeys(keys))
+    last = [key.rpartition(".")[2] for key in whole]
+    return {
+        key: (word if last.count(word) == 1 else key).replace("/", "_")
+        for key, word in zip(whole, last, strict=True)
+    }
+
+
+Run = Callable[[str, Any], dict[str, Any]]
+
+
+def sweep(command: str, overrides: Sequence[str], config_dir: str | None, run: Run) -> int:
+    """Runs every combination of a `--multirun`; returns 0 if all have ended well.
+
+    One that fails is reported, and the others go on. A table at the end and the file `results.csv`
+    in the sweep's folder have the results.
+
+    Args:
+        command: such as train, evaluate or export.
+        overrides: with several values for some of the keys.
+        config_dir: a folder with more groups and options.
+        run: runs one command with its settings.
+
+    Raises:
+        ConfigError: a combination is wrong; none has begun.
+    """
+    launch = detect(os.environ)
+    if launch.problem is not None:
+        raise ConfigError(launch.problem)
+    if launch.size > 1:
+        raise ConfigError(
+            "--multirun does not work under torchrun or srun: every process would sweep. Start one "
+            "torchrun for each combination, or an array of jobs with hybridtrain submit --multirun"
+        )
+    planned = sweep_of(overrides, config_dir)
+    points = planned.points
+    results: list[dict[str, Any]] = []
+    codes: list[int] = []
+    for number, point in enumerate(points):
+        print(f"run {number + 1} of {len(points)}: {' '.join(point.overrides)}", file=sys.stderr)
+        sys.stderr.flush()
+        code, result = 0, {}
+        try:
+            settings = settle(command, point.overrides, config_dir, point.run_name)
+            if command == "train" and settings.config.monitor.group is None:
+                settings.config.monitor.group = planned.path.name
+            settings.quiet = command == "train"  # one line for each run; its log has the others
+            result = run(command, settings)
+        except Exception as error:
+            code = report_and_go_on(error)
+        finally:
+            if (watchdog := current()) is not None:  # of a run that has failed
+                watchdog.close()
+        results.append({"run": point.run_name, **point.values, "exit code": code, **result})
+        codes.append(code)
+        if code == Interrupted.exit_code:
+            break
+    if command in ("train", "evaluate"):
+        print(table(results), file=sys.stderr)
+        write_table(results, planned.path / "results.csv")
+        ended = [planned.path.parent / point.run_name for point in points]
+        runs = runs_of(str(run) for run in ended if run.is_dir())
+        if best := best_run(runs, config_dir=config_dir):
+            print(best, file=sys.stderr)
+    failed = [code for code in codes if code]
+    return failed[0] if len(set(failed)) == 1 else int(bool(failed))

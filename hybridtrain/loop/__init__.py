@@ -1,0 +1,83 @@
+"""The training loop and its parts.
+
+trainer        `Trainer`: the loop
+session        `Session`: the same step for loops written by hand
+evaluation     metrics over every sample once;  generation  texts
+callbacks/     the hooks of a run, and ready-made callbacks
+checkpoints    the last checkpoint, and the one of the best evaluation
+interruption   signals, time limits, saves by the clock
+run_stats      where the time of the steps goes;  throughput  the rates
+advice         what would make a step shorter, with its price
+checks         what is refused before or in the first step
+"""
+
+from hybridtrain.loop.callbacks import CALLBACKS
+from hybridtrain.loop.callbacks.base import Callback, CallbackStates
+from hybridtrain.loop.callbacks.monitor import Monitor, Monitors, call_hook, parts_of_account
+from hybridtrain.loop.callbacks.profile import Profile
+from hybridtrain.loop.callbacks.ready_made import (
+    EMA,
+    SWA,
+    BestWeights,
+    ClipValue,
+    EarlyStopping,
+    Freeze,
+    GradientNorms,
+    LearningRates,
+    Mfu,
+    Plateau,
+)
+from hybridtrain.loop.checkpoints import BestCheckpoint, RunCheckpoints
+from hybridtrain.loop.checks import (
+    batch_norms_watched,
+    check_arguments,
+    check_eval_loader,
+    check_hooks,
+    check_last_batch,
+    check_state_names,
+)
+from hybridtrain.loop.evaluation import evaluate, predict
+from hybridtrain.loop.generation import generate
+from hybridtrain.loop.interruption import Interruptions
+from hybridtrain.loop.run_stats import RunStats
+from hybridtrain.loop.session import Session
+from hybridtrain.loop.throughput import Throughput
+from hybridtrain.loop.trainer import Trainer, TrainerOptions
+
+__all__ = [
+    "CALLBACKS",
+    "EMA",
+    "SWA",
+    "BestCheckpoint",
+    "BestWeights",
+    "Callback",
+    "CallbackStates",
+    "ClipValue",
+    "EarlyStopping",
+    "Freeze",
+    "GradientNorms",
+    "Interruptions",
+    "LearningRates",
+    "Mfu",
+    "Monitor",
+    "Monitors",
+    "Plateau",
+    "Profile",
+    "RunCheckpoints",
+    "RunStats",
+    "Session",
+    "Throughput",
+    "Trainer",
+    "TrainerOptions",
+    "batch_norms_watched",
+    "call_hook",
+    "check_arguments",
+    "check_eval_loader",
+    "check_hooks",
+    "check_last_batch",
+    "check_state_names",
+    "evaluate",
+    "generate",
+    "parts_of_account",
+    "predict",
+]

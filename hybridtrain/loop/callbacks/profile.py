@@ -1,0 +1,114 @@
+"""PyTorch's profiler over some steps of a run, with stages, micro-batches and layers by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from hybridtrain._base.torch_private import (
+    all_threads_profiled,
+    record_cuda_memory,
+    write_cuda_memory,
+)
+from hybridtrain.errors import ConfigError
+from hybridtrain.loop.callbacks.base import Callback
+from hybridtrain.options import names_checked
+
+if TYPE_CHECKING:
+    from hybridtrain.loop.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+
+
+class Profile(Callback):
+    """Writes a trace of some steps, one file for each process; at other steps it does nothing.
+
+    A trace has the operations of all threads, those of the GPUs where there are some, and around
+    them the actions of the schedule (`F3@1`: the forward of micro-batch 3 on stage 1) and the
+    layers by their names. It opens in ui.perfetto.dev, chrome://tracing and, with
+    torch-tb-profiler, in TensorBoard.
+
+    Another profiler of `torch.profiler` sees the threads of the stages if it is made with
+    `experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`.
+
+    Args:
+        directory: of the traces, `rank_0_steps_20_to_25.pt.trace.json` and so on.
+        first: the first step in them.
+        steps: how many; or the first and the last one, `[20, 25]`.
+        memory: record each allocation as well; on GPUs also a snapshot for pytorch.org/memory_viz,
+            `rank_0_steps_20_to_25.memory.pickle`.
+
+    Raises:
+        ConfigError: a number is not 1 or more, or the last step comes before the first.
+    """
+
+    @names_checked
+    def __init__(
+        self,
+        directory: str | Path,
+        first: int = 10,
+        steps: int | Sequence[int] = 3,
+        memory: bool = False,
+    ) -> None:
+        if not isinstance(steps, int | float | str):
+            first, steps = _counted(steps)
+        for name, value in {"first": first, "steps": steps}.items():
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name}={value} must be a whole number of at least 1")
+        self._directory = Path(directory)
+        self._first, self._last = first, first + steps - 1
+        self._memory = memory
+        self._profiler: Any = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Begins with the run, if its first step is to be in the trace."""
+        self._begin_before(trainer.step + 1)
+
+    def on_step(self, trainer: Trainer, samples: int) -> None:
+        """Begins before the first step, and writes after the last one."""
+        if self._profiler is not None and trainer.step >= self._last:
+            self._end(trainer.world.rank, trainer.step)
+        self._begin_before(trainer.step + 1)
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Writes what there is, if the run ends before the last step of the trace."""
+        if self._profiler is not None:
+            self._end(trainer.world.rank, trainer.step)
+
+    def _begin_before(self, step: int) -> None:
+        if step == self._first:
+            on_gpu = torch.cuda.is_available()
+            self._profiler = profile(
+                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
+                profile_memory=self._memory,
+                experimental_config=all_threads_profiled(),
+            )
+            if self._memory and on_gpu:
+                record_cuda_memory()
+            self._profiler.start()
+
+    def _end(self, rank: int, step: int) -> None:
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        name = f"rank_{rank}_steps_{self._first}_to_{step}"
+        if self._memory and torch.cuda.is_available():
+            write_cuda_memory(self._directory / f"{name}.memory.pickle")
+        path = self._directory / f"{name}.pt.trace.json"
+        profiler.export_chrome_trace(str(path))
+        if rank == 0:
+            _log.info("trace of the profiler: %s", path)
+
+
+def _counted(steps: Sequence[int]) -> tuple[int, int]:
+    """Returns the first of the steps from one to another, and how many they are."""
+    if len(steps) != 2 or any(type(step) is not int for step in steps) or steps[1] < steps[0]:
+        raise ConfigError(
+            f"steps={steps} must be a number of steps, or the first and the last one: [20, 25]"
+        )
+    return steps[0], steps[1] - steps[0] + 1

@@ -1,0 +1,185 @@
+"""The checkpoints of a run: the last one, and the one of the best evaluation, by one value."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridtrain.checkpoint import CheckpointStore, save_checkpoint
+from hybridtrain.errors import CheckpointError, ConfigError, did_you_mean
+from hybridtrain.loss import direction
+from hybridtrain.world import World
+
+if TYPE_CHECKING:
+    from hybridtrain.loop.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+
+
+class BestCheckpoint:
+    """Remembers the best evaluation so far.
+
+    Args:
+        name: the value to compare; None: none is best.
+        mode: `min`, `max` or None: see `hybridtrain.loss.metrics.direction`.
+        metrics: by the values that an evaluation has, their metrics; None: the run has no
+            evaluation.
+
+    Attributes:
+        step: the step of the best evaluation; None before the first.
+        value: what it gave.
+
+    Raises:
+        ConfigError: there is no such value.
+    """
+
+    def __init__(
+        self, name: str | None, mode: str | None, metrics: Mapping[str, Any] | None
+    ) -> None:
+        self.step: int | None = None
+        self.value: float | None = None
+        self._name = name
+        self._smallest = True
+        self._criterion: str | None = None
+        self._unsure: int | None = None  # the best step, until its save is known to have ended well
+        if name is None:
+            return
+        if metrics is None:
+            raise ConfigError(f"best={name} needs an evaluation, and this run has none")
+        if name not in metrics:
+            raise ConfigError(
+                f"best={name} is not a value of the evaluation: {did_you_mean(name, metrics)}"
+            )
+        mode = direction("best_mode", name, metrics[name], mode)
+        self._smallest = mode == "min"
+        self._criterion = f"{mode} {name}"
+
+    def improves(self, step: int, result: Mapping[str, float]) -> bool:
+        """Returns whether `result`, the evaluation of `step`, is the best; remembers it then."""
+        if self._name is None or not math.isfinite(value := result[self._name]):
+            return False
+        if self.value is not None and not (
+            value < self.value if self._smallest else value > self.value
+        ):
+            return False
+        self.step, self.value = step, value
+        return True
+
+    def mark(self, step: int, store: CheckpointStore, world: World, saved: bool = True) -> None:
+        """Marks the checkpoint of `step`, if it is the best, after its save; a collective call.
+
+        If the best one was not saved, the one before is the best again. In the background that is
+        known at the next save.
+        """
+        if self.step is None or self.value is None:
+            return
+        if self.step == step and saved:
+            value = self.value
+            world.on_main(lambda: store.mark_best(step, value, self._criterion))
+            self._unsure = step
+        elif self.step in (step, self._unsure):
+            self._fall_back_if_not_saved(store, world)
+            self._unsure = None
+
+    def _fall_back_if_not_saved(self, store: CheckpointStore, world: World) -> None:
+        def marked() -> tuple[int | None, float | None]:
+            try:
+                mark = store.best_mark()
+            except CheckpointError as error:
+                _log.warning("%s", error)
+                return self.step, self.value
+            if mark is None or mark.criterion not in (None, self._criterion):
+                return None, None
+            return mark.step, mark.value
+
+        self.step, self.value = world.broadcast(world.on_main(marked)) or (None, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the best step and value, and what is compared, in JSON's types."""
+        return {
+            "best_step": self.step,
+            "best_value": self.value,
+            "best_criterion": self._criterion,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads a `state_dict`, unless it is of another value; earlier versions have none."""
+        self.step, self.value = state.get("best_step"), state.get("best_value")
+        criterion = state.get("best_criterion")
+        if self._criterion is None or self.step is None or criterion in (None, self._criterion):
+            return
+        _log.warning(
+            "the best step so far, %s, is the best by %s: by %s the run begins anew",
+            self.step, criterion, self._criterion,
+        )  # fmt: skip
+        self.step = self.value = None
+
+
+class RunCheckpoints:
+    """Writes the checkpoints of one run; keeps no reference to its trainer.
+
+    Args:
+        best: the best evaluation so far.
+
+    Attributes:
+        step: of the last checkpoint that was saved or resumed; -1 before the first.
+        path: where it is.
+        resumed_from: the checkpoint that the run has begun from.
+    """
+
+    def __init__(self, best: BestCheckpoint) -> None:
+        self.step = -1
+        self.path: Path | None = None
+        self.resumed_from: Path | None = None
+        self._best = best
+
+    def write(self, trainer: Trainer, *, required: bool, prune: bool) -> Path | None:
+        """Saves the state of `trainer`, which has a store; returns its place.
+
+        Args:
+            trainer: its model, optimizer, progress and states are saved.
+            required: a full disk is an error.
+            prune: whether older checkpoints may be removed.
+
+        Returns:
+            None if the disk is full.
+        """
+        assert trainer.store is not None
+        path = save_checkpoint(
+            trainer.store,
+            trainer.step,
+            trainer.model,
+            trainer.optimizer,
+            {"trainer": trainer},
+            trainer.states,
+            required=required,
+            prune=prune,
+        )
+        if path is not None:
+            self.step, self.path = trainer.step, path
+        return path
+
+    def begin_at(self, trainer: Trainer, path: Path) -> None:
+        """Notes that the run goes on from the checkpoint at `path`, which has been restored."""
+        self.resumed_from = self.path = path
+        self.step = trainer.step
+        self.mark_best(trainer)  # in case the run ended between the two
+
+    def mark_best(self, trainer: Trainer, saved: bool = True) -> None:
+        """Marks the checkpoint of this step, if it is the best one; a collective call."""
+        if trainer.store is not None:
+            self._best.mark(trainer.step, trainer.store, trainer.world, saved=saved)
+
+    def on_disk(self, trainer: Trainer, step: int) -> Path | None:
+        """Returns the last checkpoint up to `step`; on rank 0 one that is there.
+
+        A save in the background may have failed since.
+        """
+        if not trainer.world.is_main or trainer.store is None:
+            return self.path
+        if self.path is not None and self.step <= step and self.path.exists():
+            return self.path
+        return trainer.store.newest_up_to(step)

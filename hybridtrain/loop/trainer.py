@@ -1,0 +1,764 @@
+"""The training loop: steps, logging, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hybridtrain._base.construction import default_generators, rewind
+from hybridtrain.checkpoint import (
+    CheckpointStore,
+    check_directory,
+    check_progress,
+    find_checkpoint,
+    finishing_saves,
+    restore_run,
+)
+from hybridtrain.data import Batch, EvalLoader, Loader, as_loader, take
+from hybridtrain.errors import CheckpointError, ConfigError, DivergedError, Interrupted
+from hybridtrain.launch import activity
+from hybridtrain.loop.callbacks.base import Callback, CallbackStates
+from hybridtrain.loop.callbacks.monitor import Monitor, call_hook
+from hybridtrain.loop.checkpoints import BestCheckpoint, RunCheckpoints
+from hybridtrain.loop.checks import (
+    batch_norms_watched,
+    check_arguments,
+    check_eval_loader,
+    check_hooks,
+    check_last_batch,
+    check_state_names,
+)
+from hybridtrain.loop.evaluation import evaluate, predict
+from hybridtrain.loop.interruption import Interruptions
+from hybridtrain.loop.run_stats import RunStats
+from hybridtrain.loop.throughput import Throughput
+from hybridtrain.loss import LossFn, Metric, StepWeights
+from hybridtrain.model import HybridModel, TrainStepResult
+from hybridtrain.options import TrainerOptions, check_names, with_new_names
+from hybridtrain.step import OptimizerStep, check_sharded, learning_rates
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
+__all__ = ["Trainer", "TrainerOptions"]
+
+_log = logging.getLogger(__name__)
+
+# How long the end of an interrupted run waits for the other processes.
+_WAIT_FOR_OTHERS_S = 10.0
+
+
+class Trainer:
+    """Trains a `HybridModel`. Every process runs it, with a store; rank 0 alone has a monitor.
+
+    Args:
+        model: the model to train.
+        optimizer: over `model.parameters()`; with `shard="optimizer"` a `ShardedOptimizer`.
+        loss_fn: as in `HybridModel.train_step`; None: `compute_loss` of a subclass. A step in which
+            nothing counts is skipped.
+        train: the training batches: a `Loader`, or any iterable of this replica's batches
+            `(inputs, targets)`, see `OwnLoader`. A run begins with its first epoch.
+        options: see `TrainerOptions`.
+        evaluation: the batches to evaluate on.
+        metrics: by name, what to evaluate besides the loss; see `evaluate`.
+        lr_schedule: stepped once per optimizer step.
+        scaler: scales the loss; None: one that is made for the model's `precision="fp16"`, with
+            `loss_scale`. A step whose gradients overflow is skipped by all replicas alike, since
+            they share the averaged gradients.
+        store: where checkpoints go; None: none are saved.
+        states: what else is saved and restored, by name: anything with `state_dict` and
+            `load_state_dict` of tensors and plain values, such as a moving average of the weights.
+            Rank 0's state counts; every process calls `state_dict`, so that one may gather.
+        monitor: receives what is logged; one more callback, after all others. One that raises is
+            left out for the rest of the run.
+        callbacks: follow the run; see `Callback`. Every process has them, with their states in the
+            checkpoint; those that are `main_only` run on rank 0.
+        training_step: in place of the method of that name, with this trainer as first argument.
+        settings: fields of `TrainerOptions`, in place of or on top of `options`.
+
+    Attributes:
+        train: the training batches, with the run's position in them.
+        samples: samples trained on so far, over all replicas.
+        total_steps: the length of the run; may be set between two calls of `fit`.
+        logging: whether the step in progress will be logged.
+        texts: those of `fit`.
+
+    Raises:
+        ConfigError: see `TrainerOptions`; `best` is not a value of the evaluation; `optimizer` is
+            not one for the model's `shard`; there is no loss; or a callback does not fit.
+    """
+
+    def __init__(
+        self,
+        model: HybridModel,
+        optimizer: Optimizer,
+        loss_fn: LossFn | None,
+        train: Loader | Iterable[Any],
+        options: TrainerOptions | None = None,
+        *,
+        evaluation: EvalLoader | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        lr_schedule: LRScheduler | None = None,
+        scaler: GradScaler | None = None,
+        store: CheckpointStore | None = None,
+        states: Mapping[str, Stateful] | None = None,
+        monitor: Monitor | None = None,
+        callbacks: Iterable[Callback] = (),
+        training_step: Callable[..., list[TrainStepResult]] | None = None,
+        **settings: Any,
+    ) -> None:
+        settings = with_new_names(settings)
+        check_names(TrainerOptions, settings, list(inspect.signature(Trainer).parameters))
+        self.options = replace(options, **settings) if options else TrainerOptions(**settings)
+        callbacks = check_arguments(model, optimizer, evaluation, metrics, callbacks)
+        check_sharded(model, optimizer)
+        check_hooks(monitor or Monitor())
+        self.model = model
+        self.world = model.world
+        self._step = OptimizerStep(
+            model,
+            optimizer,
+            lr_schedule=lr_schedule,
+            scaler=scaler,
+            loss_scale=self.options.loss_scale,
+            clip_norm=self.options.clip_norm,
+            max_skipped=self.options.max_skipped,
+            on_gradients=lambda: self._tell("on_gradients"),
+        )
+        self._finite = self._step.finite
+        self.loss_fn = self._chosen_loss(loss_fn)
+        self._training_step = training_step or type(self).training_step
+        self.train = as_loader(train, self.world)
+        self.evaluation = evaluation
+        self.metrics = metrics or {}
+        self.samples = 0
+        self.total_steps = self.options.total_steps(self.train.batches_per_epoch)
+        check_last_batch(model, self.train)
+        self.store = store
+        self.states = dict(states or {})
+        check_state_names(self.states)
+        if self.train.has_state:
+            self.states["data"] = self.train
+        self.monitor = monitor or Monitor()
+        self.callbacks = sorted(
+            (each for each in callbacks if self.world.is_main or not each.main_only),
+            key=lambda each: each.main_only,
+        )
+        self.texts: Mapping[str, str] = {}
+        self.logging = False
+        if callback_states := CallbackStates(self, self.callbacks):
+            self.states["callbacks"] = callback_states
+        self.throughput = Throughput()
+        self._stats = RunStats(model, self.train)
+        self._interruptions = Interruptions(
+            self.world, self.options.max_seconds, self.options.checkpoint_every_minutes
+        )
+        values = None if evaluation is None else {"loss": None, **self.metrics}
+        self._best = BestCheckpoint(self.options.best, self.options.best_mode, values)
+        self._checkpoints = RunCheckpoints(self._best)
+        # the last evaluation, and its step
+        self._evaluated: tuple[int, dict[str, float] | None] = -1, None
+        # whether weights, optimizer and callbacks are those of `step`
+        self._between_steps = False
+        self._tell("on_init")
+
+    def _chosen_loss(self, loss_fn: LossFn | None) -> LossFn:
+        overridden = type(self).compute_loss is not Trainer.compute_loss
+        if (loss_fn is None) is not overridden:
+            raise ConfigError(
+                "give a loss once: pass loss_fn=, or override compute_loss and pass loss_fn=None"
+            )
+        return loss_fn if loss_fn is not None else self.compute_loss
+
+    def __repr__(self) -> str:
+        return (
+            f"Trainer(step {self.step} of {self.total_steps}, epoch {self.epoch}, "
+            f"{self.samples} samples, {self.options})"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Trainer cannot be pickled or copied, because its model owns process groups and "
+            "threads: save a checkpoint (store=), and resume() it in a new Trainer"
+        )
+
+    def fit(self, texts: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Trains up to `total_steps`, evaluates and saves; returns the `summary`.
+
+        SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 are listened to meanwhile, in the main thread.
+
+        Args:
+            texts: shown by the monitors beside the curves, by title.
+
+        Raises:
+            Interrupted: a signal came, or `max_time` is over; the step was finished and saved.
+            DivergedError: losses, gradients or weights are not finite; see `max_skipped`.
+            DataError: in no step of the run a target counted for the loss.
+        """
+        check_directory(self.store, self.world)
+        if not self.model.training:  # train() would also reach what the user keeps in eval mode
+            self.model.train()
+        self.texts = texts or {}
+        stream = self.train.stream()
+        try:
+            with (
+                self._interruptions.listening(),
+                self._closing(stream),
+                finishing_saves(self.store, self.world),
+            ):
+                self._tell("on_start")
+                self.model.zero_grad()  # of a fit before that has ended in the middle of a step
+                self.optimizer.zero_grad()
+                self._try_evaluation()
+                # of measurements, and of models before this one
+                self.model.pipeline.reset_peak_memory()
+                self.throughput = Throughput()
+                try:
+                    self._train(stream)
+                except Exception as error:
+                    self._save_finished_step(error)
+                    raise
+                self._step.show_weights(training=False)  # which one evaluates and exports
+        except DivergedError as error:
+            error.args = (f"{error}. {self._ways_out()}",)
+            raise
+        return self.summary()
+
+    def compute_loss(self, output: Any, targets: Any) -> torch.Tensor:
+        """Returns the loss of one micro-batch, a mean over its samples; for subclasses.
+
+        It runs where the last stage is. A mean over something else than samples is a `SumLoss` or a
+        `MeanLoss`, which are passed as `loss_fn`.
+        """
+        raise NotImplementedError
+
+    def training_step(
+        self, batches: Sequence[Batch], weights: StepWeights, timeline: bool
+    ) -> list[TrainStepResult]:
+        """Runs forward, loss and backward of the batches of a step; for subclasses.
+
+        Whether the optimizer may step, clipping, the loss scale and the schedule stay the
+        trainer's. What this draws must follow from `self.step`, or a resumed run differs.
+
+        Args:
+            batches: this replica's, `accumulate` of them or fewer.
+            weights: of each batch in the step; see `HybridModel.step_weights`.
+            timeline: whether to record the batches.
+
+        Returns:
+            the result of each batch. The gradients are in `parameter.grad`, averaged over the
+            replicas.
+        """
+        last = len(batches) - 1
+        return [
+            self.model.train_step(
+                batch.inputs,
+                batch.targets,
+                self.loss_fn,
+                weight=weights[index],
+                sync=index == last,
+                scale_loss=self.scaler.scale,
+                timeline=timeline,
+            )
+            for index, batch in enumerate(batches)
+        ]
+
+    def _tell(self, hook: str, *args: object) -> None:
+        """Calls a hook of all callbacks; the monitor, which may be replaced, is the last."""
+        for callback in (*self.callbacks, self.monitor):
+            call_hook(callback, hook, self, *args)
+
+    @contextmanager
+    def _closing(self, stream: Generator[Batch, None, None]) -> Iterator[None]:
+        """Closes what a run has open; no process leaves an interrupted one before the others.
+
+        For the launcher would send the others a signal, in the middle of their last lines.
+        """
+        phase_before, interrupted = activity.phase, False
+        try:
+            yield
+        except BaseException as error:
+            interrupted = isinstance(error, Interrupted)
+            for callback in (*self.callbacks, self.monitor):
+                try:
+                    call_hook(callback, "on_exception", self, error)
+                except Exception:  # which must not take the place of the run's own
+                    _log.exception("on_exception of %s has failed", type(callback).__name__)
+            raise
+        finally:
+            activity.now(phase_before)
+            stream.close()
+            with ExitStack() as ends:  # all of them, even if one fails
+                for callback in reversed((*self.callbacks, self.monitor)):
+                    ends.callback(call_hook, callback, "on_end", self)
+            if interrupted:
+                self.world.all_arrive(_WAIT_FOR_OTHERS_S)
+
+    def _train(self, stream: Iterator[Batch]) -> None:
+        # what an interruption or an error has kept it from
+        self._save_and_evaluate_if_due(first=True)
+        watched: AbstractContextManager[None] = nullcontext()
+        if self._reaches_last_batch():
+            watched = batch_norms_watched(self.model, self.train)
+        while not self._ended:
+            self._interruptions.begin_step()
+            log_due = self.logging = self._is_due(self.options.log_every, self.step + 1)
+            timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
+            # read before the schedule changes them
+            rates = learning_rates(self.optimizer) if log_due else {}
+            with watched:
+                norm = self._take_step(stream, timeline=log_due or timeline_due)
+            watched, self._between_steps = nullcontext(), True
+            if log_due:
+                self._log(rates, norm)
+            if timeline_due and self._stats.recorded:
+                with self.throughput.pause():  # pictures are drawn
+                    self._tell("on_timeline", *self._stats.timelines())
+            wanted = self._interruptions.end_step()
+            if "stop" in wanted:
+                self._stop()
+            if self._ended:
+                self._finite.check_not_all_empty(self.step)
+            self._save_and_evaluate_if_due(save="save" in wanted)
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluates the model with its present weights, or their average; see `evaluate`."""
+        if self.evaluation is None:
+            raise ConfigError("there is nothing to evaluate on: pass evaluation= to Trainer")
+        result = self.test(self.evaluation)
+        self._evaluated = self.step, result
+        return result
+
+    def test(self, data: EvalLoader) -> dict[str, float]:
+        """Evaluates on `data`, which the run does not know; see `evaluate`."""
+        check_eval_loader("test(data)", data)
+        with self._evaluation_context():
+            return evaluate(self.model, data, self.loss_fn, self.metrics)
+
+    def predict(self, data: EvalLoader) -> Any:
+        """Returns the model's outputs for all samples of `data`; see `evaluation.predict`."""
+        check_eval_loader("predict(data)", data)
+        with self._evaluation_context():
+            return predict(self.model, data)
+
+    @contextmanager
+    def _evaluation_context(self) -> Iterator[None]:
+        with ExitStack() as contexts:
+            contexts.enter_context(self._step.evaluation_weights())
+            for callback in self.callbacks:
+                contexts.enter_context(callback.evaluation_context(self))
+            yield
+
+    def save(self, required: bool = True) -> None:
+        """Writes a checkpoint of this step, unless this step was saved or resumed.
+
+        Args:
+            required: a full disk is an error, not a warning.
+
+        Raises:
+            DivergedError: the weights are not finite; nothing is written.
+            UserError: the replicas' weights are apart.
+            CheckpointError: it cannot be written, or the one before in the background was not.
+        """
+        self._save(required)
+
+    def _save(self, required: bool, again: bool = False) -> None:
+        """See `save`; with `again` a checkpoint of this step is replaced."""
+        if self.store is None:
+            return
+        saved = self._checkpoints.step == self.step
+        if again or not saved:
+            activity.now(f"step {self.step}: save")
+            # weights that the last step could not be taken with may be at fault
+            prune = not self._finite.skipping
+            required = required and not saved
+            with self._step.evaluation_weights():
+                self._step.check_savable()
+                path = self._checkpoints.write(self, required=required, prune=prune)
+                if path is not None:
+                    self._tell("on_save", path)
+            if path is None and not saved:
+                self._checkpoints.mark_best(self, saved=False)
+                return
+        self._checkpoints.mark_best(self)
+        self._interruptions.saved()
+
+    def resume(self, path: str | Path, *, missing_ok: bool = False) -> bool:
+        """Continues from the checkpoint at `path`, or from the newest in that directory.
+
+        It may be of any split and number of processes. Weights and optimizer state are the
+        checkpoint's. The learning rate, its schedule and the other options are those of this
+        trainer, so that a run can be made longer or be tuned.
+
+        Args:
+            path: a checkpoint, or the directory of all.
+            missing_ok: if there is none, do nothing.
+
+        Returns:
+            whether there was one.
+
+        Raises:
+            CheckpointError: it is missing or damaged, or is of another model.
+            ConfigError: a run counted in epochs has another number of samples per step.
+        """
+        found = find_checkpoint(path, self.world, missing_ok)
+        if found is not None:
+            restore_run(self._step, found, self.states, progress=self)
+            self._checkpoints.begin_at(self, found)
+        return found is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the progress of the run, in JSON's types; the position counts samples."""
+        step = self._step.state_dict()
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "epoch": self.epoch,
+            "row": self.train.sample,  # the files' key; words: ok
+            "rows_per_step": self._samples_per_step,
+            "scaler": step["scaler"],
+            "evaluated_step": self._evaluated[0],
+            **step,
+            **self._best.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a `state_dict`; with another batch size, at the same sample or just before it.
+
+        Raises:
+            CheckpointError: a number is not of its type or out of bounds.
+            ConfigError: see `resume`.
+        """
+        check_progress(state_dict, self.total_steps)
+        per_step, before = self._samples_per_step, state_dict["rows_per_step"]
+        if self.options.epochs is not None and before != per_step:
+            raise ConfigError(
+                f"batch_size={self.train.batch_size} x accumulate={self.options.accumulate} is "
+                f"{per_step}, and the checkpoint was made with {before}: a run that is counted in "
+                f"epochs keeps it; set steps= in place of epochs=, or start a new run"
+            )
+        self.samples = state_dict["samples"]
+        self.train.seek(state_dict["epoch"], state_dict["row"])  # words: ok
+        self._step.load_state_dict(state_dict)
+        self._best.load_state_dict(state_dict)
+        self._evaluated = state_dict.get("evaluated_step", self.step), None
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the results of the run, as they are written to `summary.json`.
+
+        With `engine="distributed"` all processes of a pipeline call this together.
+        """
+        checkpoint = self._checkpoints.on_disk(self, self.step)
+        resumed_from = self._checkpoints.resumed_from
+        return {
+            **self.results,
+            "account": self.account,
+            "advice": self.advice,
+            "stages": self._stats.stages(self.optimizer),
+            "device_memory": self.model.pipeline.device_memory(),
+            "world": {
+                "processes": self.world.size,
+                "nb_part": self.world.nb_part,
+                "engine": self.world.engine,
+                "backend": self.world.backend,
+            },
+            "checkpoint": checkpoint and str(checkpoint),
+            "best": self._best.state_dict(),
+            "resumed_from": resumed_from and str(resumed_from),
+        }
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """Steps, samples, losses, the last evaluation and the speed: what `summary` begins with."""
+        speed = self.throughput.summary()
+        return {
+            "steps": self.step,
+            "samples": self.samples,
+            "train_loss": self._step.losses.value,
+            **self._finite.counts(),
+            "eval": self._evaluated[1],
+            "samples_per_second": speed.samples_per_second,
+            "tokens_per_second": speed.tokens_per_second or None,
+            "step_ms": {"p50": speed.step_ms_p50, "p95": speed.step_ms_p95},
+            "bubble_fraction": self._stats.bubble,
+        }
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer; may be replaced between two calls of `fit`."""
+        return self._step.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Optimizer) -> None:
+        self._step.optimizers.clear()
+        self._step.add(optimizer)
+
+    @property
+    def lr_schedule(self) -> LRScheduler | None:
+        """The learning rate schedule; may be replaced between two calls of `fit`."""
+        return self._step.lr_schedule
+
+    @lr_schedule.setter
+    def lr_schedule(self, lr_schedule: LRScheduler | None) -> None:
+        self._step.lr_schedule = lr_schedule
+
+    @property
+    def scaler(self) -> GradScaler:
+        """The scaler of the loss."""
+        return self._step.scaler
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._step.number
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self.train.epoch
+
+    @property
+    def batch(self) -> int:
+        """The next batch of this epoch."""
+        return self.train.batch
+
+    @property
+    def _samples_per_step(self) -> int:
+        return self.train.batch_size * self.options.accumulate
+
+    @property
+    def finished(self) -> bool:
+        """True if all steps are done, and the evaluation after the last one too."""
+        evaluated = self.evaluation is None or self._evaluated[0] == self.step
+        return self._ended and evaluated
+
+    @property
+    def _ended(self) -> bool:
+        """True if no step is left, or a callback has ended the run."""
+        return self.step >= self.total_steps or any(each.stops for each in self.callbacks)
+
+    @property
+    def account(self) -> dict[str, Any] | None:
+        """The time of the recorded steps by its parts, in milliseconds; None: none is recorded.
+
+        `mean` over all devices, and `devices` one by one; see `hybridtrain.schedule.Account`.
+        """
+        return self._stats.account_summary()
+
+    @property
+    def advice(self) -> list[str]:
+        """Changes that would make a step shorter, and by how much; by a typical recorded step."""
+        return self._stats.advice()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps without an optimizer step because the loss or a gradient was not finite."""
+        return self._finite.skipped
+
+    def _is_due(self, every: int | None, step: int) -> bool:
+        """Returns whether `step` is a multiple of `every`; the last step always is due."""
+        last = step == self.total_steps or (step == self.step and self._ended)
+        return last or (every is not None and step % every == 0)
+
+    def _ended_epoch(self, every: int | None) -> bool:
+        """Returns whether the last step has ended every `every`th epoch."""
+        return bool(every and self.step and self.batch == 0 and self.epoch % every == 0)
+
+    def _reaches_last_batch(self) -> bool:
+        """Returns whether the run has the last batch of an epoch before it."""
+        if self.train.batches_per_epoch is None:
+            return False
+        left = self.train.batches_per_epoch - self.batch
+        return self.step + math.ceil(left / self.options.accumulate) <= self.total_steps
+
+    def _take_step(self, stream: Iterator[Batch], timeline: bool) -> torch.Tensor:
+        """Trains on the next batches; returns the gradients' norm before clipping.
+
+        Raises:
+            ConfigError: `training_step` has not returned a result for each batch.
+        """
+        start, number = self.train.position, self.step
+        try:
+            self._stats.begin_step(timeline)
+            activity.now(f"step {self.step + 1}: data")
+            batches = take(stream, self.options.accumulate)
+            self._stats.end_phase("data")
+            activity.now(f"step {self.step + 1}: train")
+            self._between_steps = False
+            weights = self._step.begin(batches, self.loss_fn)
+            results = self._training_step(self, batches, weights, timeline)
+            if len(results) != len(batches):
+                raise ConfigError(
+                    f"training_step has returned {len(results)} results for {len(batches)} "
+                    f"batches: return that of train_step for each batch"
+                )
+            self._stats.record(results)
+            self._stats.end_phase("pipeline")
+            norm = self._step.finish(results)
+            self._stats.end_phase("optimizer")
+        except BaseException:
+            if self.step == number:  # what is saved, or fitted again, goes on with this step
+                self.train.position = start
+            raise
+        samples = sum(batch.total for batch in batches)
+        self.samples += samples
+        self.throughput.tick(samples, sum(batch.tokens for batch in batches))
+        self._tell("on_step", samples)
+        self._stats.end_phase("host")
+        return norm
+
+    def _log(self, rates: dict[str, float], norm: torch.Tensor) -> None:
+        speed = self.throughput.read()
+        values = {
+            "train/loss": self._step.mean_loss(),
+            "train/lr": next(iter(rates.values())),
+            "train/samples_per_second": speed.samples_per_second,
+            **({"train/tokens_per_second": each} if (each := speed.tokens_per_second) else {}),
+            "train/step_ms": speed.step_ms,
+            # whole ones where their length is not known
+            "train/epoch": self.epoch + self.batch / (self.train.batches_per_epoch or math.inf),
+            "train/grad_norm": float(norm),
+        }
+        for name in ("skipped_steps", "empty_steps"):
+            if count := self._finite.counts()[name]:
+                values[f"train/{name}"] = count
+        if len(set(rates.values())) > 1:
+            values |= rates
+        if self.scaler.is_enabled():
+            values["train/loss_scale"] = self.scaler.get_scale()
+        values |= self._stats.read(self.optimizer)
+        self._tell("on_log", values)
+
+    def _save_and_evaluate_if_due(self, save: bool = False, first: bool = False) -> None:
+        """Saves before it evaluates: an evaluation that fails must not lose the step.
+
+        A run that is resumed there does the evaluation that the checkpoint does not know of. As the
+        `first` work of a `fit`, the evaluation is completed although `max_time` is over, and saved:
+        otherwise every restart with a `max_time` shorter than an evaluation would begin it anew.
+        """
+        if self.step > 0:
+            save |= self._is_due(self.options.checkpoint_every_steps, self.step)
+            save |= self._ended_epoch(self.options.checkpoint_every_epochs)
+        evaluates = self._evaluation_is_due()
+        if save or evaluates or self._ended:
+            self._step.settle()
+        self._save_in_run(save)
+        if not evaluates:
+            return
+        is_new = self._evaluated[0] != self.step
+        with self.throughput.pause(), self._interruptions.time_limit(applies=not first):
+            save = self._evaluate_in_run()
+        wanted = self._wanted() if first and not self._ended else frozenset()
+        if "stop" in wanted:
+            self._stop(again=is_new)  # or the evaluation would not be known
+        # once more at the end of a run, or it would not be known to be complete
+        save |= self._ended or "save" in wanted
+        self._save_in_run(save, again=self._ended and is_new)
+
+    def _evaluation_is_due(self) -> bool:
+        step, result = self._evaluated
+        if self.evaluation is None or (step == self.step and not (self._ended and result is None)):
+            return False
+        if self.step == 0:
+            return self.options.eval_first
+        every, every_epochs = self.options.eval_every, self.options.eval_every_epochs
+        return self._is_due(every, self.step) or self._ended_epoch(every_epochs)
+
+    def _save_in_run(self, save: bool, again: bool = False) -> None:
+        last, best = self._ended, self._best.step == self.step
+        # nothing is saved on the way until a step succeeds
+        if save and (last or best or not self._finite.skipping):
+            with self.throughput.pause():  # without space for one on the way, the run goes on
+                self._save(required=last, again=again)
+
+    def _save_finished_step(self, error: Exception) -> None:
+        """Saves what `error` would lose, such as that of a callback, if the last step is complete.
+
+        Only where this is the only process: the others do not know that they should save too.
+        """
+        expected = isinstance(error, CheckpointError | DivergedError | Interrupted)
+        learnt = self.step > self._finite.empty and not self._finite.skipping
+        if self.world.size > 1 or expected or not learnt or not self._between_steps:
+            return
+        try:
+            self._save(required=False)
+        except Exception as another:  # which must not take the place of the run's own
+            _log.warning("step %d was not saved after the error: %s", self.step, another)
+
+    def _try_evaluation(self) -> None:
+        """Evaluates one batch, which counts for nothing, to find errors before the first step.
+
+        It changes nothing that training depends on. Where an evaluation comes first, it is enough.
+        """
+        if self.evaluation is None or self._ended or self._evaluation_is_due():
+            return
+        activity.now(f"step {self.step}: evaluate")
+        draws = default_generators()
+        with self._evaluation_context():
+            evaluate(self.model, self.evaluation, self.loss_fn, self.metrics, one_batch=True)
+        activity.forget("evaluate")
+        for metric in self.metrics.values():
+            metric.reset()
+        rewind(draws)
+
+    def _evaluate_in_run(self) -> bool:
+        """Evaluates and reports, unless somebody stops the run; returns whether to save."""
+        assert self.evaluation is not None
+        activity.now(f"step {self.step}: evaluate")
+        share = getattr(self.evaluation, "samples", None)
+        with self._evaluation_context():
+            result = evaluate(
+                self.model,
+                self.evaluation,
+                self.loss_fn,
+                self.metrics,
+                stop=self._interruptions.watch_for_stop(),
+                on_batch=lambda done: self._tell("on_evaluation_batch", done, share),
+            )
+            # the same on all ranks to the last bit: all must agree on whether it is the best
+            result = self.world.broadcast(result)
+            wanted = self._wanted()
+            if "stop" not in wanted:  # else the result may be of a part of the samples
+                self._evaluated = self.step, result
+                self._tell("on_evaluate", result)
+        if "stop" in wanted:
+            self._stop()
+        return self._best.improves(self.step, result) or "save" in wanted
+
+    def _wanted(self) -> frozenset[str]:
+        """Returns the wishes of all processes at this moment; a collective call."""
+        self._interruptions.begin_step()
+        return self._interruptions.end_step()
+
+    def _stop(self, again: bool = False) -> NoReturn:
+        with self.throughput.pause():
+            self._save(required=True, again=again)
+        path = self.world.broadcast(self._checkpoints.path)
+        saved = "nothing was saved, since the run makes no checkpoints"
+        if self.store is not None:
+            saved = f"saved {path}; the same command goes on from there"
+        raise Interrupted(
+            f"interrupted at step {self.step} of {self.total_steps} by "
+            f"{self._interruptions.stop_reason}: {saved}"
+        )
+
+    def _ways_out(self) -> str:
+        """Returns what to do about a run that has diverged; a collective call."""
+        good_step = self._finite.last_good_step
+        path = self.world.on_main(
+            lambda: self._checkpoints.on_disk(self, self.step if good_step is None else good_step)
+        )
+        path = self.world.broadcast(path)
+        good = f"The last good checkpoint is {path}" if path else "No checkpoint was saved"
+        return f"{good}. Lower the learning rate, set clip_norm=, or look at the data of that step"

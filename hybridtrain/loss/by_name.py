@@ -1,0 +1,95 @@
+"""The losses and metrics that are chosen by name.
+
+They take outputs with the classes in the last dimension or in dim 1. Of an output with a field
+`logits` (a mapping, a named tuple, a dataclass), that field is used. The fields `aux_logits...` of
+a named tuple are those of auxiliary heads, whose losses are added with a smaller weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.loss.metrics import (
+    Accuracy,
+    Metric,
+    Perplexity,
+    classes_in_dim_1,
+    field_of,
+    main_output,
+)
+
+LossFn = Callable[[Any, Any], Tensor]
+
+# `count(inputs, targets)` of a batch or of one micro-batch: how many elements its loss counts.
+CountFn = Callable[[Any, Any], int | float | Tensor]
+
+
+def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
+    """Cross-entropy of logits with class indices: (N, C) with (N), (N, T, C) with (N, T).
+
+    The mean over the targets that are not -100.
+    """
+    return _over_heads(F.cross_entropy, outputs, targets)
+
+
+def nll(outputs: Any, targets: Tensor) -> Tensor:
+    """Negative log-likelihood of log-probabilities, as `log_softmax` returns them.
+
+    The mean over the targets that are not -100.
+    """
+    return _over_heads(F.nll_loss, outputs, targets)
+
+
+def mse(outputs: Any, targets: Tensor) -> Tensor:
+    """Mean squared error; both of the same shape."""
+    return F.mse_loss(main_output(outputs), targets)
+
+
+def model_output(output: Any, targets: Any) -> Tensor:
+    """The model's own loss, `output.loss`, for a model that is given its labels as an input.
+
+    What it averages over is known for models of transformers; see
+    `hybridtrain.loss.transformers_counts`.
+    """
+    loss = field_of(output, "loss")
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"loss=model_output needs a model whose output has `loss`; this one gives a "
+            f"{type(output).__name__} without: are its labels among the inputs?"
+        )
+    return loss
+
+
+def accuracy() -> Metric:
+    """A new `hybridtrain.loss.metrics.Accuracy`."""
+    return Accuracy()
+
+
+LOSSES: dict[str, LossFn] = {
+    "cross_entropy": cross_entropy,
+    "nll": nll,
+    "mse": mse,
+    "model_output": model_output,
+}
+METRICS: dict[str, Callable[[], Metric]] = {"accuracy": accuracy, "perplexity": Perplexity}
+
+
+def _over_heads(
+    loss_fn: Callable[[Tensor, Tensor], Tensor], outputs: Any, targets: Tensor
+) -> Tensor:
+    """The loss of the main output, plus the weighted losses of the auxiliary heads."""
+    loss = loss_fn(*classes_in_dim_1(main_output(outputs), targets))
+    fields = getattr(outputs, "_fields", ())
+    heads = [getattr(outputs, name) for name in fields if name.startswith("aux_logits")]
+    # GoogLeNet, with two such heads, gives each 0.3 (Szegedy et al., Going Deeper with
+    # Convolutions, 2015, section 5); Inception v3, with one, 0.4 (its authors' code in TensorFlow,
+    # and PyTorch's tutorial on fine-tuning; the paper does not say).
+    weight = 0.4 if len(heads) == 1 else 0.3
+    for head in heads:
+        loss = loss + weight * loss_fn(*classes_in_dim_1(head, targets))
+    return loss

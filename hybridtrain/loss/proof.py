@@ -1,0 +1,588 @@
+"""A proof in the first step with a loss: is it the mean, or the sum, that it is taken for?
+
+Some samples are cut into parts, and the loss of all is compared with the losses of the parts:
+
+    a mean    loss(all) = (count(a) loss(a) + count(b) loss(b) + ...) / (count(a) + count(b) + ...)
+    a sum     loss(all) = loss(a) + loss(b) + ...
+
+So are their gradients with respect to the outputs, which decide what is learnt. A loss that is
+contradicted by its own count is an error. A plain function, which is treated as a mean over
+samples, may compare samples with one another on purpose: that is a warning. Losses of PyTorch and
+of `hybridtrain.loss` are known, and only checked for logits in place of log-probabilities.
+
+The parts are the micro-batches of the step, as many of the first ones as have outputs of at most
+`KEPT_BYTES`. Where not even two have, they are halves of one micro-batch, or two micro-batches of
+one sample each: the ones whose parts both count, and most unevenly, since equal parts tell little
+of a count. Of larger halves only as many samples are taken as fit, or one of each. At its peak the
+proof holds about five times the outputs of these samples.
+
+The calls are those of a copy (`captures.copied`), on copies of the outputs, with gradients as in
+training. What a loss draws for all samples it is given again for the parts (`replayed_draws`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from hybridtrain._base.accelerator import put
+from hybridtrain._base.microbatch import map_tensors, merge, split
+from hybridtrain._base.tensors import byte_size
+from hybridtrain._base.torch_private import hooks_of
+from hybridtrain._base.values import leaves_of
+from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.graph import CallSignature
+from hybridtrain.loss.by_name import model_output
+from hybridtrain.loss.captures import copied
+from hybridtrain.loss.counted import CountedLoss
+from hybridtrain.loss.metrics import field_of
+from hybridtrain.loss.replayed_draws import HostDraws, OtherDrawsError, RecordedDraws, SameDraws
+from hybridtrain.loss.transformers_counts import WAY_OUT
+from hybridtrain.loss.weights import copied_to_host
+from hybridtrain.pipeline import HeadOutput, default_generator_lock
+
+Warn = Callable[..., object]
+
+# How far both sides may be apart, relative to the larger values, and at all. Sums in another order
+# explain 1e-6; an output in half precision is rounded, and may tip when it is computed again.
+_RELATIVE, _RELATIVE_OF_HALF, _ABSOLUTE = 1e-4, 1e-2, 1e-6
+_RELATIVE_OF_GRADIENT = 1e-3  # to the largest one
+
+KEPT_BYTES = 2**26  # of the outputs of several micro-batches
+
+
+def is_of_model(loss: CountedLoss, targets: Any) -> bool:
+    """Returns whether a loss comes out of the model, so that its output has no samples to cut."""
+    has_counts = not (loss.is_sum or loss.counts_samples)
+    return loss.function is model_output or (targets is None and has_counts)
+
+
+class _Samples(NamedTuple):
+    """Some samples of a batch, in parts.
+
+    Attributes:
+        start: the first of them.
+        sizes: of the parts.
+        counts: of the parts.
+        microbatches: those that have them.
+    """
+
+    start: int
+    sizes: Sequence[int]
+    counts: Sequence[float]
+    microbatches: range
+
+    def of(self, batch: Any, batch_size: int) -> list[Any]:
+        """Returns these samples of a batch: all together, and in parts."""
+        samples = sum(self.sizes)
+        rest = batch_size - self.start - samples
+        all_of_them = split(batch, [self.start, samples, rest])[1]
+        # of the batch again, in which values are marked that are not cut
+        return [all_of_them, *split(batch, [self.start, *self.sizes, rest])[1:-1]]
+
+    def first(self, microbatches: int) -> _Samples:
+        """Returns the first parts, each of which is a micro-batch."""
+        sizes, counts = self.sizes[:microbatches], self.counts[:microbatches]
+        return _Samples(0, sizes, counts, range(microbatches))
+
+
+def _counts(loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int]) -> Sequence[float]:
+    if loss.is_sum or loss.counts_samples:
+        return sizes
+    return copied_to_host(loss.counts(inputs, targets, sizes))()
+
+
+def _telling(loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int]) -> _Samples:
+    """Returns the samples of a micro-batch, or of two of one sample, that tell most of a count."""
+    # each micro-batch in two parts; one of a single sample stays whole
+    parts = [part for size in sizes for part in (size - size // 2, size // 2) if part]
+    microbatch = [number for number, size in enumerate(sizes) for _ in range(min(size, 2))]
+    counts = _counts(loss, inputs, targets, parts)
+
+    def unevenness(first: int) -> tuple[bool, float]:
+        (a, b), (size_a, size_b) = counts[first : first + 2], parts[first : first + 2]
+        return bool(a and b), abs(a / size_a - b / size_b) / (a + b) if a + b else -1.0
+
+    pairs = [at for at in range(len(parts) - 1) if microbatch[at] == microbatch[at + 1]]
+    first = max(pairs or range(len(parts) - 1), key=unevenness)
+    two = slice(first, first + 2)
+    within = range(microbatch[first], microbatch[first + 1] + 1)
+    return _Samples(sum(parts[:first]), parts[two], counts[two], within)
+
+
+class ModelLossProof:
+    """Compares a loss that comes out of the model, by a forward of some samples and of their parts.
+
+    Args:
+        loss: of the step.
+        inputs: of the batch.
+        targets: of the batch.
+        sizes: of its micro-batches; two samples or more.
+        warn: says what is only a warning, with the arguments of `Logger.warning`.
+
+    Attributes:
+        inputs: the micro-batches of the forward, which ends with `head`.
+    """
+
+    def __init__(
+        self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int], warn: Warn
+    ) -> None:
+        samples = _telling(loss, inputs, targets, sizes)
+        self.inputs = samples.of(inputs, sum(sizes))
+        self._calls = _Calls(_Copy(loss), samples, samples.of(targets, sum(sizes)), warn)
+
+    def head(self, number: int, output: Any) -> HeadOutput:
+        """Takes the output for one of `inputs`.
+
+        Raises:
+            ConfigError: the loss is not what it is said to be.
+        """
+        self._calls.add(number, output)
+        return HeadOutput(None)
+
+
+def prove_in_training(
+    loss: CountedLoss, net: nn.Module, inputs: Any, targets: Any, sizes: Sequence[int], warn: Warn
+) -> None:
+    """Compares the loss of a small model in training mode too, in a copy of it.
+
+    A difference is a warning, since samples may change one another there on purpose; batch norms
+    are in evaluation mode. A model of more than `KEPT_BYTES`, or in several processes, is not
+    compared.
+
+    Args:
+        loss: of the step, which comes out of the model.
+        net: the model.
+        inputs: of the batch.
+        targets: of the batch.
+        sizes: of its micro-batches.
+        warn: as of `OutputProof`.
+    """
+    tensors = [*net.parameters(), *net.buffers()]
+    nbytes = sum(t.numel() * t.element_size() for t in tensors)
+    if not net.training or nbytes > KEPT_BYTES or any(t.is_meta for t in tensors):
+        return
+    samples = _telling(loss, inputs, targets, sizes)
+    try:
+        whole = copy.deepcopy(net).to(_device_of(tensors))
+    except Exception:  # it refuses, as in `verify`
+        return
+    for module in whole.modules():
+        for hooks in hooks_of(module):
+            hooks.clear()
+        if isinstance(module, _BatchNorm):
+            module.eval()
+
+    def function(part: Any, targets: Any) -> Any:
+        signature, values = CallSignature.of_inputs(whole, part)
+        args, kwargs = signature.split(values)
+        return loss.function(whole(*args, **kwargs), targets)
+
+    function.__name__ = loss.name
+    device, untrained = _device_of(tensors), [False] * len(_tensors_of(inputs))
+    parts, of_targets = (samples.of(each, sum(sizes)) for each in (inputs, targets))
+    calls = _Calls(_Copy(loss.of(function)), samples, of_targets, warn, untrained)
+    calls.is_half = any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tensors)
+    try:
+        with torch.autocast(device.type, enabled=False):
+            for number, part in enumerate(parts):
+                calls.add(number, map_tensors(lambda t: put(t, device), part))
+    except ConfigError as error:
+        warn("in training mode, unlike in evaluation, %s", error)
+
+
+class LogProbabilityCheck:
+    """Refuses logits in the first step with an nll.
+
+    The output is looked at for an nll that is known, and otherwise what `nll_loss` is given in a
+    call of a copy of the loss for one sample.
+
+    Args:
+        loss: of the step.
+        targets: of the batch.
+        samples: of the batch.
+    """
+
+    def __init__(self, loss: CountedLoss, targets: Any, samples: int) -> None:
+        self._loss, self._targets, self._samples = loss, targets, samples
+        self._copy = None if loss.takes_log_probabilities else _Copy(loss)
+
+    def look(self, microbatch: int, output: Any) -> None:
+        """Looks at the output of the first micro-batch.
+
+        Raises:
+            ConfigError: it has logits.
+        """
+        if microbatch:
+            return
+        if self._copy is None:
+            check_log_probabilities(field_of(output, "logits", output), self._loss.name)
+            return
+        if any(not t.dim() or not t.shape[0] or t.is_sparse for t in _tensors_of(output)):
+            return
+        sample = map_tensors(lambda t: t[:1].detach(), output)
+        one = _Samples(0, [1], [1], range(1))
+        calls = _Calls(self._copy, one, one.of(self._targets, self._samples), lambda *_: None)
+        calls.add(0, sample)
+
+
+@torch.no_grad()
+def check_log_probabilities(values: Any, loss: str) -> None:
+    """Makes sure that no value is above 0, but for rounding; waits for a device.
+
+    Raises:
+        ConfigError: one is.
+    """
+    if not isinstance(values, Tensor) or not values.is_floating_point() or not values.numel():
+        return
+    largest, size = torch.stack([values.max(), values.abs().max()]).double().tolist()
+    # x - logsumexp(x) may round to more than 0, and so may log(p + epsilon)
+    if largest > 1e-3 + 4 * torch.finfo(values.dtype).eps * size:
+        raise ConfigError(
+            f"loss_fn={loss} takes log-probabilities, which are never above 0, and the model "
+            f"returns logits (one is {largest:.4g}): use cross_entropy (trainer.loss=cross_entropy)"
+        )
+
+
+class _NllInputs(TorchFunctionMode):
+    """Looks at what `nll_loss` is given, whoever calls it."""
+
+    def __init__(self, loss: str) -> None:
+        super().__init__()
+        self._loss = loss
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.nll_loss:
+            check_log_probabilities(args[0] if args else (kwargs or {}).get("input"), self._loss)
+        return func(*args, **(kwargs or {}))
+
+
+class OutputProof:
+    """Compares the loss of outputs of the training step, whose head calls `look`.
+
+    Args:
+        loss: of the step.
+        inputs: of the batch.
+        targets: of the batch.
+        sizes: of its micro-batches; two samples or more.
+        warn: says what is only a warning, with the arguments of `Logger.warning`.
+    """
+
+    def __init__(
+        self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int], warn: Warn
+    ) -> None:
+        self._loss, self._inputs, self._targets = loss, inputs, targets
+        self._sizes, self._warn = sizes, warn
+        self._copy = _Copy(loss)  # while no stage changes what it captures
+        everything = range(len(sizes))
+        self._whole = _Samples(0, sizes, _counts(loss, inputs, targets, sizes), everything)
+        self._samples = _telling(loss, inputs, targets, sizes)
+        self._outputs: list[Any] | None = []  # None: they cannot be cut, or the proof is done
+        self._trained: list[bool] = []
+
+    def look(self, microbatch: int, output: Any) -> None:
+        """Looks at the output of a micro-batch of the training step.
+
+        Raises:
+            ConfigError: the loss is not what it is said to be.
+        """
+        if self._outputs is None:
+            return
+        try:
+            self._look(self._outputs, microbatch, output)
+        except ConfigError:
+            raise
+        except Exception as error:  # of outputs that cannot be cut, such as sparse ones
+            self._outputs = None
+            _say_not_compared(self._loss, self._warn, error)
+
+    def _look(self, outputs: list[Any], microbatch: int, output: Any) -> None:
+        tensors = _tensors_of(output)
+        if any(not t.dim() or t.shape[0] != self._sizes[microbatch] for t in tensors):
+            self._outputs = None  # not cut along its samples
+            if self._loss.counts_samples:
+                self._warn(_NOT_BY_SAMPLE, self._loss.name)
+            return
+        if microbatch == 0:
+            self._choose(sum(map(byte_size, tensors)) / self._sizes[0])
+        if microbatch not in self._samples.microbatches:
+            return
+        start = self._samples.start - sum(self._sizes[:microbatch])
+        own = slice(max(start, 0), start + sum(self._samples.sizes))
+        self._trained = [t.requires_grad for t in tensors]
+        outputs.append(map_tensors(lambda t: _single(t[own]), output))
+        if microbatch + 1 < self._samples.microbatches.stop:
+            return
+        self._outputs = None
+        try:
+            merged = merge(outputs)
+        except (BatchError, RuntimeError):  # of other shapes, as where padding is cut off
+            return
+        del outputs
+        targets = self._samples.of(self._targets, sum(self._sizes))
+        calls = _Calls(self._copy, self._samples, targets, self._warn, self._trained)
+        with torch.autocast(_device_of(tensors).type, enabled=False):
+            for number, part in enumerate([merged, *split(merged, self._samples.sizes)]):
+                calls.add(number, part)
+
+    def _choose(self, sample_bytes: float) -> None:
+        """Chooses the samples to compare by the bytes of the outputs of one."""
+        ends = accumulate(self._sizes)
+        fitting = sum(samples * sample_bytes <= KEPT_BYTES for samples in ends)
+        if fitting > 1:
+            self._samples = self._whole.first(fitting)
+        elif sum(self._samples.sizes) * sample_bytes > KEPT_BYTES:
+            self._samples = self._fewer(max(1, int(KEPT_BYTES / sample_bytes / 2)))
+
+    def _fewer(self, most: int) -> _Samples:
+        """Returns so many samples at most of each of both parts, where they meet."""
+        start, (first, second), _, microbatches = self._samples
+        meet, end = start + first, sum(self._sizes)
+        two = [min(first, most), min(second, most)]
+        sizes = [meet - two[0], *two, end - meet - two[1]]
+        counts = iter(_counts(self._loss, self._inputs, self._targets, [n for n in sizes if n]))
+        by_part = [next(counts) if size else 0 for size in sizes]
+        return _Samples(meet - two[0], two, by_part[1:3], microbatches)
+
+
+_NOT_BY_SAMPLE = (
+    "loss_fn=%s is treated as a mean over samples, which was not checked: the model's output has "
+    "tensors without the samples in dim 0, such as the loss. For the loss of a model of "
+    "transformers, pass losses.model_output"
+)
+_NOT_COMPARED = (
+    "loss_fn=%s is treated as a mean over samples, which was not checked: in a call for all "
+    "samples together, or for parts of them with the same random numbers, it %s"
+)
+
+
+def _say_not_compared(loss: CountedLoss, warn: Warn, error: Exception) -> None:
+    if loss.counts_samples:
+        why = "draws others"
+        if not isinstance(error, OtherDrawsError):
+            why = f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        warn(_NOT_COMPARED, loss.name, why)
+
+
+class _Calls:
+    """Calls of a loss for some samples and for parts of them, which are compared after the last.
+
+    Args:
+        own: a copy of the step's loss.
+        samples: the samples.
+        targets: theirs: all together, and in parts.
+        warn: see `OutputProof`.
+        trained: for each tensor of an output whether it has a gradient; None: none is compared.
+
+    Attributes:
+        is_half: something is computed in half precision.
+    """
+
+    def __init__(
+        self,
+        own: _Copy,
+        samples: _Samples,
+        targets: Sequence[Any],
+        warn: Warn,
+        trained: Sequence[bool] | None = None,
+    ) -> None:
+        self._copy, self._loss = own, own.loss
+        self._targets, self._warn, self._trained = targets, warn, trained
+        self._sizes, self._counts = samples.sizes, samples.counts
+        self._values: list[Tensor] = []
+        self._gradients: list[list[Tensor]] = []
+        self._draws = RecordedDraws()
+        self.is_half = False
+
+    def add(self, number: int, output: Any) -> None:
+        """Calls the loss for all samples (0), or for a part; compares after the last.
+
+        Raises:
+            ConfigError: the loss is not what it is said to be.
+        """
+        tensors = _tensors_of(output)
+        device = _device_of(tensors)
+        self.is_half |= any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tensors)
+        if len(self._values) == number:  # else an earlier one has failed
+            if number and not self._counts[number - 1]:  # of nothing: it is not called
+                self._values.append(torch.zeros((), device=device, dtype=torch.double))
+                trained = self._trained or ()
+                pairs = zip(tensors, trained, strict=bool(trained))
+                self._gradients.append([torch.zeros_like(t) for t, has in pairs if has])
+            else:
+                self._try(number, output, device)
+        if len(self._values) == 1 + len(self._sizes):
+            self._judge()
+
+    def _try(self, number: int, output: Any, device: torch.device) -> None:
+        try:
+            self._call(number, output, device)
+        except ConfigError:  # of `_NllInputs`
+            raise
+        except OtherDrawsError as error:
+            _say_not_compared(self._loss, self._warn, error)
+        except Exception as error:
+            # the step calls it for the parts too, but with draws that are not the same
+            if number == 0 or self._draws.drawn:
+                _say_not_compared(self._loss, self._warn, error)
+
+    def _call(self, number: int, output: Any, device: torch.device) -> None:
+        leaves, tree = tree_flatten(output)
+        inputs: list[Tensor] = []
+        trained = iter(self._trained or ())
+        with torch.set_grad_enabled(self._trained is not None):
+            for at, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor):
+                    leaf = leaf.detach()
+                    if next(trained, False):
+                        inputs.append(leaf.requires_grad_())
+                    leaves[at] = leaf.clone()  # a loss may work in place
+            targets = map_tensors(lambda t: put(t, device), self._targets[number])
+            draws: Any = self._draws
+            if number:
+                start = sum(self._sizes[: number - 1])
+                size, samples = self._sizes[number - 1], sum(self._sizes)
+                draws = SameDraws(self._draws.drawn, start, size, samples)
+            with draws, _NllInputs(self._loss.name):
+                value = self._copy(tree_unflatten(leaves, tree), targets, device)
+            if self._copy.has_drawn and not self._draws.drawn:  # unseen, in compiled code
+                raise OtherDrawsError
+            gradients: Sequence[Tensor | None] = [None] * len(inputs)
+            if value.requires_grad and inputs:
+                gradients = torch.autograd.grad(value, inputs, allow_unused=True)
+        self.is_half |= value.dtype.itemsize < 4
+        self._values.append(value.detach().double())
+        self._gradients.append(
+            [
+                torch.zeros_like(leaf) if gradient is None else gradient
+                for leaf, gradient in zip(inputs, gradients, strict=True)
+            ]
+        )
+
+    def _judge(self) -> None:
+        if not any(self._counts):
+            return
+        total = 1 if self._loss.is_sum else sum(self._counts)
+        weights = [1 if self._loss.is_sum else count / total for count in self._counts]
+        # the one wait for a GPU
+        apart, scale = self._gradients_apart(weights)
+        whole, *parts, apart, scale = torch.stack([*self._values, apart, scale]).cpu().tolist()
+        expected = sum(part * weight for part, weight in zip(parts, weights, strict=True))
+        largest = max(map(abs, [whole, *map(float.__mul__, parts, map(float, weights))]))
+        relative = _RELATIVE_OF_HALF if self.is_half else _RELATIVE
+        if not math.isfinite(whole):
+            return
+        if not abs(whole - expected) <= _ABSOLUTE + relative * largest:  # of a part it may be NaN
+            self._contradict(whole, expected, parts)
+        elif math.isfinite(scale) and apart > max(relative, _RELATIVE_OF_GRADIENT) * scale:
+            self._contradict(whole, expected, parts, apart / scale)
+
+    def _gradients_apart(self, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """Returns the largest difference of the gradients, and the largest gradient."""
+        zero = torch.zeros_like(self._values[0])
+        differences, sizes = [zero], [zero]
+        whole, *parts = self._gradients
+        for number, gradient in enumerate(whole):
+            pieces = [part[number] * w for part, w in zip(parts, weights, strict=True)]
+            if gradient.numel():
+                sizes.append(gradient.abs().max().double())
+                differences.append((torch.cat(pieces) - gradient).abs().max().double())
+        return torch.stack(differences).max(), torch.stack(sizes).max()
+
+    def _contradict(
+        self, whole: float, expected: float, parts: Sequence[float], apart: float | None = None
+    ) -> None:
+        name, samples = self._loss.name, sum(self._sizes)
+        of_parts = _listed(self._sizes)
+        found = f"it is {whole:.7g} for {samples} samples, and {expected:.7g} as the"
+        if apart is not None:
+            found = (
+                f"its gradient for {samples} samples differs, by {apart:.2g} of the largest, from "
+                f"the"
+            )
+        if self._loss.is_sum:
+            raise ConfigError(
+                f"loss_fn={name} was passed as a sum: {found} sum of parts of {of_parts}. For a "
+                f"mean, pass MeanLoss(loss_fn, count), with a count of what it is a mean over"
+            )
+        if not self._loss.counts_samples:
+            raise ConfigError(
+                f"loss_fn={name}: {found} mean of parts of {of_parts}, weighted by their counts "
+                f"{_listed(self._counts)}: it is not a mean over what is counted, and "
+                f"micro-batches would give another gradient than the batch. Turn off what else the "
+                f"model adds to its loss (of a router, a z-loss), or {WAY_OUT}"
+            )
+        if apart is None and abs(whole - sum(parts)) <= _ABSOLUTE + _RELATIVE * abs(whole):
+            way = "It is a sum: pass SumLoss(loss_fn, lambda inputs, targets: len(targets))"
+        else:
+            way = (
+                "If it averages over something else, pass MeanLoss(loss_fn, lambda inputs, "
+                "targets: ...) with a count of that, such as (targets != -100).sum() or "
+                "weight[targets].sum(); a loss that compares samples sees those of its "
+                "micro-batch alone (see docs/contrastive.md)"
+            )
+        text = (
+            "loss_fn=%s is treated as a mean over samples, but it is not one: %s mean of parts of "
+            "%s. %s"
+        )
+        self._warn(text, name, found, of_parts, way)
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    """Returns numbers as a text: the first few of them, and the last."""
+    texts = [f"{number:.7g}" for number in numbers]
+    if len(texts) > 6:
+        texts = [*texts[:4], "...", texts[-1]]
+    return ", ".join(texts[:-1]) + f" and {texts[-1]}"
+
+
+class _Copy:
+    """A copy of a loss, whose calls leave no trace and draw the same numbers each time.
+
+    Attributes:
+        has_drawn: whether the last call has drawn from a default generator of PyTorch.
+    """
+
+    def __init__(self, loss: CountedLoss) -> None:
+        held: dict[int, Any] = {}
+        self.loss = loss.of(copied(loss.function, held))
+        self._draws = HostDraws(held.values())
+        self.has_drawn = False
+
+    def __call__(self, output: Any, targets: Any, device: torch.device) -> Tensor:
+        gpus = [device] if device.type == "cuda" else []
+
+        def generators() -> list[Tensor]:
+            return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
+
+        # stages in other threads may use the same generators
+        with default_generator_lock, torch.random.fork_rng(gpus), self._draws.call():
+            before = generators()
+            value = self.loss(output, targets)
+            self.has_drawn = not all(map(torch.equal, before, generators()))
+            return value
+
+
+def _single(tensor: Tensor) -> Tensor:
+    """Returns a copy, in single precision if it is in half: rounding would hide differences."""
+    tensor = tensor.detach()
+    if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
+        return tensor.float()
+    return tensor.clone()
+
+
+def _tensors_of(output: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    return tensors[0].device if tensors else torch.device("cpu")

@@ -1,0 +1,543 @@
+"""Pictures: of a step's timeline, of curves over the steps of a run, and of a priced plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from PIL import Image, ImageDraw, ImageFont
+
+from hybridtrain._base.text_table import with_unit
+from hybridtrain.schedule import (
+    Spans,
+    WaitFor,
+    bubble_fraction,
+    critical_path,
+    length,
+    waits,
+    window,
+)
+
+# by kind of action, for up to four stages that share a device; darker ones are later stages. They
+# differ in hue and brightness, also for eyes that do not tell red from green
+COLOURS = {
+    "F": ("#9ecae1", "#6baed6", "#4292c6", "#2171b5"),
+    "B": ("#fdd0a2", "#fdae6b", "#fd8d3c", "#d94801"),
+    "I": ("#fa9fb5", "#f768a1", "#dd3497", "#ae017e"),
+    "W": ("#fff7bc", "#fee391", "#fec44f", "#ec9d14"),
+}
+_WORDS = {"F": "forward", "B": "backward", "I": "to the input", "W": "to the weights"}
+# by kind of memory, as in `DeviceMemory`: its name and colour
+MEMORY = {
+    "weights": ("weights", "#2171b5"),
+    "gradients": ("gradients", "#6baed6"),
+    "state": ("optimizer state", "#74c476"),
+    "activations": ("activations", "#fd8d3c"),
+    "boundaries": ("from other stages", "#bdbdbd"),
+    "temporaries": ("temporary", "#e7cb94"),
+}
+# by part of an account, from the bottom of a bar: computing, then what is not
+PARTS = {
+    "forward": "#6baed6",
+    "backward": "#fd8d3c",
+    "recompute": "#fdd0a2",
+    "optimizer": "#9e9ac8",
+    "bubble": "#d9d9d9",
+    "imbalance": "#969696",
+    "messages": "#41ab5d",
+    "reduction": "#c7e9c0",
+    "stragglers": "#00441b",
+    "data": "#f0e442",
+    "host": "#525252",
+}
+# by what a device waits for: its words, colour, and the pixels from one line of the hatching to
+# the next
+WAITS: dict[WaitFor, tuple[str, str, int]] = {
+    "stage": ("waits for another stage", "#bdbdbd", 8),
+    "message": ("for a message", "#41ab5d", 6),
+    "host": ("for the host", "#525252", 4),
+}
+CRITICAL = "#cb181d"  # the border of actions that a step is as long as
+MOST_BARS = 60
+_CURVES = ("#2171b5", "#d94801", "#238b45", "#6a51a3", "#737373")
+_INK, _FAINT, _GRID, _LIMIT = "black", "#444444", "#dddddd", "#cb181d"
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+_LEFT, _RIGHT = 74, 24
+# of a timeline: its legend, and its panel of lanes with an axis below
+_LEGEND, _TITLE, _AXIS = 52, 24, 30
+_LANE, _BAR = 28, 22
+_NARROWEST, _WIDEST = 1000, 4000
+_ACTION = 18  # room for the label of a short action
+# of a card of TensorBoard, which shows every third pixel: lines of letters are three pixels wide
+_CARD, _CARD_ZOOM = 350, 3
+# of a plan: lanes are lower where there are many devices
+_WIDTH, _HEAD, _CHART = 1080, 30, 250
+_ACROSS = _WIDTH - _LEFT - _RIGHT
+_SMALLEST_LANE, _LANES = 5, 420
+
+Curve = Sequence[tuple[int, float]]
+
+
+class _Canvas:
+    """A white image, and what all pictures draw on it.
+
+    Args:
+        width: in units, like all that is drawn.
+        height: likewise.
+        zoom: pixels of a unit.
+    """
+
+    def __init__(self, width: float, height: float, zoom: int = 1) -> None:
+        self.width = width
+        self.image = Image.new("RGB", (round(width * zoom), round(height * zoom)), "white")
+        self._painter = ImageDraw.Draw(self.image)
+        self._zoom = zoom
+
+    def line(self, points: Sequence[Any], fill: str, width: int = 1) -> None:
+        """Draws a line through (x, y, x, y, ...) or pairs of them."""
+        flat = [part for point in points for part in _pair(point)]
+        self._painter.line(self._scaled(flat), fill, width * self._zoom)
+
+    def rectangle(self, box: Sequence[float], fill: str) -> None:
+        """Fills (left, top, right, bottom)."""
+        self._painter.rectangle(self._scaled(box), fill)
+
+    def outline(self, box: Sequence[float], colour: str) -> None:
+        """Draws the border of a box, two units wide."""
+        self._painter.rectangle(self._scaled(box), outline=colour, width=2 * self._zoom)
+
+    def dot(self, x: float, y: float, fill: str) -> None:
+        """Draws a small disc."""
+        self._painter.ellipse(self._scaled((x - 2, y - 2, x + 2, y + 2)), fill)
+
+    def hatch(self, box: Sequence[float], colour: str, every: float) -> None:
+        """Draws slanted lines into a box."""
+        left, top, right, bottom = box
+        x = left - (bottom - top)
+        while x < right:
+            # from the lower edge to the upper one, within the box
+            begin, end = max(left, x), min(right, x + bottom - top)
+            self.line((begin, bottom - (begin - x), end, bottom - (end - x)), colour)
+            x += every
+
+    def text(
+        self, x: float, y: float, text: str, colour: str = _INK, anchor: str = "la", size: int = 12
+    ) -> float:
+        """Writes `text` and returns its length."""
+        font = ImageFont.load_default(size=size * self._zoom)
+        place = self._scaled((x, y))
+        self._painter.text((place[0], place[1]), text, fill=colour, font=font, anchor=anchor)
+        return self._painter.textlength(text, font=font) / self._zoom
+
+    def entry(self, x: float, y: float, colour: str, text: str) -> float:
+        """Draws an entry of a legend and returns where the next one begins."""
+        self.rectangle((x, y, x + 14, y + 14), fill=colour)
+        return x + 19 + self.text(x + 19, y, text) + 18
+
+    def axis(self, top: float, bottom: float, unit: str, most: float, scale: float) -> None:
+        """Draws an axis up to `most` at the `bottom` of bars, with a grid; `scale`: pixels of 1."""
+        for tick in ticks(most):
+            x = _LEFT + tick * scale
+            self.line((x, top, x, bottom + 3), fill=_GRID)
+            self.text(x, bottom + 5, f"{tick:g}", _FAINT, "ma")
+        self.text(8, bottom + 5, unit, _FAINT)
+
+    def _scaled(self, numbers: Sequence[float]) -> list[float]:
+        return [number * self._zoom for number in numbers]
+
+
+def _pair(point: float | Sequence[float]) -> Sequence[float]:
+    return point if isinstance(point, Sequence) else (point,)
+
+
+def draw(predicted: Spans, measured: Spans, title: str = "", card: bool = False) -> Image.Image:
+    """Draws the timeline of a step as it was predicted, and below it as it was measured.
+
+    See `draw_timelines`.
+    """
+    timelines = {"predicted": predicted, "measured": measured}
+    return draw_timelines(timelines, title, marked=("measured",), card=card)
+
+
+def draw_timelines(
+    timelines: Mapping[str, Spans],
+    title: str = "",
+    marked: Collection[str] = (),
+    card: bool = False,
+) -> Image.Image:
+    """Draws timelines on one time scale, each with its length and the share of idle time.
+
+    Args:
+        timelines: by name, the spans of each device, in seconds; of the same number of devices.
+        title: for example the run and the step.
+        marked: those in which waiting is hatched by what is waited for, and the actions that the
+            step is as long as have a red border (`critical_path`).
+        card: for a small place, narrow with large letters; otherwise as wide as the labels of the
+            actions need, within bounds.
+    """
+    longest = max(map(length, timelines.values())) or 1e-9
+    last = [*timelines.values()][-1]
+    durations = sorted(end - start for lane in last for _, start, end in lane)
+    short = durations[len(durations) // 4]
+    wanted = longest / max(short, longest / 1e4) * _ACTION
+    across = round(min(max(wanted, _NARROWEST), _WIDEST))
+    if card:
+        across = _CARD - _LEFT - _RIGHT
+    width = across + _LEFT + _RIGHT
+    of_all = [
+        entry for name, spans in timelines.items() for entry in _entries(spans, name in marked)
+    ]
+    entries = list(dict.fromkeys(of_all))
+    legend = _legend_height(entries, width)
+    panel = _panel_height(last, _LANE)
+    canvas = _Canvas(width, legend + len(timelines) * panel, zoom=_CARD_ZOOM if card else 1)
+    _draw_legend(canvas, 0, title, entries)
+    for number, (name, spans) in enumerate(timelines.items()):
+        text = f"{name}: {length(spans) * 1e3:.4g} ms, {bubble_fraction(spans):.1%} idle"
+        top = legend + number * panel
+        _draw_lanes(canvas, top, text, spans, longest, across / longest, marks=name in marked)
+    return canvas.image
+
+
+def _panel_height(spans: Spans, lane: int) -> int:
+    return _TITLE + len(spans) * lane + _AXIS
+
+
+class _Entry(NamedTuple):
+    """An entry of a timeline's legend; `every` is of the hatching, None: it is filled."""
+
+    text: str
+    colour: str
+    every: int | None = None
+
+    @property
+    def across(self) -> float:
+        """Its width with the space after it."""
+        return 19 + ImageFont.load_default(size=12).getlength(self.text) + 18
+
+
+def _entries(spans: Spans, marks: bool = True) -> list[_Entry]:
+    """Returns what the colours and the hatching of `spans` mean."""
+    devices = len(spans)
+    actions = {span.action for lane in spans for span in lane}
+    stages = max(action.stage for action in actions) + 1
+    kinds = {action.kind for action in actions}
+    found = []
+    for kind in (kind for kind in COLOURS if kind in kinds):
+        for shade in range(min(-(-stages // devices), len(COLOURS[kind]))):
+            first, end = shade * devices, min((shade + 1) * devices, stages)
+            if shade + 1 == len(COLOURS[kind]):
+                end = stages  # the last colour is that of all further ones
+            which = f"{first}" if end == first + 1 else f"{first} to {end - 1}"
+            if shade == 0:
+                which = f"{_WORDS[kind]} ({kind}), stage{'s' * (end > 1)} {which}"
+            found.append(_Entry(which, COLOURS[kind][shade]))
+    if marks:
+        reasons = {wait.reason for wait in waits(spans)}
+        found += [_Entry(*WAITS[reason]) for reason in WAITS if reason in reasons]
+        found.append(_Entry("the step is as long as these", CRITICAL, 0))
+    return found
+
+
+def _places(entries: Sequence[_Entry], width: float) -> list[tuple[float, int]]:
+    """Returns the place of each entry in a legend: from the left, and its line."""
+    places, x, line = [], 8.0, 0
+    for entry in entries:
+        if x > 8 and x + entry.across > width:
+            x, line = 8.0, line + 1
+        places.append((x, line))
+        x += entry.across
+    return places
+
+
+def _legend_height(entries: Sequence[_Entry], width: float) -> int:
+    return _LEGEND + 20 * _places(entries, width)[-1][1]
+
+
+def _draw_legend(canvas: _Canvas, top: int, title: str, entries: Sequence[_Entry]) -> None:
+    """Writes the title, and the legend in as many lines as it needs."""
+    canvas.text(8, top + 6, title, size=14)
+    for entry, (x, line) in zip(entries, _places(entries, canvas.width), strict=True):
+        y = top + 30 + 20 * line
+        box = (x, y, x + 14, y + 14)
+        if entry.every is None:
+            canvas.rectangle(box, entry.colour)
+        elif entry.every:
+            canvas.hatch(box, entry.colour, entry.every)
+        else:
+            canvas.outline(box, entry.colour)
+        canvas.text(x + 19, y, entry.text)
+
+
+def _draw_lanes(
+    canvas: _Canvas,
+    top: int,
+    text: str,
+    spans: Spans,
+    longest: float,
+    scale: float,
+    lane_height: int = _LANE,
+    marks: bool = False,
+) -> None:
+    """Draws the lanes of one timeline above its axis.
+
+    Args:
+        canvas: to draw on.
+        top: of the panel.
+        text: above the lanes.
+        spans: in seconds.
+        longest: the end of the axis, in seconds.
+        scale: units of a second.
+        lane_height: of a device.
+        marks: draw what is waited for, and the critical path.
+    """
+    begin = window(spans)[0]
+    canvas.text(8, top + 3, text, size=14)
+    bottom = top + _TITLE + len(spans) * lane_height
+    canvas.axis(top + _TITLE, bottom, "ms", longest * 1e3, scale / 1e3)
+    bar = lane_height * _BAR // _LANE
+    every = -(-14 // lane_height)  # lanes that a line of text is as high as
+
+    def box(device: int, start: float, end: float) -> tuple[float, float, float, float]:
+        left, right = (_LEFT + round((time - begin) * scale) for time in (start, end))
+        y = top + _TITLE + device * lane_height
+        # a gap of one unit between two actions; a box has its right border
+        return left, y, max(left, right - 2), y + bar
+
+    for wait in waits(spans) if marks else ():
+        _, colour, between = WAITS[wait.reason]
+        canvas.hatch(box(wait.device, wait.start, wait.end), colour, between)
+    critical = set(critical_path(spans)) if marks else set()
+    for device, lane in enumerate(spans):
+        if device % every == 0:
+            y = top + _TITLE + device * lane_height + bar / 2
+            canvas.text(8, y, f"device {device}", anchor="lm")
+        for action, start, end in lane:
+            left, y, right, below = place = box(device, start, end)
+            shade = min(action.stage // len(spans), len(COLOURS[action.kind]) - 1)
+            canvas.rectangle(place, COLOURS[action.kind][shade])
+            if action in critical and right - left > 3:
+                canvas.outline(place, CRITICAL)
+            label = str(action.microbatch)
+            if every == 1 and 7 * len(label) + 2 <= right - left:  # a digit is 7 units wide
+                ink = "white" if shade > 1 and action.kind != "W" else _INK
+                canvas.text((left + right) / 2, (y + below) / 2, label, ink, "mm")
+
+
+def ticks(length: float) -> Iterator[float]:
+    """Yields 0 and up to about ten round numbers, up to `length`."""
+    rough = length / 10
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    for number in range(int(length / step + 1e-9) + 1):
+        yield round(number * step, 12)
+
+
+def draw_curves(curves: Mapping[str, Curve], title: str = "") -> Image.Image:
+    """Draws each curve of (step, value) on one pair of axes; values that are not finite are gaps.
+
+    Args:
+        curves: by name.
+        title: above them.
+    """
+    width, height, top, below = 900, 320, 34, 30
+    canvas = _Canvas(width, height)
+    canvas.text(8, 8, title)
+    points = [p for curve in curves.values() for p in curve if math.isfinite(p[1])]
+    if not points:
+        return canvas.image
+    steps, values = [p[0] for p in points], [p[1] for p in points]
+    first, last, low, high = min(steps), max(steps), min(values), max(values)
+
+    def place(step: int, value: float) -> tuple[float, float]:
+        x = (step - first) / ((last - first) or 1)
+        y = (value - low) / ((high - low) or 1)
+        return _LEFT + x * (width - _LEFT - _RIGHT), height - below - y * (height - top - below)
+
+    for part in range(5):
+        value = low + (high - low) * part / 4
+        y = place(first, value)[1]
+        canvas.line((_LEFT, y, width - _RIGHT, y), fill=_GRID)
+        canvas.text(_LEFT - 6, y, f"{value:.4g}", _FAINT, "rm")
+    for step in (first, last):
+        canvas.text(place(step, low)[0], height - 20, f"step {step}", _FAINT, "ma")
+    across = float(width - _RIGHT)
+    for number, (name, curve) in enumerate(curves.items()):
+        colour = _CURVES[number % len(_CURVES)]
+        line = [place(step, value) for step, value in curve if math.isfinite(value)]
+        if len(line) > 1:
+            canvas.line(line, fill=colour, width=2)
+        for x, y in line if len(line) < 30 else ():
+            canvas.dot(x, y, colour)
+        across -= canvas.text(across, 8, name, colour, "ra") + 14
+    return canvas.image
+
+
+def draw_accounts(
+    accounts: Sequence[tuple[int, Mapping[str, float]]], title: str = "", card: bool = False
+) -> Image.Image:
+    """Draws a bar for each recorded step, divided into the parts of its time.
+
+    Args:
+        accounts: steps, and their parts in milliseconds, by name, in the order of `Account`.
+        title: above them.
+        card: for a small place, narrow with large letters.
+    """
+    accounts = list(accounts)[-MOST_BARS:]
+    names = [name for name in PARTS if any(parts.get(name, 0.0) > 0 for _, parts in accounts)]
+    width, height, legend, zoom = (_CARD, 280, 116, _CARD_ZOOM) if card else (900, 420, 200, 1)
+    top, below, axis = 56, 30, 36
+    canvas = _Canvas(width, height, zoom)
+    canvas.text(8, 8, title, size=14)
+    told = f"ms of a step, mean of all devices; percent of step {accounts[-1][0]}"
+    canvas.text(8, 30, told, _FAINT)
+    most = max(sum(parts.values()) for _, parts in accounts) or 1e-9
+    bottom = float(height - below)
+    scale = (bottom - top) / most
+    for tick in ticks(most):
+        y = bottom - tick * scale
+        canvas.line((axis, y, width - legend, y), fill=_GRID)
+        canvas.text(axis - 6, y, f"{tick:g}", _FAINT, "rm")
+    column = min(80.0, (width - legend - axis) / len(accounts))
+    every = math.ceil((40 if card else 60) / column)
+    for number, (step, parts) in enumerate(accounts):
+        left, y = axis + number * column, bottom
+        right = left + column * (0.9 if column > 20 else 1)  # small gaps would not be equal
+        for name in names:
+            above = y - parts.get(name, 0.0) * scale
+            canvas.rectangle((left, above, right, y), fill=PARTS[name])
+            y = above
+        if number % every == 0:
+            canvas.text(left + column * 0.45, bottom + 6, str(step), _FAINT, "ma")
+    last = accounts[-1][1]
+    for line, name in enumerate(reversed(names)):
+        share = last.get(name, 0.0) / (sum(last.values()) or 1.0)
+        text = f"{name} {share:.0%}"
+        canvas.entry(width - legend + 10, top + (19 if card else 22) * line, PARTS[name], text)
+    return canvas.image
+
+
+@dataclass(frozen=True)
+class NodesPoint:
+    """The fastest layout of a number of nodes.
+
+    Attributes:
+        nodes: how many.
+        step_ms: of its step; None: nothing fits, or nothing uses all of them.
+        layout: what is written under it.
+    """
+
+    nodes: int
+    step_ms: float | None
+    layout: str = ""
+
+
+def draw_plan(
+    title: str,
+    points: Sequence[NodesPoint],
+    nodes: int,
+    memory: Sequence[Mapping[str, int]],
+    limit: float,
+    timeline: Spans,
+    of_timeline: str,
+) -> Image.Image:
+    """Draws three panels, one under the other.
+
+    Args:
+        title: above them.
+        points: the time of a step by the number of nodes.
+        nodes: the number of the plan.
+        memory: for each device of a pipeline its bytes by kind, those of `DeviceMemory`.
+        limit: the bytes of a device that may be used.
+        timeline: the predicted spans of each device, in seconds.
+        of_timeline: what they are of.
+    """
+    lane = max(_SMALLEST_LANE, min(_LANE, _LANES // len(timeline)))
+    longest = max(span.end for spans in timeline for span in spans) or 1e-9
+    of_memory = _HEAD + 20 + _CHART + 60
+    bottom = of_memory + _HEAD + 30 + len(memory) * lane + 40
+    entries = _entries(timeline, marks=False)
+    legend = _legend_height(entries, _WIDTH)
+    canvas = _Canvas(_WIDTH, bottom + legend + _panel_height(timeline, lane))
+    canvas.text(8, 8, title, size=16)
+    _draw_times(canvas, _HEAD + 20, points, nodes)
+    _draw_memory(canvas, of_memory, memory, limit, lane)
+    _draw_legend(canvas, bottom, "Predicted timeline", entries)
+    scale = _ACROSS / longest
+    _draw_lanes(canvas, bottom + legend, of_timeline, timeline, longest, scale, lane)
+    return canvas.image
+
+
+def in_ms(step_ms: float) -> str:
+    """Returns a time with four digits, or all before the point."""
+    return f"{step_ms:,.0f}" if step_ms >= 1000 else f"{step_ms:.4g}"
+
+
+def _draw_times(canvas: _Canvas, top: int, points: Sequence[NodesPoint], nodes: int) -> None:
+    """Draws a bar for each number of nodes, with its time and its layout."""
+    canvas.text(8, top, "Step time in ms, by nodes; below: replicas x devices of each", size=14)
+    told = "red line: that of the fewest nodes, in proportion"
+    canvas.text(_WIDTH - _RIGHT, top + 2, told, _FAINT, "ra")
+    known = [(point.nodes, ms) for point in points if (ms := point.step_ms) is not None]
+    highest, bottom = max(ms for _, ms in known), top + _CHART
+    scale = (_CHART - 50) / highest
+    for tick in ticks(highest):
+        y = bottom - tick * scale
+        canvas.line((_LEFT, y, _WIDTH - _RIGHT, y), fill=_GRID)
+        canvas.text(_LEFT - 6, y, f"{tick:g}", _FAINT, "rm")
+    column = _ACROSS / len(points)
+    for number, point in enumerate(points):
+        left = _LEFT + number * column
+        middle = left + column / 2
+        name = f"{point.nodes} node{'s' * (point.nodes != 1)}"
+        canvas.text(middle, bottom + 6, name, anchor="ma")
+        canvas.text(middle, bottom + 22, point.layout, _FAINT, "ma", size=11)
+        if point.step_ms is None:
+            canvas.text(middle, bottom - 8, "no plan", _LIMIT, "ms")
+            continue
+        y = bottom - point.step_ms * scale
+        colour = "#2171b5" if point.nodes == nodes else "#9ecae1"
+        canvas.rectangle((left + column * 0.2, y, left + column * 0.8, bottom), fill=colour)
+        ideal = bottom - known[0][1] * known[0][0] / point.nodes * scale
+        ends = (left + column * 0.12, left + column * 0.88)
+        canvas.line((ends[0], ideal, ends[1], ideal), fill=_LIMIT, width=2)
+        canvas.text(middle, min(y, ideal) - 6, in_ms(point.step_ms), anchor="ms")
+
+
+def _draw_memory(
+    canvas: _Canvas, top: int, memory: Sequence[Mapping[str, int]], limit: float, lane: int
+) -> None:
+    """Draws a bar for each device, of its kinds of memory, below what may be used."""
+    fullest = max(sum(kinds.values()) for kinds in memory)
+    most = max(limit, fullest) if limit <= 4 * fullest else fullest  # far away, it is only written
+    unit, name = next((u for u in _UNITS if most >= u[0]), _UNITS[-1])
+    canvas.text(8, top, f"Memory of each device of a pipeline, in {name}", size=14)
+    told = f"limit: {with_unit(round(limit))}"
+    canvas.text(_WIDTH - _RIGHT, top + 2, told, _LIMIT, "ra")
+    x: float = _LEFT
+    for kind, (words, colour) in MEMORY.items():
+        if any(kinds[kind] for kinds in memory):
+            x = canvas.entry(x, top + 26, colour, words)
+    top += _HEAD + 20
+    scale = _ACROSS / (most * 1.06)  # room for a number
+    bottom = top + len(memory) * lane
+    canvas.axis(top, bottom, name, most / unit, unit * scale)
+    every = -(-14 // lane)
+    for device, kinds in enumerate(memory):
+        y, x = top + device * lane, float(_LEFT)
+        high = max(lane - 6, lane * 3 // 4)
+        if device % every == 0:
+            canvas.text(8, y + high / 2, f"device {device}", anchor="lm")
+        for kind, (_, colour) in MEMORY.items():
+            end = x + kinds[kind] * scale
+            if kinds[kind]:
+                canvas.rectangle((x, y, end, y + high), fill=colour)
+            x = end
+        if every == 1:
+            canvas.text(x + 5, y + high / 2, f"{sum(kinds.values()) / unit:.3g}", anchor="lm")
+    if limit <= most:
+        x = _LEFT + limit * scale
+        canvas.line((x, top - 2, x, bottom + 3), fill=_LIMIT, width=2)

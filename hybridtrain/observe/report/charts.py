@@ -1,0 +1,329 @@
+"""Figures of a run's page, by Plotly, whose time to import only a page pays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hybridtrain._base.text_table import with_unit
+from hybridtrain.observe.pictures import COLOURS, CRITICAL, PARTS, WAITS
+from hybridtrain.observe.report.record import RunRecord
+from hybridtrain.schedule import WORDS, Action, Spans, critical_path, waits, window
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+# of runs beside each other, or of curves of one
+RUN_COLOURS = (
+    *("#2171b5", "#d94801", "#238b45", "#6a51a3", "#737373", "#c51b8a", "#17becf", "#bcbd22"),
+    *("#8c564b", "#e377c2"),
+)
+_PATTERNS = {"stage": "/", "message": "x", "host": "."}
+_BAR = 34  # pixels of a bar
+
+
+def _figure(title: str, height: int = 300, **layout: Any) -> Figure:
+    from plotly.graph_objects import Figure
+
+    return Figure(
+        layout={
+            "title": {"text": title, "font": {"size": 15}},
+            "height": height,
+            "template": "plotly_white",
+            "margin": {"l": 70, "r": 16, "t": 44, "b": 44},
+            "legend": {
+                "orientation": "h",
+                "y": 1,
+                "yanchor": "bottom",
+                "x": 1,
+                "xanchor": "right",
+                "traceorder": "normal",
+            },
+            "paper_bgcolor": "rgba(0,0,0,0)",
+            "plot_bgcolor": "rgba(0,0,0,0)",
+            **layout,
+        }
+    )
+
+
+def curves(records: Sequence[RunRecord]) -> list[Figure]:
+    """Returns the curves that all runs are compared by: losses, metrics, speed and memory.
+
+    Several runs have the colours `RUN_COLOURS`, in their order; the figures do not repeat them.
+    """
+    tags = [tag for record in records for tag in record.curves]
+    metrics = dict.fromkeys(t for t in tags if t.startswith("eval/") and t != "eval/loss")
+    rates = dict.fromkeys(t for t in tags if t.endswith("_per_second") or t.endswith("/mfu"))
+    shown: dict[str, Sequence[str]] = {"loss": ("train/loss", "eval/loss")}
+    shown |= {f"{tag.removeprefix('eval/')}, evaluation": (tag,) for tag in metrics}
+    shown |= {tag.removeprefix("train/").replace("_", " "): (tag,) for tag in rates}
+    shown |= {"learning rate": ("train/lr",), "gradient norm": ("train/grad_norm",)}
+    return [
+        _curve(title, records, tags)
+        for title, tags in shown.items()
+        if any(len(record.curves.get(tag, ())) > 1 for record in records for tag in tags)
+    ]
+
+
+def _curve(title: str, records: Sequence[RunRecord], tags: Sequence[str]) -> Figure:
+    from plotly.graph_objects import Scatter
+
+    alone = len(records) == 1
+    if len(tags) > 1 and not alone:
+        title = f"{title}: solid training, dotted evaluation"
+    figure = _figure(title, hovermode="x unified", xaxis_title="step", showlegend=alone)
+    for number, record in enumerate(records):
+        for tag in tags:
+            curve = record.curves.get(tag, [])
+            if not curve:
+                continue
+            kind = tag.partition("/")[0]
+            name = " ".join([*([] if alone else [record.name]), *([kind] if len(tags) > 1 else [])])
+            colour = tags.index(tag) if alone else number
+            figure.add_trace(
+                Scatter(
+                    x=[step for step, _ in curve],
+                    y=[value for _, value in curve],
+                    name=name,
+                    showlegend=bool(name),
+                    mode="lines+markers" if len(curve) < 30 else "lines",
+                    line={
+                        "color": RUN_COLOURS[colour % len(RUN_COLOURS)],
+                        "dash": "dot" if kind == "eval" and len(tags) > 1 else "solid",
+                    },
+                )
+            )
+    return figure
+
+
+def account(bars: Mapping[str, Mapping[str, float]], title: str, legend: bool = False) -> Figure:
+    """Returns a bar for each device or run, divided into the parts of a step.
+
+    Args:
+        bars: by name, such as that of a device; their parts in milliseconds.
+        title: above them.
+        legend: say what the colours are.
+    """
+    from plotly.graph_objects import Bar
+
+    height = max(280 if legend else 0, 150 + _BAR * len(bars))
+    figure = _figure(
+        title, height, barmode="stack", xaxis_title="ms of a step", showlegend=legend,
+        legend={"traceorder": "normal"},
+    )  # fmt: skip
+    for part, colour in PARTS.items():
+        times = [parts.get(part, 0.0) for parts in bars.values()]
+        if not any(times):
+            continue
+        shares = [
+            time / (sum(parts.values()) or 1)
+            for time, parts in zip(times, bars.values(), strict=True)
+        ]
+        figure.add_trace(
+            Bar(
+                x=times,
+                y=list(bars),
+                name=part,
+                orientation="h",
+                marker_color=colour,
+                customdata=shares,
+                hovertemplate=f"{part}: %{{x:.3f}} ms, %{{customdata:.1%}}<extra>%{{y}}</extra>",
+            )
+        )
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def account_over_steps(record: RunRecord) -> Figure:
+    """Returns the parts of the recorded steps over the run."""
+    from plotly.graph_objects import Scatter
+
+    figure = _figure(
+        "over the run", xaxis_title="step", yaxis_title="ms of a step", hovermode="x unified",
+        legend={"traceorder": "reversed"},
+    )  # fmt: skip
+    for part, colour in PARTS.items():
+        times = [parts.get(part, 0.0) for _, parts in record.accounts]
+        if any(times):
+            figure.add_trace(
+                Scatter(
+                    x=[step for step, _ in record.accounts],
+                    y=times,
+                    name=part,
+                    stackgroup="parts",
+                    line={"color": colour, "width": 0},
+                    fillcolor=colour,
+                    hovertemplate="%{y:.3f} ms",
+                )
+            )
+    return figure
+
+
+def stages(record: RunRecord) -> list[Figure]:
+    """Returns the times and the parameters of the stages; none where they are not known."""
+    from plotly.graph_objects import Bar
+
+    known = record.summary.get("stages", [])
+    if not known:
+        return []
+    names = [f"stage {number}" for number in range(len(known))]
+    words = [f'<span style="color:{PARTS[kind]}">{kind}</span>' for kind in ("forward", "backward")]
+    height = 120 + _BAR * len(known)
+    titles = (f"ms of a micro-batch: {', '.join(words)}", "parameters")
+    figures = [_figure(title, height, barmode="stack", showlegend=False) for title in titles]
+    bars: list[tuple[Figure, str, list[float], str]] = [
+        (figures[0], kind, [stage[f"{kind}_ms"] for stage in known], PARTS[kind])
+        for kind in ("forward", "backward")
+    ]
+    parameters = [stage["parameters"] for stage in known]
+    bars.append((figures[1], "parameters", parameters, "#969696"))
+    for figure, name, values, colour in bars:
+        figure.add_trace(Bar(x=values, y=names, name=name, orientation="h", marker_color=colour))
+        figure.update_yaxes(autorange="reversed")
+    return figures
+
+
+def timeline(predicted: Spans, measured: Spans, bytes_of: Mapping[Action, int]) -> Figure:
+    """Returns both timelines on one axis, with what each action is under the pointer.
+
+    Args:
+        predicted: the spans of each device, in seconds.
+        measured: likewise.
+        bytes_of: what an action sends to another stage, where it is known.
+    """
+    from plotly.subplots import make_subplots
+
+    figure = make_subplots(
+        rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.1,  # words: ok
+        subplot_titles=("measured", "predicted"),
+    )  # fmt: skip
+    height = 220 + 2 * 40 * len(measured)
+    figure.update_layout(_figure("", height).layout, barmode="overlay", hovermode="closest")
+    figure.update_layout(legend={"y": -0.16, "yanchor": "top", "x": 0, "xanchor": "left"})
+    figure.update_annotations(x=0, xanchor="left")  # the titles
+    _add_lanes(figure, 1, measured, bytes_of, marks=True)
+    _add_lanes(figure, 2, predicted, bytes_of, marks=False)
+    figure.update_xaxes(title_text="ms", row=2)  # words: ok
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def _add_lanes(
+    figure: Figure, panel: int, spans: Spans, bytes_of: Mapping[Action, int], marks: bool
+) -> None:
+    from plotly.graph_objects import Bar
+
+    begin, devices = window(spans)[0], len(spans)
+    critical = set(critical_path(spans)) if marks else set()
+
+    def bar(
+        name: str, lanes: Sequence[int], times: Sequence[tuple[float, float]], **how: Any
+    ) -> Bar:
+        return Bar(
+            base=[(start - begin) * 1e3 for start, _ in times],
+            x=[(end - start) * 1e3 for start, end in times],
+            y=[f"device {lane}" for lane in lanes],
+            orientation="h",
+            name=name,
+            legendgroup=name,
+            showlegend=marks,
+            width=0.85,
+            **how,
+        )
+
+    for kind, colours in COLOURS.items():
+        found = [
+            (device, span) for device, lane in enumerate(spans) for span in lane
+            if span.action.kind == kind
+        ]  # fmt: skip
+        if not found:
+            continue
+        shades = [colours[min(span.action.stage // devices, len(colours) - 1)] for _, span in found]
+        texts = [
+            f"{WORDS[kind]} of micro-batch {span.action.microbatch}, stage {span.action.stage}"
+            + (f"<br>sends {with_unit(size)}" if (size := bytes_of.get(span.action)) else "")
+            + ("<br>the step is as long as this" if span.action in critical else "")
+            for _, span in found
+        ]
+        figure.add_trace(
+            bar(
+                WORDS[kind],
+                [device for device, _ in found],
+                [(span.start, span.end) for _, span in found],
+                text=[span.action.microbatch for _, span in found],
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                textfont={"color": "black"},
+                marker={"color": shades, "line": {"width": 0}},
+                customdata=texts,
+                hovertemplate="%{customdata}<br>%{x:.3f} ms, from %{base:.3f}<extra></extra>",
+            ),
+            panel,
+            1,
+        )
+    if critical:
+        found = [
+            (device, span) for device, lane in enumerate(spans) for span in lane
+            if span.action in critical
+        ]  # fmt: skip
+        figure.add_trace(
+            bar(
+                "the step is as long as these",
+                [device for device, _ in found],
+                [(span.start, span.end) for _, span in found],
+                marker={"color": "rgba(0,0,0,0)", "line": {"width": 2, "color": CRITICAL}},
+                hoverinfo="skip",
+            ),
+            panel,
+            1,
+        )
+    for reason, (words, colour, _) in WAITS.items() if marks else ():
+        idle = [wait for wait in waits(spans) if wait.reason == reason]
+        if idle:
+            words = words if words.startswith("waits") else f"waits {words}"
+            figure.add_trace(
+                bar(
+                    words,
+                    [wait.device for wait in idle],
+                    [(wait.start, wait.end) for wait in idle],
+                    marker={
+                        "color": "rgba(0,0,0,0)",
+                        "line": {"width": 0},
+                        "pattern": {"shape": _PATTERNS[reason], "fgcolor": colour, "size": 6},
+                    },
+                    hovertemplate=f"{words}<br>%{{x:.3f}} ms, from %{{base:.3f}}<extra></extra>",
+                ),
+                panel,
+                1,
+            )
+
+
+def memory(peaks: Mapping[str, float], limits: Mapping[str, float]) -> Figure:
+    """Returns a bar for each device, with a line at the memory that it has.
+
+    Args:
+        peaks: bytes by device.
+        limits: bytes of the devices whose memory is known.
+    """
+    from plotly.graph_objects import Bar, Scatter
+
+    unit = 2**30 if max(peaks.values()) >= 2**30 else 2**20
+    title = f"peak memory by device, {'GiB' if unit == 2**30 else 'MiB'}"
+    figure = _figure(title, 120 + _BAR * len(peaks))
+    amounts = [peak / unit for peak in peaks.values()]
+    figure.add_trace(
+        Bar(x=amounts, y=list(peaks), name="peak", orientation="h", marker_color="#9e9ac8")
+    )
+    if limits:
+        figure.add_trace(
+            Scatter(
+                x=[limit / unit for limit in limits.values()],
+                y=list(limits),
+                name="the device has",
+                mode="markers",
+                marker={"symbol": "line-ns-open", "size": 26, "color": "#cb181d"},
+            )
+        )
+    figure.update_yaxes(autorange="reversed")
+    return figure

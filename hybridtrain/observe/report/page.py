@@ -1,0 +1,325 @@
+"""The page: figures and tables of runs in one HTML file."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridtrain._base.files import write_atomically
+from hybridtrain._base.text_table import with_unit
+from hybridtrain.errors import ConfigError
+from hybridtrain.observe.report import charts
+from hybridtrain.observe.report.record import RunRecord
+from hybridtrain.observe.report.settings import that_differ
+from hybridtrain.partition import Plan
+from hybridtrain.schedule import COMPUTING, Action, Spans, receiver_of
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+_DEFINITIONS = {
+    "samples per second": "over all replicas, without pauses for evaluations and checkpoints",
+    "a step, median": "half of the optimizer steps took less time; other times on this page are "
+    "means of the recorded steps",
+    "devices compute": "share of a recorded step in which devices run forwards and backwards, mean",
+    "time": "from the first logged step to the last, pauses included",
+}
+Table = list[list[str]]
+"""Lines of a table; the first one is its head."""
+
+
+def check_installed() -> None:
+    """Refuses a page where what draws it is missing.
+
+    Raises:
+        ConfigError: names the extra that has it.
+    """
+    missing = [name for name in ("plotly", "jinja2") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"the page of a run needs {' and '.join(missing)}: pip install 'hybridtrain[report]'"
+        )
+
+
+def write_report(directories: Sequence[str | Path], path: str | Path | None = None) -> Path:
+    """Writes the page of one run, or of several beside one another.
+
+    It is a single file, with its scripts, and opens from disk without a network.
+
+    Args:
+        directories: of the runs.
+        path: of the page; None: `report.html` in the directory of the run, and of several runs in
+            the working directory.
+
+    Returns:
+        the path.
+
+    Raises:
+        ConfigError: Plotly or Jinja2 is missing, or the page cannot be written.
+        DataError: a directory is not that of a run.
+    """
+    check_installed()
+    from jinja2 import Environment
+    from plotly.offline import get_plotlyjs
+
+    records = _with_own_names([RunRecord.read(directory) for directory in directories])
+    if path is None:
+        path = (records[0].directory if len(records) == 1 else Path()) / "report.html"
+    source = files("hybridtrain.observe.report").joinpath("page.html").read_text(encoding="utf-8")
+    accounts = _accounts(records)
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        source
+    )
+    page = template.render(
+        title=_title(records),
+        plotly=get_plotlyjs(),
+        curves=[_html(figure) for figure in charts.curves(records)],
+        compared=_compared(records) if len(records) > 1 else None,
+        accounts=_html(accounts) if len(records) > 1 and accounts is not None else None,
+        runs=[_sections(record) for record in records],
+        colours=charts.RUN_COLOURS,
+    )
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, page)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+    return path
+
+
+def _with_own_names(records: Sequence[RunRecord]) -> list[RunRecord]:
+    """Returns the records by the shortest ends of their paths that tell them apart."""
+    paths = [record.directory.resolve().parts for record in records]
+
+    def name(path: tuple[str, ...]) -> str:
+        length = 1
+        while len({other for other in paths if other[-length:] == path[-length:]}) > 1:
+            length += 1
+        return "/".join(path[-length:])
+
+    return [replace(record, name=name(path)) for record, path in zip(records, paths, strict=True)]
+
+
+def _html(figure: Figure) -> str:
+    html: str = figure.to_html(
+        full_html=False,
+        include_plotlyjs=False,
+        config={"responsive": True, "displayModeBar": False},
+    )
+    return html
+
+
+def _title(records: Sequence[RunRecord]) -> str:
+    """Returns the names of some runs, or the folder of many."""
+    if len(records) <= 3:
+        return ", ".join(record.name for record in records)
+    folders = {record.directory.resolve().parent for record in records}
+    return f"{len(records)} runs" + (f" of {folders.pop().name}" if len(folders) == 1 else "")
+
+
+def _sections(record: RunRecord) -> dict[str, Any]:
+    """Returns what the page says of one run."""
+    summary = record.summary
+    figures = {}
+    if (account := summary.get("account")) is not None:
+        several = any(device["replica"] for device in account["devices"])
+        bars = {
+            f"replica {d['replica']}, " * several + f"device {d['device']}": _parts(d)
+            for d in account["devices"]
+        }
+        bars["mean"] = account["mean"]
+        title = "by device, the mean of the recorded steps"
+        # the figure over the steps, beside it, says what the colours are
+        figures["account"] = charts.account(bars, title, legend=len(record.accounts) < 2)
+    if len(record.accounts) > 1:
+        figures["account_over_steps"] = charts.account_over_steps(record)
+    if record.timeline is not None:
+        predicted, measured = record.timeline
+        sent = _bytes_of(record.plan, measured)
+        figures["timeline"] = charts.timeline(predicted, measured, sent)
+    if peaks := _peaks(summary):
+        limits = {
+            device: memory["total"]
+            for device, memory in summary.get("device_memory", {}).items()
+            if "total" in memory
+        }
+        figures["memory"] = charts.memory(peaks, limits)
+    return {
+        "name": record.name,
+        "facts": _facts(record),
+        "definitions": _DEFINITIONS,
+        # by its name: a page is sent to others, who do not have the directory
+        "checkpoint": Path(path).name if (path := summary.get("checkpoint")) else None,
+        "advice": summary.get("advice", []),
+        "figures": {name: _html(figure) for name, figure in figures.items()},
+        "stages": _stage_table(record),
+        "of_stages": [_html(figure) for figure in charts.stages(record)],
+        "predicted": _predicted(summary),
+        "warnings": record.warnings,
+        "overrides": record.overrides,
+        "config": record.config,
+        "environment": summary.get("environment", {}),
+    }
+
+
+def _facts(record: RunRecord) -> list[tuple[str, str]]:
+    """Returns what a reader looks for first: a name and a value each."""
+    summary = record.summary
+    evaluation = {
+        tag.removeprefix("eval/"): curve[-1][1]
+        for tag, curve in record.curves.items()
+        if tag.startswith("eval/")
+    }
+    if record.done:
+        evaluation = {k: v for k, v in (summary["eval"] or {}).items() if k != "samples"}
+    loss = summary["train_loss"] if record.done else record.last("train/loss")
+    facts = [("state", "done" if record.done else "not done"), ("steps", f"{record.steps:,}")]
+    facts += [("training loss", _number(loss))] if loss is not None else []
+    facts += [(f"{name}, evaluation", _metric(name, value)) for name, value in evaluation.items()]
+    rate = summary.get("samples_per_second") or record.last("train/samples_per_second")
+    facts += [("samples per second", f"{rate:,.0f}")] if rate else []
+    if record.done:
+        facts.append(("a step, median", _time(summary["step_ms"]["p50"])))
+    if account := (summary.get("account") or {}).get("mean"):
+        computing = sum(account[name] for name in COMPUTING) / (sum(account.values()) or 1)
+        facts.append(("devices compute", f"{computing:.0%} of a step"))
+    facts.append(("time", str(timedelta(seconds=round(record.seconds)))))
+    if record.plan is not None:
+        plan = record.plan
+        parameters = sum(cost.parameters for cost in plan.costs)
+        facts.append(("model", f"{plan.model}, {parameters:,} parameters"))
+        facts.append(
+            (
+                "pipeline",
+                f"{len(plan.stages)} stages, {plan.schedule}, {plan.chunks} micro-batches",
+            )
+        )
+    if world := summary.get("world"):
+        facts.append(("processes", f"{world['processes']}, engine {world['engine']}"))
+    skipped = {name: summary.get(f"{name}_steps") for name in ("skipped", "overflow", "empty")}
+    facts += [(f"{name} steps", str(count)) for name, count in skipped.items() if count]
+    return facts
+
+
+def _compared(records: Sequence[RunRecord]) -> Table:
+    """Returns a line for each run: the settings that differ, and the results."""
+    settings = [record.settings for record in records]
+    keys = that_differ(settings)
+    results = [dict(_facts(record)) for record in records]
+    columns = [
+        name
+        for name in dict.fromkeys(name for result in results for name in result)
+        if name not in ("model", "time")
+    ]
+    return [
+        ["run", *keys, *columns],
+        *(
+            [
+                record.name,
+                *(_setting(own.get(key)) for key in keys),
+                *(r.get(c, "") for c in columns),
+            ]
+            for record, own, r in zip(records, settings, results, strict=True)
+        ),
+    ]
+
+
+def _accounts(records: Sequence[RunRecord]) -> Figure | None:
+    """Returns the mean accounts of several runs in one figure; None: no run has one."""
+    means = {
+        record.name: account["mean"]
+        for record in records
+        if (account := record.summary.get("account")) is not None
+    }
+    if not means:
+        return None
+    return charts.account(means, "where the time of a step goes, by run", legend=True)
+
+
+def _stage_table(record: RunRecord) -> Table:
+    lines: Table = []
+    for number, stage in enumerate(record.summary.get("stages", [])):
+        layers = stage["layers"]
+        lines.append(
+            [
+                str(number),
+                f"{layers[0]} ... {layers[-1]}" if len(layers) > 1 else "".join(layers),
+                str(len(layers)),
+                f"{stage['parameters']:,}",
+                f"{stage['forward_ms']:.3f}",
+                f"{stage['backward_ms']:.3f}",
+                with_unit(stage["peak_memory_bytes"]),
+            ]
+        )
+    head = ["stage", "from ... to", "layers", "parameters", "forward, ms", "backward, ms"]
+    return [[*head, "peak memory"], *lines] if lines else []
+
+
+def _predicted(summary: Mapping[str, Any]) -> Table:
+    """Returns what was predicted before the run, beside what was measured."""
+    predicted, measured = summary.get("predicted"), summary.get("measured")
+    if not predicted or not measured:
+        return []
+    lines: Table = []
+
+    def add(name: str, form: Any, one: Any, other: Any) -> None:
+        if other is not None:
+            ratio = f"{other / one:.2f}" if one else ""
+            lines.append([name, "not known" if one is None else form(one), form(other), ratio])
+
+    add("a step, median", _time, predicted["step_ms"], measured["step_ms"])
+    add("idle", lambda share: f"{share:.1%}", predicted["bubble"], measured["bubble"])
+    memory = predicted["memory_bytes"] or [None] * len(measured["memory_bytes"])
+    for device, (one, other) in enumerate(zip(memory, measured["memory_bytes"], strict=True)):
+        add(f"memory of device {device}", with_unit, one, other)
+    return [["", "predicted", "measured", "measured / predicted"], *lines]
+
+
+def _parts(device: Mapping[str, float]) -> dict[str, float]:
+    return {name: ms for name, ms in device.items() if name not in ("replica", "device")}
+
+
+def _peaks(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the peak bytes of each device."""
+    if memory := summary.get("device_memory"):
+        return {device: own["allocated"] for device, own in memory.items()}
+    measured = (summary.get("measured") or {}).get("memory_bytes") or []
+    return {f"device {number}": peak for number, peak in enumerate(measured)}
+
+
+def _bytes_of(plan: Plan | None, spans: Spans) -> dict[Action, int]:
+    """Returns the bytes that actions send to another stage, where the plan has measured them."""
+    if plan is None or len(plan.stages) != 1 + max(s.action.stage for lane in spans for s in lane):
+        return {}
+    crossing = [stage.layers[-1].crossing_bytes if stage.layers else 0 for stage in plan.stages]
+    sent = {}
+    for action in (span.action for lane in spans for span in lane):
+        receiver = receiver_of(action, len(plan.stages))
+        if receiver is not None and (size := crossing[min(action.stage, receiver.stage)]):
+            sent[action] = size
+    return sent
+
+
+def _setting(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _metric(name: str, value: float) -> str:
+    """Returns an accuracy in percent, and other values with four digits."""
+    is_share = "accuracy" in name and 0 <= value <= 1
+    return f"{value:.1%}" if is_share else _number(value)
+
+
+def _time(ms: float) -> str:
+    """Returns milliseconds, in seconds from one second on."""
+    return f"{ms / 1e3:.2f} s" if ms >= 1e3 else f"{ms:.2f} ms"

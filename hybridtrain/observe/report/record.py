@@ -1,0 +1,152 @@
+"""The record of a run: what the files in its directory tell, while it runs and afterwards."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridtrain._base.files import json_lines
+from hybridtrain.errors import DataError
+from hybridtrain.observe.report.settings import RunSettings
+from hybridtrain.observe.timeline import spans_of_trace
+from hybridtrain.partition import Plan
+from hybridtrain.schedule import Account, Spans
+
+Curves = dict[str, list[tuple[int, float]]]
+"""The logged values of a run, by tag: pairs of step and value, NaN where it is not finite."""
+
+_WARNING = re.compile(r"[\d-]+ [\d:,]+ (?P<level>WARNING|ERROR) [\w.]+: (?P<text>.*)")
+_MOST_WARNINGS = 20
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """All that the files of a run tell.
+
+    Attributes:
+        name: of the run.
+        directory: its files.
+        curves: what it has logged.
+        seconds: from its first logged step to the last, without pauses between attempts left out.
+        summary: of `summary.json`; empty if the run has not ended.
+        plan: its stages; None: the directory has none, as that of a `Trainer` in Python.
+        timeline: the predicted and measured spans of the last recorded step, in seconds.
+        config: the resolved config, as text.
+        overrides: what the command line sets.
+        warnings: of the logs, each with the number of times that it was logged.
+    """
+
+    name: str
+    directory: Path
+    curves: Curves
+    seconds: float
+    summary: Mapping[str, Any]
+    plan: Plan | None
+    timeline: tuple[Spans, Spans] | None
+    config: str
+    overrides: Sequence[str]
+    warnings: Sequence[tuple[str, int]]
+
+    @classmethod
+    def read(cls, directory: str | Path) -> RunRecord:
+        """Reads the directory of a run.
+
+        Raises:
+            DataError: it has no `metrics.jsonl`.
+        """
+        directory = Path(directory)
+        curves, seconds = _metrics(directory)
+        summary, plan = directory / "summary.json", directory / "plan.yaml"
+        overrides = yaml.safe_load(_text(directory / "overrides.yaml") or "[]")
+        return cls(
+            name=directory.resolve().name,
+            directory=directory,
+            curves=curves,
+            seconds=seconds,
+            summary=json.loads(_text(summary)) if summary.is_file() else {},
+            plan=Plan.read(plan) if plan.is_file() else None,
+            timeline=spans_of_trace(directory / "timeline.json"),
+            config=_text(directory / "config.yaml"),
+            overrides=[*map(str, overrides)],
+            warnings=_warnings(directory / "logs"),
+        )
+
+    @property
+    def steps(self) -> int:
+        """The last step that was logged."""
+        return max((curve[-1][0] for curve in self.curves.values()), default=0)
+
+    @property
+    def done(self) -> bool:
+        """True if the run has ended; one that was taken up again after that has not."""
+        return bool(self.summary) and self.summary["steps"] >= self.steps
+
+    @cached_property
+    def accounts(self) -> list[tuple[int, dict[str, float]]]:
+        """The steps that were recorded, and the parts of each in milliseconds."""
+        return accounts_of(self.curves)
+
+    @property
+    def settings(self) -> RunSettings:
+        """Its settings, of which some differ from those of other runs."""
+        return RunSettings(yaml.safe_load(self.config) or {}, self.overrides)
+
+    def last(self, tag: str) -> float | None:
+        """Returns the last value of a curve; None: there is no such curve."""
+        curve = self.curves.get(tag)
+        return curve[-1][1] if curve else None
+
+
+def curves_of(directory: str | Path) -> Curves:
+    """Returns what a run has logged, by tag: pairs of step and value, NaN where it is not finite.
+
+    Raises:
+        DataError: the directory has no `metrics.jsonl`.
+    """
+    return _metrics(Path(directory))[0]
+
+
+def accounts_of(curves: Curves) -> list[tuple[int, dict[str, float]]]:
+    """Returns the recorded steps among curves, and the parts of each in milliseconds."""
+    accounts: dict[int, dict[str, float]] = {}
+    for part in Account._fields:
+        for step, value in curves.get(f"account/{part}_ms", []):
+            accounts.setdefault(step, {})[part] = value
+    return sorted(accounts.items())
+
+
+def _metrics(directory: Path) -> tuple[Curves, float]:
+    """Returns the curves and the seconds from the first line to the last."""
+    path = directory / "metrics.jsonl"
+    if not path.exists():
+        raise DataError(f"{path} is not there: is it the directory of a run?")
+    curves: Curves = {}
+    times: list[float] = []
+    for line in json_lines(path):
+        step = line.pop("step")
+        times.append(line.pop("time", math.nan))
+        for tag, value in line.items():
+            curves.setdefault(tag, []).append((step, math.nan if value is None else value))
+    return curves, times[-1] - times[0] if times else 0.0
+
+
+def _warnings(folder: Path) -> list[tuple[str, int]]:
+    """Returns the warnings and errors of all processes, the most frequent first."""
+    found: Counter[str] = Counter()
+    for path in sorted(folder.glob("rank_*.log")):
+        matches = map(_WARNING.match, _text(path).splitlines())
+        found.update(match["text"] for match in matches if match)
+    return found.most_common(_MOST_WARNINGS)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""

@@ -1,0 +1,89 @@
+"""A step's timeline as files: a picture, and a trace for chrome://tracing and ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridtrain._base.files import atomic_file, write_atomically
+from hybridtrain.loop import Monitor
+from hybridtrain.observe.pictures import draw
+from hybridtrain.schedule import WORDS, Action, Span, Spans
+
+
+class TimelineFiles(Monitor):
+    """Keeps `timeline.json` (Chrome's trace format) and `timeline.png` in `directory`."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+
+    def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
+        """See `Monitor.start`; makes the directory."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
+        """See `Monitor.timeline`; the files of an earlier step are replaced."""
+        title = f"{self.directory.resolve().name}, step {step}"
+        events = [
+            *chrome_trace(measured, f"step {step}")["traceEvents"],
+            *chrome_trace(predicted, f"step {step}, predicted", 1)["traceEvents"],
+        ]
+        trace = {"traceEvents": events, "displayTimeUnit": "ms"}
+        write_atomically(self.directory / "timeline.json", json.dumps(trace))
+        with atomic_file(self.directory / "timeline.png") as file:
+            draw(predicted, measured, title).save(file, format="PNG")
+
+
+def chrome_trace(spans: Spans, process: str, number: int = 0) -> dict[str, Any]:
+    """Returns spans (in seconds) in Chrome's trace event format, one thread per device.
+
+    Args:
+        spans: of a step.
+        process: the name above the threads.
+        number: of the process.
+    """
+
+    def name(what: str, device: int, text: str) -> dict[str, Any]:
+        return {"name": what, "ph": "M", "pid": number, "tid": device, "args": {"name": text}}
+
+    events = [name("process_name", 0, process)]
+    for device, lane in enumerate(spans):
+        events.append(name("thread_name", device, f"device {device}"))
+        events += [
+            {
+                "name": f"{action.kind}{action.microbatch}",
+                "cat": WORDS[action.kind],
+                "ph": "X",
+                "pid": number,
+                "tid": device,
+                "ts": start * 1e6,
+                "dur": (end - start) * 1e6,
+                "args": {"stage": action.stage, "microbatch": action.microbatch},
+            }
+            for action, start, end in lane
+        ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def spans_of_trace(path: Path) -> tuple[Spans, Spans] | None:
+    """Returns the predicted and the measured spans of a `timeline.json`, in seconds.
+
+    None: there is no such file, or it is one of a version that wrote the measured ones alone.
+    """
+    if not path.is_file():
+        return None
+    kinds: dict[str, Any] = {words: kind for kind, words in WORDS.items()}
+    lanes: tuple[dict[int, list[Span]], ...] = ({}, {})
+    for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
+        if event["ph"] == "X":
+            own = event["args"]
+            action = Action(kinds[event["cat"]], own["stage"], own["microbatch"])
+            start = event["ts"] / 1e6
+            lane = lanes[event["pid"]].setdefault(event["tid"], [])
+            lane.append(Span(action, start, start + event["dur"] / 1e6))
+    measured, predicted = (
+        [by_device[device] for device in sorted(by_device)] for by_device in lanes
+    )
+    return (predicted, measured) if predicted and measured else None

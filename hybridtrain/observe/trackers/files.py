@@ -1,0 +1,153 @@
+"""The metrics of a run as a file of lines, for scripts and notebooks: JSON, or comma-separated."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from hybridtrain._base.files import atomic_file, entries_of, open_to_append
+from hybridtrain.loop import Monitor
+
+Entry = dict[str, Any]
+
+
+class MetricsFile(Monitor):
+    """Appends a line with one JSON object to `path` for every call of `scalars`.
+
+    Each has "step", "time" (seconds since 1970) and the values by tag. NaN and the infinities are
+    `null`: JSON has neither, and pandas reads `null` as NaN. Each line is written at once, so a
+    killed run loses at most the line it was writing.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file: TextIO | None = None
+        self._first_step = -1
+
+    def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
+        """See `Monitor.start`; a fresh start (`first_step` 0) begins an empty file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if first_step == 0:
+            self.path.unlink(missing_ok=True)
+        elif self.path.exists():
+            self._keep(lambda entry: entry["step"] <= first_step)
+        self._first_step = first_step
+        self._open()
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Monitor.scalars`."""
+        if self._file is None:
+            raise RuntimeError(f"call {type(self).__name__}.start() first")
+        if not self.path.exists():
+            raise FileNotFoundError(f"{self.path} has been removed")
+        entry = {"step": step, "time": round(time.time(), 3), **values}
+        if step == self._first_step:  # an evaluation that is done again replaces the one before
+            self._rewrite(lambda old: old["step"] < step or old.keys() != entry.keys())
+        self._write(entry)
+
+    def close(self) -> None:
+        """See `Monitor.close`."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def abandon(self) -> None:
+        """See `Monitor.abandon`."""
+        file, self._file = self._file, None
+        with suppress(OSError):
+            if file is not None:
+                file.close()
+
+    def _text(self, entry: Entry) -> str:
+        """Returns an entry as a line."""
+        finite = {tag: x if x is None or math.isfinite(x) else None for tag, x in entry.items()}
+        return json.dumps(finite, allow_nan=False) + "\n"
+
+    def _head(self, entries: list[Entry]) -> str:
+        """Returns what a file with `entries` begins with."""
+        return ""
+
+    def _entries(self, lines: Iterator[bytes]) -> Iterator[Entry]:
+        """Returns the entries of lines, without those that a killed run did not finish."""
+        return entries_of(lines)
+
+    def _write(self, entry: Entry) -> None:
+        assert self._file is not None
+        self._file.write(self._text(entry))
+
+    def _open(self) -> None:
+        self._file = open_to_append(self.path)
+
+    def _rewrite(self, wanted: Callable[[Entry], bool], more: Iterable[Entry] = ()) -> None:
+        """Drops other entries of the open file, and adds some."""
+        assert self._file is not None
+        self._file.close()
+        self._keep(wanted, more)
+        self._open()
+
+    def _keep(self, wanted: Callable[[Entry], bool], more: Iterable[Entry] = ()) -> None:
+        """Drops all other entries of the file, and adds some."""
+        with open(self.path, "rb") as old, atomic_file(self.path) as new:
+            whole = (line for line in old if line.endswith(b"\n"))
+            entries = [*filter(wanted, self._entries(whole)), *more]
+            new.write(self._head(entries).encode())
+            new.writelines(self._text(entry).encode() for entry in entries)
+            new.flush()
+            os.fsync(new.fileno())
+
+
+class CSVFile(MetricsFile):
+    """Appends a comma-separated line to `path` for every call of `scalars`.
+
+    The columns are those of the lines in `metrics.jsonl`, in the order in which they first appear;
+    where a line has no value, the column is empty. A tag that appears later makes the header wider,
+    and the file is written anew. NaN and the infinities are `nan` and `inf`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self._columns: list[str] = []
+
+    def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
+        """See `MetricsFile.start`."""
+        self._columns = []
+        super().start(total_steps=total_steps, first_step=first_step, texts=texts)
+
+    def _text(self, entry: Entry) -> str:
+        return _comma_separated([entry.get(column) for column in self._columns])
+
+    def _head(self, entries: list[Entry]) -> str:
+        self._columns = list(dict.fromkeys(tag for entry in entries for tag in entry))
+        return _comma_separated(self._columns) if entries else ""
+
+    def _entries(self, lines: Iterator[bytes]) -> Iterator[Entry]:
+        columns: list[str] = []
+        for line in lines:
+            with suppress(ValueError, csv.Error):
+                (cells,) = csv.reader([line.decode()])
+                if not columns:
+                    columns = cells
+                    continue
+                pairs = zip(columns, cells, strict=True)
+                entry: Entry = {column: float(cell) for column, cell in pairs if cell}
+                yield {**entry, "step": int(entry["step"])}
+
+    def _write(self, entry: Entry) -> None:
+        if entry.keys() <= set(self._columns):
+            super()._write(entry)
+        else:
+            self._rewrite(lambda old: True, [entry])
+
+
+def _comma_separated(cells: list[Any]) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(cells)  # words: ok
+    return line.getvalue()

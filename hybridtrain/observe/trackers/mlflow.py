@@ -1,0 +1,161 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from hybridtrain.observe.trackers.tracker import Tracker, flat
+from hybridtrain.options import names_checked
+
+_MOST_PARAMETERS = 100  # in one call, says the server
+
+
+class MLflow(Tracker):
+    """Reports to MLflow: parameters, curves, results, texts, and the timeline as a picture.
+
+    MLflow adds up the points of a step and cannot drop any. So in a resumed run the points that the
+    interrupted attempt reported after the checkpoint stay, and those of the same steps are left
+    out; a resume is exact, so that their losses are the same. Nor can a parameter be changed: the
+    texts `config` and `overrides` among the artifacts have what a resumed run was given.
+
+    Args:
+        directory: the run directory.
+        tracking_uri: of a server or a store; None: as `MLFLOW_TRACKING_URI` says, or else
+            `mlflow.db` beside the run directory. The artifacts of a database are in `mlruns` there;
+            a server has its own place for them.
+        experiment: that the run is put in.
+        group: of runs that belong together, the tag `group`; on the command line the name of a
+            sweep.
+        tags: of the run.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+
+    package = "mlflow"
+
+    @names_checked
+    def __init__(
+        self,
+        directory: str | Path,
+        tracking_uri: str | None = None,
+        experiment: str = "hybridtrain",
+        group: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(directory)
+        self._uri = tracking_uri
+        self._experiment = experiment
+        self._tags = {"group": group} if group else {}
+        self._tags |= {name: str(value) for name, value in (tags or {}).items()}
+        self._client: Any = None
+        self._run_id = ""
+        self._resumed = False
+        self._newest: dict[str, int] = {}  # by tag, the last step of the attempts before
+
+    def begin(self, known: str | None, config: Mapping[str, Any], texts: Mapping[str, str]) -> str:
+        """See `Tracker.begin`; the keys of the config are parameters, the texts artifacts."""
+        import mlflow
+        from mlflow.entities import Param
+        from mlflow.store.db.db_types import DATABASE_ENGINES
+
+        where = self.directory.resolve().parent
+        store = self._uri
+        if store is None and mlflow.is_tracking_uri_set():
+            store = mlflow.get_tracking_uri()
+        if store is None:
+            store = _new_or_known(where / "mlflow.db")
+        self._client = mlflow.MlflowClient(tracking_uri=store)
+        run = self._run_of(known) if known else None
+        self._resumed, self._newest = run is not None, {}
+        if run is None:
+            # MLflow's own place for those of a database is `mlruns` in the working directory
+            in_database = store.partition(":")[0].partition("+")[0] in DATABASE_ENGINES
+            artifacts = (where / "mlruns").as_uri() if in_database else None
+            experiment = self._experiment_id(artifacts)
+            run = self._client.create_run(experiment, tags=self._tags, run_name=self.run_name)
+        self._run_id = run.info.run_id
+        self._client.update_run(self._run_id, status="RUNNING")
+        new = [(key, value) for key, value in flat(config) if key not in run.data.params]
+        parameters = [Param(key, str(value)) for key, value in new]
+        for first in range(0, len(parameters), _MOST_PARAMETERS):
+            some = parameters[first : first + _MOST_PARAMETERS]
+            self._client.log_batch(self._run_id, params=some)
+        for title, text in texts.items():
+            suffix = "txt" if title == "layout" else "yaml"
+            self._client.log_text(self._run_id, text, f"{title}.{suffix}")
+        return self._run_id
+
+    def values(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Tracker.values`."""
+        from mlflow.entities import Metric
+
+        now = time.time_ns() // 1_000_000
+        points = [
+            Metric(tag, float(value), now, step)
+            for tag, value in values.items()
+            if step > self._newest_step(tag)
+        ]
+        self._client.log_batch(self._run_id, metrics=points)
+
+    def picture(self, step: int, name: str, picture: Image.Image) -> None:
+        """See `Tracker.picture`."""
+        self._client.log_image(self._run_id, picture, artifact_file=f"{name}.png")
+
+    def finish(self) -> None:
+        """See `Tracker.finish`."""
+        self._client.set_terminated(self._run_id, "FAILED" if self.failed else "FINISHED")
+
+    def _run_of(self, known: str) -> Any:
+        """Returns a run by its id; None: this store has no such run."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self._client.get_run(known)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return None
+
+    def _experiment_id(self, artifacts: str | None) -> str:
+        from mlflow.exceptions import MlflowException
+
+        found = self._client.get_experiment_by_name(self._experiment)
+        if found is None:
+            try:
+                return str(self._client.create_experiment(self._experiment, artifacts))
+            except MlflowException:  # another run has just made it
+                found = self._client.get_experiment_by_name(self._experiment)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
+
+    def _newest_step(self, tag: str) -> int:
+        if not self._resumed:
+            return -1
+        if tag not in self._newest:
+            history = self._client.get_metric_history(self._run_id, tag)
+            self._newest[tag] = max((point.step for point in history), default=-1)
+        return self._newest[tag]
+
+
+def _new_or_known(path: Path) -> str:
+    """Returns the address of a store in a file, which appears whole, also to runs beside this."""
+    if not path.exists():
+        import mlflow
+
+        new = path.with_name(f".mlflow-{os.getpid()}.db")
+        try:
+            mlflow.MlflowClient(tracking_uri=f"sqlite:///{new}")  # makes the tables
+            with suppress(FileExistsError):  # by another run, in the meantime
+                os.link(new, path)
+        finally:
+            new.unlink(missing_ok=True)
+    return f"sqlite:///{path}"

@@ -1,0 +1,177 @@
+"""Progress of the run: a bar on a terminal, and plain lines elsewhere."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from hybridtrain.loop import Monitor, parts_of_account
+from hybridtrain.schedule import COMPUTING
+
+_BAR = "{n_fmt}/{total_fmt} |{bar}| {desc}"
+_NO_BAR = "{n_fmt}/{total_fmt}  {desc}"
+_NO_END = "{n_fmt} steps  {desc}"
+_LEFT, _RUNNING = "  left {remaining}", "  running for {elapsed}"
+_LEAST_BAR = 6  # columns of the shortest bar, with its ends
+
+# What a narrow terminal leaves out of the line, first to last; the loss stays.
+_LEFT_OUT = ("account", "tokens", "epoch", "time", "samples", "lr")
+
+
+class _Bar(tqdm):  # type: ignore[type-arg]
+    """A bar whose line has what fits the terminal.
+
+    Attributes:
+        parts: the texts after the bar, by the names in `_LEFT_OUT`.
+    """
+
+    parts: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def format_dict(self) -> Any:
+        """The arguments of `tqdm.format_meter`."""
+        values = super().format_dict
+        shown = {**self.parts, "time": ""}
+        counter = f"{values['n']}/{values['total']}" if values["total"] else f"{values['n']} steps"
+        time_left = len("  running for 00:00") if not values["total"] else len("  left 1:00:00")
+        for name in ("", *_LEFT_OUT):
+            shown.pop(name, None)
+            text = "  ".join(filter(None, shown.values()))
+            width = len(counter) + _LEAST_BAR + 2 + len(text) + time_left * ("time" in shown)
+            if width <= (values["ncols"] or width):
+                break
+        form = _NO_END if not values["total"] else _BAR
+        if values["total"] and width > (values["ncols"] or width):
+            form = _NO_BAR
+        if "time" in shown:
+            form += _LEFT if values["total"] else _RUNNING
+        return {**values, "prefix": text, "bar_format": form}
+
+
+class Progress(Monitor):
+    """Shows loss, samples per second and the time left on `stream` (None: stderr).
+
+    On a terminal, a bar that follows every step; elsewhere, a line per logged step:
+
+        step 120/450  loss 0.2312  1,843 samples/s  lr 1.00e-03  left 00:12
+        step 225/450  eval: loss 0.1021  accuracy 0.9694
+    """
+
+    def __init__(
+        self, stream: TextIO | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._bar: _Bar | None = None
+        self._total_steps: int | None = None
+        self._first_step = 0
+        self._begin = 0.0
+        self._drawn = 0.0  # when the bar was last drawn in an evaluation
+        self._train: dict[str, str] = {}
+
+    def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
+        """See `Monitor.start`; the texts are not shown."""
+        self._total_steps = total_steps
+        self._first_step = first_step
+        self._begin = self._clock()
+        if self._stream.isatty():
+            self._bar = _Bar(
+                total=total_steps, initial=first_step, file=self._stream, dynamic_ncols=True
+            )
+
+    def step(self, step: int, samples: int) -> None:
+        """See `Monitor.step`; the bar is drawn at most ten times per second."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def evaluating(self, done: int, total: int | None) -> None:
+        """See `Monitor.evaluating`; shown on the bar alone, at most ten times per second."""
+        now = self._clock()
+        if self._bar is not None and now - self._drawn > 0.1:
+            self._drawn = now
+            share = f"{done:,} samples" if not total else f"{done / total:.0%}"
+            self._bar.parts = {"evaluation": f"evaluating: {share}"}
+            self._bar.refresh()
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Shows the values of `train/` and `eval/`; those of the stages are for the dashboards."""
+        if train := _describe_training(values):
+            if self._bar is not None:
+                if "train/epoch" in values:
+                    train = {"epoch": f"epoch {values['train/epoch']:.2f}", **train}
+                self._bar.parts = self._train = train
+            else:
+                self._print(step, [*train.values(), *self._left(step)])
+        if evaluation := _describe_evaluation(values):
+            if self._bar is not None:
+                self._bar.parts = self._train
+            self._print(step, [f"eval: {evaluation[0]}", *evaluation[1:]])
+
+    def close(self) -> None:
+        """See `Monitor.close`; leaves the last state of the bar on the screen."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def abandon(self) -> None:
+        """See `Monitor.abandon`."""
+        if self._bar is not None:
+            self._bar.disable = True  # or it would draw once more when it is collected
+            self._bar = None
+
+    def _print(self, step: int, parts: list[str]) -> None:
+        end = "" if self._total_steps is None else f"/{self._total_steps}"
+        tqdm.write("  ".join([f"step {step}{end}", *parts]), file=self._stream)
+        self._stream.flush()
+
+    def _left(self, step: int) -> list[str]:
+        done = step - self._first_step
+        if self._total_steps is None or done <= 0:
+            return []
+        # pauses for evaluation and checkpoints are included, because there will be more of them
+        left = (self._clock() - self._begin) / done * (self._total_steps - step)
+        return [f"left {tqdm.format_interval(round(left))}"]
+
+
+def _describe_training(values: Mapping[str, float]) -> dict[str, str]:
+    shown: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
+        ("loss", "train/loss", "loss {}", format_value),
+        ("samples", "train/samples_per_second", "{} samples/s", _format_rate),
+        ("tokens", "train/tokens_per_second", "{} tokens/s", _format_rate),
+        # one format, since a schedule passes through many sizes
+        ("lr", "train/lr", "lr {}", "{:.2e}".format),
+    )
+    parts = {
+        name: text.format(write(values[tag])) for name, tag, text, write in shown if tag in values
+    }
+    return parts | _describe_account(values)
+
+
+def _describe_account(values: Mapping[str, float]) -> dict[str, str]:
+    """Returns the largest part of a step in which devices do not compute, as a share of it."""
+    parts = parts_of_account(values)
+    idle = {name: value for name, value in parts.items() if name not in COMPUTING}
+    largest = max(idle, key=idle.__getitem__, default=None)
+    if largest is None:
+        return {}
+    return {"account": f"{largest} {idle[largest] / sum(parts.values()):.0%}"}
+
+
+def _describe_evaluation(values: Mapping[str, float]) -> list[str]:
+    return [
+        f"{tag.removeprefix('eval/')} {format_value(value)}"
+        for tag, value in values.items()
+        if tag.startswith("eval/")
+    ]
+
+
+def format_value(value: float) -> str:
+    """Returns a loss or a metric with four digits after the point, or few and an exponent."""
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
+
+
+def _format_rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,66 @@
+"""The cut of a model into stages: costs, objectives and plans.
+
+planner        `plan(net, options, inputs, cluster)` returns a `Plan`
+plan           the result, as data and as a YAML file
+costs          what a layer costs for one micro-batch: counted, and measured
+estimates      the same by FLOPs and bytes, without running a kernel
+cost_table     the costs of layers for any number of samples in a micro-batch
+objective      the cost of a stage, and the exact best cut
+manual_split   cuts by counts, names and patterns; `with partition(i):`
+machine        the hardware, and the devices that a replica is spread over
+"""
+
+from hybridtrain.partition.cost_table import (
+    CostTable,
+    LossOfStep,
+    count_layers,
+    counted_costs,
+    counted_costs_of_one_size,
+    given_costs,
+    measured_costs,
+)
+from hybridtrain.partition.costs import LayerCost, LayerSize, layer_sizes
+from hybridtrain.partition.machine import GIB, Cluster, Machine, host_memory
+from hybridtrain.partition.manual_split import partition, set_partition
+from hybridtrain.partition.objective import Objective, cut_by_costs, needs_costs, stage_costs
+from hybridtrain.partition.plan import Plan, StagePlan, table
+from hybridtrain.partition.planner import (
+    COST_SOURCES,
+    PlannedLayers,
+    Planner,
+    balance_by_size,
+    balance_by_time,
+    plan,
+)
+
+__all__ = [
+    "COST_SOURCES",
+    "GIB",
+    "Cluster",
+    "CostTable",
+    "LayerCost",
+    "LayerSize",
+    "LossOfStep",
+    "Machine",
+    "Objective",
+    "Plan",
+    "PlannedLayers",
+    "Planner",
+    "StagePlan",
+    "balance_by_size",
+    "balance_by_time",
+    "count_layers",
+    "counted_costs",
+    "counted_costs_of_one_size",
+    "cut_by_costs",
+    "given_costs",
+    "host_memory",
+    "layer_sizes",
+    "measured_costs",
+    "needs_costs",
+    "partition",
+    "plan",
+    "set_partition",
+    "stage_costs",
+    "table",
+]

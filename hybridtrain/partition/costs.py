@@ -1,0 +1,481 @@
+"""The costs of a model's layers for one micro-batch: time, memory, and bytes that cross a cut.
+
+A cost has two parts. The bytes of weights are counted (`count`). The rest needs a run of the chain,
+one layer after the other on copies (`run_chain`): on the device with a clock (`LayerProfiler`), or
+in `estimates` on fake tensors with counters.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from statistics import median
+from time import perf_counter
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hybridtrain._base.construction import default_generators, rewind, stand_in
+from hybridtrain._base.skip import popped_by, skip_scope, stashed_by
+from hybridtrain._base.tensors import byte_size, count_saved, storage_id
+from hybridtrain._base.torch_private import has_hooks, hooks_of
+from hybridtrain.errors import ConfigError
+from hybridtrain.graph import Layer, Segment, works_in_place
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """The cost of one layer, for one micro-batch; times are in milliseconds.
+
+    Attributes:
+        parameters: elements of its parameters.
+        weight_bytes: its parameters and buffers, and the gradients and the optimizer's state of
+            those parameters that are trained.
+        activation_bytes: what it makes that autograd keeps for a backward, its own or a later
+            layer's. The first layer has the model's inputs too.
+        temporary_bytes: what its forward or its backward holds in addition, at its peak: values in
+            between, gradients, and an input that no backward needs. 0 where it is not known.
+        crossing_bytes: what would cross a cut right after it: its own output, and every value of
+            an earlier layer that a later one needs.
+        crossing_ms: the time to bring that to another device; 0 where it stays.
+    """
+
+    name: str
+    parameters: int = 0
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    weight_bytes: int = 0
+    activation_bytes: int = 0
+    temporary_bytes: int = 0
+    crossing_bytes: int = 0
+    crossing_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """The bytes of a layer's parameters and buffers, and of the parameters that are trained.
+
+    Attributes:
+        weights: of all parameters and buffers.
+        trained: of the parameters that are trained.
+        parameters: their elements.
+    """
+
+    weights: int
+    trained: int
+    parameters: int = 0
+
+
+def layer_sizes(layers: Sequence[Layer]) -> list[LayerSize]:
+    """Returns the size of each layer; what several share counts in the first of them."""
+    seen: set[int] = set()
+    sizes = []
+    for layer in layers:
+        parameters = [p for p in layer.module.parameters() if id(p) not in seen]
+        buffers = [b for b in layer.module.buffers() if id(b) not in seen]
+        seen.update(map(id, [*parameters, *buffers]))
+        weights = sum(map(byte_size, [*parameters, *buffers]))
+        trained = sum(byte_size(p) for p in parameters if p.requires_grad)
+        sizes.append(LayerSize(weights, trained, sum(p.numel() for p in parameters)))
+    return sizes
+
+
+def count(layers: Sequence[Layer], optimizer_tensors_per_param: int = 2) -> list[LayerCost]:
+    """Returns the costs that need no run: parameters and bytes of the weights, on any device.
+
+    The optimizer keeps so many tensors of a parameter's size for it; AdamW keeps 2.
+    """
+    return [
+        LayerCost(
+            layer.name,
+            parameters=size.parameters,
+            weight_bytes=size.weights + size.trained * (1 + optimizer_tensors_per_param),
+        )
+        for layer, size in zip(layers, layer_sizes(layers), strict=True)
+    ]
+
+
+# Runs a function and returns its result and how long it took, in milliseconds.
+Clock = Callable[[Callable[[], Any]], tuple[Any, float]]
+
+# The input of a layer in the chain: the value before it, and the skip values that it pops.
+Given = tuple[Any, dict[str, Any]]
+
+
+class LayerRun(NamedTuple):
+    """One forward and backward of a layer; `backward_ms` is 0 where there is no backward.
+
+    `handed_on` is the output and the skip values that the layer stashes, without their graph;
+    `gradients` are those of its inputs and trained parameters.
+    """
+
+    handed_on: tuple[Any, dict[str, Any]]
+    gradients: Sequence[Tensor | None]
+    forward_ms: float
+    backward_ms: float
+
+
+def run_layer(
+    module: nn.Module,
+    given: Given,
+    precision: Callable[[], AbstractContextManager[object]],
+    clock: Clock,
+) -> LayerRun:
+    """Runs `module`, a copy of a layer's, alone, as a stage would: its inputs begin a graph.
+
+    The forward runs in the context `precision`. There is a backward where gradients are enabled and
+    an output requires one; it leaves no gradients.
+    """
+    leaves: list[Tensor] = [tensor for tensor in module.parameters() if tensor.requires_grad]
+    copy = works_in_place(module)
+
+    def enter(tensor: Tensor) -> Tensor:
+        leaf = _detached(tensor)
+        if leaf.requires_grad:
+            leaves.append(leaf)
+        return leaf.clone() if copy else leaf
+
+    value, popped = tree_map_only(Tensor, enter, given)
+
+    def forward() -> tuple[Any, dict[str, Any]]:
+        with precision(), skip_scope(popped) as values:
+            return module(value), values
+
+    (output, values), forward_ms = clock(forward)
+    handed_on = output, {name: values[name] for name in stashed_by(module)}
+    roots = [tensor for tensor in tensors_of(handed_on) if tensor.requires_grad]
+    gradients: Sequence[Tensor | None] = ()
+    backward_ms = 0.0
+    if torch.is_grad_enabled() and roots:
+        ones = [torch.ones_like(root) for root in roots]
+        # not autograd.grad, in which a reentrant checkpoint in the layer could not run
+        _, backward_ms = clock(lambda: torch.autograd.backward(roots, ones))
+        gradients = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+    return LayerRun(tree_map_only(Tensor, _detached, handed_on), gradients, forward_ms, backward_ms)
+
+
+# Runs a layer; also returns the bytes of each storage that autograd keeps for its backward, by
+# `storage_id`.
+RunLayer = Callable[[Layer, Given], tuple[LayerRun, Mapping[int, int]]]
+
+
+def run_chain(
+    layers: Sequence[Layer], inputs: Any, run: RunLayer, optimizer_tensors_per_param: int = 2
+) -> list[LayerCost]:
+    """Runs a micro-batch through the chain, and returns the costs of this one run."""
+    maker = {storage_id(tensor): 0 for tensor in tensors_of(inputs)}  # the layer that made it
+    counted = set[int]()
+    stashes: dict[str, Any] = {}
+    last_pop = {name: i for i, layer in enumerate(layers) for name in popped_by(layer.module)}
+    costs = count(layers, optimizer_tensors_per_param)
+    activations = [0] * len(layers)
+    kept: list[Given] = []  # so that no storage gets the id of an earlier one
+    value = inputs
+    for index, layer in enumerate(layers):
+        popped = {name: stashes[name] for name in popped_by(layer.module) if name in stashes}
+        kept.append((value, popped))
+        ran, saved = run(layer, kept[-1])
+        value, stashed = ran.handed_on
+        stashes = {k: v for k, v in (stashes | stashed).items() if last_pop.get(k, 0) > index}
+        for storage, nbytes in saved.items():
+            activations[maker.get(storage, index)] += nbytes * (storage not in counted)
+        counted.update(maker.keys() & saved)
+        crossing = tensors_of((value, stashes))
+        for tensor in crossing:
+            if storage_id(tensor) not in maker:
+                maker[storage_id(tensor)] = index
+                counted |= {storage_id(tensor)} & saved.keys()
+        costs[index] = replace(
+            costs[index],
+            forward_ms=ran.forward_ms,
+            backward_ms=ran.backward_ms,
+            crossing_bytes=sum(map(byte_size, crossing)),
+        )
+    pairs = zip(costs, activations, strict=True)
+    return [replace(cost, activation_bytes=nbytes) for cost, nbytes in pairs]
+
+
+def copy_of(layer: Layer, own: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Returns a copy of a layer's module, whose runs leave no trace in the model.
+
+    `own` returns what stands in it for a parameter, a buffer or another tensor. Hooks do not run in
+    it, and synchronised batch norms normalise by themselves: other processes do not take part.
+
+    Raises:
+        ConfigError: the module cannot be copied.
+    """
+    known: dict[int, Any] = {}
+    for part in layer.module.modules():
+        if isinstance(part, Segment):
+            known |= part.surroundings()
+        for leaf in tree_leaves(dict(vars(part))):  # of its parameters and buffers, too
+            if isinstance(leaf, torch.Generator):
+                known[id(leaf)] = leaf.clone_state()
+            elif isinstance(leaf, Tensor) and id(leaf) not in known:
+                ours = own(leaf).requires_grad_(leaf.requires_grad)
+                is_parameter = isinstance(leaf, nn.Parameter)
+                known[id(leaf)] = nn.Parameter(ours, ours.requires_grad) if is_parameter else ours
+    try:
+        module = deepcopy(layer.module, known)
+    except Exception as error:
+        raise ConfigError(
+            f"layer {layer.name!r} is measured on a copy, and cannot be copied ({error}): choose a "
+            f"split that is not measured, such as split=uniform or split=size"
+        ) from error
+    for part in module.modules():
+        for hooks in hooks_of(part):
+            hooks.clear()
+        if isinstance(part, nn.SyncBatchNorm):
+            part.forward = MethodType(_BatchNorm.forward, part)  # type: ignore[method-assign]
+    return module
+
+
+@contextmanager
+def undisturbed(layers: Sequence[Layer], device: torch.device) -> Iterator[None]:
+    """Turns gradients on, and restores the default generators.
+
+    A model that is all in evaluation mode, as `from_pretrained` returns it, is in training mode in
+    the block: it will be trained so. Modules that the user keeps in evaluation mode stay there.
+
+    Args:
+        layers: all of the model's.
+        device: that they run on.
+    """
+    # of a traced model its own modules: those of the graph have no mode
+    roots = [m.root if isinstance(m := layer.module, Segment) else m for layer in layers]
+    modes = {part: part.training for root in dict.fromkeys(roots) for part in root.modules()}
+    gpus = [device] if device.type == "cuda" else []
+    before = default_generators()
+    try:
+        if not any(modes.values()):
+            for part in modes:
+                part.training = True
+        with torch.random.fork_rng(gpus), torch.enable_grad():
+            yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
+        rewind(before)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Returns the tensors in a pytree."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """Returns the same values, with `requires_grad` as in training but no graph behind them."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+# How often `LayerProfiler.repeat` times each layer, at most.
+MAX_REPEATS = 10
+
+# After so many seconds of the first pass, a layer whose warm-up took longer than so many
+# milliseconds is not timed as well.
+FIRST_PASS_BUDGET_S = 3.0
+SLOW_MS = 50.0
+
+# How many runs' results are kept on a CPU, as a step does. If they were dropped at once, the C
+# library would give the memory back, and the next layer would be timed getting it, page by page.
+RECENT = 8
+# The same where the model has no values: to have room for it all is what that is for.
+RECENT_WITHOUT_VALUES = 2
+
+
+# How often a layer is run alone and together with others like it, of which there are no more.
+_CONTENTION_REPEATS = 8
+_MOST_TOGETHER = 8
+
+
+class _Timing(NamedTuple):
+    """A layer, its input in the chain, and the times of its runs."""
+
+    layer: Layer
+    given: Given
+    forward_ms: list[float]
+    backward_ms: list[float]
+
+
+class LayerProfiler:
+    """Measures the layers of a chain.
+
+    Copies of the layers run, one at a time, so that none leaves a trace in the model. The default
+    generators and the inputs stay as they were. Layers run in the mode they are in; if all are in
+    evaluation mode, they run in training mode. At first every layer is warmed up and timed once, or
+    only warmed up if this takes long.
+
+    Args:
+        layers: the chain; for parameters on the meta device there are random values.
+        inputs: a micro-batch, as the first layer takes it.
+        devices: those of the process's stages, which share its intra-op threads. Layers run on the
+            first.
+        precision: the context that a forward runs in, such as autocast.
+        optimizer_tensors_per_param: as for `count`.
+
+    Raises:
+        Exception: whatever a layer raises, with a note that names the layer.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        inputs: Any,
+        devices: Sequence[torch.device],
+        *,
+        precision: Callable[[], AbstractContextManager[object]] | None = None,
+        optimizer_tensors_per_param: int = 2,
+    ) -> None:
+        self._layers = layers
+        self._devices = devices
+        self._device = device = devices[0]
+        self._precision = precision or nullcontext
+        self._timings: list[_Timing] = []
+        # of few layers fewer, or most runs would get new memory
+        kept = min(RECENT, 2 * len(layers)) if device.type == "cpu" else 0
+        if any(p.is_meta for layer in layers for p in layer.module.parameters()):
+            kept = min(kept, RECENT_WITHOUT_VALUES)
+        self._recent: deque[LayerRun] = deque(maxlen=kept)
+        self._patient_until = perf_counter() + FIRST_PASS_BUDGET_S
+        with self._as_in_a_step():
+            # copied, as micro-batches are views of all of a batch's memory
+            copies = tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), inputs)
+            costs = run_chain(layers, copies, self._first_run, optimizer_tensors_per_param)
+            copy_ms = cache(partial(_copy_ms, device, devices[-1]))
+            self._costs = [replace(c, crossing_ms=copy_ms(c.crossing_bytes)) for c in costs]
+
+    def repeat(self, seconds: float) -> None:
+        """Times the layers again: at least once, and for about `seconds`.
+
+        A round goes over all layers, one after the other: what disturbs the machine for a while
+        disturbs a run or two of each, which the median leaves out.
+        """
+        deadline = perf_counter() + seconds
+        with self._as_in_a_step():
+            for _ in range(MAX_REPEATS):
+                for timing in self._timings:
+                    with self._copied(timing.layer) as (module,):
+                        self._run(timing, module)
+                if perf_counter() > deadline:
+                    break
+
+    def costs(self) -> list[LayerCost]:
+        """Returns what each layer costs, by the median of its times."""
+        medians = [map(_median_warm, (t.forward_ms, t.backward_ms)) for t in self._timings]
+        return [
+            replace(cost, forward_ms=forward, backward_ms=backward)
+            for cost, (forward, backward) in zip(self._costs, medians, strict=True)
+        ]
+
+    def contention(self) -> float:
+        """Returns how much longer the longest layer takes while all devices run one like it.
+
+        CPU stages share caches, memory and the interpreter: 1 for GPUs, and for one device. Alone
+        and together take turns, so that what disturbs the machine disturbs both.
+        """
+        others = min(len(self._devices), _MOST_TOGETHER) - 1
+        if self._device.type != "cpu" or others < 1:
+            return 1.0
+        timing = max(self._timings, key=lambda t: median(t.forward_ms) + median(t.backward_ms))
+        alone: list[float] = []
+        together: list[float] = []
+        with (
+            self._as_in_a_step(),
+            self._copied(timing.layer, 1 + others) as modules,
+        ):
+
+            def run(module: nn.Module) -> float:
+                with torch.enable_grad():  # of each thread its own
+                    clock = partial(_timed, self._device)
+                    ran = run_layer(module, timing.given, self._precision, clock)
+                return ran.forward_ms + ran.backward_ms
+
+            with ThreadPoolExecutor(len(modules)) as threads:
+                for _ in range(_CONTENTION_REPEATS):
+                    alone.append(threads.submit(run, modules[0]).result())
+                    together += threads.map(run, modules)
+        return max(1.0, median(together) / median(alone))
+
+    def _first_run(self, layer: Layer, given: Given) -> tuple[LayerRun, Mapping[int, int]]:
+        timing = _Timing(layer, given, [], [])
+        self._timings.append(timing)
+        with self._copied(layer) as (module,):
+            with count_saved(module) as saved:
+                ran = self._run(timing, module)
+            slow = ran.forward_ms + ran.backward_ms > SLOW_MS
+            if not slow or perf_counter() < self._patient_until:
+                self._run(timing, module)
+        return ran, saved.storages
+
+    def _run(self, timing: _Timing, module: nn.Module) -> LayerRun:
+        clock = partial(_timed, self._device)
+        ran = run_layer(module, timing.given, self._precision, clock)
+        timing.forward_ms.append(ran.forward_ms)
+        timing.backward_ms.append(ran.backward_ms)
+        self._recent.append(ran)
+        return ran
+
+    @contextmanager
+    def _copied(self, layer: Layer, number: int = 1) -> Iterator[list[nn.Module]]:
+        """Yields copies of a layer on the device, and names the layer in what they raise."""
+
+        def own(tensor: Tensor) -> Tensor:
+            if tensor.is_meta:
+                return stand_in(tensor, self._device)
+            return tensor.detach().to(self._device, copy=True)
+
+        modules = [copy_of(layer, own).to(self._device) for _ in range(number)]
+        try:
+            yield modules
+        except Exception as error:
+            error.add_note(f"in layer {layer.name!r}, while its cost was measured")
+            if any(map(has_hooks, layer.module.modules())):
+                error.add_note("hooks of modules do not run while costs are measured")
+            raise
+
+    @contextmanager
+    def _as_in_a_step(self) -> Iterator[None]:
+        """Gives layers the intra-op threads and the gradient mode that they have in a step."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(max(1, threads // len(self._devices)))
+        try:
+            with undisturbed(self._layers, self._device):
+                yield
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
+    """Returns the result of `work`, and the milliseconds until `device` is done with it."""
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    wait()
+    start = perf_counter()
+    result = work()
+    wait()
+    return result, (perf_counter() - start) * 1e3
+
+
+def _copy_ms(source: torch.device, target: torch.device, nbytes: int) -> float:
+    """Returns the milliseconds to copy `nbytes` from device to device."""
+    if source == target:
+        return 0.0
+    block = torch.empty(nbytes, dtype=torch.uint8, device=source)
+    # a copy to a CPU waits for the GPU
+    device = target if target.type == "cuda" else source
+    return _median_warm([_timed(device, lambda: block.to(target))[1] for _ in range(6)])
+
+
+def _median_warm(times: Sequence[float]) -> float:
+    """Returns the median without the first time, which warms up, if there are more."""
+    return median(times[1:] or times)

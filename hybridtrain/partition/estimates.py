@@ -1,0 +1,423 @@
+"""Estimated costs: FLOPs and bytes, counted on fake tensors, without running a kernel.
+
+Time follows the roofline model (Williams, Waterman and Patterson, CACM 2009): a forward or a
+backward takes as long as its arithmetic or its memory traffic, whichever is longer. The traffic is
+that of every operation by itself, as in eager mode: what it reads and what it writes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from hybridtrain._base.tensors import byte_size, count_saved, storage_id
+from hybridtrain._base.torch_private import FakeTensorMode, TorchDispatchMode, adds_up_gradients
+from hybridtrain.errors import SplitError
+from hybridtrain.graph import Layer, Segment
+from hybridtrain.partition.costs import (
+    Given,
+    LayerCost,
+    LayerRun,
+    RunLayer,
+    copy_of,
+    run_chain,
+    run_layer,
+    tensors_of,
+    undisturbed,
+)
+from hybridtrain.partition.machine import Machine
+
+# About a data-center GPU, as training reaches it. Only the ratio matters for where a model is cut.
+FLOPS_PER_S = 100e12
+BYTES_PER_S = 1e12
+
+
+# PyTorch's counter may know attention on GPUs alone, and fake tensors are on the CPU. The counter
+# wraps the formulas that it is given, so these are unwrapped.
+_aten = torch.ops.aten
+_ATTENTION_ON_CPU = {
+    on_cpu: inspect.unwrap(flop_registry[on_gpu])
+    for on_cpu, on_gpu in [
+        (
+            _aten._scaled_dot_product_flash_attention_for_cpu,
+            _aten._scaled_dot_product_flash_attention,
+        ),
+        (
+            _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+            _aten._scaled_dot_product_flash_attention_backward,
+        ),
+    ]
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a forward or a backward.
+
+    Attributes:
+        flops: of matrix products, convolutions and attention.
+        bytes: read and written by all operators, each by itself.
+        product_bytes: of these, the bytes of the operators that `flops` counts.
+        operators: calls, of views too.
+        peak_bytes: the most that is alive at one time of what it makes.
+    """
+
+    flops: float = 0
+    bytes: float = 0
+    product_bytes: float = 0
+    operators: float = 0
+    peak_bytes: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            *(a + b for a, b in zip(astuple(self), astuple(other), strict=True)),
+        )
+
+
+@dataclass(frozen=True)
+class CountedLayer:
+    """A layer's cost without times, and the work of its forward and backward.
+
+    Attributes:
+        cost: the rest of it.
+        forward: of the forward.
+        backward: of the backward.
+    """
+
+    cost: LayerCost
+    forward: Work
+    backward: Work
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The operations and bytes per second of a device, as training reaches them.
+
+    Attributes:
+        flops: of matrix products.
+        bandwidth: bytes from and to its memory.
+        operator_ms: the host's time to call an operator.
+    """
+
+    flops: float
+    bandwidth: float
+    operator_ms: float
+
+    @classmethod
+    def of(cls, machine: Machine, precision: str, tf32: bool) -> Rates:
+        """Returns the rates of a machine for a precision."""
+        name = "tf32" if tf32 and precision == "fp32" else precision
+        return cls(
+            machine.sustained_flops(name),
+            machine.sustained_bandwidth,
+            machine.operator_s * 1e3,
+        )
+
+    def timed(self, layer: CountedLayer) -> LayerCost:
+        """Returns the cost of a layer with the times that its work takes."""
+        return replace(
+            layer.cost,
+            forward_ms=self._ms(layer.forward),
+            backward_ms=self._ms(layer.backward),
+        )
+
+    def host_ms(self, layer: CountedLayer) -> tuple[float, float]:
+        """Returns the host's times to call the operators of a forward and of a backward."""
+        return (
+            layer.forward.operators * self.operator_ms,
+            layer.backward.operators * self.operator_ms,
+        )
+
+    def _ms(self, work: Work) -> float:
+        product = max(work.flops / self.flops, work.product_bytes / self.bandwidth)
+        return (product + (work.bytes - work.product_bytes) / self.bandwidth) * 1e3
+
+
+def estimate_costs(
+    layers: Sequence[Layer],
+    inputs: Any,
+    *,
+    flops_per_s: float = FLOPS_PER_S,
+    bytes_per_s: float = BYTES_PER_S,
+    precision: Callable[[], AbstractContextManager[object]] | None = None,
+    optimizer_tensors_per_param: int = 2,
+) -> list[LayerCost]:
+    """Returns the cost that each layer should have; the layers may be on the meta device.
+
+    Of `inputs`, a micro-batch, only shapes and types are used. A multiplication and an addition are
+    two of `flops_per_s`; `bytes_per_s` are those to and from the device's memory. Crossing a cut is
+    free. Forwards run in the context `precision`: an autocast for the CPU, where fake tensors are.
+
+    Raises:
+        SplitError: a layer does not run on fake tensors, such as one whose control flow depends on
+            values; names the layer.
+    """
+
+    def roofline_ms(work: Work) -> float:
+        return max(work.flops / flops_per_s, work.bytes / bytes_per_s) * 1e3
+
+    counted = count_chain(
+        layers,
+        inputs,
+        precision=precision,
+        optimizer_tensors_per_param=optimizer_tensors_per_param,
+    )
+    return [
+        replace(
+            layer.cost,
+            forward_ms=roofline_ms(layer.forward),
+            backward_ms=roofline_ms(layer.backward),
+        )
+        for layer in counted
+    ]
+
+
+def count_chain(
+    layers: Sequence[Layer],
+    inputs: Any,
+    *,
+    precision: Callable[[], AbstractContextManager[object]] | None = None,
+    optimizer_tensors_per_param: int = 2,
+) -> list[CountedLayer]:
+    """Returns what each layer does for the micro-batch `inputs`; arguments as `estimate_costs`.
+
+    Raises:
+        SplitError: see `estimate_costs`.
+    """
+    work: list[list[Work]] = []
+
+    def clock(function: Callable[[], Any]) -> tuple[Any, float]:
+        result, done = _counted(function)
+        work[-1].append(done)
+        return result, 0.0
+
+    def run(layer: Layer, given: Given) -> tuple[LayerRun, dict[int, int]]:
+        work.append([])
+        try:
+            module = copy_of(layer, _fake)
+            for part in module.modules():
+                if isinstance(part, Segment):  # of a model on the meta device, say
+                    part.put_constants_on(torch.device("cpu"))
+            with count_saved(module) as saved:
+                ran = run_layer(module, given, precision or nullcontext, clock)
+        except Exception as error:
+            raise SplitError(
+                f"costs='estimated': layer {layer.name!r} does not run on fake tensors "
+                f"({type(error).__name__}: {str(error).partition(chr(10))[0]}): use "
+                f"costs='measured', or give a function that returns the costs"
+            ) from error
+        return ran, saved.storages
+
+    with undisturbed(layers, torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = tree_map_only(Tensor, _fake, inputs)
+        once = _RunOnce(run)
+        costs = run_chain(layers, fakes, once, optimizer_tensors_per_param)
+    work_of = dict(zip(dict.fromkeys(once.first), work, strict=True))
+    counted = []
+    received = 0
+    for layer, cost, first in zip(layers, costs, once.first, strict=True):
+        forward, *backward = work_of[first]
+        counted.append(CountedLayer(cost, forward, *(backward or [Work()])))
+        held = _temporary_bytes(counted[-1], layer, received)
+        counted[-1] = replace(counted[-1], cost=replace(cost, temporary_bytes=held))
+        received = cost.crossing_bytes
+    return counted
+
+
+def _temporary_bytes(counted: CountedLayer, layer: Layer, received: int) -> int:
+    """Returns what a layer holds at its peak beside activations and the gradients of weights.
+
+    Args:
+        counted: its work.
+        layer: the layer.
+        received: the bytes of its input, which are counted although a backward may need them too.
+    """
+    cost = counted.cost
+    grads = [byte_size(p) for p in layer.module.parameters() if p.requires_grad]
+    forward = max(0.0, counted.forward.peak_bytes - cost.activation_bytes)
+    # here the gradients of all weights are made one after the other and kept; in a run each is
+    # added to its bucket and freed
+    backward = max(0.0, counted.backward.peak_bytes - sum(grads)) + max(grads, default=0)
+    gradient = cost.crossing_bytes * bool(counted.backward.operators)
+    return round(max(forward + received, backward + gradient))
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    """Returns a fake CPU tensor of the layout and dtype of `tensor`; called in a fake mode."""
+    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def _counted(function: Callable[[], Any]) -> tuple[Any, Work]:
+    """Returns the result of `function`, and what it does."""
+    counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION_ON_CPU)
+    with counter as flops, _TrafficCounter(flops) as traffic:
+        result = function()
+    return result, Work(
+        flops.get_total_flops(),
+        traffic.bytes,
+        traffic.product_bytes,
+        traffic.operators,
+        traffic.peak_bytes,
+    )
+
+
+class _TrafficCounter(TorchDispatchMode):
+    """Counts the bytes that operations read and write, and those alive; views do neither."""
+
+    def __init__(self, flops: FlopCounterMode) -> None:
+        super().__init__()
+        self.bytes = self.product_bytes = self.operators = 0
+        self.peak_bytes = self._alive = 0
+        self._products = flops.flop_registry
+        self._known: dict[int, weakref.ref[UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if adds_up_gradients():  # for fake tensors by copies, which real ones do not need
+            return result
+        written = tensors_of(result)  # none: a question, such as for the device
+        self.operators += bool(written)
+        if written and not func.is_view and func is not torch.ops.aten._unsafe_view.default:
+            read = tensors_of((args, kwargs))
+            nbytes = sum(map(byte_size, [*read, *written]))
+            self.bytes += nbytes
+            self.product_bytes += nbytes * (func.overloadpacket in self._products)
+            self._follow(written, {storage_id(tensor) for tensor in read})
+        return result
+
+    def _follow(self, written: Sequence[Tensor], read: Collection[int]) -> None:
+        """Counts new storages until they are freed."""
+        for tensor in written:
+            storage, number = tensor.untyped_storage(), storage_id(tensor)
+            known = self._known.get(number)
+            if number in read or (known is not None and known() is storage):
+                continue  # in place, or counted already
+            self._alive += storage.nbytes()
+            self._known[number] = weakref.ref(storage, partial(self._free, storage.nbytes()))
+        self.peak_bytes = max(self.peak_bytes, self._alive)
+
+    def _free(self, nbytes: int, _: object) -> None:
+        self._alive -= nbytes
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+# What every module has, and what does not decide what a forward does.
+_OF_MODULE = frozenset(vars(nn.Module()))
+
+
+class _First(NamedTuple):
+    """The run of the first of equal layers."""
+
+    given: list[Tensor]
+    ran: LayerRun
+    saved: Mapping[int, int]
+
+
+class _RunOnce:
+    """Runs the first of equal layers, and gives the others its run with new tensors.
+
+    The layers of a transformer are copies of each other. Each gives an output of the same shape, so
+    what was counted for the first holds for all, and only the first has to run.
+
+    Attributes:
+        first: for each layer that came, the number of the one whose run it has; counted from 0.
+    """
+
+    def __init__(self, run: RunLayer) -> None:
+        self.first: list[int] = []
+        self._run = run
+        self._known: dict[Hashable, tuple[int, _First]] = {}
+        self._numbers = count(-1, -1)  # of storages that nobody sees; no real one is negative
+
+    def __call__(self, layer: Layer, given: Given) -> tuple[LayerRun, Mapping[int, int]]:
+        """Returns what `run` returns."""
+        tensors = tensors_of(given)
+        key = _structure(layer.module), _form(given)
+        if None not in key and key in self._known:
+            number, first = self._known[key]
+            self.first.append(number)
+            return self._again(first, tensors)
+        ran, saved = self._run(layer, given)
+        self._known[key] = len(self.first), _First(tensors, ran, saved)
+        self.first.append(len(self.first))
+        return ran, saved
+
+    def _again(self, first: _First, given: list[Tensor]) -> tuple[LayerRun, Mapping[int, int]]:
+        storages = {storage_id(a): storage_id(b) for a, b in zip(first.given, given, strict=True)}
+
+        def renewed(tensor: Tensor) -> Tensor:
+            for old, new in zip(first.given, given, strict=True):
+                if storage_id(old) == storage_id(tensor):  # the layer hands its input on
+                    return new if old.shape == tensor.shape else new.detach().view(tensor.shape)
+            return torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            ).requires_grad_(tensor.requires_grad)
+
+        handed_on = tree_map_only(Tensor, renewed, first.ran.handed_on)
+        made = zip(tensors_of(first.ran.handed_on), tensors_of(handed_on), strict=True)
+        storages |= {storage_id(old): storage_id(new) for old, new in made}
+        saved = {
+            storages[old] if old in storages else next(self._numbers): nbytes
+            for old, nbytes in first.saved.items()
+        }
+        return first.ran._replace(handed_on=handed_on), saved
+
+
+def _structure(module: nn.Module) -> Hashable:
+    """Returns a value that is equal for modules that compute the same; None if that is not known.
+
+    Modules are equal if their types, parameters' shapes and plain attributes are, and all other
+    attributes are the same objects.
+    """
+    described: list[Hashable] = []
+    for name, part in module.named_modules():
+        hooks = [key for key, value in vars(part).items() if key.endswith("_hooks") and value]
+        own = {key: value for key, value in vars(part).items() if key not in _OF_MODULE}
+        attributes = tuple(sorted((key, _value(value)) for key, value in own.items()))
+        if hooks or any(value is None for _, value in attributes):
+            return None
+        described.append((name, type(part), part.training, attributes))
+    for kind in (module.named_parameters, module.named_buffers):
+        for name, tensor in kind(remove_duplicate=False):
+            described.append((name, tensor.shape, tensor.stride(), tensor.dtype))
+            described.append(tensor.requires_grad)
+    return tuple(described)
+
+
+def _value(value: Any) -> str | None:
+    """Returns an attribute as text, so that all can be sorted; None if it may not be compared."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, tuple | list) and all(isinstance(item, _PLAIN) for item in value):
+        return repr(value)
+    if callable(value) and not isinstance(value, nn.Module):
+        return f"object {id(value)}"
+    return None
+
+
+def _form(given: Given) -> Hashable:
+    leaves, tree = tree_flatten(given)
+    ids = [storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    return (
+        str(tree),
+        tuple(ids.index(number) for number in ids),
+        tuple(
+            (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else repr(leaf)
+            for leaf in leaves
+        ),
+    )

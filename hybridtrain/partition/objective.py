@@ -1,0 +1,300 @@
+"""The partitioning objective: the size of a stage, and the cut whose largest stage is smallest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hybridtrain.errors import SplitError, closest
+from hybridtrain.options import PipelineOptions
+from hybridtrain.partition.costs import LayerCost
+
+GIB = 2**30
+INFINITY = float("inf")
+
+# The modes of activation checkpointing in which whole stages are recomputed.
+WHOLE_STAGES = ("always", "except_last")
+
+MEASURED_SPLITS = ("time", "memory", "balanced")
+SPLITS = ("uniform", "size", *MEASURED_SPLITS, "manual")
+
+
+def needs_costs(options: PipelineOptions) -> bool:
+    """Returns whether the plan depends on what layers cost."""
+    return options.split in MEASURED_SPLITS
+
+
+# Sums that differ by less than this factor tie: 0.1 + 0.2 is not quite 0.3.
+ROUNDING = 1 + 1e-12
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The measure of a stage's size.
+
+    Attributes:
+        unit: `layers` and `parameters` are counted; `costs` are times and bytes.
+        memory_weight: for `costs`, the weight of a stage's share of the model's memory against its
+            share of the model's time: 0 balances time alone, 1 memory alone.
+        memory_limit: for `costs`, the bytes that a device may hold.
+        recomputes: stages keep only their inputs for each micro-batch, and their activations for
+            one micro-batch.
+        stages_per_device: stages that share a device's limit equally, even where a small stage
+            would leave space for a large one.
+    """
+
+    unit: Literal["layers", "parameters", "costs"] = "costs"
+    memory_weight: float = 0.0
+    memory_limit: float = INFINITY
+    recomputes: bool = False
+    stages_per_device: int = 1
+
+    @classmethod
+    def of(cls, options: PipelineOptions) -> Objective:
+        """Returns the objective of `options.split`.
+
+        Raises:
+            SplitError: it is not the name of an objective.
+        """
+        split = str(options.split)
+        if split in ("uniform", "size"):
+            return cls("layers" if split == "uniform" else "parameters")
+        if split not in MEASURED_SPLITS:
+            close = closest(split, SPLITS)
+            hint = f"did you mean {close!r}? There are" if close else "use"
+            raise SplitError(
+                f"split={split!r} is unknown: {hint} {', '.join(SPLITS)}, the path of a plan "
+                f"(.yaml), or a list of layer counts, cut points, layer names or name patterns"
+            )
+        return cls(
+            memory_weight={"time": 0.0, "memory": 1.0}.get(split, options.memory_weight),
+            memory_limit=(options.memory_limit_gib or INFINITY) * GIB,
+            recomputes=options.checkpoint in WHOLE_STAGES,
+            stages_per_device=options.stages_per_device,
+        )
+
+    @property
+    def stage_limit(self) -> float:
+        """The bytes that a stage may take."""
+        return self.memory_limit / self.stages_per_device
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """The cost of a stage: milliseconds for one micro-batch, memory for all that it keeps alive.
+
+    Attributes:
+        time_ms: the sum of the following three.
+        crossing_ms: the time to bring values and their gradients over the cuts at its two ends; a
+            cut counts for both stages that it separates.
+        memory_bytes: its weights, and what it keeps of the micro-batches that it holds at most.
+        parameters: elements of its parameters.
+    """
+
+    time_ms: float
+    forward_ms: float
+    backward_ms: float
+    crossing_ms: float
+    memory_bytes: int
+    parameters: int
+
+
+def cut_by_costs(
+    costs: Sequence[LayerCost],
+    in_flight: Sequence[int],
+    goal: Objective,
+    no_cut_before: Collection[int] = (),
+) -> list[int]:
+    """Returns how many layers each stage gets so that the largest is as small as it can be.
+
+    Each stage keeps at most `in_flight` micro-batches alive at one time, and no stage begins with
+    one of the layers `no_cut_before`, given by index.
+
+    Raises:
+        SplitError: there are too few layers or places to cut, or no cut fits into memory.
+    """
+    n, stages, tied = len(costs), len(in_flight), len(set(no_cut_before))
+    if n - tied >= stages:
+        counts = best_cut(stage_tables(costs, in_flight, goal, no_cut_before))
+        if counts is not None:
+            return counts
+        if goal.memory_limit < INFINITY:
+            raise SplitError(_why_nothing_fits(costs, in_flight, goal, no_cut_before))
+    of_which = f", of which {tied} cannot begin a stage (a module is used before and after),"
+    raise SplitError(
+        f"a model of {n} layer{'s' * (n != 1)}{of_which if tied else ''} cannot be cut into "
+        f"{stages} stages: lower nb_part= (or stages_per_device=) to {n - tied} or less"
+    )
+
+
+def stage_tables(
+    costs: Sequence[LayerCost],
+    in_flight: Sequence[int],
+    goal: Objective,
+    no_cut_before: Collection[int] = (),
+) -> list[Tensor]:
+    """Returns the tables that `best_cut` takes, infinity where the arguments forbid the stage.
+
+    Arguments as for `cut_by_costs`. A stage's time and memory are shares of the uncut model's; the
+    latter with as many micro-batches alive as the stages hold on average, so that the stages'
+    shares add up to about 1 in both.
+    """
+    if goal.unit == "costs":
+        time = _time_ms(costs)
+        memories = [_memory_bytes(costs, alive, goal.recomputes) for alive in in_flight]
+        time /= time[0, -1].item() or 1.0
+        whole = sum(memory[0, -1].item() for memory in memories) / len(in_flight) or 1.0
+        weight = goal.memory_weight
+        tables = [(1 - weight) * time + weight * (memory / whole) for memory in memories]
+        for table, memory in zip(tables, memories, strict=True):
+            table[memory > goal.stage_limit] = INFINITY
+    else:
+        sizes = [1 if goal.unit == "layers" else cost.parameters for cost in costs]
+        tables = [range_sums(sizes) for _ in in_flight]
+    for table in tables:
+        table[list(no_cut_before)] = INFINITY  # no stage begins here, and so none ends here
+    return tables
+
+
+def stage_costs(
+    costs: Sequence[LayerCost],
+    counts: Sequence[int],
+    in_flight: Sequence[int],
+    recomputes: bool = False,
+) -> list[StageCost]:
+    """Returns the costs of stages with `counts` layers that hold `in_flight` micro-batches."""
+    bounds = pairwise(accumulate(counts, initial=0))
+    time = _time_ms(costs)
+    cut = _at_cuts([cost.crossing_ms for cost in costs]).tolist()
+    return [
+        StageCost(
+            time_ms=time[start, end].item(),
+            forward_ms=sum(cost.forward_ms for cost in costs[start:end]),
+            backward_ms=sum(cost.backward_ms for cost in costs[start:end]),
+            crossing_ms=2 * (cut[start] + cut[end]),
+            memory_bytes=int(_memory_bytes(costs, alive, recomputes)[start, end]),
+            parameters=sum(cost.parameters for cost in costs[start:end]),
+        )
+        for (start, end), alive in zip(bounds, in_flight, strict=True)
+    ]
+
+
+def _time_ms(costs: Sequence[LayerCost]) -> Tensor:
+    """Returns at [start, end] a stage's milliseconds: layers, and values and gradients at cuts."""
+    cut = _at_cuts([cost.crossing_ms for cost in costs])
+    layers = range_sums([cost.forward_ms + cost.backward_ms for cost in costs])
+    return layers + 2 * (cut[:, None] + cut)
+
+
+def _memory_bytes(costs: Sequence[LayerCost], microbatches: int, recomputes: bool) -> Tensor:
+    """Returns at [start, end] a stage's bytes: weights, and the inputs and activations kept."""
+    weights = range_sums([cost.weight_bytes for cost in costs])
+    kept = range_sums([cost.activation_bytes for cost in costs])
+    received = _at_cuts([cost.crossing_bytes for cost in costs])
+    return weights + microbatches * received[:, None] + (1 if recomputes else microbatches) * kept
+
+
+def _at_cuts(crossing: Sequence[float]) -> Tensor:
+    """Returns the cost of each cut; nothing crosses the model's two ends."""
+    return torch.tensor([0.0, *crossing[:-1], 0.0], dtype=torch.float64)
+
+
+def _why_nothing_fits(
+    costs: Sequence[LayerCost],
+    in_flight: Sequence[int],
+    goal: Objective,
+    no_cut_before: Collection[int],
+) -> str:
+    n, stages, per_device = len(costs), len(in_flight), goal.stages_per_device
+    each = f", {goal.stage_limit / GIB:g} GiB for each of a device's {per_device} stages"
+    limit = f"memory_limit_gib={goal.stage_limit * per_device / GIB:g}{each * (per_device > 1)}"
+    # each stage before and after needs a layer too
+    fewest = [min(in_flight[max(0, stages - n + i) : i + 1]) for i in range(n)]
+    alone, alive, name = max(
+        (
+            cost.weight_bytes + (1 if goal.recomputes else kept) * cost.activation_bytes,
+            kept,
+            cost.name,
+        )
+        for cost, kept in zip(costs, fewest, strict=True)
+    )
+    batches = f"{alive} micro-batch{'es' * (alive != 1)}"
+    culprit = f" (layer {name!r} alone needs {_gib(alone)} with {batches} in flight: divide it)"
+    culprit *= alone > goal.stage_limit
+    by_memory = Objective(memory_weight=1.0, recomputes=goal.recomputes)
+    counts = cut_by_costs(costs, in_flight, by_memory, no_cut_before)
+    cut = stage_costs(costs, counts, in_flight, goal.recomputes)
+    needed = max(stage.memory_bytes for stage in cut)
+    return (
+        f"no cut into {stages} stages fits under {limit}: each has a stage of {_gib(needed)} or "
+        f"more{culprit}. Set memory_limit_gib= to {_gib(needed * per_device)} or more, or lower "
+        f"what a stage holds: more stages (nb_part=), smaller micro-batches (chunks=), activation "
+        f"checkpointing (checkpoint='always')"
+    )
+
+
+def _gib(size: float) -> str:
+    """Returns `size` in GiB, rounded up, so that a limit set to it is enough."""
+    return f"{math.ceil(size / GIB * 1000) / 1000:g} GiB"
+
+
+def best_cut(costs: Sequence[Tensor] | Sequence[Sequence[Sequence[float]]]) -> list[int] | None:
+    """Returns how many consecutive layers each part gets; none is empty.
+
+    The cost of the most expensive part is minimal. Among the cuts that reach this minimum, the one
+    with the smallest sum of squared costs is taken, then the one with the most even counts. What
+    differs by rounding alone (`ROUNDING`) ties. This is the linear partition problem (Skiena, The
+    Algorithm Design Manual, 8.5), solved exactly by dynamic programming, O(parts * layers^2), also
+    for costs that do not grow with the part, since one cut may be expensive to cross.
+
+    Args:
+        costs: for each part a table of (layers + 1, layers + 1): `costs[part][start][end]` is its
+            cost, 0 or more, if it holds the layers from `start` up to but without `end`;
+            infinity where that is forbidden. Entries with `end <= start` are ignored.
+
+    Returns:
+        None if every cut has a forbidden part.
+    """
+    tables = [torch.as_tensor(table, dtype=torch.float64) for table in costs]
+    ends = torch.arange(len(tables[0]))
+    tables = [torch.where(ends[:, None] < ends, table, INFINITY) for table in tables]
+    start_only = torch.full(ends.shape, INFINITY, dtype=torch.float64)
+    start_only[0] = 0
+
+    # limit[end] is the smallest possible maximum over the first `end` layers
+    limit = start_only
+    for table in tables:
+        limit = torch.maximum(limit[:, None], table).amin(0)
+    if limit[-1] == INFINITY:
+        return None
+
+    # squares[end] and evenness[end] are the sums of squared costs and counts of the best way to
+    # cut the first `end` layers into the parts so far; starts[part][end] is where its last begins
+    squares = start_only
+    evenness = torch.zeros_like(ends)
+    starts: list[Tensor] = []
+    for table in tables:
+        cost = torch.where(table <= limit[-1] * ROUNDING, table, INFINITY)
+        by_start = squares[:, None] + cost.square()
+        squares = by_start.amin(0)
+        counts = evenness[:, None] + (ends - ends[:, None]).square()
+        counts[by_start > squares * ROUNDING] = torch.iinfo(counts.dtype).max
+        evenness = counts.amin(0)
+        starts.append(torch.where(counts == evenness, ends[:, None], -1).amax(0))
+
+    bounds = [len(ends) - 1]
+    for start_of in reversed(starts):
+        bounds.append(int(start_of[bounds[-1]]))
+    return [end - start for end, start in pairwise(bounds)][::-1]
+
+
+def range_sums(values: Sequence[float]) -> Tensor:
+    """Returns a table with the sum of `values[start:end]` at `[start, end]`, float64."""
+    totals = torch.tensor([0.0, *values], dtype=torch.float64).cumsum(0)
+    return totals - totals[:, None]

@@ -1,0 +1,248 @@
+"""A plan: where a model is cut and what its layers cost, as data and as an editable YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import yaml
+
+from hybridtrain._base.files import write_atomically
+from hybridtrain._base.text_table import text_table, with_unit
+from hybridtrain.errors import SplitError, closest
+from hybridtrain.options import CheckpointSpec
+from hybridtrain.partition.costs import LayerCost
+from hybridtrain.partition.objective import WHOLE_STAGES, StageCost, stage_costs
+
+_HEADER = """\
+# Where a model is cut into stages, and what its layers cost for one micro-batch.
+# To cut it like this again: split=<path of this file>
+# Layers may be moved from the end of a stage to the beginning of the next one, and back. Of the
+# rest, `expand` (modules that are cut inside) is used; the costs are shown and kept.
+"""
+
+_NEW_PLAN = "make a new plan with split=time"
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a plan.
+
+    Attributes:
+        device: its device, by a name local to its process.
+        process: the index of the replica's process that owns it.
+        in_flight: the most micro-batches that it keeps alive at one time.
+        layers: the costs of its layers, in order.
+    """
+
+    device: str
+    process: int
+    in_flight: int
+    layers: list[LayerCost]
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """A model in stages, what they cost, and who owns them.
+
+    Attributes:
+        model: the class of the model.
+        split: as in `PipelineOptions`, and `by hand` for a list; so are the fields not listed here.
+        nb_part: devices of the pipeline.
+        expand: the modules that are cut inside, by name.
+        costs_from: `measured`, `estimated`, `counted` (parameters only) or `given` by the caller.
+        stages: the stages in the order of the pipeline.
+    """
+
+    model: str
+    split: str
+    schedule: str
+    chunks: int
+    nb_part: int
+    stages_per_device: int
+    checkpoint: CheckpointSpec
+    expand: list[str]
+    costs_from: str
+    stages: list[StagePlan]
+
+    def __repr__(self) -> str:
+        stages = ", ".join(f"{len(stage.layers)} on {stage.device}" for stage in self.stages)
+        return (
+            f"Plan({self.model}, split={self.split!r}, schedule={self.schedule!r}, "
+            f"chunks={self.chunks}, costs_from={self.costs_from!r}, layers=[{stages}])"
+        )
+
+    def __str__(self) -> str:
+        return table(self)
+
+    @property
+    def costs(self) -> list[LayerCost]:
+        """The costs of all layers, in order."""
+        return [cost for stage in self.stages for cost in stage.layers]
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of layers of each stage."""
+        return [len(stage.layers) for stage in self.stages]
+
+    @property
+    def layer_names(self) -> list[list[str]]:
+        """The names of the layers of each stage."""
+        return [[cost.name for cost in stage.layers] for stage in self.stages]
+
+    @property
+    def in_flight(self) -> list[int]:
+        """The most micro-batches that each stage keeps alive at one time."""
+        return [stage.in_flight for stage in self.stages]
+
+    def stage_costs(self) -> list[StageCost]:
+        """Returns what each stage costs, by the costs of its layers."""
+        recomputes = self.checkpoint in WHOLE_STAGES
+        return stage_costs(self.costs, self.counts, self.in_flight, recomputes)
+
+    def to_yaml(self) -> str:
+        """Returns the content of a file that `read` reads, with one line per layer."""
+        content = asdict(self)
+        content["checkpoint"] = _plain(self.checkpoint)
+        for stage in content["stages"]:
+            for cost in stage["layers"]:
+                cost |= {k: round(v, 3) for k, v in cost.items() if isinstance(v, float)}
+        # with None, only what contains no list or mapping is written on one line
+        return _HEADER + yaml.safe_dump(
+            content, sort_keys=False, default_flow_style=None, width=2**31, allow_unicode=True
+        )
+
+    def write(self, path: str | PathLike[str]) -> None:
+        """Writes the plan to a file that `read` reads."""
+        write_atomically(Path(path), self.to_yaml())
+
+    @classmethod
+    def read(cls, path: str | PathLike[str]) -> Plan:
+        """Reads what `write` wrote.
+
+        Raises:
+            SplitError: there is no such file, or it is not a plan.
+        """
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise SplitError(f"split=: cannot read {path}: {error.strerror}") from error
+        except (UnicodeDecodeError, yaml.YAMLError) as error:
+            why = " ".join(str(error).split())
+            raise SplitError(f"split=: {path} is not a YAML file: {why}") from error
+        plan: Plan = _parsed(cls, content, str(path))
+        return plan
+
+
+def _plain(checkpoint: CheckpointSpec) -> Any:
+    """Returns `checkpoint` in the types of a YAML file."""
+    if isinstance(checkpoint, str):
+        return checkpoint
+    return dict(checkpoint) if isinstance(checkpoint, Mapping) else list(checkpoint)
+
+
+_TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
+    str: ((str,), "a text (in quotes)"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    CheckpointSpec: ((str, list, dict), "a mode, {every: k} or a list of layer names"),
+}
+
+
+# Keys that plans did not have from the beginning.
+_LATER = {"temporary_bytes": 0}
+
+
+def _parsed(kind: Any, given: Any, where: str) -> Any:
+    """Returns `given`, from a YAML file, as a `kind`; a mapping may have other keys too."""
+    if get_origin(kind) is list:
+        if not isinstance(given, list):
+            raise SplitError(f"split=: {where}={given!r} must be a list")
+        return [_parsed(get_args(kind)[0], item, f"{where}[{i}]") for i, item in enumerate(given)]
+    if kind in _TYPES:
+        types, said = _TYPES[kind]
+        if type(given) not in types:
+            raise SplitError(f"split=: {where}={given!r} must be {said}")
+        return given
+    kinds = get_type_hints(kind)
+    if not isinstance(given, Mapping):
+        keys = ", ".join(kinds)
+        raise SplitError(f"split=: {where} must have the keys {keys} of a plan; {_NEW_PLAN}")
+    values = {}
+    for name, kind_of_value in kinds.items():
+        if name not in given and name not in _LATER:
+            raise SplitError(f"split=: {where} lacks the key {name!r}; {_NEW_PLAN}")
+        value = given.get(name, _LATER.get(name))
+        values[name] = _parsed(kind_of_value, value, f"{where}: {name}")
+    return kind(**values)
+
+
+def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:
+    """Returns how many layers each stage gets in a model whose layers are `names`.
+
+    Raises:
+        SplitError: the plan is for other layers, or for another number of stages.
+    """
+    planned = [cost.name for cost in plan.costs]
+    advice = _NEW_PLAN
+    if twice := [name for i, name in enumerate(planned) if name in planned[:i]]:
+        wrong, advice = f"layer {twice[0]!r} stands twice in the plan", "delete one"
+    elif unknown := [name for name in planned if name not in names]:
+        close = closest(unknown[0], names)
+        hint = f" (did you mean {close!r}?)" if close else ""
+        wrong = f"the model has no layer {unknown[0]!r} of the plan{hint}"
+    elif lacking := [name for name in names if name not in planned]:
+        wrong = f"the plan lacks the model's layer {lacking[0]!r}"
+    elif moved := [pair for pair in zip(planned, names, strict=True) if len(set(pair)) > 1]:
+        wrong = f"the plan has layer {moved[0][0]!r} where the model has {moved[0][1]!r}"
+        advice = f"put the plan's layers into the model's order, or {_NEW_PLAN}"
+    elif len(plan.stages) != stages:
+        wrong = f"the plan has {len(plan.stages)} stages, and {stages} are asked for"
+        both = f"nb_part={plan.nb_part} and stages_per_device={plan.stages_per_device}"
+        advice = f"set {both} as in the plan, or {_NEW_PLAN}"
+    elif empty := [number for number, count in enumerate(plan.counts) if not count]:
+        wrong = f"stage {empty[0]} has no layers"
+    else:
+        return plan.counts
+    raise SplitError(f"split=: {wrong} (the plan was made for a {plan.model}): {advice}")
+
+
+def table(plan: Plan) -> str:
+    """Returns the stages of `plan` as text, one line each.
+
+    Times are of one micro-batch; a stage's share of the time includes what crosses its cuts. Where
+    no times are known, the share is of the parameters, and the memory is that of the weights, their
+    gradients and the optimizer's state.
+    """
+    stages = plan.stage_costs()
+    timed = any(stage.time_ms for stage in stages)
+    whole = sum(stage.time_ms if timed else stage.parameters for stage in stages) or 1
+    lines: list[dict[str, str]] = []
+    for index, (cost, names) in enumerate(zip(stages, plan.layer_names, strict=True)):
+        line = {"stage": f"{index}", "layers": f"{len(names)}"}
+        line["parameters"] = f"{cost.parameters:,}"
+        memory = with_unit(cost.memory_bytes)
+        share = f"{(cost.time_ms if timed else cost.parameters) / whole:.0%}"
+        if timed:
+            times = {"forward ms": cost.forward_ms, "backward ms": cost.backward_ms}
+            line |= {name: f"{ms:.3f}" for name, ms in times.items()}
+            line |= {"memory": memory, "share of time": share}
+        else:
+            line |= {"weights + state": memory, "share of parameters": share}
+        ends = dict.fromkeys([names[0], names[-1]])
+        line |= {"device": plan.stages[index].device, "from ... to": " ... ".join(ends)}
+        lines.append(line)
+    cells = [list(lines[0]), *(list(line.values()) for line in lines)]
+    text = text_table(cells, right_aligned=len(cells[0]) - 2)
+    if plan.split in ("size", "time", "balanced"):
+        times = {cost.name: cost.forward_ms + cost.backward_ms for cost in plan.costs}
+        sizes = times if timed else {cost.name: cost.parameters for cost in plan.costs}
+        largest = max(sizes, key=sizes.__getitem__)
+        part = sizes[largest] / (sum(sizes.values()) or 1)
+        if part * len(stages) >= 1.01:  # less than that is noise
+            of = f"{part:.0%} of the {'step' if timed else 'parameters'}"
+            text.append(f"layer {largest} alone is {of}: no cut makes its stage smaller")
+    return "\n".join(text)

@@ -1,0 +1,392 @@
+"""Makes a plan for a model, and rebuilds from a plan the layers of each stage.
+
+One process makes the plan, and every process rebuilds its layers. Nothing here needs an engine, a
+process group or a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from hybridtrain._base.microbatch import Microbatch, batch_size, chunk_sizes
+from hybridtrain._base.microbatch import split as split_batch
+from hybridtrain._base.precision import autocast
+from hybridtrain.errors import ConfigError, SplitError, did_you_mean
+from hybridtrain.graph import (
+    Chain,
+    ChainBuilder,
+    Layer,
+    TraceGuards,
+    Variants,
+    can_expand,
+    is_chain,
+)
+from hybridtrain.options import PipelineOptions
+from hybridtrain.partition.costs import LayerCost, LayerProfiler, count
+from hybridtrain.partition.estimates import estimate_costs
+from hybridtrain.partition.machine import Cluster
+from hybridtrain.partition.manual_split import (
+    counts_by_marks,
+    marked_stage,
+    modules_around,
+    spans_stages,
+    split_layers,
+    strip_call_index,
+)
+from hybridtrain.partition.objective import (
+    MEASURED_SPLITS,
+    Objective,
+    cut_by_costs,
+    stage_tables,
+)
+from hybridtrain.partition.plan import Plan, StagePlan, counts_for
+from hybridtrain.schedule import make_schedule, peak_in_flight
+
+log = logging.getLogger("hybridtrain")
+
+Item = TypeVar("Item")
+
+# Layers this large, as a share of the mean stage, are expanded if that may even the stages out.
+LARGE_LAYER = 0.1
+# How often layers are expanded and the cut is looked for anew, at most.
+MAX_EXPANSIONS = 5
+
+# A stage this much above the mean is uneven: the noise of careful times, and of a single look.
+# Counts and estimates have none, and are held to the same.
+COUNT_NOISE = 0.05
+FIRST_PASS_NOISE = 0.15
+# How long the layers of a chain that looks even enough are timed, in seconds.
+CAREFUL_SECONDS = 3.0
+
+COST_SOURCES = ("estimated", "measured")
+
+# Costs that a caller computes: `costs(layers, inputs)` for a chain and a micro-batch.
+GivenCosts = Callable[[Sequence[Layer], Any], Sequence[LayerCost]]
+
+
+class Costs(NamedTuple):
+    """The costs of a chain's layers, and the share of the mean that may be noise in a stage."""
+
+    layers: Sequence[LayerCost]
+    noise: float = COUNT_NOISE
+
+
+def plan(
+    net: nn.Module,
+    options: PipelineOptions,
+    example_inputs: Any = None,
+    cluster: Cluster | None = None,
+    *,
+    costs: str | GivenCosts = "measured",
+) -> Plan:
+    """Decides how `net` is cut into stages and where these go.
+
+    Args:
+        net: any module, also on the meta device unless its layers are to be measured.
+        options: the split, the schedule and what else the stages depend on.
+        example_inputs: the inputs of one batch, of which the first micro-batch is used, or a
+            `Microbatch`. Needed for a split by costs, and for a model that torch.fx cannot trace.
+        cluster: the devices of the pipeline; None: one CPU.
+        costs: where a split by `time`, `memory` or `balanced` takes them from: `measured` runs each
+            layer on the first device, and may leave it there; `estimated` counts FLOPs and bytes
+            without running a kernel, for a data-center GPU; or a function of the layers and a
+            micro-batch that returns them, such as `partial(estimate_costs, flops_per_s=...)`.
+
+    Raises:
+        ConfigError: `example_inputs` are missing, or `costs` is unknown.
+        SplitError: the model cannot be cut like this; says what could.
+    """
+    return Planner(net, options, example_inputs, cluster, costs=costs).plan()
+
+
+def balance_by_time(net: nn.Module, example_inputs: Any, stages: int) -> list[int]:
+    """Returns the number of layers of each stage, so that the slowest is as fast as possible.
+
+    Layers run on CPU stages, with the whole of `example_inputs` as a micro-batch.
+    """
+    options = PipelineOptions(split="time")
+    return plan(net, options, example_inputs, Cluster.of_cpus(stages)).counts
+
+
+def balance_by_size(net: nn.Module, stages: int) -> list[int]:
+    """Returns the number of layers of each stage, so that parameters are spread evenly."""
+    return plan(net, PipelineOptions(split="size"), cluster=Cluster.of_cpus(stages)).counts
+
+
+@dataclass(frozen=True)
+class PlannedLayers:
+    """The layers of each stage of a plan; the other attributes are those of the `Chain`."""
+
+    stages: list[list[Layer]]
+    units: list[tuple[int, int]]
+    guards: TraceGuards
+    variants: Variants | None = None
+
+
+class _Decision(NamedTuple):
+    """The modules that are expanded, what the layers cost, and how many each stage gets."""
+
+    expand: Collection[str]
+    costs: Sequence[LayerCost]
+    counts: list[int]
+    costs_from: str = "counted"
+
+
+class Planner:
+    """Makes a plan, and rebuilds the layers of one without tracing anew; arguments as of `plan`."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        options: PipelineOptions,
+        example_inputs: Any = None,
+        cluster: Cluster | None = None,
+        *,
+        costs: str | GivenCosts = "measured",
+    ) -> None:
+        self._net = net
+        self._modules = dict(net.named_modules(remove_duplicate=False))
+        self._options = options
+        self._cluster = (cluster or Cluster()).placed(options.placement)
+        if isinstance(costs, str) and costs not in COST_SOURCES:
+            raise ConfigError(
+                f"costs={costs!r} is neither a function of the layers and a micro-batch nor a "
+                f"known source; {did_you_mean(costs, COST_SOURCES, 'sources')}"
+            )
+        self._costs = costs
+        self._optimizer_tensors = options.optimizer_tensors_per_param
+        self._stages = self._cluster.nb_part * options.stages_per_device
+        if example_inputs is None and options.split in MEASURED_SPLITS:
+            raise ConfigError(
+                f"split={options.split!r} weighs what layers cost for a micro-batch: pass "
+                f"example_inputs=<the inputs of a batch>"
+            )
+        if isinstance(example_inputs, Microbatch):
+            example_inputs = example_inputs.inputs
+        elif example_inputs is not None:
+            sizes = chunk_sizes(batch_size(example_inputs), options.chunks)
+            example_inputs = split_batch(example_inputs, sizes)[0]
+        self._microbatch = example_inputs
+        device = torch.device(self._cluster.devices[0])
+        precision = partial(autocast, options.precision, device.type)
+        seen_as = device if torch.cuda.is_available() else torch.device("cpu")
+        self._chains = ChainBuilder(net, example_inputs, precision, seen_as)
+        self._last: tuple[frozenset[str], Chain] | None = None
+
+    @torch.inference_mode(False)  # layers are measured with their backward
+    def plan(self) -> Plan:
+        """Decides on the stages."""
+        options, cluster = self._options, self._cluster
+        nb_part, chunks, per_device = cluster.nb_part, options.chunks, options.stages_per_device
+        shape = options.schedule, nb_part, chunks, per_device, options.max_inflight
+        in_flight = peak_in_flight(make_schedule(*shape))
+        decision = self._decide(in_flight)
+        runs = _runs_of(decision.costs, decision.counts, self._chain(decision.expand))
+        return Plan(
+            model=type(self._net).__name__,
+            split=options.split if isinstance(options.split, str) else "by hand",
+            schedule=options.schedule,
+            chunks=chunks,
+            nb_part=nb_part,
+            stages_per_device=per_device,
+            checkpoint=options.checkpoint,
+            expand=sorted(decision.expand),
+            costs_from=decision.costs_from,
+            stages=[
+                StagePlan(cluster.device_of(stage), cluster.process_of(stage), alive, costs)
+                for stage, (alive, costs) in enumerate(zip(in_flight, runs, strict=True))
+            ],
+        )
+
+    def layers_of(self, plan: Plan) -> PlannedLayers:
+        """Rebuilds the layers of `plan`, on any process.
+
+        Raises:
+            SplitError: the plan does not fit the model, or cuts what must stay together.
+        """
+        chain = self._chain(plan.expand)
+        counts = counts_for(plan, [layer.name for layer in chain.layers], self._stages)
+        stages = _runs_of(chain.layers, counts, chain)
+        return PlannedLayers(stages, chain.units, chain.guards, chain.variants)
+
+    def _chain(self, expand: Collection[str] = ()) -> Chain:
+        key = frozenset(expand)
+        if self._last is None or self._last[0] != key:
+            try:
+                chain = self._chains.chain(key)
+            except SplitError:
+                if self._stages > 1:
+                    raise
+                chain = self._chains.one_layer()
+            self._last = key, chain
+        return self._last[1]
+
+    def _decide(self, in_flight: Sequence[int]) -> _Decision:
+        net, split = self._net, self._options.split
+        expand: Collection[str]
+        if isinstance(split, str) and split.lower().endswith((".yaml", ".yml")):
+            plan = Plan.read(split)
+            names = [layer.name for layer in self._chain(plan.expand).layers]
+            counts = counts_for(plan, names, self._stages)
+            if plan.chunks != self._options.chunks:
+                log.info("the costs in %s are of micro-batches of %d chunks", split, plan.chunks)
+            return _Decision(plan.expand, plan.costs, counts, plan.costs_from)
+        if split == "manual":
+            default = self._options.default_partition
+            stage_of = partial(marked_stage, net, default=default)
+            expand = [n for n, part in self._modules.items() if spans_stages(part, stage_of(n))]
+            chain = self._chain(expand)
+            counts = counts_by_marks(net, chain.layers, self._stages, default)
+        elif isinstance(split, str):
+            return self._by_objective(in_flight)
+        else:
+            given = [item for item in split if not isinstance(item, int)]
+            expand = modules_around(self._modules, given)
+            chain = self._chain(expand)
+            counts = split_layers(chain.layers, self._stages, split)
+        return _Decision(expand, count(chain.layers, self._optimizer_tensors), counts)
+
+    def _by_objective(self, in_flight: Sequence[int]) -> _Decision:
+        """Finds the best cut; layers that are too large for an even one are expanded.
+
+        Raises:
+            SplitError: there is no cut; says why.
+        """
+        goal = Objective.of(self._options)
+        source = self._costs if isinstance(self._costs, str) else "given"
+        costs_from = source if goal.unit == "costs" else "counted"
+        expand: set[str] = set()
+        best: _Decision | None = None
+        for expansions_left in reversed(range(1 + MAX_EXPANSIONS)):
+            chain = self._chain(expand)
+            more: set[str] = set()
+            for found in self._costs_of(chain.layers, goal):
+                counts: list[int] | None = None
+                failure: SplitError | None = None
+                try:
+                    counts = cut_by_costs(found.layers, in_flight, goal, chain.no_cut_before)
+                    best = _Decision(sorted(expand), found.layers, counts, costs_from)
+                except SplitError as error:
+                    failure = error
+                if expansions_left:
+                    large = _too_large(chain, found, in_flight, goal, counts)
+                    more = {path for path in large if self._may_expand(path, goal)} - expand
+                if more or failure:
+                    break  # better times would not change that
+            if not more:
+                break
+            expand |= more
+        if best is None:
+            assert failure is not None
+            raise SplitError(f"{failure}{_hints(chain)}") from failure
+        return best
+
+    def _may_expand(self, path: str, goal: Objective) -> bool:
+        if is_chain(self._net) and goal.unit != "costs":
+            return False  # a chain is cut between its elements
+        # not every layer is a module of the model
+        return path in self._modules and can_expand(self._modules[path])
+
+    def _costs_of(self, layers: Sequence[Layer], goal: Objective) -> Iterator[Costs]:
+        """Yields the costs of a chain, each time more exact than before.
+
+        Better ones are asked for only while they may change the cut.
+        """
+        precision, tensors = self._options.precision, self._optimizer_tensors
+        if goal.unit != "costs":
+            yield Costs(count(layers, tensors))
+        elif not isinstance(self._costs, str):
+            yield Costs(_given(self._costs, layers, self._microbatch))
+        elif self._costs == "estimated":  # for a data-center GPU, whatever the devices are
+            estimate = partial(estimate_costs, precision=partial(autocast, precision, "cpu"))
+            inputs = self._microbatch
+            yield Costs(estimate(layers, inputs, optimizer_tensors_per_param=tensors))
+        else:
+            stages = self._cluster.stages_of(0)
+            devices = [torch.device(self._cluster.device_of(stage)) for stage in stages]
+            profiler = LayerProfiler(
+                layers,
+                self._microbatch,
+                devices,
+                precision=partial(autocast, precision, devices[0].type),
+                optimizer_tensors_per_param=tensors,
+            )
+            times_matter = goal.memory_weight < 1
+            yield Costs(profiler.costs(), FIRST_PASS_NOISE if times_matter else COUNT_NOISE)
+            if times_matter:
+                profiler.repeat(CAREFUL_SECONDS)
+                yield Costs(profiler.costs())
+
+
+def _given(function: GivenCosts, layers: Sequence[Layer], inputs: Any) -> Sequence[LayerCost]:
+    costs = list(function(layers, inputs))
+    if [cost.name for cost in costs] != [layer.name for layer in layers]:
+        raise ConfigError(
+            f"costs= must return a LayerCost for each of the {len(layers)} layers, in order and "
+            f"by their names, not {[cost.name for cost in costs]}"
+        )
+    return costs
+
+
+def _too_large(
+    chain: Chain, found: Costs, in_flight: Sequence[int], goal: Objective, counts: list[int] | None
+) -> set[str]:
+    """Returns the layers whose size prevents a better cut than `counts`, or any cut."""
+    tables = stage_tables(found.layers, in_flight, goal, chain.no_cut_before)
+    sizes = tables[0].diagonal(1).tolist()
+    mean = sum(sizes) / len(in_flight)
+    if counts is not None:
+        stages = zip(tables, pairwise(accumulate(counts, initial=0)), strict=True)
+        largest = max(table[bounds].item() for table, bounds in stages)
+        # a number of layers is even enough
+        if goal.unit == "layers" or largest <= (1 + found.noise) * mean:
+            return set()
+    return {
+        strip_call_index(layer.name)
+        for layer, size in zip(chain.layers, sizes, strict=True)
+        if size > LARGE_LAYER * mean
+    }
+
+
+_SHARE = "Two modules may share their parameters instead of being one (b.weight = a.weight)"
+
+
+def _hints(chain: Chain) -> str:
+    """Returns why there are not more places to cut."""
+    hints = ""
+    if chain.no_cut_before:
+        first = last = min(chain.no_cut_before)
+        while last + 1 in chain.no_cut_before:
+            last += 1
+        hints = (
+            f"; {chain.layers[first - 1].name!r} to {chain.layers[last].name!r} stay together, "
+            f"since they use one module, or one changes in place what another one reads. {_SHARE} "
+            f"(a module that is called for each of several inputs may be called once: torch.cat)"
+        )
+    for name, why in list(chain.unexpanded.items())[-3:]:
+        hints += f"; {name} could not be expanded: {why}"
+    return hints
+
+
+def _runs_of(items: Sequence[Item], counts: Sequence[int], chain: Chain) -> list[list[Item]]:
+    """Returns what each stage has of `items`, one for each layer of `chain`.
+
+    Raises:
+        SplitError: layers that must stay together do not; names the layers on both sides.
+    """
+    for cut in accumulate(counts[:-1]):
+        if cut in chain.no_cut_before:
+            before, after = chain.layers[cut - 1].name, chain.layers[cut].name
+            raise SplitError(
+                f"there can be no cut between {before!r} and {after!r}: a module is used before "
+                f"and after it, or a tensor is changed in place there. Cut elsewhere. {_SHARE}"
+            )
+    return [list(items[start:end]) for start, end in pairwise(accumulate(counts, initial=0))]

@@ -1,0 +1,40 @@
+"""The cost of a run on given hardware, and the search for the best layout.
+
+layout         the ways to spread a model over a machine
+stage_needs    what the stages of a layout need: memory, and times of actions and messages
+price          the time of a step by simulation, and the fastest layouts that fit
+plan_table     plans with their prices, as a table
+fully_sharded  the price of FSDP2, to compare with
+"""
+
+from hybridtrain.price.fully_sharded import fully_sharded
+from hybridtrain.price.layout import Choices, Job, Layout, divisors
+from hybridtrain.price.plan_table import PricedPlans, find_plans, in_words, model_costs
+from hybridtrain.price.price import (
+    Prediction,
+    Price,
+    find_layouts,
+    predict_step,
+    proposed,
+    why_not_priced,
+)
+from hybridtrain.price.stage_needs import DeviceMemory
+
+__all__ = [
+    "Choices",
+    "DeviceMemory",
+    "Job",
+    "Layout",
+    "Prediction",
+    "Price",
+    "PricedPlans",
+    "divisors",
+    "find_layouts",
+    "find_plans",
+    "fully_sharded",
+    "in_words",
+    "model_costs",
+    "predict_step",
+    "proposed",
+    "why_not_priced",
+]

@@ -1,0 +1,117 @@
+"""FSDP2 beside the plans: what PyTorch's fully sharded data parallelism would take.
+
+This project does not run it. Its price shows where a model needs no pipeline: weights, gradients
+and state are divided over all devices, each layer's weights are gathered before its forward and its
+backward, and its gradients are reduced and scattered after it (Zhao et al., arXiv:2304.11277).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hybridtrain._base.text_table import counted, with_unit
+from hybridtrain.partition import CostTable, Machine
+from hybridtrain.price.layout import Job, divisors
+from hybridtrain.price.stage_needs import most_temporary
+
+# Layers whose weights are whole at one time: the one that computes, and the next.
+_GATHERED = 2
+
+
+@dataclass(frozen=True)
+class FullySharded:
+    """The price of a step with FSDP2.
+
+    Attributes:
+        step_ms: the whole step.
+        peak_bytes: of each device.
+        chunks: micro-batches whose gradients add up.
+        recomputes: whether each layer's activations are computed again.
+        exposed_ms: gathering and scattering that takes longer than computing.
+    """
+
+    step_ms: float
+    peak_bytes: int
+    chunks: int
+    recomputes: bool
+    exposed_ms: float
+
+    def __str__(self) -> str:
+        again = ", layers recomputed" if self.recomputes else ""
+        return (
+            f"{self.step_ms:.1f} ms per step, {with_unit(self.peak_bytes)}, with "
+            f"{counted(self.chunks, 'micro-batch', 'es')}{again}; gathering and scattering exposed "
+            f"{self.exposed_ms:.1f} ms"
+        )
+
+
+def fully_sharded(
+    table: CostTable,
+    machine: Machine,
+    job: Job,
+    weight_bytes: int = 4,
+    *,
+    chunks: int | None = None,
+    recomputes: bool | None = None,
+) -> FullySharded | None:
+    """Returns the fastest step with FSDP2 over all devices; None: nothing fits.
+
+    Args:
+        table: the costs of the layers.
+        machine: the hardware.
+        job: the work of a step.
+        weight_bytes: of an element of a gathered weight: 2 in half precision.
+            Gradients are reduced in fp32.
+        chunks: micro-batches of a batch; None: as many as are fastest.
+        recomputes: None: if that is faster.
+    """
+    if job.samples % machine.devices:
+        return None
+    found = [
+        one
+        for one in _ways(table, machine, job, weight_bytes)
+        if chunks in (None, one.chunks) and recomputes in (None, one.recomputes)
+    ]
+    return min(found, key=lambda one: one.step_ms, default=None)
+
+
+def _ways(
+    table: CostTable, machine: Machine, job: Job, weight_bytes: int
+) -> Iterator[FullySharded]:
+    devices, of_device = machine.devices, job.samples // machine.devices
+    whole = [size.trained * weight_bytes // 4 for size in table.sizes]
+    trained = sum(size.trained for size in table.sizes)
+    largest = max(size.trained for size in table.sizes)
+    once = machine.gather_s(sum(whole), devices, 1) * 1e3
+    messages = 2 * once + machine.gather_s(trained, devices, 1) * 1e3
+    # before the first layer and after the last nothing computes meanwhile
+    ends = (machine.gather_s(max(whole), devices, 1) + machine.gather_s(largest, devices, 1)) * 1e3
+    fixed = sum(size.weights for size in table.sizes) + trained * (
+        1 + job.optimizer_tensors_per_param
+    )
+    optimizer = (3 + 2 * job.optimizer_tensors_per_param) * trained / devices
+    optimizer_ms = optimizer / machine.sustained_bandwidth * 1e3
+    for chunks in divisors(of_device):
+        costs = table.costs_at(of_device // chunks)
+        kept = [cost.activation_bytes for cost in costs]
+        for again in (False, True):
+            forward = sum(cost.forward_ms for cost in costs)
+            compute = (1 + again) * forward + sum(cost.backward_ms for cost in costs)
+            host = sum((1 + again) * f + b for f, b in table.host_ms)
+            alive = sum(kept) + most_temporary(costs)
+            if again:
+                alive = sum(cost.crossing_bytes for cost in costs) + max(
+                    cost.activation_bytes + cost.temporary_bytes for cost in costs
+                )
+            memory = fixed // devices + alive + _GATHERED * max(whole) + largest
+            if memory > machine.usable_bytes:
+                continue
+            step = chunks * max(compute, host, messages) + ends
+            yield FullySharded(
+                step_ms=job.accumulate * step + optimizer_ms,
+                peak_bytes=round(memory),
+                chunks=chunks,
+                recomputes=again,
+                exposed_ms=job.accumulate * (step - chunks * max(compute, host)),
+            )

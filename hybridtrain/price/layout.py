@@ -1,0 +1,188 @@
+"""Layouts: the ways to spread a model over a machine, that a search goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.options import SHARD_MODES
+from hybridtrain.partition import Machine
+from hybridtrain.schedule import (
+    SCHEDULES,
+    STAGES_PER_DEVICE,
+    Placement,
+    place_of,
+    placement_of,
+    splits_backwards,
+)
+
+ENGINES = ("local", "distributed")
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work of one optimizer step, whatever the layout.
+
+    Attributes:
+        samples: of a batch, over all replicas.
+        accumulate: batches of an optimizer step.
+        optimizer_tensors_per_param: tensors of a parameter's size that the optimizer keeps for it.
+        data_ms_per_sample: a process's time to load a sample, while the batch before computes.
+        tokens_per_sample: where samples are sequences of token ids; else 0.
+    """
+
+    samples: int
+    accumulate: int = 1
+    optimizer_tensors_per_param: int = 2
+    data_ms_per_sample: float = 0.0
+    tokens_per_sample: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to spread a model; the fields are keys of `pipeline` and `world`.
+
+    Attributes:
+        nb_part: devices of a pipeline.
+        replicas: copies of the pipeline.
+        checkpoint: `never`, `always` or `layers`, of which a price says the layers; `except_last`
+            is priced too.
+    """
+
+    nb_part: int = 1
+    replicas: int = 1
+    engine: str = "local"
+    chunks: int = 1
+    schedule: str = "1f1b"
+    stages_per_device: int = 1
+    checkpoint: str = "never"
+    shard: str = "none"
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of a pipeline."""
+        return self.nb_part * self.stages_per_device
+
+    @property
+    def splits_backwards(self) -> bool:
+        """True if backwards run in two parts: what is recomputed does not."""
+        return splits_backwards(self.schedule) and self.checkpoint == "never"
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The number of each stage's device, among those of the pipeline."""
+        return _devices(self.stages, self.nb_part, placement_of(self.schedule))
+
+    @property
+    def recomputed(self) -> float:
+        """The forwards that a backward computes again, on average over the micro-batches."""
+        if self.checkpoint == "except_last":
+            return (self.chunks - 1) / self.chunks
+        return float(self.checkpoint == "always")
+
+    @property
+    def communicators(self) -> int:
+        """The communicators that a device is in: of all processes, a pipeline, stages' replicas."""
+        of_pipeline = self.engine == "distributed" and self.nb_part > 1
+        if self.replicas == 1 and not of_pipeline:
+            return 0  # a single process
+        return 1 + of_pipeline + self.stages_per_device * (self.replicas > 1)
+
+    def samples(self, job: Job) -> int:
+        """Returns the samples of the largest micro-batch."""
+        of_replica = -(-job.samples // self.replicas)
+        return -(-of_replica // min(self.chunks, of_replica))
+
+
+@lru_cache(maxsize=256)
+def _devices(stages: int, nb_part: int, placement: Placement) -> tuple[int, ...]:
+    return tuple(place_of(stage, nb_part, placement) for stage in range(stages))
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The values that a search may choose from; None: all that the machine and the job allow.
+
+    A single value fixes it.
+    """
+
+    nb_part: Sequence[int] | None = None
+    engine: Sequence[str] = ENGINES
+    chunks: Sequence[int] | None = None
+    schedule: Sequence[str] = SCHEDULES
+    stages_per_device: Sequence[int] = (1, 2, 4)
+    checkpoint: Sequence[str] = ("never", "layers", "always")
+    shard: Sequence[str] = SHARD_MODES
+
+
+def layouts(machine: Machine, job: Job, layers: int, choices: Choices) -> list[Layout]:
+    """Returns the layouts that use all devices and cut all batches evenly.
+
+    The number of replicas divides the samples of a batch, the number of micro-batches those of a
+    replica. Pipelines fill nodes, or nodes fill pipelines. `engine=local` keeps a pipeline inside
+    a node. Interleaved stages need groups of `nb_part` micro-batches. Where a choice makes no
+    difference (one device has no schedule, one replica no shards), only its first value is given.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = list(_all(machine, job, layers, choices))
+    if not found:
+        raise ConfigError(
+            f"no layout uses all {machine.devices} devices for batches of {job.samples} samples "
+            f"and a model of {layers} layers: the replicas must divide the samples, and a pipeline "
+            f"needs a layer for each stage. Change data.batch_size=, cluster.nodes= or what is "
+            f"fixed of pipeline.nb_part=, pipeline.chunks= and world.engine="
+        )
+    return found
+
+
+def _all(machine: Machine, job: Job, layers: int, choices: Choices) -> Iterator[Layout]:
+    in_node = machine.devices_per_node
+    for nb_part in choices.nb_part or divisors(machine.devices):
+        replicas, rest = divmod(machine.devices, nb_part)
+        whole_nodes = nb_part % in_node == 0 or in_node % nb_part == 0
+        if rest or nb_part > layers or job.samples % replicas or not whole_nodes:
+            continue
+        of_replica = job.samples // replicas
+        for engine in choices.engine if nb_part > 1 else choices.engine[:1]:
+            if engine == "local" and nb_part > in_node:
+                continue
+            for chunks in choices.chunks or divisors(of_replica):
+                if choices.chunks is None and of_replica % chunks:
+                    continue
+                for schedule, v in _schedules(nb_part, chunks, layers, choices):
+                    for checkpoint in _checkpoints(schedule, choices):
+                        for shard in choices.shard if replicas > 1 else ("none",):
+                            yield Layout(
+                                nb_part, replicas, engine, chunks, schedule, v, checkpoint, shard
+                            )
+
+
+def _schedules(
+    nb_part: int, chunks: int, layers: int, choices: Choices
+) -> Iterator[tuple[str, int]]:
+    for schedule in choices.schedule if nb_part > 1 else choices.schedule[:1]:
+        for v in choices.stages_per_device:
+            if v != 1 and (nb_part == 1 or nb_part * v > layers):
+                continue
+            if STAGES_PER_DEVICE.get(schedule, v) != v:
+                continue
+            if v == 1 or placement_of(schedule) == "v" or chunks % nb_part == 0:
+                yield schedule, v
+
+
+def _checkpoints(schedule: str, choices: Choices) -> Sequence[str]:
+    """Returns the modes to look at: what is recomputed gains nothing by backwards in two parts."""
+    if not splits_backwards(schedule):
+        return choices.checkpoint
+    if len(choices.schedule) > 1 and "never" in choices.checkpoint:
+        return ["never"]
+    return [mode for mode in choices.checkpoint if mode != "layers"]
+
+
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of `number`, from 1 on."""
+    return [d for d in range(1, number + 1) if number % d == 0]

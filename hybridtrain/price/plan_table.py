@@ -1,0 +1,295 @@
+"""Priced plans: the fastest layouts of a model on a machine, as a table and as a `Plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridtrain._base.text_table import counted, text_table, with_unit
+from hybridtrain.errors import ConfigError, check_choice
+from hybridtrain.graph import ChainBuilder
+from hybridtrain.partition import (
+    COST_SOURCES,
+    GIB,
+    Cluster,
+    CostTable,
+    LossOfStep,
+    Machine,
+    Plan,
+    StagePlan,
+    counted_costs,
+    measured_costs,
+)
+from hybridtrain.price.fully_sharded import fully_sharded
+from hybridtrain.price.layout import Choices, Job
+from hybridtrain.price.price import Price, find_layouts
+from hybridtrain.price.stage_needs import planned_costs, stage_times
+from hybridtrain.schedule import Span, Spans, make_schedule, placement_of
+
+# Models of so many parameters are trained with tensor parallelism elsewhere.
+_LARGE = 10e9
+_VERY_LARGE = 30e9
+
+
+@dataclass(frozen=True)
+class PricedPlans:
+    """The best layouts of a model: first the one to take, see `proposed`, then the fastest.
+
+    Attributes:
+        table: the costs of the model's layers.
+        machine: the hardware.
+        job: the work of a step.
+        prices: one for each layout.
+        rate: the name of the machine's rate for the products, such as `bf16`.
+    """
+
+    table: CostTable
+    machine: Machine
+    job: Job
+    prices: Sequence[Price]
+    rate: str = "fp32"
+
+    def __str__(self) -> str:
+        lines: list[tuple[str, ...]] = [
+            (
+                *("step ms", "samples/s", "idle", "memory", "nb_part", "replicas", "chunks"),
+                *("stages/device", "schedule", "engine", "checkpoint", "shard", "binds"),
+            )
+        ]
+        for price in self.prices:
+            layout = price.layout
+            lines.append(
+                (
+                    f"{price.step_ms:.1f}",
+                    f"{self.job.samples * self.job.accumulate / price.step_ms * 1e3:.1f}",
+                    f"{price.bubble:.0%}",
+                    with_unit(price.peak_bytes),
+                    *map(str, (layout.nb_part, layout.replicas, layout.chunks)),
+                    str(layout.stages_per_device),
+                    *(layout.schedule, layout.engine, _recomputed_in_words(price)),
+                    *(layout.shard, price.binds),
+                )
+            )
+        return "\n".join(text_table(lines, right_aligned=8))
+
+    def answer(self, steps: int | None = None) -> str:
+        """Returns the first plan as an answer: how fast, how much memory, how long, what it costs.
+
+        Args:
+            steps: optimizer steps of the run; None: not known.
+        """
+        job, machine, price = self.job, self.machine, self.prices[0]
+        layout, per_second = price.layout, 1e3 / price.step_ms
+        samples = job.samples * job.accumulate * per_second
+        speed = [f"{samples:,.0f} samples/s"]
+        if job.tokens_per_sample:
+            speed.append(f"{samples * job.tokens_per_sample:,.0f} tokens/s")
+        if self.table.flops_per_sample is not None:
+            reached = self.table.flops_per_sample * samples / machine.devices
+            share = reached / machine.flops_per_s[self.rate]
+            speed.append(f"{reached / 1e12:,.1f} TFLOP/s per device, {share:.0%} of its peak (MFU)")
+        fullest = max(price.memory, key=lambda memory: memory.total)
+        unit, size = ("GiB", GIB) if fullest.total >= GIB / 10 else ("MiB", 2**20)
+        total, usable = f"{fullest.total / size:.2f}", f"{machine.usable_bytes / GIB:.3g} GiB"
+        kinds = {name: f"{nbytes / size:.2f}" for name, nbytes in vars(fullest).items()}
+        memory = [f"{total}{'' if unit == 'GiB' else ' MiB'} of {usable} that may be used"]
+        memory.append(", ".join(f"{k} {told}" for k, told in kinds.items() if told != "0.00"))
+        if number := layout.communicators:
+            reserved = f"{machine.reserved_gib:g} GiB more for {counted(number, 'communicator')}"
+            memory[-1] += f"; {reserved} and the CUDA context" * bool(machine.reserved_gib)
+        pipelines = f"{counted(layout.replicas, 'replica')} of {counted(layout.nb_part, 'device')}"
+        batches = counted(layout.chunks, "micro-batch", "es")
+        lines = [
+            ("spread", f"{pipelines}, {batches} of {counted(layout.samples(job), 'sample')}"),
+            ("time", in_words(price)),
+            ("speed", ", ".join(speed)),
+            ("memory", ": ".join(part for part in memory if part)),
+        ]
+        if steps is not None:
+            hours = steps * price.step_ms / 3.6e6
+            told = f"{counted(steps, 'step')} in {_duration(hours)}, "
+            told += f"{hours * machine.devices:,.2f} device-hours"
+            if machine.price_per_gpu_hour:
+                cost = hours * machine.devices * machine.price_per_gpu_hour
+                told += f", {cost:,.2f} at {machine.price_per_gpu_hour:g} an hour"
+            lines.append(("run", told))
+        if layout.replicas * layout.nb_part > 1:
+            beside = fully_sharded(self.table, machine, job, 4 if "32" in self.rate else 2)
+            said = str(beside) if beside else "does not fit, or the devices do not divide the batch"
+            lines.append(("FSDP2", f"{said}; not run by this project"))
+        parameters = sum(size.parameters for size in self.table.sizes)
+        if parameters > _LARGE:
+            without = "tensor parallelism, which this project does not have"
+            if parameters > _VERY_LARGE:
+                without += ": of this size expect half of Megatron-LM's rate"
+            lines.append(("left out", without))
+        return "\n".join(f"  {name:<9} {text}" for name, text in lines)
+
+    def plan(self, number: int = 0) -> Plan:
+        """Returns the plan of the layout `number`, which a run takes as its `split`.
+
+        0 is the first.
+        """
+        price = self.prices[number]
+        layout, table = price.layout, self.table
+        costs = planned_costs(table, self.machine, self.job, layout, price.counts)
+        processes = layout.nb_part if layout.engine == "distributed" else 1
+        cluster = Cluster(("cpu",) * layout.nb_part, processes, layout.replicas).placed(
+            placement_of(layout.schedule)
+        )
+        bounds = pairwise(accumulate(price.counts, initial=0))
+        return Plan(
+            model=table.model,
+            split="time",
+            schedule=layout.schedule,
+            chunks=layout.chunks,
+            nb_part=layout.nb_part,
+            stages_per_device=layout.stages_per_device,
+            checkpoint=self.checkpoint(number),
+            expand=[],
+            costs_from=table.costs_from,
+            stages=[
+                StagePlan(
+                    device=f"device {layout.devices[stage]}",
+                    process=cluster.process_of(stage),
+                    in_flight=alive,
+                    layers=costs[start:end],
+                )
+                for stage, (alive, (start, end)) in enumerate(
+                    zip(price.in_flight, bounds, strict=True)
+                )
+            ],
+        )
+
+    def checkpoint(self, number: int = 0) -> str | list[str]:
+        """Returns the option `checkpoint` of the layout `number`: a mode, or names of layers."""
+        price = self.prices[number]
+        costs = self.table.costs_at(1)
+        return [costs[index].name for index in price.recomputed] or price.layout.checkpoint
+
+    def timeline(self, chunks: int) -> Spans:
+        """Returns when the actions of `chunks` micro-batches run in the first layout, in s."""
+        found = self.prices[0]
+        layout = found.layout
+        schedule = make_schedule(layout.schedule, layout.nb_part, chunks, layout.stages_per_device)
+        table = self.table.recomputing(frozenset(found.recomputed))
+        times = stage_times(table, self.machine, self.job, layout, found.counts)
+        spans = times.durations.spans(schedule)
+        return [
+            [Span(action, start / 1e3, end / 1e3) for action, start, end in lane] for lane in spans
+        ]
+
+
+def find_plans(
+    net: nn.Module,
+    example_inputs: Any,
+    machine: Machine,
+    job: Job,
+    *,
+    choices: Choices | None = None,
+    costs: str = "estimated",
+    precision: str = "fp32",
+    tf32: bool = False,
+    best: int = 10,
+    loss: LossOfStep | None = None,
+) -> PricedPlans:
+    """Returns the fastest ways to train `net` on `machine`, by their predicted times.
+
+        plans = find_plans(net, tokens, Machine(nodes=4, devices_per_node=8, ...), Job(samples=512))
+        print(plans)
+        plans.plan().write("plan.yaml")
+
+    Args:
+        net: any module, also on the meta device; with `costs="measured"` layers get random values.
+        example_inputs: the inputs of a batch of at least 2 samples. Where layers are measured, a
+            micro-batch as large as they usually are.
+        machine: the hardware.
+        job: the work of a step.
+        choices: what may be chosen from.
+        costs: `estimated` counts FLOPs and bytes without running a kernel; `measured` times each
+            layer on this machine's first device.
+        precision: `fp32`, `bf16` or `fp16`.
+        tf32: fp32 products are in TF32.
+        best: how many layouts.
+        loss: that ends the last stage; None: neither its time nor its memory is counted.
+
+    Raises:
+        ConfigError: an argument is wrong, no layout uses all devices, or a layer is to be timed
+            on a GPU that is not here.
+        SplitError: the model cannot be cut, or nothing fits into memory.
+    """
+    table = model_costs(
+        net,
+        example_inputs,
+        machine,
+        costs=costs,
+        precision=precision,
+        tf32=tf32,
+        # a CPU device is a core
+        sharing=machine.devices_per_node if machine.device == "cpu" else 1,
+        loss=loss,
+    )
+    prices = find_layouts(table, machine, job, choices, best=best)
+    rate = "tf32" if tf32 and precision == "fp32" else precision
+    return PricedPlans(table, machine, job, prices, rate)
+
+
+def model_costs(
+    net: nn.Module,
+    example_inputs: Any,
+    machine: Machine,
+    *,
+    costs: str = "estimated",
+    precision: str = "fp32",
+    tf32: bool = False,
+    sharing: int = 1,
+    loss: LossOfStep | None = None,
+) -> CostTable:
+    """Returns the costs of the layers of `net`; arguments and errors as of `find_plans`.
+
+    Where they are measured, `sharing` devices share this process's intra-op threads.
+    """
+    check_choice("cluster.costs", costs, COST_SOURCES)
+    chain = ChainBuilder(net, example_inputs).chain()
+    device = torch.device("cuda:0" if machine.device == "cuda" else "cpu")
+    if costs == "measured" and device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"cluster.costs={costs} needs one of the cluster's GPUs here, and there is none: set "
+            f"cluster.costs=estimated"
+        )
+    if costs == "measured":
+        table = measured_costs(chain, example_inputs, device, precision, sharing=sharing, loss=loss)
+    else:
+        table = counted_costs(chain, example_inputs, machine, precision, tf32, loss)
+    return replace(table, model=type(net).__name__)
+
+
+def in_words(price: Price) -> str:
+    """Returns the parts of a step in one line."""
+    parts = {
+        "compute": price.compute_ms,
+        "of which recomputed": price.recompute_ms,
+        "exposed transfers": price.transfer_ms,
+        "exposed all-reduce": price.reduce_ms,
+        "optimizer": price.optimizer_ms,
+        "data, in the background": price.data_ms,
+    }
+    told = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items() if ms > 0)
+    return f"{price.step_ms:.1f} ms per step: {told}; idle {price.bubble:.0%}"
+
+
+def _recomputed_in_words(price: Price) -> str:
+    return counted(len(price.recomputed), "layer") if price.recomputed else price.layout.checkpoint
+
+
+def _duration(hours: float) -> str:
+    """Returns a time in the unit that fits."""
+    for unit, size in (("days", 48.0), ("hours", 1.0), ("minutes", 1 / 60)):
+        if hours >= 2 * size or (unit == "days" and hours >= size):
+            return f"{hours / (24 if unit == 'days' else size):.1f} {unit}"
+    return f"{hours * 3600:.0f} seconds"

@@ -1,0 +1,32 @@
+"""Compares a pipeline with the module it was made from.
+
+report        on request: training steps and evaluations of the stages, in full
+self_check    automatically, before the first step of each kind of input, on copies of the model
+comparison    the difference between two results
+expressions   a run without data, in which each tensor has an expression instead of numbers
+module_copy   copies of a module that keep its hooks and its shared parts
+python_state  a snapshot of all mutable state that a module's code can reach
+"""
+
+from hybridtrain.verify.python_state import undone
+from hybridtrain.verify.report import (
+    STATE,
+    TOLERANCES,
+    WHOLE_BATCH,
+    Compared,
+    Verification,
+    verify,
+)
+from hybridtrain.verify.self_check import CutModel, SelfCheck
+
+__all__ = [
+    "STATE",
+    "TOLERANCES",
+    "WHOLE_BATCH",
+    "Compared",
+    "CutModel",
+    "SelfCheck",
+    "Verification",
+    "undone",
+    "verify",
+]

@@ -1,0 +1,162 @@
+"""The difference between two results of the same computation, tensor by tensor.
+
+Two tensors are equal if all their entries are equal; NaN equals NaN. Otherwise the difference is
+relative to the largest entry of that tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from hybridtrain._base.accelerator import put
+from hybridtrain._base.values import leaves_of
+
+
+class Difference(NamedTuple):
+    """Two unequal values of the same result.
+
+    Attributes:
+        name: the name of the result.
+        size: the largest difference of an entry, as a share of the largest entry of its tensor;
+            infinite where shapes, types, structures, texts or NaNs differ.
+        one, other: the two values.
+    """
+
+    name: str
+    size: float
+    one: Any
+    other: Any
+
+    def __str__(self) -> str:
+        if not math.isinf(self.size):
+            return f"{self.name} differs by {self.size:.1e} of its largest entry"
+        one, other = map(_described, (self.one, self.other))
+        if one == other:
+            return f"{self.name} is computed in another way"
+        return f"{self.name} is {one} instead of {other}"
+
+
+def differences(*results: tuple[str, Any, Any]) -> Iterator[Difference]:
+    """Yields the unequal pairs among `results`; each is a name and two pytrees."""
+    for name, one, other in results:
+        if size := difference(one, other):
+            yield Difference(name, size, one, other)
+
+
+def difference(one: Any, other: Any, scale: float = 0.0) -> float:
+    """Returns the largest relative difference between the tensors of two pytrees.
+
+    0 if all leaves are equal, infinite if structures, types or shapes differ.
+
+    Args:
+        one, other: the pytrees.
+        scale: a lower bound for the largest entry that a difference is relative to.
+    """
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _of_tensors(one, other, scale)
+    leaves_of(one), leaves_of(other)  # registers dataclasses
+    (leaves, spec), (others, other_spec) = tree_flatten(one), tree_flatten(other)
+    if spec != other_spec:
+        return math.inf
+    return max((_of_leaves(a, b, scale) for a, b in zip(leaves, others, strict=True)), default=0.0)
+
+
+def _of_leaves(one: Any, other: Any, scale: float) -> float:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _of_tensors(one, other, scale)
+    if one is other:
+        return 0.0
+    if type(one) is not type(other):
+        return math.inf
+    # an object with the default __eq__ is compared by its attributes
+    by_identity = getattr(type(one), "__eq__", None) is object.__eq__
+    if by_identity or isinstance(one, SimpleNamespace):
+        return difference(vars(one), vars(other), scale) if hasattr(one, "__dict__") else 0.0
+    try:
+        equal = one == other
+        same = bool(equal.all()) if hasattr(equal, "all") else bool(equal)
+    except Exception:  # the type has no comparison
+        return 0.0
+    is_nan = isinstance(one, float) and math.isnan(one) and math.isnan(other)
+    return 0.0 if same or is_nan else math.inf
+
+
+def _of_tensors(one: Tensor, other: Tensor, scale: float) -> float:
+    one, other = one.detach(), other.detach()
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
+        return math.inf
+    if one.layout != torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    one, other = one.as_subclass(Tensor), put(other.as_subclass(Tensor), one.device)
+    if torch.equal(one, other):
+        return 0.0
+    apart = ~((one == other) | ((one != one) & (other != other)))
+    if not bool(apart.any()):
+        return 0.0
+    mine, theirs = one[apart], other[apart]
+    if not bool((torch.isfinite(mine) & torch.isfinite(theirs)).all()):
+        return math.inf
+    exact = torch.complex128 if one.is_complex() else torch.float64
+    entries = [tensor[torch.isfinite(tensor)].to(exact).abs() for tensor in (one, other)]
+    largest = max(float(entry.max()) for entry in entries)
+    return float((mine.to(exact) - theirs.to(exact)).abs().max()) / max(largest, scale)
+
+
+class Calls:
+    """The inputs and outputs of modules: by name, a list with an entry per call."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, list[Any]] = {}
+        self.outputs: dict[str, list[Any]] = {}
+
+    @contextmanager
+    def watching(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        noted: Callable[[Any], Any] = lambda tree: tree_map_only(Tensor, _copied, tree),
+    ) -> Iterator[None]:
+        """Records the calls of modules in the block.
+
+        Args:
+            modules: pairs of a name, under which the calls are recorded, and a module.
+            noted: returns the copy of a pytree that is recorded.
+        """
+        self._noted = noted
+        handles = []
+        for name, module in {id(module): (name, module) for name, module in modules}.values():
+            before = partial(self._note, self.inputs, name)
+            handles += [
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(partial(self._note_output, name)),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, into: dict[str, list[Any]], name: str, _: nn.Module, *values: Any) -> None:
+        into.setdefault(name, []).append(self._noted(values))
+
+    def _note_output(self, name: str, module: nn.Module, _: Any, output: Any) -> None:
+        self._note(self.outputs, name, module, output)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return kind if bool(torch.isfinite(value).all()) else f"{kind} with NaN or infinity"
+    return f"a {type(value).__name__}" if value is not None else "None"

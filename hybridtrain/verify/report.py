@@ -1,0 +1,602 @@
+"""Compares training steps and evaluations of a pipeline with its unsplit module.
+
+Both run the same micro-batches with the same random draws, and every number is compared: outputs,
+losses, gradients, buffers. So a fault of the tracing, of a cut, of a schedule, or a loss that is no
+mean over the batch, shows on the user's own model and batches.
+
+    pipeline    cut by the plan, run by schedule and engine ─┐
+                                                             ├─ compared, tensor by tensor
+    plain       net(micro-batch), loss, backward, in turn ───┘
+
+It cannot compare a model that does not fit on a device a second time, and it says nothing of other
+batches. The optimizer does not run: it would be given the gradients that are compared.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from hybridtrain._base.accelerator import put
+from hybridtrain._base.microbatch import (
+    batch_size,
+    check_samples,
+    chunk_sizes,
+    merge,
+    split,
+    uncut,
+)
+from hybridtrain._base.text_table import text_table
+from hybridtrain.errors import BatchError, ConfigError, UserError
+from hybridtrain.graph import CallSignature
+from hybridtrain.loss import BatchWeight, CountedLoss, LossFn, is_of_model
+from hybridtrain.pipeline import ReplayedDraws, remove_aliases, threads_per_lane
+from hybridtrain.verify.comparison import Calls, difference
+from hybridtrain.verify.module_copy import copy_modules
+from hybridtrain.verify.python_state import PythonState
+
+if TYPE_CHECKING:
+    from hybridtrain.model import HybridModel
+
+TOLERANCES = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 1e-2}
+"""By precision, how far a number may be from another that was added up in another order, relative
+to the largest entry of its tensor. In half precision the last bit of a weight can tip the rounding
+of an activation, which has 8 or 11 bits."""
+
+_PRECISION_OF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+# Compiled code and GPUs round otherwise. A gradient that is zero but for rounding, as the one of a
+# bias before a batch norm, is compared there with this share of the largest entry of all gradients.
+_SMALL = 1e-2
+
+# How far weights are moved between two batches, as a share of their size: state that a forward
+# leaves behind may have no effect while the weights stay the same.
+_MOVE = 1e-2
+
+
+@dataclass
+class Compared:
+    """One kind of number, such as the gradients.
+
+    Attributes:
+        tensors: how many tensors were compared.
+        bitwise: how many of them are equal to the last bit.
+        largest: the largest difference, relative to the largest entry of its tensor.
+        where: the tensor that has it.
+    """
+
+    tensors: int = 0
+    bitwise: int = 0
+    largest: float = 0.0
+    where: str = ""
+
+    def add(self, name: str, difference: float) -> None:
+        """Counts a tensor."""
+        self.tensors += 1
+        self.bitwise += difference == 0
+        if difference > self.largest:
+            self.largest, self.where = difference, name
+
+
+@dataclass
+class Verification:
+    """The result of a comparison, the same on every process.
+
+    Attributes:
+        kinds: by name, what was compared.
+        tolerance: how far numbers may be apart that were added up in another order.
+        reasons: why some are added up in another order here.
+        first: the first layer, in the order of the forward, whose output differs by more; None if
+            there is none, or the difference is in the backward alone.
+        title: what was run.
+    """
+
+    kinds: dict[str, Compared]
+    tolerance: float
+    reasons: list[str]
+    first: str | None = None
+    title: str = ""
+
+    @property
+    def differs(self) -> list[str]:
+        """The kinds of numbers that differ by more than the order of additions explains."""
+        return [kind for kind, found in self.kinds.items() if found.largest > self.tolerance]
+
+    @property
+    def exact(self) -> bool:
+        """True if all numbers are equal, but for the order of additions."""
+        return not self.differs
+
+    @property
+    def bitwise(self) -> bool:
+        """True if all numbers are equal to the last bit, but for the loss of the whole batch.
+
+        That one is a sum over the batch, and in stages several sums.
+        """
+        return not any(found.largest for kind, found in self.kinds.items() if kind != WHOLE_BATCH)
+
+    @property
+    def worst(self) -> Compared:
+        """The kind of number with the largest difference."""
+        return max(self.kinds.values(), key=lambda found: found.largest, default=Compared())
+
+    def __str__(self) -> str:
+        lines = [("tensors", "bitwise", "", "largest difference")]
+        for kind, found in self.kinds.items():
+            largest = f"{found.largest:.1e} in {found.where}" if found.largest else "0"
+            lines.append((str(found.tensors), str(found.bitwise), kind, largest))
+        return "\n".join([self.title, *text_table(lines, 2), self.verdict])
+
+    @property
+    def verdict(self) -> str:
+        """The result in a sentence or two."""
+        if self.exact and self.bitwise:
+            return "exact: all numbers are equal to the last bit" + (
+                ", but for the loss of the whole batch, which is one sum in place of several"
+                if self.worst.largest
+                else ""
+            )
+        if self.exact:
+            why = f": {', '.join(self.reasons)}" if self.reasons else ""
+            return (
+                f"exact up to the order of additions{why}. The largest difference is "
+                f"{self.worst.largest:.1e} of the largest entry of its tensor; up to "
+                f"{self.tolerance:.0e} is explained so"
+            )
+        lines = [
+            f"NOT EXACT: {kind} differs by {self.kinds[kind].largest:.1e} in "
+            f"{self.kinds[kind].where}"
+            for kind in self.differs
+        ]
+        lines.append(f"The order of additions explains up to {self.tolerance:.0e}")
+        if self.differs == [WHOLE_BATCH]:
+            lines.append(
+                "The loss of a whole batch is not the mean of its micro-batches: it averages over "
+                "something else than samples, which MeanLoss(loss_fn, count) says, or it compares "
+                "samples with one another, which micro-batches cannot"
+            )
+        elif self.first is not None:
+            lines.append(f"The first layer whose output differs is {self.first}")
+        return ". ".join(lines)
+
+
+STATE = "state before the first step"
+WHOLE_BATCH = "loss of the whole batch"
+
+
+def verify(
+    model: HybridModel,
+    batches: Sequence[tuple[Any, Any]],
+    loss_fn: LossFn,
+    reference: nn.Module | None = None,
+) -> Verification:
+    """Runs a training step and an evaluation of each batch, in stages and unsplit; compares them.
+
+    All processes call it together. The weights are moved a little between the batches. Afterwards
+    the model is as before, also after an error: its weights, gradients, buffers, modes and the step
+    that its draws count from, and what its code holds in attributes, closures and globals.
+
+    Args:
+        model: the model; its options are those of the run.
+        batches: of this replica, `(inputs, targets)`.
+        loss_fn: as in `HybridModel.train_step`.
+        reference: the module as it was before the `HybridModel` was made of it, on any device. It
+            is moved to the device of the last stage, and changed. None: a copy of `model.net`.
+
+    Raises:
+        ConfigError: the processes have parts of the model only, and there is no `reference`.
+        Exception: of the pipeline, or, with a note that says so, of the unsplit module.
+    """
+    options, world = model.options, model.world
+    if reference is None and world.processes_per_replica > 1:
+        raise ConfigError(
+            "verify() needs the whole model beside its stages, and with engine=distributed no "
+            "process has it: pass reference=, the module before it was wrapped"
+        )
+    loss = model.resolve_loss(loss_fn)
+    comparison = _Comparison(model, loss, reference)
+    with _as_before(model, loss):
+        comparison.state()
+        for number, (inputs, targets) in enumerate(batches):
+            if number:
+                comparison.move_weights(number)
+            comparison.batch(f"batch {number}", inputs, targets)
+    count = len(batches)
+    stages = f"{len(model.plan.stages)} stage{'s' * (len(model.plan.stages) > 1)}"
+    return comparison.result(
+        f"{count} training step{'s' * (count > 1)} and evaluation{'s' * (count > 1)} in {stages} "
+        f"({options.schedule}, {options.chunks} micro-batches, engine {world.engine}, "
+        f"{options.precision}) beside the unsplit module"
+    )
+
+
+@contextmanager
+def _as_before(model: HybridModel, loss: CountedLoss) -> Iterator[None]:
+    """Restores `model`, and the state that its code and the loss can reach, after the block."""
+    # copies: a step adds up in the same memory
+    gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    state = PythonState(model.net, loss.function, parameters=True)
+    modes = [(module, module.training) for module in model.net.modules()]
+    rng, step = model.rng, model.rng.step
+    rng.seeds_evaluations = True  # so that the unsplit module can have the same draws
+    try:
+        with model.without_self_check():
+            yield
+    finally:
+        rng.seeds_evaluations = False
+        state.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, training in modes:
+            module.training = training
+        rng.step = step
+        rng.redetect()
+
+
+@dataclass
+class _Recorded:
+    """A loss that notes the outputs and losses of its micro-batches."""
+
+    loss: CountedLoss
+    outputs: list[Any] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, output: Any, targets: Any) -> Tensor:
+        # a copy: the loss may work in place
+        self.outputs.append(tree_map_only(Tensor, lambda t: t.detach().clone(), output))
+        loss = self.loss(output, targets)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+class _Batch(NamedTuple):
+    """A batch, and the inputs and targets of its micro-batches beside the output."""
+
+    name: str
+    inputs: Any
+    targets: Any
+    weights: BatchWeight
+    parts: Sequence[tuple[Any, Any]]
+
+
+class _Comparison:
+    """Runs the stages and the unsplit module on the same batches.
+
+    Args:
+        model: in stages.
+        loss: of a step.
+        reference: the unsplit module; None: a copy of `model.net`.
+    """
+
+    def __init__(self, model: HybridModel, loss: CountedLoss, reference: nn.Module | None) -> None:
+        self._model = model
+        self._world = model.world
+        self._loss = loss
+        self._device = model.pipeline.output_device
+        net = _copied(model.net) if reference is None else reference
+        remove_aliases(net)
+        self._net = net.to(self._device)
+        computed = [model.options.precision]
+        computed += [_PRECISION_OF.get(p.dtype, "fp32") for p in model.net.parameters()]
+        self._tolerance = max(TOLERANCES[precision] for precision in computed)
+        # the kind of each tensor, its name and the difference
+        self._compared: list[tuple[str, str, float]] = []
+        self._first: str | None = None
+        # by parameter, the largest entries of what its gradient is a sum of
+        self._terms: dict[str, float] = {}
+
+    def state(self) -> None:
+        """Compares the weights and buffers before the first step."""
+        self._model.sync_buffers()
+        theirs = {**dict(self._net.named_parameters()), **dict(self._net.named_buffers())}
+        for name, mine in [*self._model.named_parameters(), *self._model.named_buffers()]:
+            self._add(STATE, name, mine, theirs.get(name))
+
+    def move_weights(self, number: int) -> None:
+        """Moves the weights of both by the same small random amounts."""
+        for modules in (self._model, self._net):
+            for name, parameter in modules.named_parameters():
+                if not parameter.is_floating_point() or parameter.is_meta:
+                    continue
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{number} {name}".encode()))
+                noise = torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1)
+                with torch.no_grad():
+                    parameter.mul_(1 + _MOVE * noise.to(parameter.device, parameter.dtype))
+
+    def batch(self, name: str, inputs: Any, targets: Any) -> None:
+        """Compares a training step and an evaluation of a batch."""
+        model = self._model
+        weights = model.step_weights([(inputs, targets)], self._loss)[0]
+        sizes = chunk_sizes(batch_size(inputs, targets), model.options.chunks)
+        parts = [split(self._placed(values), sizes) for values in (inputs, targets)]
+        batch = _Batch(name, inputs, targets, weights, list(zip(*parts, strict=True)))
+        differed = self._differs
+        self._train(batch)
+        self._evaluate(batch)
+        if any(self._world.gather(self._differs and not differed)):
+            self._first = self._first or self._first_layer(inputs, parts[0])
+
+    def result(self, title: str) -> Verification:
+        """Returns what all processes have found; a collective call."""
+        kinds: dict[str, Compared] = {}
+        for rank, compared in enumerate(self._world.gather(self._compared)):
+            on_rank = f" on rank {rank}" if self._world.size > 1 else ""
+            for kind, name, size in compared:
+                kinds.setdefault(kind, Compared()).add(name + on_rank, size)
+        model, reasons = self._model, []
+        if model.pipeline.has_ties:
+            reasons.append("stages share a parameter, and add its gradients up at the end")
+        if self._world.replicas > 1:
+            reasons.append("the gradients of replicas are added up")
+        if self._device.type != "cpu":
+            reasons.append("a GPU adds up in its own order")
+        if model.options.compile:
+            reasons.append("compiled layers add up in their own order")
+        return Verification(kinds, self._tolerance, reasons, self._first, title)
+
+    def _train(self, batch: _Batch) -> None:
+        name, weights = batch.name, batch.weights
+        model, net = self._model, self._net
+        recorded = _Recorded(self._loss)
+        # trusted: the proof of the first step would call it once more
+        loss = self._loss.of(recorded, trusted=True)
+        self._set_modes(training=True)
+        model.zero_grad()
+        net.zero_grad()
+        self._terms.clear()
+        with self._shared_state_undone(), self._seeds(len(batch.parts)) as seeds:
+            result = model.train_step(batch.inputs, batch.targets, loss, weight=weights)
+        values: list[Tensor] = []
+        seen = iter(zip(recorded.outputs, recorded.losses, strict=True))
+        for number, (part, target) in enumerate(batch.parts):
+            if not weights.factors[number]:
+                # the loss is not called without samples
+                values.append(torch.zeros((), device=self._device))
+                continue
+            plain = _Recorded(self._loss)
+            with self._plainly(seeds[number]), torch.enable_grad():
+                value = plain(self._forward(part), target)
+            with self._plainly(autocast=False), self._terms_noted():
+                value.backward(torch.full_like(value, weights.grad_scales[number]))
+            values += plain.losses
+            if model.owns_output:
+                output, loss_of_stages = next(seen)
+                where = f"{name}, micro-batch {number}"
+                self._add("output in training", where, output, plain.outputs[0])
+                self._add("loss in training", where, loss_of_stages, plain.losses[0])
+        if model.owns_output:
+            self._add("loss of the step", name, result.loss, weights.mean(values))
+            self._compare_whole_loss(batch, recorded, weights.mean(values))
+        self._compare_gradients()
+        if model.options.batch_norm == "deferred":  # its running statistics differ on purpose
+            self._take_buffers()
+        plain_buffers = dict(net.named_buffers())
+        for key, buffer in model.named_buffers():
+            self._add("buffer after the step", key, buffer, plain_buffers.get(key))
+
+    @contextmanager
+    def _terms_noted(self) -> Iterator[None]:
+        """Adds up, by parameter, how large the gradients are that the block adds."""
+        before = {
+            name: None if p.grad is None else p.grad.detach().clone()
+            for name, p in self._net.named_parameters()
+        }
+        yield
+        for name, parameter in self._net.named_parameters():
+            gradient, earlier = parameter.grad, before[name]
+            if gradient is not None and gradient.numel():
+                added = gradient.detach() if earlier is None else gradient.detach() - earlier
+                largest = float(added.to_dense().abs().max())
+                self._terms[name] = self._terms.get(name, 0.0) + largest
+
+    def _compare_whole_loss(self, batch: _Batch, recorded: _Recorded, mean: Tensor) -> None:
+        """Compares the loss of the outputs of all micro-batches with the mean of their losses."""
+        if len(batch.parts) == 1 or is_of_model(self._loss, batch.targets):
+            return
+        if len(recorded.outputs) < len(batch.parts):
+            return  # there are none of micro-batches in which nothing counts
+        try:
+            check_samples(recorded.outputs, [batch_size(part) for part, _ in batch.parts])
+            output = merge(recorded.outputs)
+        except BatchError:
+            return
+        with torch.no_grad(), self._plainly():
+            whole = self._loss(output, self._placed(batch.targets))
+        self._add_whole_loss(batch, whole, mean)
+
+    def _compare_gradients(self) -> None:
+        replicas = self._world.replicas
+        names = [name for name, p in self._net.named_parameters() if p.requires_grad]
+        if replicas > 1:
+            for parameter in self._net.parameters():
+                if parameter.requires_grad:
+                    own = parameter.grad
+                    own = torch.zeros_like(parameter) if own is None else own
+                    # every process of a replica has all its gradients
+                    parameter.grad = self._world.sum(own) / self._world.size
+            terms = torch.tensor([self._terms.get(name, 0.0) for name in names])
+            if len(terms):
+                sums = self._world.sum(terms.to(self._world.wire_device)) / self._world.size
+                self._terms = dict(zip(names, sums.tolist(), strict=True))
+        theirs = {name: p.grad for name, p in self._net.named_parameters()}
+        least = 0.0
+        if self._model.options.compile or self._device.type != "cpu":
+            least = _SMALL * max(self._terms.values(), default=0.0)
+        for name, parameter in self._model.named_parameters():
+            mine = parameter.grad
+            if mine is None and replicas > 1:
+                mine = torch.zeros_like(parameter)  # used by no replica
+            scale = max(least, self._terms.get(name, 0.0))
+            self._add("gradient", name, mine, theirs.get(name), scale)
+
+    @torch.no_grad()
+    def _evaluate(self, batch: _Batch) -> None:
+        name, weights = batch.name, batch.weights
+        model = self._model
+        model.sync_buffers()
+        if self._world.replicas > 1 and model.options.broadcast_buffers:
+            for buffer in self._net.buffers():
+                self._world.broadcast_tensor(buffer)
+        self._set_modes(training=False)
+        mine, plain = _Recorded(self._loss), _Recorded(self._loss)
+        with self._shared_state_undone(), self._seeds(len(batch.parts)) as seeds:
+            model.map_outputs(batch.inputs, batch.targets, mine)
+        for (part, target), draws in zip(batch.parts, seeds, strict=True):
+            with self._plainly(draws):
+                plain(self._forward(part), target)
+        if not model.owns_output:
+            return
+        for number, own in enumerate(mine.outputs):
+            where = f"{name}, micro-batch {number}"
+            self._add("output in evaluation", where, own, plain.outputs[number])
+            if weights.factors[number]:  # else it is the mean of nothing
+                own_loss = mine.losses[number]
+                self._add("loss in evaluation", where, own_loss, plain.losses[number])
+        values = [
+            value if factor else torch.zeros_like(value)
+            for value, factor in zip(mine.losses, weights.factors, strict=True)
+        ]
+        # a forward that draws, or goes on from the one before, gives a whole batch other outputs
+        if any(seeds) or not self._repeats_itself(batch.parts[0][0], plain.outputs[0]):
+            self._compare_whole_loss(batch, mine, weights.mean(values))
+        elif len(batch.parts) > 1:
+            state = PythonState(self._net, self._loss.function)
+            with self._plainly():
+                output = self._forward(uncut(self._placed(batch.inputs)))
+                whole = self._loss(output, uncut(self._placed(batch.targets)))
+            state.restore()
+            self._add_whole_loss(batch, whole, weights.mean(values))
+
+    def _repeats_itself(self, part: Any, output: Any) -> bool:
+        """Returns whether the unsplit module still gives `output` for a micro-batch."""
+        state = PythonState(self._net)
+        with self._plainly():
+            again = self._forward(part)
+        state.restore()
+        return not difference(again, output)
+
+    def _add_whole_loss(self, batch: _Batch, whole: Tensor, mean: Tensor) -> None:
+        if self._loss.is_sum:
+            whole = whole / max(batch.weights.count, 1)
+        where = f"{batch.name}: {float(whole):.7g}, and {float(mean):.7g} by micro-batches"
+        self._add(WHOLE_BATCH, where, mean, whole.to(mean.dtype))
+
+    def _first_layer(self, inputs: Any, parts: Sequence[Any]) -> str | None:
+        """Returns the first layer whose output differs, in evaluation or else in training."""
+        for training in (False, True):
+            self._set_modes(training)
+            mine, theirs = Calls(), Calls()
+            net, traced = self._model.net, self._model.pipeline.traced_names
+            watched = [(name, m) for name, m in net.named_modules() if name and name not in traced]
+            plain = [(name, m) for name, m in self._net.named_modules() if name]
+            with (
+                torch.no_grad(),
+                self._shared_state_undone(),
+                self._seeds(len(parts)) as seeds,
+                mine.watching(watched),
+            ):
+                self._model.map_outputs(inputs, None, lambda output, _: None)
+            with torch.no_grad(), theirs.watching(plain):
+                for part, own_seeds in zip(parts, seeds, strict=True):
+                    with self._plainly(own_seeds):
+                        self._forward(part)
+            differing = [
+                (place, name)
+                for place, (name, outputs) in enumerate(theirs.outputs.items())
+                if len(mine.outputs.get(name, ())) == len(outputs)
+                and difference(mine.outputs[name], outputs) > self._tolerance
+            ]
+            found = self._world.gather(min(differing, default=None))
+            if first := min((one for one in found if one is not None), default=None):
+                return first[1]
+        return None
+
+    @contextmanager
+    def _shared_state_undone(self) -> Iterator[None]:
+        """Puts back what a run of the stages changes and the unsplit module sees too.
+
+        That is in closures and globals of both, such as a counter in a hook.
+        """
+        state = PythonState(self._net, self._loss.function, without=self._model.net)
+        yield
+        state.restore()
+
+    @contextmanager
+    def _plainly(self, seeds: Sequence[int] = (), autocast: bool = True) -> Iterator[None]:
+        """Runs the unsplit module in the block as stages run: their threads, autocast and draws."""
+        threads, lanes = torch.get_num_threads(), len(self._world.devices)
+        torch.set_num_threads(threads_per_lane(lanes))  # it decides how a kernel adds up
+        draws = ReplayedDraws(seeds)
+        try:
+            with (
+                self._model.autocast() if autocast else nullcontext(),
+                draws if seeds else nullcontext(),
+            ):
+                yield
+        except Exception as error:
+            error.add_note("in the unsplit module, which the stages are compared with")
+            raise
+        finally:
+            torch.set_num_threads(threads)
+        if draws.left:
+            raise UserError(
+                f"the unsplit module draws {len(draws.left)} times fewer than its stages"
+            )
+
+    @contextmanager
+    def _seeds(self, microbatches: int) -> Iterator[list[Sequence[int]]]:
+        """Gives, when the block has run a step, the seeds of the draws of each micro-batch."""
+        rng, seeds = self._model.rng, list[Sequence[int]]()
+        step = rng.step
+        yield seeds
+        counts = dict(self._model.pipeline.gather(list(rng.counts.items())))
+        seeds += [rng.seeds_in_order(counts, number, step) for number in range(microbatches)]
+
+    def _forward(self, part: Any) -> Any:
+        signature, values = CallSignature.of_inputs(self._net, part)
+        args, kwargs = signature.split(values)
+        return self._net(*args, **kwargs)
+
+    def _placed(self, values: Any) -> Any:
+        # copies: a layer may work in place
+        return tree_map_only(Tensor, lambda t: put(t, self._device).clone(), values)
+
+    def _set_modes(self, training: bool) -> None:
+        """Sets both to training or evaluation, but for what the user keeps in evaluation."""
+        if self._model.training is not training:
+            self._model.train(training)
+        modes = {name: module.training for name, module in self._model.named_modules()}
+        for name, module in self._net.named_modules():
+            module.training = modes.get(name, training)
+
+    def _take_buffers(self) -> None:
+        """Gives the unsplit module the buffers of the stages."""
+        buffers = [(name, buffer.cpu()) for name, buffer in self._model.named_buffers()]
+        for name, buffer in self._model.pipeline.gather(buffers):
+            self._net.get_buffer(name).copy_(buffer)
+
+    @property
+    def _differs(self) -> bool:
+        return any(difference > self._tolerance for _, _, difference in self._compared)
+
+    def _add(self, kind: str, name: str, mine: Any, theirs: Any, scale: float = 0.0) -> None:
+        if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+            theirs = put(theirs, mine.device)
+        self._compared.append((kind, name, difference(mine, theirs, scale)))
+
+
+def _copied(net: nn.Module) -> nn.Module:
+    try:
+        return copy_modules(net)
+    except Exception as error:
+        raise ConfigError(
+            f"{type(net).__name__} cannot be copied ({error}): pass reference=, the module before "
+            f"it was wrapped"
+        ) from error
