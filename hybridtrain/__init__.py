@@ -50,7 +50,7 @@ _MODULE_OF = {
     "EvalLoader": "hybridtrain.data.loader",
     "Loader": "hybridtrain.data.loader",
     "Session": "hybridtrain.loop.session",
-    "Cluster": "hybridtrain.partition.machine",
+    "Cluster": "hybridtrain.partition.stage_owners",
     "HybridModel": "hybridtrain.model",
     "OptimizerStep": "hybridtrain.step",
     "PipelineOptions": "hybridtrain.options",

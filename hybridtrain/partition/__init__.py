@@ -7,7 +7,7 @@ estimates      the same by FLOPs and bytes, without running a kernel
 cost_table     the costs of layers for any number of samples in a micro-batch
 objective      the cost of a stage, and the exact best cut
 manual_split   cuts by counts, names and patterns; `with partition(i):`
-machine        the hardware, and the devices that a replica is spread over
+stage_owners   the devices that a replica is spread over, and the processes that own them
 """
 
 from hybridtrain.partition.cost_table import (
@@ -20,7 +20,6 @@ from hybridtrain.partition.cost_table import (
     measured_costs,
 )
 from hybridtrain.partition.costs import LayerCost, LayerSize, layer_sizes
-from hybridtrain.partition.machine import GIB, Cluster, Machine, host_memory
 from hybridtrain.partition.manual_split import partition, set_partition
 from hybridtrain.partition.objective import Objective, cut_by_costs, needs_costs, stage_costs
 from hybridtrain.partition.plan import Plan, StagePlan, table
@@ -32,16 +31,15 @@ from hybridtrain.partition.planner import (
     balance_by_time,
     plan,
 )
+from hybridtrain.partition.stage_owners import Cluster
 
 __all__ = [
     "COST_SOURCES",
-    "GIB",
     "Cluster",
     "CostTable",
     "LayerCost",
     "LayerSize",
     "LossOfStep",
-    "Machine",
     "Objective",
     "Plan",
     "PlannedLayers",
@@ -54,7 +52,6 @@ __all__ = [
     "counted_costs_of_one_size",
     "cut_by_costs",
     "given_costs",
-    "host_memory",
     "layer_sizes",
     "measured_costs",
     "needs_costs",

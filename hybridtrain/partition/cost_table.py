@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from hybridtrain._base.hardware import Machine
 from hybridtrain._base.microbatch import batch_size
 from hybridtrain._base.microbatch import split as split_batch
 from hybridtrain._base.precision import autocast
@@ -22,7 +23,6 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.graph import Chain, Layer
 from hybridtrain.partition.costs import LayerCost, LayerProfiler, LayerSize, layer_sizes
 from hybridtrain.partition.estimates import CountedLayer, Rates, Work, count_chain
-from hybridtrain.partition.machine import Machine
 
 Facts = TypeVar("Facts", LayerCost, Work)
 

@@ -21,6 +21,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from hybridtrain._base.hardware import Machine
 from hybridtrain._base.tensors import byte_size, count_saved, storage_id
 from hybridtrain._base.torch_private import FakeTensorMode, TorchDispatchMode, adds_up_gradients
 from hybridtrain.errors import SplitError
@@ -36,7 +37,6 @@ from hybridtrain.partition.costs import (
     tensors_of,
     undisturbed,
 )
-from hybridtrain.partition.machine import Machine
 
 # About a data-center GPU, as training reaches it. Only the ratio matters for where a model is cut.
 FLOPS_PER_S = 100e12

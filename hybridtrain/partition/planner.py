@@ -32,7 +32,6 @@ from hybridtrain.graph import (
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partition.costs import LayerCost, LayerProfiler, count
 from hybridtrain.partition.estimates import estimate_costs
-from hybridtrain.partition.machine import Cluster
 from hybridtrain.partition.manual_split import (
     counts_by_marks,
     marked_stage,
@@ -48,6 +47,7 @@ from hybridtrain.partition.objective import (
     stage_tables,
 )
 from hybridtrain.partition.plan import Plan, StagePlan, counts_for
+from hybridtrain.partition.stage_owners import Cluster
 from hybridtrain.schedule import make_schedule, peak_in_flight
 
 log = logging.getLogger("hybridtrain")

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hybridtrain._base.hardware import Machine
 from hybridtrain._base.text_table import counted, with_unit
-from hybridtrain.partition import CostTable, Machine
+from hybridtrain.partition import CostTable
 from hybridtrain.price.layout import Job, divisors
 from hybridtrain.price.stage_needs import most_temporary
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from hybridtrain._base.hardware import Machine
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import SHARD_MODES
-from hybridtrain.partition import Machine
 from hybridtrain.schedule import (
     SCHEDULES,
     STAGES_PER_DEVICE,

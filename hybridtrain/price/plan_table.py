@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybridtrain._base.hardware import GIB, Machine
 from hybridtrain._base.text_table import counted, text_table, with_unit
 from hybridtrain.errors import ConfigError, check_choice
 from hybridtrain.graph import ChainBuilder
 from hybridtrain.partition import (
     COST_SOURCES,
-    GIB,
     Cluster,
     CostTable,
     LossOfStep,
-    Machine,
     Plan,
     StagePlan,
     counted_costs,

@@ -33,16 +33,15 @@ from itertools import count as counter
 from math import comb, lcm
 from typing import Any, NamedTuple
 
+from hybridtrain._base.hardware import GIB, Machine
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer
 from hybridtrain.options import PRECISIONS, PipelineOptions
 from hybridtrain.partition import (
-    GIB,
     CostTable,
     LayerCost,
     LayerSize,
     LossOfStep,
-    Machine,
     Objective,
     counted_costs_of_one_size,
     cut_by_costs,

@@ -8,7 +8,12 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from hybridtrain.partition import CostTable, LayerCost, LayerSize, Machine
+from hybridtrain._base.hardware import Machine
+from hybridtrain.partition import (
+    CostTable,
+    LayerCost,
+    LayerSize,
+)
 from hybridtrain.price.layout import Job, Layout
 from hybridtrain.schedule import Durations, make_schedule, peak_in_flight, peak_waiting
 

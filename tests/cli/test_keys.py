@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hybridtrain._base.hardware import Machine
 from hybridtrain.cli.config.compose import compose_settings
 from hybridtrain.cli.config.resolve import settle
 from hybridtrain.cli.config.schema import (
@@ -25,7 +26,6 @@ from hybridtrain.cli.run.directory import RunLog
 from hybridtrain.data.fetch import worker_hangs
 from hybridtrain.errors import DataError, SplitError, WorldError
 from hybridtrain.options import PipelineOptions, TrainerOptions
-from hybridtrain.partition import Machine
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from hybridtrain._base.hardware import Machine
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.models import gpt
-from hybridtrain.partition import LayerCost, Machine, cost_table
+from hybridtrain.partition import (
+    LayerCost,
+    cost_table,
+)
 from hybridtrain.partition.cost_table import measured_costs
 from hybridtrain.partition.costs import LayerProfiler
 from hybridtrain.price.layout import Choices, Job

@@ -13,12 +13,13 @@ from torch.utils.data import Dataset, IterableDataset
 from torchvision.models import resnet50
 
 from hybridtrain._base.construction import construct_on_meta
+from hybridtrain._base.hardware import GIB, Machine
 from hybridtrain.data import largest_batch
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph import ChainBuilder
 from hybridtrain.loss import cross_entropy
 from hybridtrain.models import gpt
-from hybridtrain.partition import GIB, LossOfStep, Machine
+from hybridtrain.partition import LossOfStep
 from hybridtrain.partition.cost_table import (
     count_layers,
     counted_costs,

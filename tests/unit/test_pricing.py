@@ -10,12 +10,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hybridtrain._base.hardware import Machine
 from hybridtrain.cli.config.schema import ClusterConfig
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partition import Cluster, LayerCost, Machine, Plan, plan
+from hybridtrain.partition import (
+    Cluster,
+    LayerCost,
+    Plan,
+    plan,
+)
 from hybridtrain.partition.cost_table import counted_costs, given_costs
 from hybridtrain.partition.costs import LayerSize
 from hybridtrain.partition.estimates import count_chain

@@ -14,6 +14,7 @@ from PIL import Image
 
 from hybridtrain._base.devices import choose_devices
 from hybridtrain._base.files import atomic_file
+from hybridtrain._base.hardware import Machine
 from hybridtrain.cli.config.compose import given_keys, hydra_quoted, with_later
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import AUTO, Config
@@ -30,7 +31,11 @@ from hybridtrain.cli.run.pricing import (
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.launch import detect
 from hybridtrain.observe import NodesPoint, draw_plan, in_ms
-from hybridtrain.partition import Cluster, Machine, Plan, Planner
+from hybridtrain.partition import (
+    Cluster,
+    Plan,
+    Planner,
+)
 from hybridtrain.pipeline import plan_without_values
 from hybridtrain.price import Choices, Layout, PricedPlans, find_layouts, find_plans
 from hybridtrain.world import World

@@ -27,6 +27,7 @@ from functools import cache
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
 
+from hybridtrain._base.hardware import Machine
 from hybridtrain.errors import (
     QUOTE_OR_ARGUMENT,
     ConfigError,
@@ -41,7 +42,6 @@ from hybridtrain.options import (
     TrainerOptions,
     check_batch_size,
 )
-from hybridtrain.partition import Machine
 
 LOADER_OPTIONS = tuple(each.name for each in fields(LoaderOptions) if each.name != "collate")
 """The keys of `data` that are fields of `LoaderOptions`."""

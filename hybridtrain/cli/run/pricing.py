@@ -29,6 +29,7 @@ from torch import nn
 
 from hybridtrain._base.construction import construct_on_meta, default_generators, rewind
 from hybridtrain._base.files import write_atomically
+from hybridtrain._base.hardware import GIB, Machine, host_memory
 from hybridtrain._base.microbatch import batch_size, chunk_sizes
 from hybridtrain._base.microbatch import split as split_batch
 from hybridtrain._base.text_table import counted, with_unit
@@ -59,15 +60,12 @@ from hybridtrain.loop import Callback, Mfu
 from hybridtrain.loss import LossFn, resolve
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partition import (
-    GIB,
     CostTable,
     LayerCost,
     LossOfStep,
-    Machine,
     Plan,
     Planner,
     count_layers,
-    host_memory,
 )
 from hybridtrain.pipeline import checkpoint_policy
 from hybridtrain.price import (

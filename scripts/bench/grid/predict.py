@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hybridtrain._base.construction import construct_on_meta
+from hybridtrain._base.hardware import GIB, Machine
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.config.schema import Config
@@ -17,7 +18,7 @@ from hybridtrain.cli.run.components import optimizer_tensors_per_param
 from hybridtrain.cli.run.pricing import machine_of
 from hybridtrain.data.stream import example_batch
 from hybridtrain.graph.chain import ChainBuilder
-from hybridtrain.partition import GIB, LayerCost, Machine
+from hybridtrain.partition import LayerCost
 from hybridtrain.partition.cost_table import (
     CostTable,
     counted_costs,

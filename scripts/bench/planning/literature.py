@@ -18,12 +18,16 @@ import transformers
 from torch import nn
 
 from hybridtrain._base.construction import construct_on_meta
+from hybridtrain._base.hardware import Machine
 from hybridtrain._base.text_table import markdown_table
 from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.run.pricing import machine_of
 from hybridtrain.loss import cross_entropy
 from hybridtrain.models import gpt
-from hybridtrain.partition import CostTable, LossOfStep, Machine
+from hybridtrain.partition import (
+    CostTable,
+    LossOfStep,
+)
 from hybridtrain.price import Job, Layout, fully_sharded, model_costs
 from hybridtrain.price.price import price
 

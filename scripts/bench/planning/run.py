@@ -23,13 +23,14 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torchvision.models import resnet18
 
+from hybridtrain._base.hardware import Machine
 from hybridtrain._base.precision import autocast
 from hybridtrain.cli.run.pricing import measured as measured_rates
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.loss import cross_entropy
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
-from hybridtrain.partition import LayerCost, Machine
+from hybridtrain.partition import LayerCost
 from hybridtrain.partition.cost_table import (
     LossOfStep,
     count_layers,
