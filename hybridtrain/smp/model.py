@@ -341,7 +341,7 @@ class DistributedModel(nn.Module):
         """The module, which is also found as `model.module.module`: smp has DDP in between."""
         return _InDDP(self.net)
 
-    # --- parameters and state
+    # --- parameters
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
         """Returns the parameters; once the model is divided those of this process's stages."""
@@ -390,6 +390,38 @@ class DistributedModel(nn.Module):
         hybrid = self.partitioned_hybrid()
         own = {id(m) for stage in hybrid.stages for m in stage.module.modules()}
         return ((name, m) for name, m in self.net.named_modules() if id(m) in own)
+
+    # --- tensor parallelism, whose degree is 1
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """Returns an iterator over the tensor-parallel modules: there are none."""
+        return iter(())
+
+    def is_distributed_parameter(self, param: Parameter) -> bool:
+        """Returns False: no parameter is divided over tensor-parallel ranks."""
+        return False
+
+    def is_distributed_buffer(self, buf: Tensor) -> bool:
+        """Returns False: no buffer is divided over tensor-parallel ranks."""
+        return False
+
+    def is_scaled_batch_parameter(self, param: Parameter) -> bool:
+        """Returns False: each parameter sees the batch of one replica alone."""
+        return False
+
+    def is_scaled_batch_buffer(self, buf: Tensor) -> bool:
+        """Returns False: each buffer sees the batch of one replica alone."""
+        return False
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Returns the parameters that are averaged over `DP_GROUP`: all of this process."""
+        return self.local_named_parameters()
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Returns an iterator over the parameters averaged over `RDP_GROUP` alone: none."""
+        return iter(())
+
+    # --- state
 
     @in_smp_words()
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
