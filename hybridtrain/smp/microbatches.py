@@ -69,7 +69,7 @@ class ArgumentCutter:
 
     @property
     def first_parameter(self) -> str | None:
-        """The name of the first parameter of the function."""
+        """The name of the function's first parameter; None if it has no parameter."""
         return next(iter(self._signature.parameters), None)
 
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int) -> CutArguments:

@@ -110,10 +110,10 @@ class _Step:
         self._is_checked = self._follows_first = False
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Binds the step where it is a method, with `self` as its first parameter.
+        """Binds the step to `instance` if its first parameter is `self`.
 
-        In smp a step is not a descriptor, and AWS's trainers call `self.train_step(model, ...)` for
-        a function in a class body that takes the model first.
+        Steps of smp are never bound. AWS's trainers define a step that takes the model first in a
+        class body, and call it as `self.train_step(model, ...)`.
         """
         if instance is None or self._cutter.first_parameter != "self":
             return self
