@@ -233,6 +233,18 @@ def _(world):
     check_gradients(script, net)
 
 
+@cells.add("the gradient of a step's input is that of the mean over the micro-batches")
+def _(world):
+    for config in (PIPELINE, LOCAL):
+        script = begin(config)
+        x = script.x.requires_grad_()
+        train_step(script.model, x, script.y)
+        expected = x.detach().clone().requires_grad_()
+        plain_step(build(), [(expected, script.y)])
+        has_inputs = config is LOCAL or world.rank == 0  # of the first stage's process alone
+        assert torch.equal(x.grad, expected.grad) if has_inputs else x.grad is None
+
+
 @cells.add("gradients are accumulated without averaging: backward_passes_per_step and no_sync")
 def _(world):
     for use in ("passes", "no_sync"):
@@ -1173,7 +1185,7 @@ def _(world):
     for part, index in ((net[0], 0), (net[2], 0), (net[4], 1), (net[5], 1), (net[7], 1)):
         smp.set_partition(part, index)
     script = begin({**PIPELINE, "auto_partition": False, "default_partition": 0}, net=net)
-    said = r"'6' is to be on partition 0 but .*: it calls the module of '2' again, so put all layers"
+    said = r"'6' is to be on partition 0 but .*: it calls the module of '2' again, so put all"
     with pytest.raises((SplitError, UserError), match=said):
         train_step(script.model, script.x, script.y)
     script = begin()
