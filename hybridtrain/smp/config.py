@@ -172,10 +172,10 @@ OWN_KEYS = ("engine", "devices", "timeout_s", "stall_s", "trust_pickles")
 
 
 def parse(given: Mapping[str, Any]) -> SmpConfig:
-    """Returns the configuration in the dictionary `parameters` of smp 1.x.
+    """Checks the dictionary `parameters` of smp 1.x and returns it as a configuration.
 
     Raises:
-        ConfigError: a key is unknown or refused, or a value is wrong; the message names it.
+        ConfigError: a key is unknown or refused, or a value is wrong; the message names the key.
     """
     values = dict(given)
     if "partitions" in values:
@@ -207,7 +207,7 @@ def parse(given: Mapping[str, Any]) -> SmpConfig:
 
 
 def parameters_of(distribution: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the dictionary `parameters` of an estimator's `distribution`, or of one alone.
+    """Returns the dictionary `parameters` of an estimator's `distribution`, or such a dictionary.
 
     Raises:
         ConfigError: model parallelism is not enabled in it.
@@ -235,7 +235,7 @@ def _dictionary(value: object, name: str) -> Mapping[str, Any]:
 
 
 def read(text: str) -> Mapping[str, Any]:
-    """Returns the parameters in `text`: JSON, or the path of a file of it.
+    """Reads the parameters from `text`: JSON, or the path of a JSON file.
 
     Raises:
         ConfigError: there is no such file, or it is not JSON.
@@ -260,15 +260,15 @@ _MPI = "MPI is not used: torchrun starts the processes"
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """The start of a script: processes, variables and the library's configuration.
+    """The launch of a script: processes, environment variables and the configuration of smp.
 
     Attributes:
-        config: of the library.
-        parameters: of the library, as `smp.init` takes them.
-        nodes: how many.
-        processes_per_node: on each of them.
+        config: the checked configuration.
+        parameters: the dictionary for `smp.init`.
+        nodes: the number of nodes.
+        processes_per_node: the number of processes on each node.
         environment: variables for all processes.
-        notes: the keys without a meaning here, with the reason.
+        notes: the keys that have no effect here, each with the reason.
     """
 
     config: SmpConfig
@@ -287,7 +287,7 @@ class LaunchConfig:
         return self.nodes * self.processes_per_node // per_replica
 
     def command(self, script: str = "train.py") -> str:
-        """Returns what to type on each node."""
+        """Returns the command to run on each node."""
         variables = {ENVIRONMENT: json.dumps(self.parameters, sort_keys=True), **self.environment}
         words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
         words.append("torchrun")
@@ -303,14 +303,14 @@ class LaunchConfig:
 def config_from_distribution(
     distribution: Mapping[str, Any], instance_count: int = 1
 ) -> LaunchConfig:
-    """Returns how a script with this `distribution` of an estimator is started here.
+    """Converts an estimator's `distribution` to a launch with torchrun.
 
     Args:
         distribution: the dictionary `{"smdistributed": {...}, "mpi": {...}}`.
-        instance_count: of the estimator: the number of nodes.
+        instance_count: the number of nodes, as in the estimator.
 
     Raises:
-        ConfigError: a key is unknown or refused, or the numbers do not fit together.
+        ConfigError: a key is unknown or refused, or the numbers of processes do not match.
     """
     for key in distribution:
         if key not in ("smdistributed", "mpi", "torch_distributed", "instance_count"):
