@@ -224,7 +224,7 @@ def test_messages_of_the_library_have_the_words_of_smp_and_keep_what_is_quoted()
     )
     expected = (
         "partition 1 of 'stages.0' in microbatch 3: lower microbatches= or "
-        "pipeline_parallel_degree=, set pipeline=interleaved or hybridtrain._base.precision=bf16; "
+        "pipeline_parallel_degree=, set pipeline=interleaved or hybridtrain.precision=bf16; "
         "samples are smp.dp_rank() of smp.dp_size(), as x.chunks=1 'chunks=2'"
     )
     assert smp_words(said) == expected
