@@ -369,10 +369,15 @@ def _counts_of(layers: Sequence[Layer], assigned: Sequence[int], stages: int) ->
         _check_stage(f"layer {layer.name!r} is to be on stage {stage}", stage, stages)
     for (before, earlier), (layer, stage) in pairwise(zip(layers, assigned, strict=True)):
         if stage < earlier:
+            first = next(one.name for one in layers if one.module is layer.module)
+            remedy = f"stages run in order, so put {layer.name!r} on a later one or "
+            remedy += f"{before.name!r} on an earlier one"
+            if first != layer.name:
+                remedy = f"it calls the module of {first!r} again, so put all layers between the "
+                remedy += "two calls on one stage"
             raise SplitError(
                 f"layer {layer.name!r} is to be on stage {stage} but runs after {before.name!r} "
-                f"on stage {earlier}: stages run in order, so put {layer.name!r} on a later "
-                f"one or {before.name!r} on an earlier one"
+                f"on stage {earlier}: {remedy}"
             )
     counts = [assigned.count(stage) for stage in range(stages)]
     if 0 in counts:

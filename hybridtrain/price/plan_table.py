@@ -24,15 +24,19 @@ from hybridtrain.partition import (
     counted_costs,
     measured_costs,
 )
-from hybridtrain.price.fully_sharded import fully_sharded
+from hybridtrain.price.fully_sharded import FullySharded, fully_sharded
 from hybridtrain.price.layout import Choices, Job
-from hybridtrain.price.price import Price, find_layouts
+from hybridtrain.price.price import ALIKE, Price, find_layouts
 from hybridtrain.price.stage_needs import planned_costs, stage_times
 from hybridtrain.schedule import Span, Spans, make_schedule, placement_of
 
 # Models of so many parameters are trained with tensor parallelism elsewhere.
 _LARGE = 10e9
 _VERY_LARGE = 30e9
+
+# On more devices, published steps with fully sharded data parallelism took 2 to 4 times as long as
+# predicted (docs/published-runs.md).
+_MOST_SHARDED = 512
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,35 @@ class PricedPlans:
             )
         return "\n".join(text_table(lines, right_aligned=8))
 
+    @property
+    def fully_sharded(self) -> FullySharded | None:
+        """The price of a step with FSDP2; None: it does not fit, or the batch cannot be divided."""
+        return fully_sharded(self.table, self.machine, self.job, 4 if "32" in self.rate else 2)
+
+    @property
+    def advises_fsdp2(self) -> bool:
+        """True if FSDP2 is faster than the first plan by more than counts as equal.
+
+        False on more devices than the price of FSDP2 holds for.
+        """
+        sharded = self.fully_sharded
+        return (
+            sharded is not None
+            and 1 < self.machine.devices <= _MOST_SHARDED
+            and self.prices[0].step_ms > ALIKE * sharded.step_ms
+        )
+
+    def _fsdp2_in_words(self) -> str:
+        sharded = self.fully_sharded
+        if sharded is None:
+            return "does not fit, or the devices do not divide the batch"
+        if self.machine.devices > _MOST_SHARDED:
+            return f"{sharded}; above {_MOST_SHARDED} GPUs published runs took 2 to 4 times as long"
+        if self.advises_fsdp2:
+            less = 1 - sharded.step_ms / self.prices[0].step_ms
+            return f"{sharded}; {less:.0%} less than this plan, so take it"
+        return str(sharded)
+
     def answer(self, steps: int | None = None) -> str:
         """Returns the first plan as an answer: how fast, how much memory, how long, what it costs.
 
@@ -118,9 +151,7 @@ class PricedPlans:
                 told += f", {cost:,.2f} at {machine.price_per_gpu_hour:g} an hour"
             lines.append(("run", told))
         if layout.replicas * layout.nb_part > 1:
-            beside = fully_sharded(self.table, machine, job, 4 if "32" in self.rate else 2)
-            said = str(beside) if beside else "does not fit, or the devices do not divide the batch"
-            lines.append(("FSDP2", f"{said}; not run by this project"))
+            lines.append(("FSDP2", f"{self._fsdp2_in_words()}; not run by this project"))
         parameters = sum(size.parameters for size in self.table.sizes)
         if parameters > _LARGE:
             without = "tensor parallelism, which this project does not have"

@@ -1,7 +1,7 @@
 """The configuration of smp 1.x: the dictionary `parameters` of an estimator's `distribution`.
 
-Every key of smp 1.x is known here, once: what it means, or why it has no meaning. The rest of a
-`distribution` becomes a torchrun line (`config_from_distribution`).
+Each key of smp 1.x is listed here once, with its meaning or the reason why it has none.
+`config_from_distribution` turns the rest of a `distribution` into a torchrun command.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ OWN_KEY = "hybridtrain"
 
 SCHEDULES = {"interleaved": "1f1b", "simple": "gpipe"}
 
+_OF_TENSOR_PARALLELISM = "it applies to tensor-parallel layers, and the degree is 1"
+
 NO_MEANING = {
-    "optimize": "it concerns tensor parallelism, and the default of memory_weight",
-    "deterministic_server": "the order of execution is always that of the schedule",
-    "skip_tracing": "a model is traced without being run",
-    "fp16_params": "parameters are fp32 masters; fp16 computes in fp16",
-    "prescaled_batch": "it concerns tensor parallelism",
-    "contiguous": "it is of TensorFlow; stages are always contiguous",
-    "ddp": "replicas are always averaged by DistributedDataParallel",
+    "optimize": "it applies to tensor parallelism; here it only sets the default of memory_weight",
+    "deterministic_server": "the schedule always decides the order of execution",
+    "skip_tracing": "the model is traced without being run",
+    "fp16_params": "parameters are fp32; fp16=true runs the forward in fp16",
+    "prescaled_batch": _OF_TENSOR_PARALLELISM,
+    "contiguous": "it applies to TensorFlow; stages are always contiguous",
+    "ddp": "DistributedDataParallel always averages the gradients of the replicas",
     "ddp_port": "torchrun chooses the port",
-    "activation_loading_horizon": "it belongs to offload_activations",
-    "delayed_parameter_initialization": "parameters are initialised when they are made",
-    "task_level_active_microbatches": "active_microbatches holds for each device",
-    "static_mode": "the order of execution is always that of the schedule",
-    "fast_mode": "values already go from stage to stage directly",
-    "checkpoint_attentions": "it concerns the layers of tensor parallelism",
-    "_match_weights": "it concerns the layers of tensor parallelism",
-    "_fp32_grad_accumulation": "gradients are fp32",
-    "tensor_parallel_seed": "it concerns the layers of tensor parallelism",
+    "activation_loading_horizon": "it applies to offload_activations, which is not supported",
+    "delayed_parameter_initialization": "parameters are initialized when they are created",
+    "task_level_active_microbatches": "active_microbatches applies to each device",
+    "static_mode": "the schedule always decides the order of execution",
+    "fast_mode": "stages always send their outputs directly to the next stage",
+    "checkpoint_attentions": _OF_TENSOR_PARALLELISM,
+    "_match_weights": _OF_TENSOR_PARALLELISM,
+    "_fp32_grad_accumulation": "gradients are always fp32",
+    "tensor_parallel_seed": _OF_TENSOR_PARALLELISM,
     **dict.fromkeys(
         [
             "sdp_reduce_bucket_size",
@@ -50,18 +52,18 @@ NO_MEANING = {
             "sdp_hierarchical_allgather",
             "sdp_gradient_clipping",
         ],
-        "it concerns sharded data parallelism, whose degree is 1",
+        "it applies to sharded data parallelism, and the degree is 1",
     ),
 }
-"""Keys that are accepted and change nothing, with the reason."""
+"""Keys that are accepted without effect, with the reason."""
 
 REFUSED = {
     "tensor_parallel_degree": "tensor parallelism is not supported: leave it at 1",
     "sharded_data_parallel_degree": "sharded data parallelism is not supported: leave it at 1, and "
-    "use shard_optimizer_state to divide the optimizer's state over the replicas",
+    "use shard_optimizer_state to shard the optimizer's state over the replicas",
     "offload_activations": "offloading activations is not supported: use activation checkpointing",
-    "horovod": "Horovod is not supported: replicas are averaged by DistributedDataParallel",
-    "_shard_offloaded_activations": "it belongs to tensor parallelism, which is not supported",
+    "horovod": "Horovod is not supported: DistributedDataParallel averages gradients of replicas",
+    "_shard_offloaded_activations": "it applies to tensor parallelism, which is not supported",
 }
 """Keys that are refused unless they have their default, with what to do."""
 
@@ -170,10 +172,10 @@ OWN_KEYS = ("engine", "devices", "timeout_s", "stall_s", "trust_pickles")
 
 
 def parse(given: Mapping[str, Any]) -> SmpConfig:
-    """Returns the configuration in the dictionary `parameters` of smp 1.x.
+    """Checks the dictionary `parameters` of smp 1.x and returns it as a configuration.
 
     Raises:
-        ConfigError: a key is unknown or refused, or a value is wrong; the message names it.
+        ConfigError: a key is unknown or refused, or a value is wrong; the message names the key.
     """
     values = dict(given)
     if "partitions" in values:
@@ -205,7 +207,7 @@ def parse(given: Mapping[str, Any]) -> SmpConfig:
 
 
 def parameters_of(distribution: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the dictionary `parameters` of an estimator's `distribution`, or of one alone.
+    """Returns the dictionary `parameters` of an estimator's `distribution`, or such a dictionary.
 
     Raises:
         ConfigError: model parallelism is not enabled in it.
@@ -233,7 +235,7 @@ def _dictionary(value: object, name: str) -> Mapping[str, Any]:
 
 
 def read(text: str) -> Mapping[str, Any]:
-    """Returns the parameters in `text`: JSON, or the path of a file of it.
+    """Reads the parameters from `text`: JSON, or the path of a JSON file.
 
     Raises:
         ConfigError: there is no such file, or it is not JSON.
@@ -258,15 +260,15 @@ _MPI = "MPI is not used: torchrun starts the processes"
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """The start of a script: processes, variables and the library's configuration.
+    """The launch of a script: processes, environment variables and the configuration of smp.
 
     Attributes:
-        config: of the library.
-        parameters: of the library, as `smp.init` takes them.
-        nodes: how many.
-        processes_per_node: on each of them.
+        config: the checked configuration.
+        parameters: the dictionary for `smp.init`.
+        nodes: the number of nodes.
+        processes_per_node: the number of processes on each node.
         environment: variables for all processes.
-        notes: the keys without a meaning here, with the reason.
+        notes: the keys that have no effect here, each with the reason.
     """
 
     config: SmpConfig
@@ -285,7 +287,7 @@ class LaunchConfig:
         return self.nodes * self.processes_per_node // per_replica
 
     def command(self, script: str = "train.py") -> str:
-        """Returns what to type on each node."""
+        """Returns the command to run on each node."""
         variables = {ENVIRONMENT: json.dumps(self.parameters, sort_keys=True), **self.environment}
         words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
         words.append("torchrun")
@@ -301,14 +303,14 @@ class LaunchConfig:
 def config_from_distribution(
     distribution: Mapping[str, Any], instance_count: int = 1
 ) -> LaunchConfig:
-    """Returns how a script with this `distribution` of an estimator is started here.
+    """Converts an estimator's `distribution` to a launch with torchrun.
 
     Args:
         distribution: the dictionary `{"smdistributed": {...}, "mpi": {...}}`.
-        instance_count: of the estimator: the number of nodes.
+        instance_count: the number of nodes, as in the estimator.
 
     Raises:
-        ConfigError: a key is unknown or refused, or the numbers do not fit together.
+        ConfigError: a key is unknown or refused, or the numbers of processes do not match.
     """
     for key in distribution:
         if key not in ("smdistributed", "mpi", "torch_distributed", "instance_count"):

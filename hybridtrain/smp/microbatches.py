@@ -1,6 +1,6 @@
-"""The cuts of a script's data: a step's arguments by micro-batch, a data set by replica.
+"""Splits a script's data: a step's arguments into micro-batches, a data set over replicas.
 
-The latter is `SplitDataset`, which stands in for the one of `torchnet` that scripts use.
+`SplitDataset` replaces the class of the same name in `torchnet`, which AWS's scripts use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CutArguments:
 
     Attributes:
         calls: args and kwargs, by micro-batch.
-        samples: of each micro-batch.
+        samples: the number of samples of each micro-batch.
         tensors: all tensors of the whole batch.
     """
 
@@ -35,15 +35,15 @@ class CutArguments:
 
 
 class ArgumentCutter:
-    """Cuts the arguments of `function`.
+    """Splits the arguments of a step's function into micro-batches.
 
     Args:
-        function: of the step.
+        function: the function.
         non_split: the names of the arguments that every micro-batch gets whole.
-        axes: the batch's axis of an argument, by name; 0 for all others.
+        axes: the batch axis of an argument, by name; 0 for all others.
 
     Raises:
-        ConfigError: there is no such argument, or an axis is negative.
+        ConfigError: a name is not an argument of the function, or an axis is negative.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class ArgumentCutter:
 
     @property
     def first_parameter(self) -> str | None:
-        """The name of the first parameter of the function."""
+        """The name of the function's first parameter; None if it has no parameter."""
         return next(iter(self._signature.parameters), None)
 
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int) -> CutArguments:
-        """Cuts the arguments of a call.
+        """Splits the arguments of a call.
 
         Raises:
-            BatchError: their sizes do not fit together, there is nothing to cut, or one is a
+            BatchError: the batch sizes differ, there is no tensor to split, or an argument is a
                 DataLoader.
         """
         bound = self._signature.bind(*args, **kwargs)
@@ -178,18 +178,18 @@ def _parts(leaf: Any, axis: int, samples: Sequence[int]) -> list[Any]:
 
 
 class SplitDataset(Dataset[Any]):
-    """Contiguous parts of `dataset`, one of which is selected.
+    """A data set split into contiguous parts, one of which is selected.
 
-    Today's equivalent is `torch.utils.data.DistributedSampler(dataset, smp.dp_size(),
-    smp.dp_rank())`, which also shuffles.
+    New scripts use `torch.utils.data.DistributedSampler(dataset, smp.dp_size(), smp.dp_rank())`,
+    which also shuffles.
 
     Args:
-        dataset: has a length and an item for each index.
-        partitions: for each part, by name, its size: a fraction of the samples, or their number.
+        dataset: a data set with a length and an item for each index.
+        partitions: the size of each part, by name: a fraction of the samples, or their number.
         initial_partition: the part that is selected at first; None: the first one.
 
     Raises:
-        ConfigError: the parts have more samples than there are.
+        ConfigError: the parts together have more samples than `dataset`.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class SplitDataset(Dataset[Any]):
         self.select(initial_partition or next(iter(self._ranges)))
 
     def select(self, partition: str) -> None:
-        """Selects the part that the data set has from now on."""
+        """Selects the part whose samples the data set returns from now on."""
         if partition not in self._ranges:
             known: Sequence[str] = list(self._ranges)
             raise ConfigError(f"there is no part {partition!r}: they are {', '.join(known)}")

@@ -1,6 +1,6 @@
-"""The model of a script, divided into stages when the first step calls it, and what is refused.
+"""`DistributedModel`, which the first step divides into stages, and the names that are refused.
 
-A name of smp 1.x that is not here (`NAMES`) gives one error that says what to do.
+A name of smp 1.x that is not supported (`NAMES`) raises an error that says what to do.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from hybridtrain.step import OptimizerStep
 
 
 def inputs_of(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the arguments of a call of `net` as the inputs of a batch.
+    """Converts the arguments of a call of `net` to the inputs of a batch.
 
     Raises:
         UserError: `net` cannot be called with them.
     """
-    # of keys and values in models of transformers; it is for generation, and stages cannot pass it
+    # the key-value cache of transformers is for generation, and stages cannot pass it on
     has_cache = getattr(getattr(net, "config", None), "use_cache", False) is True
     is_alone = len(args) == 1 and not kwargs and not has_cache
     if is_alone and (isinstance(args[0], Tensor) or is_chain(net)):
@@ -74,7 +74,7 @@ NAMES = {
     "fp16": "FP16_Module and FP16_Optimizer are made by fp16=true in the configuration",
     "sharded_data_parallel": "sharded data parallelism is not supported",
 }
-"""The refused names of `smp`, each with what to do."""
+"""Names of `smp` that are refused, each with advice."""
 
 _refuses = False
 
@@ -85,7 +85,7 @@ def refuse(name: str) -> NoReturn:
 
 
 def refuse_optimizer_steps_in_bodies() -> None:
-    """Has `optimizer.step()` raise a UserError in a step, where it would run per micro-batch."""
+    """Makes `optimizer.step()` raise a UserError in a step, where it would run per micro-batch."""
     global _refuses
     if not _refuses:
         _refuses = True
@@ -106,30 +106,30 @@ _MOVES = "it is on its stages' devices already, as smp.DistributedModel puts it 
 class DistributedModel(nn.Module):
     """Trains `module` as a pipeline, together with the other replicas; smp 1.x's class.
 
-    The module is divided when the first `@smp.step` function calls this. Until then it is whole in
-    every process.
+    The first `@smp.step` function that calls the model divides it into stages. Until then every
+    process holds the whole module.
 
     Args:
-        module: any module; not in DistributedDataParallel.
-        trace_device: `gpu` or `cpu`; changes nothing, as a model is traced without being run.
-        trace_execution_times: divide by measured times and memory, not by estimated ones.
-        trace_memory_usage: the same.
-        overlapping_allreduce: True; gradients are averaged during the backward.
-        backward_passes_per_step: average gradients in every so many steps alone.
-        average_grads_across_microbatches: the gradient is the mean over the micro-batches; False:
-            their sum.
-        bucket_cap_mb: DDP's own size is used.
+        module: any module without DistributedDataParallel around it.
+        trace_device: `gpu` or `cpu`; has no effect, because the model is traced without being run.
+        trace_execution_times: partition by measured times and memory instead of estimates.
+        trace_memory_usage: has the same effect.
+        overlapping_allreduce: has no effect; gradients are always averaged during the backward.
+        backward_passes_per_step: average gradients over the replicas once in so many steps.
+        average_grads_across_microbatches: average gradients over the micro-batches; False: add
+            them up.
+        bucket_cap_mb: has no effect; DDP's default is used.
         find_unused_parameters: as in DDP.
         broadcast_buffers: as in DDP.
-        gradient_as_bucket_view: True; see DDP.
+        gradient_as_bucket_view: has no effect.
 
     Attributes:
-        net: the module.
+        net: the wrapped module.
         hybrid: the pipeline; None before the first step.
 
     Raises:
         ConfigError: an argument is not supported.
-        UserError: there is a model already.
+        UserError: the script already has a model.
     """
 
     def __init__(
@@ -186,10 +186,10 @@ class DistributedModel(nn.Module):
     # --- in a step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the module's output for the micro-batch of the step that calls it.
+        """Returns the module's output for one micro-batch of the step that calls it.
 
         Raises:
-            UserError: not in a step, or a second time in it.
+            UserError: it is called outside a step, or twice in one.
         """
         body = current_body()
         if body is None:
@@ -206,11 +206,12 @@ class DistributedModel(nn.Module):
     ) -> None:
         """Starts the backward of a micro-batch at `tensors`, as `torch.autograd.backward`.
 
-        It runs when the pipeline comes to it: gradients are there when the step has returned.
+        The pipeline runs it when the schedule reaches it: gradients are available after the step
+        returns.
 
         Raises:
-            UserError: not in a step, or a second time in it, or before the model's call, or with
-                another number of `grad_tensors`.
+            UserError: it is called outside a step, twice in one, before the model's call, or with a
+                wrong number of `grad_tensors`.
         """
         body = current_body()
         if body is None:
@@ -250,7 +251,7 @@ class DistributedModel(nn.Module):
     def run(
         self, inputs: Sequence[Any], head: Head, *, trains: bool, compared: Sequence[Tensor]
     ) -> list[Any]:
-        """Runs the micro-batches of a step; see `HybridModel.run_microbatches`."""
+        """Runs the micro-batches of a step with `HybridModel.run_microbatches`."""
         sync = False
         if trains:
             assert self.optimizer_step is not None
@@ -264,7 +265,7 @@ class DistributedModel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Adds gradients up without averaging them over the replicas, in the steps inside."""
+        """Accumulates gradients in the steps inside, without averaging over the replicas."""
         before, self._syncs = self._syncs, False
         try:
             yield
@@ -279,7 +280,7 @@ class DistributedModel(nn.Module):
         return self.hybrid is not None
 
     def partition(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Divides the model, by the arguments of its call for a micro-batch; a collective call."""
+        """Divides the model, traced with the arguments of one call; a collective call."""
         runtime = current()
         example = Microbatch(inputs_of(self.net, args, kwargs))
         # those of other stages are replaced, but the optimizers still hold them
@@ -302,19 +303,19 @@ class DistributedModel(nn.Module):
             hook(self, runtime.optimizers[0] if runtime.optimizers else None)
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Has `hook(model, optimizer)` called once the model is divided, before any forward."""
+        """Registers `hook(model, optimizer)`, called after the partition and before any forward."""
         handle = RemovableHandle(self._post_partition_hooks)
         self._post_partition_hooks[handle.id] = hook
         return handle
 
     def register_post_step_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Has `hook(model, optimizer)` called once, after the first step."""
+        """Registers `hook(model, optimizer)`, called once after the first step."""
         handle = RemovableHandle(self._post_step_hooks)
         self._post_step_hooks[handle.id] = hook
         return handle
 
     def run_post_step_hooks(self) -> None:
-        """Calls the hooks for after the first step, which are no more then."""
+        """Calls the hooks for the end of the first step, and removes them."""
         while self._post_step_hooks:
             _, hook = self._post_step_hooks.popitem(last=False)
             hook(self, next(iter(current().optimizers), None))
@@ -323,7 +324,7 @@ class DistributedModel(nn.Module):
         """Returns the pipeline.
 
         Raises:
-            UserError: the model is not divided yet.
+            UserError: no step has divided the model yet.
         """
         if self.hybrid is None:
             raise UserError(
@@ -338,29 +339,29 @@ class DistributedModel(nn.Module):
 
     @property
     def module(self) -> Any:
-        """The module, which is also found as `model.module.module`: smp has DDP in between."""
+        """The wrapped module; also `model.module.module`, because smp has DDP in between."""
         return _InDDP(self.net)
 
-    # --- parameters and state
+    # --- parameters
 
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
-        """Returns the parameters; once the model is divided those of this process's stages."""
+        """Returns the parameters; after the first step only those of this process's stages."""
         for _, parameter in self.named_parameters():
             yield parameter
             _refuse_clipping_by_own_norm(self)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
-        """Returns the parameters under the module's own names; as `parameters`."""
+        """Returns the same parameters as `parameters`, with their names in the module."""
         if self.hybrid is None:
             return self.net.named_parameters(*args, **kwargs)
         return self.hybrid.named_parameters()
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        """Returns the buffers; as `parameters`."""
+        """Returns the buffers; after the first step only those of this process's stages."""
         return (buffer for _, buffer in self.named_buffers())
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Returns the buffers under the module's own names; as `parameters`."""
+        """Returns the same buffers as `buffers`, with their names in the module."""
         if self.hybrid is None:
             return self.net.named_buffers(*args, **kwargs)
         return self.hybrid.named_buffers()
@@ -391,9 +392,41 @@ class DistributedModel(nn.Module):
         own = {id(m) for stage in hybrid.stages for m in stage.module.modules()}
         return ((name, m) for name, m in self.net.named_modules() if id(m) in own)
 
+    # --- tensor parallelism, whose degree is 1
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """Returns an iterator over the tensor-parallel modules: there are none."""
+        return iter(())
+
+    def is_distributed_parameter(self, param: Parameter) -> bool:
+        """Returns False: no parameter is divided over tensor-parallel ranks."""
+        return False
+
+    def is_distributed_buffer(self, buf: Tensor) -> bool:
+        """Returns False: no buffer is divided over tensor-parallel ranks."""
+        return False
+
+    def is_scaled_batch_parameter(self, param: Parameter) -> bool:
+        """Returns False: each parameter sees the batch of one replica alone."""
+        return False
+
+    def is_scaled_batch_buffer(self, buf: Tensor) -> bool:
+        """Returns False: each buffer sees the batch of one replica alone."""
+        return False
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Returns the parameters averaged over `DP_GROUP`: all parameters of this process."""
+        return self.local_named_parameters()
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Returns an iterator over the parameters averaged over `RDP_GROUP` alone: none."""
+        return iter(())
+
+    # --- state
+
     @in_smp_words()
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Returns the state of the whole model; all processes of a pipeline call it together."""
+        """Returns the state of the whole model; all processes of a pipeline must call it."""
         return self.net.state_dict() if self.hybrid is None else self.hybrid.state_dict()
 
     def local_state_dict(self) -> dict[str, Any]:
@@ -413,9 +446,9 @@ class DistributedModel(nn.Module):
 
         Args:
             state_dict: the state.
-            strict: as of any module.
-            assign: False.
-            same_partition_load: changes nothing: parts may be of another partition.
+            strict: as in `torch.nn.Module.load_state_dict`.
+            assign: must be False.
+            same_partition_load: has no effect; the parts may come from another partition.
 
         Raises:
             ConfigError: `assign` is True.
@@ -426,22 +459,22 @@ class DistributedModel(nn.Module):
         return target.load_state_dict(whole(state_dict), strict=strict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients."""
+        """Clears the gradients."""
         if current_body() is not None:
             raise UserError("zero_grad() in a step would run for every micro-batch: call it before")
         self.net.zero_grad(set_to_none)
 
     @in_smp_words()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales the gradients of all stages down to `max_norm`; returns their norm before.
+        """Clips the L2 norm of the gradients of all stages to `max_norm`; returns the norm before.
 
-        Not in smp 1.x. All processes of a pipeline call it together.
+        Not in smp 1.x. All processes of a pipeline must call it.
         """
         return self.partitioned_hybrid().clip_grad_norm_(max_norm)
 
     @in_smp_words()
     def grad_norm(self) -> Tensor:
-        """Returns the L2 norm of the gradients of all stages; as `clip_grad_norm_`."""
+        """Returns the L2 norm of the gradients of all stages; all processes must call it."""
         return self.partitioned_hybrid().grad_norm()
 
     # --- as any module
@@ -453,10 +486,10 @@ class DistributedModel(nn.Module):
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
-        """Changes the dtype before the first step; moves to a device have no effect.
+        """Changes the dtype before the first step; a move to another device has no effect then.
 
         Raises:
-            UserError: the model is divided already, and is to move to another device.
+            UserError: after the first step, the dtype or the device would change.
         """
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if self.hybrid is None:
@@ -474,14 +507,14 @@ class DistributedModel(nn.Module):
         return self
 
     def cuda(self, device: Any = None) -> DistributedModel:
-        """Has no effect: the stages are on their devices."""
+        """Has no effect: the library puts each stage on its device."""
         return self
 
     def cpu(self) -> DistributedModel:
         """Has no effect before the first step.
 
         Raises:
-            UserError: the model is divided.
+            UserError: the stages are on GPUs already.
         """
         return self if self.hybrid is None else self.to("cpu")
 
@@ -510,14 +543,14 @@ class DistributedModel(nn.Module):
         )
 
     def join(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Is refused: replicas need the same number of batches."""
+        """Raises a ConfigError: replicas need the same number of batches."""
         raise ConfigError(
             "DistributedModel.join is not supported: give every replica the same number of "
             "batches, with drop_last=True"
         )
 
     def register_comm_hook(self, state: Any, callable: Any) -> NoReturn:
-        """Is refused: each stage has its own DDP, in this project's order."""
+        """Raises a ConfigError: each stage has a separate DDP."""
         raise ConfigError("DistributedModel.register_comm_hook is not supported")
 
     def __reduce__(self) -> NoReturn:
@@ -548,7 +581,7 @@ class _InDDP:
 
 
 def _refuse_clipping_by_own_norm(model: DistributedModel) -> None:
-    """Refuses `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)` of a part of a model."""
+    """Refuses `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)` on part of a model."""
     if model.hybrid is None or model.hybrid.world.pipeline_group is None:
         return
     frame = sys._getframe(2)  # who asks the generator for a parameter

@@ -1,12 +1,12 @@
-"""The decorator of a training or evaluation step: its function runs once for each micro-batch.
+"""The decorator `step`, whose function runs once for each micro-batch.
 
-A step goes through these parts, in this order of the file:
+The file follows the order of a step. A body is one run of the function, for one micro-batch.
 
-    step, _Step         begins a body for each micro-batch, runs the pipeline, ends the bodies
-    StepOutput          what the bodies return, by micro-batch
-    shared              the same in all processes of the pipeline
-    check_...           what a function may not do: by its code beforehand, by what it changed
-    flags               of the whole process, which a body may change, and the random generators
+    step, _Step         starts a body for each micro-batch, runs the pipeline, ends the bodies
+    StepOutput          a tensor that the bodies return, by micro-batch
+    shared              sends the returned values to all processes of the pipeline
+    check_...           refuses functions by their code, and by the state that they changed
+    flags               saves and restores process-wide flags and random generators
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def step(
     detach_outputs: bool = True,
     trains: bool | None = None,
 ) -> Any:
-    """Makes `function` a step: it is called with a batch, and runs for each of its micro-batches.
+    """Decorates a function that is called with a batch and runs once for each micro-batch of it.
 
         @smp.step
         def train_step(model, data, target):
@@ -60,20 +60,20 @@ def step(
             model.backward(loss)
             return output, loss
 
-    Up to the model's call it runs in every process of the pipeline, for all micro-batches before
-    the first forward. From there on it runs in the process of the last stage alone, when the output
-    is there; what it returns is sent to the others. Tensors that it returns become `StepOutput`s,
-    and other values lists, by micro-batch.
+    Before the model's call the function runs in every process of the pipeline, for all
+    micro-batches before the first forward. After the call it runs only in the process of the last
+    stage, once the output is available. Its return values are sent to the other processes: each
+    tensor becomes a `StepOutput` and any other value a list, by micro-batch.
 
-    It trains if gradients are on where it calls the model and its code names `backward`; otherwise
-    it evaluates.
+    The step trains if gradients are enabled where it calls the model and its code mentions
+    `backward`; otherwise it evaluates.
 
     Args:
         function: calls the model once, then `model.backward` once if it trains.
         non_split_inputs: names of arguments that every micro-batch gets whole.
-        input_split_axes: the batch's axis of an argument, by name; 0 for all others.
-        detach_outputs: detach the tensors that it returns.
-        trains: whether it trains, where its code does not show it; not in smp 1.x.
+        input_split_axes: the batch axis of an argument, by name; 0 for all others.
+        detach_outputs: detach the returned tensors.
+        trains: says whether the step trains if its code does not show it; not in smp 1.x.
 
     Raises:
         ConfigError: there is no such argument.
@@ -110,10 +110,10 @@ class _Step:
         self._is_checked = self._follows_first = False
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Binds the step where it is a method, with `self` as its first parameter.
+        """Binds the step to `instance` if its first parameter is `self`.
 
-        In smp a step is not a descriptor, and AWS's trainers call `self.train_step(model, ...)` for
-        a function in a class body that takes the model first.
+        Steps of smp are never bound. AWS's trainers define a step that takes the model first in a
+        class body, and call it as `self.train_step(model, ...)`.
         """
         if instance is None or self._cutter.first_parameter != "self":
             return self
@@ -124,8 +124,8 @@ class _Step:
         """Runs the step for a batch.
 
         Raises:
-            UserError: the function does not keep to what a step may do; see `step`.
-            Exception: an exception of the function, or of a layer.
+            UserError: the function does something that a step may not do.
+            Exception: an exception that the function or a layer raised.
         """
         runtime = current()
         model = runtime.model
@@ -174,8 +174,8 @@ class _Step:
     def _batch_of_first(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Returns the arguments with the tensors of the pipeline's first process.
 
-        They are sent where those of the first call differ, as where a script shuffles with another
-        seed in each process.
+        They are sent only if the tensors of the first call differ between processes, for example
+        because a script shuffles with a different seed in each.
         """
         if current().world.pipeline_group is None:
             return args, kwargs
@@ -198,10 +198,10 @@ class _Step:
         return found
 
     def _check_flags(self, before: Mapping[str, Any]) -> None:
-        """Refuses flags of the whole process that are changed where the model is called.
+        """Refuses process-wide flags that the function changes before it calls the model.
 
         Raises:
-            UserError: the bodies of all micro-batches would change them under one another.
+            UserError: a flag has changed; the bodies of other micro-batches would see the change.
         """
         changed = [name for name, value in flags().items() if value != before[name]]
         if changed:
@@ -227,7 +227,7 @@ class _Step:
         cut: CutArguments,
         trains: bool,
     ) -> list[Any]:
-        """Runs the pipeline; returns what the bodies have returned, at the last stage."""
+        """Runs the pipeline; returns the values of the bodies in the last stage's process."""
         state = calls[0].state
         if any(call.state != state for call in calls):
             raise UserError(
@@ -287,7 +287,7 @@ class StepOutput:
         return self._outputs
 
     def reduce_mean(self) -> Tensor:
-        """Returns the mean over the micro-batches; each counts by its samples if they differ."""
+        """Returns the mean over the micro-batches, weighted by their numbers of samples."""
         if len(set(self._samples)) == 1:
             return _floating(torch.stack(self._outputs)).mean(dim=0)
         total = sum(self._samples)
@@ -343,11 +343,11 @@ def collected(values: Sequence[Any], samples: Sequence[int]) -> Any:
 def shared(values: list[Any], world: World, drawn_from: Sequence[Tensor]) -> list[Any]:
     """Returns the last stage's `values` in all processes of the pipeline; a collective call.
 
-    It also sets their random generators to those of the last stage, if the step has drawn there, so
-    that what the script draws next is the same in all of them.
+    If the step has drawn random numbers in the last stage, it also copies the states of the last
+    stage's generators, so that later draws of the script are the same in all processes.
 
     Args:
-        values: by micro-batch; ignored in a process without the last stage.
+        values: by micro-batch; ignored in processes without the last stage.
         world: the processes.
         drawn_from: `random_states` from before the forward.
 
@@ -397,7 +397,7 @@ def shared(values: list[Any], world: World, drawn_from: Sequence[Tensor]) -> lis
 
 
 def _pickled(content: Any) -> bytes | str:
-    """Returns `content` as bytes, or the text of the error that all processes are to raise."""
+    """Returns `content` as bytes, or the text of the error that all processes raise."""
     try:
         return pickle.dumps(content)
     except Exception as error:
@@ -410,7 +410,8 @@ def _pickled(content: Any) -> bytes | str:
 def names_backward(function: Callable[..., Any]) -> bool:
     """Returns whether `function`, or one that it calls, names an attribute `backward`.
 
-    Functions are found by their global or enclosed names, and in modules with such a name.
+    It finds functions by their global or enclosed names, and as attributes of modules with such
+    names.
     """
     return any("backward" in code.co_names for code in _codes(function, set()))
 

@@ -357,6 +357,8 @@ def test_the_processes_of_a_node_follow_from_its_gpus(
         (config_of(1, "local", "cuda"), "world.devices=cuda needs GPUs: set submit.gpus_per_node="),
         (config_of(1, "local", nodes=0), "submit.nodes=0 must be at least 1"),
         (config_of(1, "local", to="pbs"), "submit.to=pbs is unknown"),
+        (config_of(1, "local", time="1:30"), "submit.time=1:30 is 90 s, and the run is asked to"),
+        (config_of(1, "local", time="0:00"), "submit.time=0:00:00 must be a positive number"),
         (config_of(1, "local", time=90), "submit.time=90 is 90 s, and the run is asked to save"),
         (
             config_of(1, "local", container={"image": "x"}),
@@ -398,6 +400,17 @@ def test_a_task_of_an_array_whose_line_is_missing_does_not_train(slurm: Calls) -
     array = {"SLURM_JOB_ID": 17, "SLURM_ARRAY_JOB_ID": 17, "SLURM_ARRAY_TASK_ID": 99}
     assert run_script(script, array) == 2
     assert slurm("srun") == []
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [
+        ("10:00", "0:10:00"), ("90:30", "1:30:30"), ("1:30:00", "1:30:00"), ("1-12", "1-12:00:00"),
+        ("1-12:30", "1-12:30:00"), ("1-12:30:09", "1-12:30:09"), (600, "0:10:00"),
+    ],
+)  # fmt: skip
+def test_a_time_limit_is_read_as_slurm_writes_it(time: str | int, expected: str) -> None:
+    assert directives(script_of(SubmitConfig(time=time), DIGITS))["time"] == expected
 
 
 def test_dry_run_prints_the_script_and_leaves_nothing(

@@ -3,7 +3,9 @@
 import subprocess
 import sys
 
-from support.launch import each_cell, environment, forked_script
+import torch
+from support.launch import each_cell, environment, forked_script, torchrun_script
+from torch import nn
 
 
 @each_cell({"smp_rules": [2], "smp_scripts": [2, 4], "smp_aws": [4, 2]})
@@ -41,3 +43,72 @@ def test_the_groups_of_a_single_process_are_of_it_alone():
         [sys.executable, "-c", ALONE], env=environment(), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+# As AWS's scripts of GPT-2, GPT-NeoX, GPT-J, T5 and Falcon call `smp.init`, with their defaults.
+PUBLISHED = """
+import torch
+import smdistributed.modelparallel
+import smdistributed.modelparallel.torch as smp
+
+smp_config = {
+    "ddp": True,
+    "tensor_parallel_degree": 1,
+    "pipeline_parallel_degree": 2,
+    "microbatches": 2,
+    "shard_optimizer_state": False,
+    "prescaled_batch": True,
+    "fp16": False,
+    "bf16": False,
+    "offload_activations": False,
+    "delayed_parameter_initialization": False,
+    "optimize": "speed",
+    "placement_strategy": "cluster",
+    "activation_loading_horizon": 4,
+    "skip_tracing": False,
+    "auto_partition": True,
+    "default_partition": 0,
+    "static_mode": False,
+    "fast_mode": False,
+    "sharded_data_parallel_degree": 1,
+    "ddp_dist_backend": "auto",
+    "sdp_hierarchical_allgather": False,
+    "sdp_gradient_clipping": 1.0,
+}
+smp.init(smp_config)
+torch.manual_seed(1)
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+model = smp.DistributedModel(net)
+optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+@smp.step
+def train_step(model, data, target):
+    loss = torch.nn.functional.cross_entropy(model(data), target)
+    model.backward(loss)
+    return loss
+
+data, target = torch.randn(8, 4), torch.arange(8) % 2
+for _ in range(2):
+    optimizer.zero_grad()
+    loss = train_step(model, data, target).reduce_mean()
+    optimizer.step()
+print(f"<{smp.pp_rank()} of {smp.pp_size()}: {float(loss)!r}>\\n", end="", flush=True)
+"""
+
+
+def test_an_unchanged_script_starts_with_the_configuration_that_awss_scripts_pass(tmp_path):
+    (tmp_path / "train.py").write_text(PUBLISHED)
+    output = torchrun_script(2, "-m", "hybridtrain.smp", tmp_path / "train.py")
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    data, target = torch.randn(8, 4), torch.arange(8) % 2
+    for _ in range(2):
+        optimizer.zero_grad()
+        parts = zip(data.chunk(2), target.chunk(2), strict=True)
+        losses = [nn.functional.cross_entropy(net(x), y) for x, y in parts]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        optimizer.step()
+    said = sorted(line for line in output.splitlines() if line.startswith("<"))
+    assert said == [f"<{rank} of 2: {float(loss.detach())!r}>" for rank in range(2)]

@@ -8,7 +8,7 @@ from pages import ROOT, blocks
 from support import aws, forked
 from support.launch import environment
 from support.small_data import write_mnist
-from support.smp_names import LOSS_SCALE, NEW, REFUSED, SIGNATURES, VALUES
+from support.smp_names import CONFIG, LOSS_SCALE, NEW, REFUSED, SIGNATURES, VALUES
 
 from hybridtrain.smp.config import NO_MEANING, SmpConfig
 from hybridtrain.smp.config import REFUSED as REFUSED_KEYS
@@ -49,8 +49,7 @@ def test_the_page_has_the_names_that_a_test_calls_with_their_arguments_and_no_ot
     of_classes = {"DistributedModel", "DistributedOptimizer"}  # headings
     assert names.keys() - found.keys() == of_classes
     without_a_table = {"StepOutput", "smp_slice"}
-    not_there = {"distributed_modules", "is_distributed_parameter"}
-    assert found.keys() - names.keys() - known == without_a_table | not_there
+    assert found.keys() - names.keys() - known == without_a_table
     for name, arguments in found.items():
         if name in names and arguments:
             assert set(arguments.split(", ")) <= set(names[name]), name
@@ -60,7 +59,7 @@ def test_the_page_has_every_key_of_the_configuration():
     text = (DOCS / "smp-config.md").read_text()
     on_page = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \| ", text, re.M))))
     keys = {option.name for option in fields(SmpConfig)} - {"own"}
-    assert keys | NO_MEANING.keys() | REFUSED_KEYS.keys() | {"partitions"} <= on_page
+    assert keys | NO_MEANING.keys() | REFUSED_KEYS.keys() | CONFIG.keys() <= on_page
 
 
 def test_the_page_names_the_examples_that_are_run():

@@ -1,10 +1,52 @@
-"""The names of smp 1.x with the arguments that its documentation has.
+"""The configuration keys and names of smp 1.15 with the arguments that its documentation has.
 
 From "PyTorch API" and "Common API" of smdistributed.modelparallel 1.15 in the SageMaker Python SDK,
 its pages on activation checkpointing and tensor parallelism, and AWS's examples of GPT-2 and GPT-J
 (`v3`, `gather_if_shard`, `gather_to_rank0`, `same_partition_load`, `register_post_step_hook`).
-Those that refuse what they are for are not in the table; see `REFUSED`.
+The keys are those of "Run a Distributed Training Job Using the SageMaker Python SDK", and
+`tensor_parallel_seed`, `bf16` and others of the library's own list that AWS's scripts pass.
+Names that refuse what they are for are in `REFUSED`, not in the table.
 """
+
+CONFIG = {
+    "partitions": 2,
+    "pipeline_parallel_degree": 2,
+    "microbatches": 4,
+    "pipeline": "interleaved",
+    "optimize": "speed",
+    "placement_strategy": "cluster",
+    "auto_partition": True,
+    "default_partition": 0,
+    "contiguous": True,
+    "horovod": False,
+    "memory_weight": 0.8,
+    "ddp": True,
+    "active_microbatches": 4,
+    "deterministic_server": True,
+    "offload_activations": False,
+    "activation_loading_horizon": 4,
+    "tensor_parallel_degree": 1,
+    "fp16": False,
+    "fp16_params": False,
+    "shard_optimizer_state": True,
+    "prescaled_batch": True,
+    "skip_tracing": True,
+    "sharded_data_parallel_degree": 1,
+    "sdp_reduce_bucket_size": 500_000_000,
+    "sdp_param_persistence_threshold": 1_000_000,
+    "sdp_max_live_parameters": 1_000_000_000,
+    "sdp_hierarchical_allgather": True,
+    "sdp_gradient_clipping": 1.0,
+    "bf16": False,
+    "ddp_port": 8891,
+    "ddp_dist_backend": "auto",
+    "delayed_parameter_initialization": True,
+    "fast_mode": False,
+    "static_mode": False,
+    "task_level_active_microbatches": False,
+    "tensor_parallel_seed": 0,
+}
+"""The keys of `parameters`, each with a value that a script may pass."""
 
 NONE = """
     is_initialized is_tracing default_partition
@@ -18,6 +60,8 @@ NONE = """
     DistributedModel.local_buffers DistributedModel.local_named_buffers
     DistributedModel.local_modules DistributedModel.local_named_modules
     DistributedModel.local_state_dict
+    DistributedModel.distributed_modules DistributedModel.default_reducer_named_parameters
+    DistributedModel.scaled_batch_reducer_named_parameters
     DistributedOptimizer.state_dict
 """
 
@@ -74,6 +118,10 @@ SIGNATURES = {
     "DistributedModel.register_post_step_hook": "hook",
     "DistributedModel.state_dict": "gather_to_rank0",
     "DistributedModel.load_state_dict": "state_dict strict same_partition_load",
+    **{
+        f"DistributedModel.is_{kind}_parameter": "param" for kind in ("distributed", "scaled_batch")
+    },
+    **{f"DistributedModel.is_{kind}_buffer": "buf" for kind in ("distributed", "scaled_batch")},
     "DistributedModel.to": "device",
     "DistributedModel.cuda": "device",
     "DistributedOptimizer": "optimizer static_loss_scale dynamic_loss_scale dynamic_loss_args",
@@ -99,6 +147,9 @@ VALUES = """
 
 REFUSED = """
     tp_register tp_register_with_module fp16 sharded_data_parallel
+    nn.DistributedLinear nn.DistributedEmbedding nn.DistributedTransformer
+    nn.DistributedTransformerLMHead nn.DistributedTransformerLayer
+    nn.DistributedAttentionLayer nn.DistributedTransformerOutputLayer nn.FlashAttentionLayer
     DistributedModel.join DistributedModel.register_comm_hook
 """
 """Names that are refused."""

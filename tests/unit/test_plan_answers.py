@@ -176,6 +176,22 @@ def test_an_answer_says_how_fast_how_long_and_what_it_costs():
     assert "device-hours" not in plans.answer(None)
 
 
+@pytest.mark.parametrize(("nodes", "is_advised"), [(1, True), (128, False)])
+def test_fsdp2_is_advised_where_it_is_faster_and_its_price_was_compared(nodes, is_advised):
+    machine = replace(MACHINE, nodes=nodes)
+    job = Job(2 * machine.devices)
+    slow = Choices(nb_part=[2], engine=["local"])  # half of the time is idle
+    plans = find_plans(small_gpt(), TOKENS, machine, job, choices=slow, precision="bf16")
+    assert plans.fully_sharded.step_ms < 0.98 * plans.prices[0].step_ms
+    assert plans.advises_fsdp2 is is_advised
+    told = plans.answer()
+    assert bool(re.search(r"FSDP2 .* \d+% less than this plan, so take it;", told)) is is_advised
+    assert ("above 512 GPUs published runs took" in told) is not is_advised
+    equals = replace(plans, prices=[replace(plans.prices[0], step_ms=plans.fully_sharded.step_ms)])
+    assert not equals.advises_fsdp2
+    assert "so take it" not in equals.answer()
+
+
 def prices_of(*wanted):
     """Returns prices of layouts with a time and the GiB of a device."""
     table = given_costs(lambda _: [LayerCost(str(i), forward_ms=1.0) for i in range(8)])

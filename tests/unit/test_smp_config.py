@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from support.smp_names import CONFIG
 from torch import nn
 
 from hybridtrain.cli.main import main
@@ -223,59 +224,20 @@ def test_messages_of_the_library_have_the_words_of_smp_and_keep_what_is_quoted()
     )
     expected = (
         "partition 1 of 'stages.0' in microbatch 3: lower microbatches= or "
-        "pipeline_parallel_degree=, set pipeline=interleaved or hybridtrain._base.precision=bf16; "
+        "pipeline_parallel_degree=, set pipeline=interleaved or hybridtrain.precision=bf16; "
         "samples are smp.dp_rank() of smp.dp_size(), as x.chunks=1 'chunks=2'"
     )
     assert smp_words(said) == expected
     assert smp_words(expected) == expected
 
 
-# As the documentation of smp 1.15 lists them, each with a value that AWS's scripts pass.
-DOCUMENTED = {
-    "partitions": 2,
-    "pipeline_parallel_degree": 2,
-    "microbatches": 4,
-    "pipeline": "interleaved",
-    "optimize": "speed",
-    "placement_strategy": "cluster",
-    "auto_partition": True,
-    "default_partition": 0,
-    "ddp": True,
-    "ddp_port": 8891,
-    "ddp_dist_backend": "auto",
-    "tensor_parallel_degree": 1,
-    "sharded_data_parallel_degree": 1,
-    "sdp_reduce_bucket_size": 500_000_000,
-    "sdp_param_persistence_threshold": 1_000_000,
-    "sdp_max_live_parameters": 1_000_000_000,
-    "sdp_hierarchical_allgather": True,
-    "sdp_gradient_clipping": 1.0,
-    "fp16": False,
-    "fp16_params": False,
-    "bf16": False,
-    "shard_optimizer_state": True,
-    "prescaled_batch": True,
-    "skip_tracing": True,
-    "activation_loading_horizon": 4,
-    "offload_activations": False,
-    "task_level_active_microbatches": False,
-    "delayed_parameter_initialization": True,
-    "memory_weight": 0.8,
-    "active_microbatches": 4,
-    "deterministic_server": True,
-    "contiguous": True,
-    "horovod": False,
-    "tensor_parallel_seed": 0,
-}
-
-
-@pytest.mark.parametrize("name", DOCUMENTED)
+@pytest.mark.parametrize("name", CONFIG)
 def test_each_documented_key_is_accepted(name):
-    parse({"pipeline_parallel_degree": 2, name: DOCUMENTED[name]})
+    parse({"pipeline_parallel_degree": 2, name: CONFIG[name]})
 
 
 def test_keys_of_sharded_data_parallelism_do_not_switch_it_on():
-    sharded = {name: value for name, value in DOCUMENTED.items() if name.startswith("sdp_")}
+    sharded = {name: value for name, value in CONFIG.items() if name.startswith("sdp_")}
     with pytest.raises(ConfigError, match="sharded data parallelism is not supported"):
         parse({"partitions": 2, **sharded, "sharded_data_parallel_degree": 2})
 

@@ -93,7 +93,8 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
     )
     batches = batches_of(config, data, options)
     steps = options.trainer.total_steps(batches) if batches or options.trainer.steps else None
-    _log.info("take the first:\n%s", plans.answer(steps))
+    advice = "take FSDP2, or the first of these" if plans.advises_fsdp2 else "take the first"
+    _log.info("%s:\n%s", advice, plans.answer(steps))
     with writing(directory, World()):
         path = directory.plan_to_write()
         plans.plan().write(path)

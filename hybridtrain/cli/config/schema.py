@@ -293,8 +293,8 @@ class SubmitConfig(Group):
     constraint: str | None = None
     """As sbatch takes it."""
     time: Any = None
-    """The time limit, written as `trainer.max_time` is: a bare number is seconds; null: as the
-    cluster has it."""
+    """The time limit, in the forms of `trainer.max_time` or as Slurm writes it: `10:00` is 10
+    minutes, `1-12` a day and 12 hours. A bare number is seconds; null: the cluster's default."""
     signal_s: int = 120
     """Seconds before the time limit at which the run is asked to save and stop; 0: never."""
     max_requeues: int = 20

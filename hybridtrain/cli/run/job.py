@@ -210,9 +210,19 @@ def _check_values(submit: SubmitConfig) -> None:
                 )
 
 
+def _full_time(time: object) -> object:
+    """Writes out Slurm's short forms: `10:00` is minutes:seconds, `1-12` days-hours."""
+    if short := re.fullmatch(r"(\d+):(\d\d)", str(time).strip()):
+        minutes, rest = map(int, short.groups())
+        return slurm_time(60 * minutes + rest)
+    if short := re.fullmatch(r"\d+-\d+(:\d\d)?", str(time).strip()):
+        return f"{short[0]}:00" if short[1] else f"{short[0]}:00:00"
+    return time
+
+
 def _time_s(submit: SubmitConfig) -> int | None:
     with errors_with_config_keys({"max_time": "submit.time"}):
-        time_s = seconds(submit.time)
+        time_s = seconds(_full_time(submit.time))
     if time_s is None:
         return None
     if submit.to == "slurm" and time_s <= submit.signal_s:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.launch import Cells
-from support.smp_names import LOSS_SCALE, SIGNATURES, VALUES
+from support.smp_names import CONFIG, LOSS_SCALE, REFUSED, SIGNATURES, VALUES
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -231,6 +231,18 @@ def _(world):
     for x, y in zip(script.x.chunk(2), script.y.chunk(2), strict=True):
         F.cross_entropy(net(x), y, reduction="sum").backward()
     check_gradients(script, net)
+
+
+@cells.add("the gradient of a step's input is that of the mean over the micro-batches")
+def _(world):
+    for config in (PIPELINE, LOCAL):
+        script = begin(config)
+        x = script.x.requires_grad_()
+        train_step(script.model, x, script.y)
+        expected = x.detach().clone().requires_grad_()
+        plain_step(build(), [(expected, script.y)])
+        has_inputs = config is LOCAL or world.rank == 0  # of the first stage's process alone
+        assert torch.equal(x.grad, expected.grad) if has_inputs else x.grad is None
 
 
 @cells.add("gradients are accumulated without averaging: backward_passes_per_step and no_sync")
@@ -1162,6 +1174,20 @@ def _(world):
     said = r"is to be on partition 0 but runs after '\d' on partition 1"
     with pytest.raises((SplitError, UserError), match=said):
         train_step(script.model, script.x, script.y)
+    net = build()
+    smp.set_partition(net, 1)
+    script = begin({**PIPELINE, "auto_partition": False, "default_partition": 1}, net=net)
+    said = r"2 partitions are asked for, but no layer is on partition 0.*pipeline_parallel_degree="
+    with pytest.raises((SplitError, UserError), match=said):
+        train_step(script.model, script.x, script.y)
+    net = build()
+    net = nn.Sequential(*net, nn.Linear(3, 8), net[2], nn.Linear(8, 3))
+    for part, index in ((net[0], 0), (net[2], 0), (net[4], 1), (net[5], 1), (net[7], 1)):
+        smp.set_partition(part, index)
+    script = begin({**PIPELINE, "auto_partition": False, "default_partition": 0}, net=net)
+    said = r"'6' is to be on partition 0 but .*: it calls the module of '2' again, so put all"
+    with pytest.raises((SplitError, UserError), match=said):
+        train_step(script.model, script.x, script.y)
     script = begin()
     with pytest.raises(BatchError, match=r"the 2 microbatches|2 microbatches do not"):
         train_step(script.model, script.x, script.y[:7])
@@ -1170,7 +1196,7 @@ def _(world):
 @cells.add("every name of the page takes every argument of smp's documented signature")
 def _(world):
     folder = Path(smp.allgather(tempfile.mkdtemp())[0])
-    config = {**PIPELINE, "fp16": True, "hybridtrain": {"trust_pickles": True}}
+    config = {**CONFIG, "fp16": True, "hybridtrain": {"trust_pickles": True}}
     of, called = {}, set()
 
     def call(name, **arguments):
@@ -1285,6 +1311,12 @@ def _(world):
     assert hooks == [(model, optimizer)] * 2
     call("DistributedOptimizer.clip_master_grads", max_norm=1.0)
     optimizer.step()
+    for kind in ("distributed", "scaled_batch"):
+        for parameter in model.local_parameters():
+            assert not call(f"DistributedModel.is_{kind}_parameter", param=parameter)
+        assert not call(f"DistributedModel.is_{kind}_buffer", buf=torch.ones(1))
+    assert [*model.default_reducer_named_parameters()] == [*model.local_named_parameters()]
+    assert not [*model.scaled_batch_reducer_named_parameters(), *model.distributed_modules()]
     call("get_partition", module=net.one)
     for owner in ("StepOutput", "DistributedModel", "DistributedOptimizer"):
         for name, arguments in SIGNATURES.items():
@@ -1337,6 +1369,10 @@ def _(world):
         owner, _, value = name.rpartition(".")
         assert hasattr(of[owner] if owner else smp, value), name
     assert called == SIGNATURES.keys()
+    for name in REFUSED.split():
+        owner, _, refused = name.rpartition(".")
+        with pytest.raises(ConfigError, match=rf"{refused}.* not supported|made by fp16=true"):
+            getattr(of.get(owner) or (smp.nn if owner else smp), refused)(None, None)
     smp.barrier()
     if world.rank == 0:
         shutil.rmtree(folder)
