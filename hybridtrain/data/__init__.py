@@ -2,6 +2,7 @@
 
 loader             `Loader` and its `Position`, which alone says where a run is in its data
 stream             iterable data sets
+same_data          the comparison of data sets over the ranks
 agreement          loaders of replicas that agree on each batch, such as one of the user's own
 fetch              batches ahead of the step, by threads or workers
 splits             `DataSplits`: the data sets of a training
@@ -25,6 +26,7 @@ from hybridtrain.data.splits import (
     DataSplits,
     InMemoryDataset,
     already_batched,
+    below_common_folder,
     digest_of_files,
     length_of,
 )
@@ -43,6 +45,7 @@ __all__ = [
     "already_batched",
     "as_loader",
     "batches_in",
+    "below_common_folder",
     "digest_of_files",
     "example_batch",
     "first_samples",

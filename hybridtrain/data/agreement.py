@@ -6,7 +6,6 @@ kind, and a `StreamLoader` the other.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import pickle
@@ -16,15 +15,15 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from hybridtrain._base.microbatch import batch_size
 from hybridtrain.data.fetch import check_pair, name_of
 from hybridtrain.data.loader import Batch, Loader, Position, has_state
+from hybridtrain.data.same_data import digest_of
 from hybridtrain.data.splits import length_of
 from hybridtrain.errors import CheckpointError, DataError
 from hybridtrain.launch import activity
@@ -197,19 +196,6 @@ def _exchange(
 def _one_sample(batch: Any) -> Any:
     """Returns a batch of the first sample of `batch`."""
     return tree_map_only(Tensor, lambda leaf: leaf[:1] if leaf.dim() else leaf, batch)
-
-
-def digest_of(samples: Any) -> int:
-    """Returns a number of 62 bits that differs, most probably, for different samples."""
-    found = hashlib.blake2b(digest_size=8)
-    for leaf in tree_leaves(samples):
-        if isinstance(leaf, Tensor):
-            leaf = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        if isinstance(leaf, np.ndarray):  # the bytes of objects are their addresses
-            found.update(repr(leaf.tolist()).encode() if leaf.dtype.hasobject else leaf.tobytes())
-        elif isinstance(leaf, str | bytes | int | float | None):
-            found.update(repr(leaf).encode())
-    return int.from_bytes(found.digest()) >> 2
 
 
 class OwnLoader(AgreedLoader):

@@ -31,6 +31,7 @@ from torch.utils.data import IterableDataset
 
 from hybridtrain._base.values import leaves_of
 from hybridtrain.data.fetch import Request, fetch, name_of
+from hybridtrain.data.same_data import check_same_data
 from hybridtrain.data.splits import WithoutTargets, already_batched
 from hybridtrain.errors import BatchError, DataError
 from hybridtrain.options import LoaderOptions, check_batch_size, with_settings
@@ -312,11 +313,15 @@ class Loader:
 class TrainLoader(Loader):
     """A `Loader` of a map-style data set; see there.
 
+    Making one is a collective call: the data sets and settings of all ranks are compared once.
+
     Attributes:
         samples: of the data set.
 
     Raises:
-        DataError: the data set has less than one batch, or can only be iterated over.
+        ConfigError: a setting differs between the ranks.
+        DataError: the data set has less than one batch, can only be iterated over, or differs
+            between the ranks.
     """
 
     batches_per_epoch: int
@@ -328,6 +333,16 @@ class TrainLoader(Loader):
                 f"StreamLoader(dataset, batch_size, world) from hybridtrain.data.stream"
             )
         super().__init__(dataset, batch_size, world, **settings)
+        check_same_data(
+            dataset,
+            world,
+            type(self).__name__,
+            batch_size=batch_size,
+            shuffle=self._shuffle,
+            seed=self._seed,
+            drop_last=self.options.drop_last,
+            first_batches=self.options.first_batches,
+        )
         self.samples = first_samples(len(dataset), batch_size, self.options)
         self.batches_per_epoch = batches_in(self.samples, batch_size, self.options)
         if self.batches_per_epoch == 0:
@@ -369,6 +384,8 @@ class TrainLoader(Loader):
 class EvalLoader:
     """Every sample of `dataset` once over all replicas; shares may differ in length.
 
+    Making one is a collective call: map-style data sets of all ranks are compared once.
+
     Args:
         dataset: map-style, each replica takes a stretch of it; or iterable, see `StreamLoader`.
         batch_size: samples over all replicas.
@@ -381,7 +398,8 @@ class EvalLoader:
         samples: of this replica; None if it is not known.
 
     Raises:
-        ConfigError: `batch_size` is not a positive number.
+        ConfigError: `batch_size` is not a positive number, or a setting differs between the ranks.
+        DataError: the data set differs between the ranks.
     """
 
     def __init__(
@@ -404,6 +422,10 @@ class EvalLoader:
         self._share = slice(0)
         self.samples: int | None = None
         if not is_stream(dataset):
+            first = self._options.first_batches
+            check_same_data(
+                dataset, world, type(self).__name__, batch_size=batch_size, first_batches=first
+            )
             samples = first_samples(len(dataset), batch_size, self._options)
             self._share = share_of(samples, world.replica, world.replicas)
             self.samples = self._share.stop - self._share.start

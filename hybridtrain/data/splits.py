@@ -1,6 +1,7 @@
 """A data set as the trainer takes it: two splits, how to batch them, and metadata for the model."""
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +66,9 @@ class DataSplits:
     tokenizer: Any = None
     """The tokenizer of transformers that made the token ids: `export` writes it beside a model."""
 
+    vocabulary: str | None = None
+    """Digest of the tokenizer's vocabulary, which must be the same on all ranks."""
+
     held_out: bool = False
     """True if the evaluation split was held out of the training data."""
 
@@ -107,6 +111,14 @@ def digest_of_files(names: Iterable[str]) -> str:
     for name in names:
         found.update(name.encode("utf-8", "surrogateescape") + b"\0")
     return found.hexdigest()
+
+
+def below_common_folder(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """Returns paths as they are named below the folder that all of them share."""
+    names = [os.fspath(path) for path in paths]
+    # `dirname` leaves whole folders of the prefix; `commonpath` of one file would be that file
+    common = os.path.dirname(os.path.commonprefix([min(names), max(names)]))  # noqa: RUF071
+    return [name[len(common) :] for name in names]
 
 
 class InMemoryDataset(Dataset[Any]):

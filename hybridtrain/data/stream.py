@@ -28,7 +28,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from hybridtrain._base.values import leaves_of
-from hybridtrain.data.agreement import AgreedLoader, Piece, digest_of
+from hybridtrain.data.agreement import AgreedLoader, Piece
 from hybridtrain.data.fetch import (
     Failure,
     WatchedLoader,
@@ -45,6 +45,7 @@ from hybridtrain.data.loader import (
     is_stream,
     share_of,
 )
+from hybridtrain.data.same_data import digest_of
 from hybridtrain.data.splits import length_of
 from hybridtrain.errors import CheckpointError, DataError
 from hybridtrain.world import World

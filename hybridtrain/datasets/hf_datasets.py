@@ -30,7 +30,7 @@ from hybridtrain.datasets.split_names import SPLITS, check_classes, class_number
 from hybridtrain.datasets.standard_input import STANDARD_INPUT, read_lines
 from hybridtrain.datasets.tables import Table, as_numbers, check_complete, quiet, read_table
 from hybridtrain.datasets.text_files import check_at_least_1
-from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer
+from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer, vocabulary_digest
 from hybridtrain.datasets.windows import window_splits
 from hybridtrain.errors import DataError, check_choice
 from hybridtrain.loss import IGNORED
@@ -175,6 +175,7 @@ def hf_datasets(
         "predict": to_predict,
         "predict_collate": Padded(pad_id, max_len if pad == "max_len" else None).of_inputs,
         "tokenizer": tok,
+        "vocabulary": vocabulary_digest(tok),
         "held_out": source.held_out,
         "digest": source.digest,
     }

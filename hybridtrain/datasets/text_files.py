@@ -2,15 +2,16 @@
 
 import glob
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridtrain.data import DataSplits
+from hybridtrain.data import DataSplits, below_common_folder, digest_of_files
 from hybridtrain.datasets.held_out import check_share
-from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer
+from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer, vocabulary_digest
 from hybridtrain.datasets.windows import window_splits
 from hybridtrain.errors import DataError
 
@@ -52,6 +53,7 @@ def text_files(
     check_share(eval_share)
     tokenize = None if tokenizer is None else load_tokenizer(tokenizer)
     files = _files("path", path, pattern)
+    of_eval = [] if eval_path is None else _files("eval_path", eval_path, pattern)
     if eval_path is None:
         whole = ids_of(files, tokenize)
         cut = len(whole) - round(len(whole) * eval_share)
@@ -59,7 +61,7 @@ def text_files(
     else:
         texts = [
             ids_of(files, tokenize, max_tokens),
-            ids_of(_files("eval_path", eval_path, pattern), tokenize, eval_tokens),
+            ids_of(of_eval, tokenize, eval_tokens),
         ]
 
     def too_few(split: str, found: int) -> str:
@@ -72,7 +74,9 @@ def text_files(
             f"that follows: set a smaller seq_len=, or use more text"
         )
 
-    return window_splits(texts, seq_len, 256 if tokenize is None else len(tokenize), too_few)
+    splits = window_splits(texts, seq_len, 256 if tokenize is None else len(tokenize), too_few)
+    vocabulary = None if tokenize is None else vocabulary_digest(tokenize)
+    return replace(splits, vocabulary=vocabulary, digest=digest_with_sizes([*files, *of_eval]))
 
 
 def ids_of(
@@ -101,6 +105,13 @@ def ids_of(
         parts.append(ids)
         found += len(ids)
     return np.concatenate(parts)[:limit] if parts else np.zeros(0, dtype=np.uint8)
+
+
+def digest_with_sizes(files: Sequence[Path]) -> str:
+    """Returns a digest of the files' names, below the folder that they share, and sizes."""
+    names = below_common_folder(files)
+    sizes = [each.stat().st_size for each in files]
+    return digest_of_files(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
 
 
 def check_at_least_1(**values: int | None) -> None:

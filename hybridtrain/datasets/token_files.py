@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 
 from hybridtrain.data import DataSplits
-from hybridtrain.datasets.text_files import check_at_least_1
+from hybridtrain.datasets.text_files import check_at_least_1, digest_with_sizes
 from hybridtrain.datasets.windows import TokenWindows
 from hybridtrain.errors import DataError, check_choice
 
@@ -55,25 +55,29 @@ def token_files(
     if header_bytes < 0:
         raise DataError(f"header_bytes={header_bytes} must be 0 or more")
     root = Path(root)
-    splits = {
-        key: [_mapped(path, dtype, header_bytes) for path in _files(root, key, name)]
+    files = {
+        key: _files(root, key, name)
         for key, name in (("train", train), ("eval", eval))
         if name is not None
     }
+    splits = {
+        key: [_mapped(path, dtype, header_bytes) for path in paths] for key, paths in files.items()
+    }
     if vocab_size is None:
-        vocab_size = 1 + max(_largest(ids) for files in splits.values() for ids in files)
+        vocab_size = 1 + max(_largest(ids) for arrays in splits.values() for ids in arrays)
     made: dict[str, Dataset[Any]] = {}
-    for key, files in splits.items():
-        windows = [TokenWindows(ids, seq_len, vocab_size) for ids in files if len(ids) > seq_len]
+    for key, arrays in splits.items():
+        windows = [TokenWindows(ids, seq_len, vocab_size) for ids in arrays if len(ids) > seq_len]
         if not windows:
             raise DataError(
-                f"{key}: {sum(map(len, files))} tokens in {len(files)} files in "
+                f"{key}: {sum(map(len, arrays))} tokens in {len(arrays)} files in "
                 f"{root.absolute()} are too few for one window of seq_len={seq_len} and the token "
                 f"that follows: set a smaller seq_len="
             )
         made[key] = windows[0] if len(windows) == 1 else ConcatDataset(windows)
     sizes = {"vocab_size": vocab_size, "seq_len": seq_len}
-    return DataSplits(made["train"], made.get("eval"), metadata=sizes)
+    digest = digest_with_sizes([path for paths in files.values() for path in paths])
+    return DataSplits(made["train"], made.get("eval"), metadata=sizes, digest=digest)
 
 
 def _files(root: Path, key: str, name: str) -> list[Path]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from hybridtrain.data import digest_of_files
 from hybridtrain.errors import DataError
 
 # The usual names of special tokens; a bare tokenizer.json does not say which is for what.
@@ -57,6 +58,13 @@ def load_tokenizer(name: str) -> Any:
     # models differ in whether they take the rest, token_type_ids
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
     return tokenizer
+
+
+def vocabulary_digest(tokenizer: Any) -> str:
+    """Returns the number of tokens, and a digest of the tokens and their ids."""
+    tokens = tokenizer.get_vocab()
+    digest = digest_of_files(f"{token} {tokens[token]}" for token in sorted(tokens))
+    return f"{len(tokens):,} tokens with digest {digest}"
 
 
 def end_of_text(tokenizer: Any) -> list[int]:

@@ -3,8 +3,8 @@
 from support.launch import each_cell
 
 WORKERS = [
-    "gradients", "heights", "loss_scaling", "matrix_cells", "shared_values", "sharded", "state",
-    "traced",
+    "different_data", "gradients", "heights", "loss_scaling", "matrix_cells", "shared_values",
+    "sharded", "state", "traced",
 ]  # fmt: skip
 
 

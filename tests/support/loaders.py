@@ -10,6 +10,7 @@ import torch
 def world_of(replica, replicas):
     """Returns the part of a World that a loader reads, for a loader that sends nothing."""
     return SimpleNamespace(
+        size=replicas,
         replica=replica,
         replicas=replicas,
         processes_per_replica=1,

@@ -13,8 +13,9 @@ from support.cases import thinned, thorough
 from support.loaders import Replicas, world_of
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
-from hybridtrain.data.agreement import OwnLoader, digest_of
+from hybridtrain.data.agreement import OwnLoader
 from hybridtrain.data.loader import EvalLoader, TrainLoader
+from hybridtrain.data.same_data import digest_of
 from hybridtrain.data.stream import StreamLoader
 from hybridtrain.errors import CheckpointError, DataError
 from hybridtrain.options import LoaderOptions, TrainerOptions

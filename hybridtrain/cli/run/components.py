@@ -15,6 +15,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
+from hybridtrain._base.rank_differences import RankFacts
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.schema import (
     GROUP_KEYS,
@@ -23,6 +24,7 @@ from hybridtrain.cli.config.schema import (
     errors_with_config_keys,
 )
 from hybridtrain.cli.run.directory import RunDirectory
+from hybridtrain.cli.run.run_facts import check_facts, facts_of, place_of_data
 from hybridtrain.data import DataSplits
 from hybridtrain.datasets import STANDARD_INPUT
 from hybridtrain.errors import ConfigError, DataError, UserError, check_choice
@@ -42,9 +44,6 @@ from hybridtrain.step import (
 )
 from hybridtrain.world import World
 
-# Keys of a data set that say where it is, in the order in which they are shown.
-_PLACES = ("root", "path", "file", "files", "folder", "data_dir")
-
 
 def check_tokenizer(config: Config) -> None:
     """Refuses a tokenizer that is the path of a function which may not be called."""
@@ -60,8 +59,10 @@ def load_data(config: Config, world: World) -> DataSplits:
     With `data.download`, rank 0 fetches it first, then the first process of each other node if it
     is not there, since nodes may have their own disks.
 
+    All processes compare what they have loaded, and warn of other versions of packages.
+
     Raises:
-        DataError: a process cannot load it; names rank and host.
+        DataError: a process cannot load it, or has loaded other data; names ranks and hosts.
     """
 
     def load(download: bool) -> DataSplits:
@@ -74,7 +75,7 @@ def load_data(config: Config, world: World) -> DataSplits:
                 "data", settings, DataSplits, config.allow_targets, ignore=LOADER_KEYS
             )
         except FileNotFoundError as error:
-            where = ", ".join(f"data.{k}={v}" for k, v in settings.items() if k in _PLACES)
+            where = place_of_data(config)
             raise DataError(
                 f"the data set {config.data['_target_']} is not there: {error}"
                 + (f" ({where})" if where else "")
@@ -88,6 +89,7 @@ def load_data(config: Config, world: World) -> DataSplits:
     download = bool(config.data.get("download"))
     data = world.on_main(lambda: load(download))
     first_of_node = world.local_rank == 0
+    everyones: list[str | RankFacts | None] = []
     for first in (True, False) if download else (None,):
         failure = None
         if not world.is_main and first in (None, first_of_node):
@@ -95,9 +97,12 @@ def load_data(config: Config, world: World) -> DataSplits:
                 data = load(download and first_of_node)
             except UserError as error:
                 failure = f"rank {world.rank} on {socket.gethostname()}: {error}"
-        for failed in world.gather(failure):
-            if failed is not None:
+        facts = None if first or world.size == 1 or failure else facts_of(config, data)
+        everyones = world.gather(failure or facts)
+        for failed in everyones:
+            if isinstance(failed, str):
                 raise DataError(failed)
+    check_facts([each for each in everyones if isinstance(each, RankFacts)], config)
     assert data is not None
     return data
 

@@ -1,0 +1,67 @@
+"""What must be the same on all ranks, and where it is not.
+
+Each rank gathers its `RankFacts` once, at the start; `differences` tells every rank the same.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+# Longer lists of hosts end in dots.
+_MOST_HOSTS = 4
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """The facts of one rank, by name, with its host.
+
+    Attributes:
+        facts: their values are compared and shown in messages, so they are short; None: not known.
+        host: the name of the rank's host.
+    """
+
+    facts: Mapping[str, Any]
+    host: str = field(default_factory=socket.gethostname)
+
+
+def differences(everyones: Sequence[RankFacts]) -> Iterator[tuple[str, str]]:
+    """Yields each fact whose known values differ, and its values with their ranks and hosts.
+
+    Args:
+        everyones: in the order of the ranks.
+    """
+    for name in dict.fromkeys(name for each in everyones for name in each.facts):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, each in enumerate(everyones):
+            if (value := each.facts.get(name)) is not None:
+                ranks_of.setdefault(str(value), []).append(rank)
+        if len(ranks_of) > 1:
+            hosts = {
+                value: list(dict.fromkeys(everyones[rank].host for rank in ranks))
+                for value, ranks in ranks_of.items()
+            }
+            yield (
+                name,
+                ", ".join(
+                    f"{value} on {_in_words(ranks)} ({_first(hosts[value])})"
+                    for value, ranks in ranks_of.items()
+                ),
+            )
+
+
+def _in_words(ranks: Sequence[int]) -> str:
+    """Returns ascending ranks as "rank 3" or "ranks 0-6, 8"."""
+    runs = [
+        [rank for _, rank in run]
+        for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
+    ]
+    shown = (str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(shown)}"
+
+
+def _first(hosts: Sequence[str]) -> str:
+    return ", ".join(hosts[:_MOST_HOSTS]) + ", ..." * (len(hosts) > _MOST_HOSTS)

@@ -1,0 +1,132 @@
+"""The comparison of data sets over the ranks, and digests of what they read.
+
+Every rank draws the order of an epoch over the whole data set and takes its share. A rank with
+another data set, such as the copy of a host that lacks a file, takes samples twice or not at all,
+and ends an epoch at another step than the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import ConcatDataset, Subset
+
+from hybridtrain._base.rank_differences import RankFacts, differences
+from hybridtrain.data.fetch import name_of
+from hybridtrain.data.splits import below_common_folder, digest_of_files
+from hybridtrain.errors import ConfigError, DataError
+from hybridtrain.world import World
+
+# As much of an array tells it from another one.
+_SAMPLED_ROWS = 64
+_ENTRIES_OF_A_ROW = 4096
+
+# Attributes in which data sets in memory have their arrays, and those of files their paths.
+_ARRAYS = ("tensors", "data", "inputs", "targets", "tokens")
+_PATHS = ("files", "samples")
+
+
+def check_same_data(dataset: Any, world: World, loader: str, **settings: Any) -> None:
+    """Checks that all ranks give a loader the same data set and settings; a collective call.
+
+    Lengths are compared, and what the data set can tell of its samples without reading them: see
+    `contents_digest`.
+
+    Args:
+        dataset: map-style, the whole of it.
+        world: the ranks.
+        loader: the name of the loader's type.
+        **settings: arguments of the loader that must be the same.
+
+    Raises:
+        DataError: the data sets differ; names both values with their ranks and hosts.
+        ConfigError: a setting differs.
+    """
+    if world.size == 1:
+        return
+    own = {"samples": f"{len(dataset):,} samples", "contents": contents_digest(dataset), **settings}
+    for fact, values in differences(world.gather(RankFacts(own))):
+        if fact in settings:
+            raise ConfigError(f"{fact}= of {loader} differs between the ranks: {values}")
+        what = "number of samples" if fact == "samples" else "samples"
+        raise DataError(
+            f"the {what} of {name_of(dataset)} in {loader} differ{'s' * (fact == 'samples')} "
+            f"between the ranks: {values}. Give every rank the whole data set in the same order: "
+            f"compare the copies on these hosts, seed random splits, and do not divide it by rank, "
+            f"because {loader} divides it"
+        )
+
+
+def contents_digest(dataset: Any) -> str | None:
+    """Returns a digest of what a data set reads, in its order; None if it cannot tell.
+
+    It has the names of files below their common folder, with labels if they are there, some
+    entries of tensors and arrays in memory, and the indices of a `Subset`. No sample is read.
+    """
+    parts = list(_parts(dataset))
+    return f"digest {digest_of(parts):016x}" if parts else None
+
+
+def _parts(dataset: Any) -> Iterator[Any]:
+    if isinstance(dataset, Subset):
+        yield np.asarray(dataset.indices)
+        yield from _parts(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from _parts(part)
+    else:
+        for name in _ARRAYS:
+            for leaf in tree_leaves(_attribute(dataset, name, Tensor | np.ndarray | tuple | dict)):
+                yield from _entries(leaf)
+        for name in _PATHS:
+            if digest := _digest_of_paths(_attribute(dataset, name, list | tuple)):
+                yield digest
+
+
+def _attribute(dataset: Any, name: str, kind: Any) -> Any:
+    """Returns what a data set itself has under a name, if it is of this kind; or ()."""
+    value = getattr(dataset, "__dict__", {}).get(name)
+    return value if isinstance(value, kind) else ()
+
+
+def _entries(leaf: Any) -> Iterator[Any]:
+    """Yields shape, type and some entries of a tensor or an array, without a copy of the whole."""
+    if isinstance(leaf, Tensor):
+        if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_meta:
+            return
+        leaf = leaf.detach().resolve_conj().resolve_neg()
+    elif not isinstance(leaf, np.ndarray):
+        return
+    yield f"{tuple(leaf.shape)} {leaf.dtype}"
+    if leaf.ndim and 0 not in leaf.shape:
+        rows = leaf[:: max(1, len(leaf) // _SAMPLED_ROWS)]
+        yield rows.reshape(len(rows), -1)[:, :_ENTRIES_OF_A_ROW]
+
+
+def _digest_of_paths(entries: Sequence[Any]) -> str | None:
+    """Returns a digest of paths, or of pairs of a path and a label; None: they are neither."""
+    pairs = [each if isinstance(each, tuple | list) else (each,) for each in entries]
+    if not pairs or not all(pair and isinstance(pair[0], str | os.PathLike) for pair in pairs):
+        return None
+    names = below_common_folder([pair[0] for pair in pairs])
+    return digest_of_files(f"{name} {pair[1:]}" for name, pair in zip(names, pairs, strict=True))
+
+
+def digest_of(samples: Any) -> int:
+    """Returns a number of 62 bits that differs, most probably, for different samples."""
+    found = hashlib.blake2b(digest_size=8)
+    for leaf in tree_leaves(samples):
+        if isinstance(leaf, Tensor):
+            leaf = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        if isinstance(leaf, np.ndarray):  # the bytes of objects are their addresses
+            found.update(repr(leaf.tolist()).encode() if leaf.dtype.hasobject else leaf.tobytes())
+        elif isinstance(leaf, str | bytes | int | float | None):
+            found.update(repr(leaf).encode())
+    return int.from_bytes(found.digest()) >> 2
