@@ -1,4 +1,4 @@
-"""What must be the same on all ranks, and where it is not.
+"""Facts that must be the same on all ranks: which of them differ, and where.
 
 Each rank gathers its `RankFacts` once, at the start; `differences` tells every rank the same.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -25,7 +25,12 @@ class RankFacts:
     """
 
     facts: Mapping[str, Any]
-    host: str = field(default_factory=socket.gethostname)
+    host: str
+
+
+def facts_here(facts: Mapping[str, Any]) -> RankFacts:
+    """Returns the facts of this process."""
+    return RankFacts(facts, socket.gethostname())
 
 
 def differences(everyones: Sequence[RankFacts]) -> Iterator[tuple[str, str]]:

@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import ConcatDataset, Subset
 
-from hybridtrain._base.rank_differences import RankFacts, differences
+from hybridtrain._base.rank_differences import differences, facts_here
 from hybridtrain.data.fetch import name_of
-from hybridtrain.data.splits import below_common_folder, digest_of_files
+from hybridtrain.data.splits import below_common_folder
 from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.world import World
 
 # As much of an array tells it from another one.
-_SAMPLED_ROWS = 64
-_ENTRIES_OF_A_ROW = 4096
+_COMPARED_SAMPLES = 64
+_ENTRIES_OF_A_SAMPLE = 4096
 
 # Attributes in which data sets in memory have their arrays, and those of files their paths.
 _ARRAYS = ("tensors", "data", "inputs", "targets", "tokens")
@@ -52,7 +52,7 @@ def check_same_data(dataset: Any, world: World, loader: str, **settings: Any) ->
     if world.size == 1:
         return
     own = {"samples": f"{len(dataset):,} samples", "contents": contents_digest(dataset), **settings}
-    for fact, values in differences(world.gather(RankFacts(own))):
+    for fact, values in differences(world.gather(facts_here(own))):
         if fact in settings:
             raise ConfigError(f"{fact}= of {loader} differs between the ranks: {values}")
         what = "number of samples" if fact == "samples" else "samples"
@@ -86,8 +86,7 @@ def _parts(dataset: Any) -> Iterator[Any]:
             for leaf in tree_leaves(_attribute(dataset, name, Tensor | np.ndarray | tuple | dict)):
                 yield from _entries(leaf)
         for name in _PATHS:
-            if digest := _digest_of_paths(_attribute(dataset, name, list | tuple)):
-                yield digest
+            yield from _paths(_attribute(dataset, name, list | tuple))
 
 
 def _attribute(dataset: Any, name: str, kind: Any) -> Any:
@@ -106,17 +105,20 @@ def _entries(leaf: Any) -> Iterator[Any]:
         return
     yield f"{tuple(leaf.shape)} {leaf.dtype}"
     if leaf.ndim and 0 not in leaf.shape:
-        rows = leaf[:: max(1, len(leaf) // _SAMPLED_ROWS)]
-        yield rows.reshape(len(rows), -1)[:, :_ENTRIES_OF_A_ROW]
+        some = leaf[:: max(1, len(leaf) // _COMPARED_SAMPLES)]
+        yield some.reshape(len(some), -1)[:, :_ENTRIES_OF_A_SAMPLE]
 
 
-def _digest_of_paths(entries: Sequence[Any]) -> str | None:
-    """Returns a digest of paths, or of pairs of a path and a label; None: they are neither."""
-    pairs = [each if isinstance(each, tuple | list) else (each,) for each in entries]
-    if not pairs or not all(pair and isinstance(pair[0], str | os.PathLike) for pair in pairs):
-        return None
-    names = below_common_folder([pair[0] for pair in pairs])
-    return digest_of_files(f"{name} {pair[1:]}" for name, pair in zip(names, pairs, strict=True))
+def _paths(entries: Sequence[Any]) -> Iterator[str]:
+    """Yields what tells a list of paths, or of pairs of a path and a label, from another one.
+
+    Nothing if it is neither. As few and long texts, because there may be millions of files.
+    """
+    pairs = all(isinstance(each, tuple) and len(each) == 2 for each in entries)
+    paths = [each[0] for each in entries] if pairs else entries
+    if paths and all(isinstance(path, str | os.PathLike) for path in paths):
+        yield "\0".join(below_common_folder(paths))
+        yield repr([each[1] for each in entries]) if pairs else ""
 
 
 def digest_of(samples: Any) -> int:

@@ -114,7 +114,7 @@ def digest_of_files(names: Iterable[str]) -> str:
 
 
 def below_common_folder(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Returns paths as they are named below the folder that all of them share."""
+    """Returns paths without the folder that all of them share."""
     names = [os.fspath(path) for path in paths]
     # `dirname` leaves whole folders of the prefix; `commonpath` of one file would be that file
     common = os.path.dirname(os.path.commonprefix([min(names), max(names)]))  # noqa: RUF071

@@ -1,4 +1,4 @@
-"""What the processes of a run must have in common: the data set, and the versions of packages.
+"""The facts that must be the same on all ranks of a run: the data set, and package versions.
 
 Hosts may have their own copies of a data set, and their own environments. The facts travel with
 the outcome of loading the data, in one exchange before anything is built of them.
@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hybridtrain import __version__
-from hybridtrain._base.rank_differences import RankFacts, differences
+from hybridtrain._base.rank_differences import RankFacts, differences, facts_here
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.run.data_record import record_of
 from hybridtrain.data import DataSplits, digest_of_files, length_of
@@ -23,7 +23,7 @@ from hybridtrain.errors import DataError
 _log = logging.getLogger(__name__)
 
 # Keys of a data set that say where it is, in the order in which they are shown.
-_PLACES = ("root", "path", "file", "files", "folder", "data_dir", "eval_path", "predict_path")
+_PLACES = ("root", "path", "file", "files", "folder", "data_dir", "eval_path")
 
 # Packages whose versions decide results, beside Python and hybridtrain.
 _PACKAGES = ("torch", "torchvision", "transformers", "datasets", "timm", "numpy")
@@ -37,13 +37,14 @@ _SAME = {
     "predict": "the number of samples to predict",
     "classes": "the classes of the data",
     "vocabulary": "the vocabulary of the tokenizer",
-    "digest": "the data's files, by their names or sizes,",
+    "digest": "the names or sizes of the data files",
 }
 
 
 def place_of_data(config: Config) -> str:
     """Returns the keys of the config that say where the data is; empty if there are none."""
-    return ", ".join(f"data.{key}={value}" for key, value in config.data.items() if key in _PLACES)
+    places = {key: value for key, value in config.data.items() if key in _PLACES}
+    return ", ".join(f"data.{key}={value}" for key, value in places.items() if value is not None)
 
 
 def facts_of(config: Config, data: DataSplits | None) -> RankFacts:
@@ -56,7 +57,7 @@ def facts_of(config: Config, data: DataSplits | None) -> RankFacts:
             "vocabulary": data.vocabulary,
             "digest": None if data.digest is None else f"digest {data.digest}",
         }
-    return RankFacts({key: loaded.get(key) for key in _SAME} | _versions(config))
+    return facts_here({key: loaded.get(key) for key in _SAME} | _versions(config))
 
 
 def check_facts(everyones: Sequence[RankFacts], config: Config) -> None:
@@ -68,10 +69,10 @@ def check_facts(everyones: Sequence[RankFacts], config: Config) -> None:
     versions = []
     for fact, values in differences(everyones):
         if fact in _SAME:
-            where = f" ({place})" if (place := place_of_data(config)) else ""
+            where = f" for {place}" if (place := place_of_data(config)) else ""
             raise DataError(
                 f"{_SAME[fact]} differ{'s' * (fact not in ('classes', 'digest'))} between the "
-                f"ranks: {values}. Copy the same data to all of these hosts, or use a folder that "
+                f"ranks: {values}. Copy the same files to all of these hosts, or use a folder that "
                 f"they share{where}"
             )
         versions.append(f"{fact} {values}")
