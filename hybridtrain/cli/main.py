@@ -82,9 +82,9 @@ def _dispatch(arguments: list[str]) -> int:
             f"{COMMANDS[command].usage}".rstrip()
         )
     check_keys(command, given_keys(overrides), by_hand=detect(os.environ).launcher == "single")
-    overrides, config_dir = with_project(overrides, parsed.config_dir)
     if any("hydra.searchpath" in override for override in overrides):
         _make_working_directory_importable()  # for pkg://my_project.conf
+    overrides, config_dir = with_project(command, overrides, parsed.config_dir)
     if parsed.cfg and not parsed.multirun:
         composed = compose_settings(overrides, config_dir)
         return _print_on_main(config_text(composed, parsed.resolve, parsed.package))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copy_of(run: Path, name: str) -> Path:
-    import shutil
-
     target = Path("outputs") / name
     shutil.copytree(run, target)
     for file in ("config.yaml", "overrides.yaml"):
@@ -57,8 +56,6 @@ def test_links_in_a_run_directory_lead_nowhere(run: Path, command: str, tmp_path
 
 
 def test_a_folder_of_logs_that_is_a_link_is_not_written_to(run: Path, tmp_path: Path) -> None:
-    import shutil
-
     evil = copy_of(run, "evil")
     shutil.rmtree(evil / "logs")
     (tmp_path / "home").mkdir()
@@ -127,27 +124,80 @@ def test_the_best_command_of_a_stranger_grants_nothing(
     assert "only you can grant" in said
 
 
-@pytest.mark.parametrize("depth", ["", "group/", "group/other/"])
-@pytest.mark.parametrize("left_out", ["overrides.yaml", "metrics.jsonl", None])
-def test_a_project_file_among_runs_does_not_count(
-    run: Path,
-    depth: str,
-    left_out: str | None,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import shutil
+PROJECT = '[tool.hybridtrain]\nallow_targets = ["os"]\nconfig_dir = "options"\n'
+AMONG = "does not count in a directory of runs"
 
+
+@pytest.mark.parametrize("group", ["", "group", "group/other"])
+@pytest.mark.parametrize("left_out", ["overrides.yaml", "metrics.jsonl", None])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "output_dir=. run_name={run}",
+        "++output_dir='.' run_name={run}",
+        'output_dir="." run_name={run}',
+        "output_dir={here} run_name={run}",
+        "output_dir=../shared run_name={run}",
+        "output_dir=${{oc.env:HERE}} run_name={run}",
+        "recipe=r.yaml run_name={run}",
+        "resume={run}",
+        "resume='./{run}/checkpoints/step_00000006'",
+        "resume={here}/{run}",
+    ],
+)
+def test_a_project_file_among_runs_does_not_count(
+    run: Path, group: str, left_out: str | None, words: str,
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     shared = Path("shared")
-    target = shared / depth / "evil" if depth != "group/other/" else shared / "group" / "evil"
+    target = shared / group / "evil"
     shutil.copytree(run, target)
     if left_out:
         (target / left_out).unlink()
-    (shared / "pyproject.toml").write_text('[tool.hybridtrain]\nallow_targets = ["os"]\n')
+    (shared / "pyproject.toml").write_text(PROJECT)
+    (shared / "options").mkdir()
+    (shared / "r.yaml").write_text("output_dir: .\n")
     monkeypatch.chdir(shared)
-    name = target.relative_to(shared)
-    assert main(["evaluate", "output_dir=.", f"run_name={name}", "world.devices=cpu"]) == 2
-    assert "does not count in a directory of runs" in capfd.readouterr().err
+    monkeypatch.setenv("HERE", str(Path.cwd()))
+    given = words.format(run=target.relative_to(shared), here=Path.cwd()).split()
+    assert main(["evaluate", *given, "world.devices=cpu"]) == 2
+    said = capfd.readouterr().err
+    assert AMONG in said
+    assert "allow_targets=[os] --config-dir options" in said
+
+
+def test_a_project_file_among_runs_does_not_count_in_a_sweep_either(
+    run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(run, Path("shared") / "group" / "evil")
+    monkeypatch.chdir("shared")
+    Path("pyproject.toml").write_text(PROJECT)
+    Path("options").mkdir()
+    command = ["evaluate", "run_name=group/evil", "output_dir=elsewhere,.", "--multirun"]
+    assert main(command) == 2
+    assert AMONG in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["run_name=good", "resume=outputs/good", "output_dir=outputs"])
+def test_the_project_file_beside_the_folder_of_runs_counts(
+    run: Path, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copy_of(run, "good")
+    Path("options").mkdir()
+    Path("pyproject.toml").write_text(PROJECT)
+    assert main(["evaluate", "--cfg", "job", *words.split()]) == 0
+    assert "allow_targets=[os], as pyproject.toml says" in capfd.readouterr().err
+
+
+def test_what_the_command_line_allows_counts_among_runs_too(
+    run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_of(run, "good")
+    monkeypatch.chdir("outputs")
+    Path("pyproject.toml").write_text(PROJECT)
+    Path("options").mkdir()
+    given = ["output_dir=.", "run_name=good", "allow_targets=[os]", "--config-dir", "options"]
+    assert main(["evaluate", *given, "world.devices=cpu"]) == 0, capfd.readouterr().err
 
 
 def test_deep_json_is_one_line_of_smp_config(capfd: pytest.CaptureFixture[str]) -> None:

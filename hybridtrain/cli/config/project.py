@@ -15,13 +15,19 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hybridtrain.cli.config.compose import given_keys
+from hybridtrain.cli.config.compose import (
+    compose_settings,
+    given_keys,
+    parse_overrides,
+    sweep_choices,
+)
+from hybridtrain.cli.config.resolve import name_run, naming_overrides
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import detect
 
@@ -29,7 +35,9 @@ _ALLOW, _FOLDER = "allow_targets", "config_dir"
 _SEARCH_PATH = "hydra.searchpath"
 
 
-def with_project(overrides: Sequence[str], config_dir: str | None) -> tuple[list[str], str | None]:
+def with_project(
+    command: str, overrides: Sequence[str], config_dir: str | None
+) -> tuple[list[str], str | None]:
     """Returns the overrides and the folder of options of a command, with those of the project.
 
     What the command line has itself stays. Rank 0 says which packages are allowed.
@@ -37,9 +45,12 @@ def with_project(overrides: Sequence[str], config_dir: str | None) -> tuple[list
     Raises:
         ConfigError: the file cannot be read, has an unknown key, or lies among runs.
     """
-    given = given_keys(overrides)
-    folders = [o.partition("=")[2] for o in overrides if o.startswith("output_dir=")]
-    project = _project(Path("pyproject.toml"), Path(folders[-1]) if folders else None)
+    given, path = given_keys(overrides), Path("pyproject.toml")
+    project = _project(path)
+    if _ALLOW in given:
+        project.pop(_ALLOW, None)
+    if config_dir is not None:
+        project.pop(_FOLDER, None)
     plugins = [point.value for point in entry_points(group="hybridtrain.plugins")]
     added = []
     if _ALLOW not in given and (packages := [*project.get(_ALLOW, []), *plugins]):
@@ -47,9 +58,12 @@ def with_project(overrides: Sequence[str], config_dir: str | None) -> tuple[list
     paths = [f"pkg://{name}.configs" for name in plugins if _has_configs(name)]
     if paths and _SEARCH_PATH not in given:
         added.append(f"{_SEARCH_PATH}=[{','.join(paths)}]")
-    if project.get(_ALLOW) and _ALLOW not in given and detect(os.environ).rank == 0:
+    words, folder = [*overrides, *added], config_dir or project.get(_FOLDER)
+    if project:
+        _refuse_among_runs(path, project, command, words, folder)
+    if project.get(_ALLOW) and detect(os.environ).rank == 0:
         print(f"{added[0]}, as pyproject.toml says", file=sys.stderr, flush=True)
-    return [*overrides, *added], config_dir or project.get(_FOLDER)
+    return words, folder
 
 
 def _has_configs(package: str) -> bool:
@@ -61,13 +75,8 @@ def _has_configs(package: str) -> bool:
         ) from error
 
 
-def _project(path: Path, runs: Path | None) -> dict[str, Any]:
-    """Returns the table of the file; it is empty if there is no file.
-
-    Args:
-        path: of the file.
-        runs: the folder of runs that the command line names.
-    """
+def _project(path: Path) -> dict[str, Any]:
+    """Returns the table of the file; it is empty if there is no file."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -94,8 +103,6 @@ def _project(path: Path, runs: Path | None) -> dict[str, Any]:
             f"{path}: {_FOLDER} of [tool.hybridtrain] must be the path of a folder, and not "
             f"{table[_FOLDER]}"
         )
-    if table:
-        _refuse_among_runs(path, table, runs)
     return table
 
 
@@ -108,13 +115,39 @@ def _is_run(folder: Path) -> bool:
     )
 
 
-def _refuse_among_runs(path: Path, table: Mapping[str, Any], runs: Path | None) -> None:
+def _refuse_among_runs(
+    path: Path,
+    project: Mapping[str, Any],
+    command: str,
+    overrides: Sequence[str],
+    config_dir: str | None,
+) -> None:
     """Refuses the file in a directory of runs or inside a run, which may be a stranger's."""
     here = Path.cwd()
-    inside = runs is not None and here.is_relative_to(runs.resolve())  # runs may be in groups
-    if inside or any(map(_is_run, (here, *here.parents, *here.glob("*/")))):
-        packages = ",".join(table.get(_ALLOW, []))
-        raise ConfigError(
-            f"{path} allows code of {packages}, which does not count in a directory of runs: "
-            f"call the command in the folder of your project, or add {_ALLOW}=[{packages}] to it"
-        )
+    among = any(map(_is_run, (here, *here.parents, *here.glob("*/"))))
+    for output_dir, run in () if among else _runs_of_command(command, overrides, config_dir):
+        among |= any(here.is_relative_to(folder) for folder in (output_dir.resolve(), run.parent))
+        # `resume=` may name a run of a group here, which is in no output_dir
+        among |= run.is_relative_to(here) and not run.is_relative_to(output_dir.resolve())
+    if not among:
+        return
+    words = [f"{_ALLOW}=[{','.join(project[_ALLOW])}]"] if project.get(_ALLOW) else []
+    words += [f"--config-dir {project[_FOLDER]}"] if _FOLDER in project else []
+    raise ConfigError(
+        f"the table [tool.hybridtrain] of {path} does not count in a directory of runs, which may "
+        f"be someone else's: run the command in the folder of your project, or, if you trust it, "
+        f"add {' '.join(words)}"
+    )
+
+
+def _runs_of_command(
+    command: str, overrides: Sequence[str], config_dir: str | None
+) -> Iterator[tuple[Path, Path]]:
+    """Yields the `output_dir` and the directory of each run that a command names."""
+    words = naming_overrides(overrides)
+    swept = any(override.is_sweep_override() for override in parse_overrides(words))
+    for choice in sweep_choices(words, config_dir) if swept else [words]:
+        config = compose_settings(choice, config_dir).config
+        output_dir = Path(config.output_dir)
+        name_run(command, config, given_keys(choice))
+        yield output_dir, (Path(config.output_dir) / str(config.run_name)).resolve()

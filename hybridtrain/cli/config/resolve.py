@@ -231,13 +231,12 @@ def settle(
         ConfigError: an override is wrong, or would make another run of the one that is there.
     """
     keys = given_keys(overrides)
-    # Only what names the run; the other overrides may be about keys that the run's config has.
-    naming = [key in _NAMING or key.startswith("hydra.") for key in keys]
-    named = compose_settings(list(compress(overrides, naming)), config_dir)
+    # The other overrides may be about keys that only the run's config has.
+    named = compose_settings(naming_overrides(overrides), config_dir)
     if run_name is not None:
         named.config.run_name = run_name
-    elif command in ("evaluate", "predict", "export") and not {"recipe", "run_name"} & set(keys):
-        _name_run_of_checkpoint(named.config)
+    else:
+        name_run(command, named.config, keys)
     check_run_name(str(named.config.run_name))
     run = Path(named.config.output_dir) / str(named.config.run_name)
     if "/" in str(named.config.run_name) and (run.parent / "config.yaml").exists():
@@ -470,8 +469,23 @@ def _is_file(one: str, other: Path) -> bool:
     return Path(one).resolve() == other.resolve()
 
 
-def _name_run_of_checkpoint(config: Config) -> None:
-    """Makes the run of the checkpoint that `resume` names the run of this command."""
+def naming_overrides(overrides: Sequence[str]) -> list[str]:
+    """Returns those overrides that say which run a command is about."""
+    keys = given_keys(overrides)
+    naming = [key in _NAMING or key.startswith("hydra.") for key in keys]
+    return list(compress(overrides, naming))
+
+
+def name_run(command: str, config: Config, keys: Sequence[str]) -> None:
+    """Makes the run of the checkpoint that `resume` names the run of a command that names no other.
+
+    Args:
+        command: such as evaluate.
+        config: whose `run_name` and `output_dir` are set.
+        keys: of the command line.
+    """
+    if command not in ("evaluate", "predict", "export") or {"recipe", "run_name"} & set(keys):
+        return
     if config.resume in (None, "auto", "last", "best"):
         return
     folder = Path(str(config.resume))
