@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 from uuid import uuid4
 
+from hybridtrain.errors import DataError, UserError
+
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
@@ -106,23 +108,68 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns whatever a damaged or hostile file leads to into one line that names the file.
+
+    Raises:
+        DataError: in place of any other error of the block.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(f"{path} cannot be read ({why}): restore it, or remove it") from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Returns the value of a JSON text; an integer of more than 18 digits becomes a float.
+
+    A file may be a stranger's, and Python's arithmetic ends in an OverflowError where an integer of
+    400 digits meets a float.
+    """
+    return json.loads(text, parse_int=lambda digits: (int if len(digits) < 20 else float)(digits))
+
+
+def read_json(path: Path) -> Any:
+    """Returns the value of a JSON file, as `parse_json` does; None: there is no such file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    with reading(path):
+        try:
+            return parse_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+
+
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the entries of a `metrics.jsonl` that may be written at this moment, or not be there.
 
     See `entries_of`.
+
+    Raises:
+        DataError: it is not such a file.
     """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return
-    yield from entries_of(lines)
+    with reading(path):
+        try:
+            lines = path.read_bytes().splitlines(keepends=True)
+        except FileNotFoundError:
+            return
+        entries = list(entries_of(lines))
+        if not entries and any(line.endswith(b"\n") for line in lines):
+            raise ValueError("no line of it has a step")
+    yield from entries
 
 
 def entries_of(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Yields the JSON objects with a step among lines, without those that are not complete."""
     for line in lines:
         try:
-            entry: Any = json.loads(line)
+            entry: Any = parse_json(line)
         except (ValueError, RecursionError):  # the last line, half written, or that of a killed run
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int):

@@ -15,7 +15,12 @@ from pathlib import Path
 import optuna
 import pytest
 from cli_runs import fail
-from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 from optuna.trial import TrialState
 from support.launch import SMALL, environment
 
@@ -319,3 +324,59 @@ def test_a_trial_of_a_stored_study_with_other_keys_or_values_is_left_alone(
     commands = [path.read_text() for path in FOLDER.glob("trial_*/command")]
     assert commands
     assert not any("allow_targets" in command or "0.8" in command for command in commands)
+
+
+LR = FloatDistribution(0.1, 0.4)
+
+
+def new_study() -> optuna.Study:
+    FOLDER.mkdir(parents=True)
+    url = f"sqlite:///{FOLDER.resolve() / 'study.db'}"
+    return optuna.create_study(storage=url, study_name="digits-search", direction="minimize")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"optim.lr": 0.8},
+        {"optim.lr": "0.2 allow_targets=[os]"},
+        {"optim.lr": float("nan")},
+        {"optim.lr": None},
+        {"optim.lr": 0.2, "allow_targets": "[os]"},
+    ],
+    ids=str,
+)
+def test_an_enqueued_trial_that_is_not_in_the_space_is_refused(
+    values: dict[str, object], words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    new_study().enqueue_trial(values)
+    assert "which is not in the search space" in fail(capfd, *words)
+    assert not list(FOLDER.glob("trial_*/command"))
+
+
+@pytest.mark.parametrize(
+    ("values", "distributions"),
+    [
+        ({"optim.lr": 0.8}, {"optim.lr": FloatDistribution(0.1, 0.9)}),
+        (
+            {"optim.lr": 0.2, "allow_targets": "[os]"},
+            {"optim.lr": LR, "allow_targets": CategoricalDistribution(["[os]"])},
+        ),
+    ],
+)
+def test_a_stored_trial_that_waits_and_is_not_in_the_space_is_refused(
+    values: dict[str, object], distributions: dict[str, BaseDistribution],
+    words: list[str], capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    trial = optuna.trial.create_trial(
+        params=values, distributions=distributions, state=TrialState.WAITING
+    )
+    new_study().add_trial(trial)
+    assert "which is not in the search space" in fail(capfd, *words)
+    assert not list(FOLDER.glob("trial_*/command"))
+
+
+def test_an_enqueued_trial_in_the_space_is_run(words: list[str]) -> None:
+    new_study().enqueue_trial({"optim.lr": 0.3})
+    assert main(words) == 0
+    assert study().trials[0].params == {"optim.lr": 0.3}

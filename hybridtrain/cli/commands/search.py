@@ -11,7 +11,6 @@ Several searches may work on one study. One that was interrupted goes on with it
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import signal
@@ -24,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 
-from hybridtrain._base.files import json_lines
+from hybridtrain._base.files import json_lines, read_json, reading
+from hybridtrain._base.text_table import in_one_line
 from hybridtrain.cli.commands.results import best_run, lines_of, runs_of, table
 from hybridtrain.cli.config.compose import (
     compose_settings,
@@ -302,6 +302,7 @@ def _trials(
     # value that is not in the space, is not of this search: a study may come from a stranger.
     left = {trial.number for trial in running if _is_in(space, trial.params)}
     while left or len(study.get_trials(deepcopy=False)) < most:
+        _refuse_enqueued(study, space)
         number = left.pop() if left else study.ask(dict(space)).number
         lock = RunLock(folder / "claims" / _name(number))
         lock.folder.mkdir(parents=True, exist_ok=True)
@@ -317,6 +318,21 @@ def _trials(
             lock.release()
 
 
+def _refuse_enqueued(study: Study, space: Mapping[str, BaseDistribution]) -> None:
+    """Raises a ConfigError for a waiting trial with a key or value that is not in the space."""
+    from optuna.trial import TrialState
+
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+        values = {**trial.system_attrs.get("fixed_params", {}), **trial.params}
+        known = {key: space[key] for key in values if key in space}
+        if not _is_in(known, values):
+            raise ConfigError(
+                f"the study {study.study_name} has an enqueued trial, number {trial.number}, with "
+                f"{in_one_line(str(values))}, which is not in the search space: enqueue keys and "
+                f"values of the space only, or set another run_name="
+            )
+
+
 def _is_in(space: Mapping[str, BaseDistribution], values: Mapping[str, Any]) -> bool:
     """Returns whether `values` are a point of the search space."""
     from optuna.distributions import CategoricalDistribution
@@ -327,7 +343,9 @@ def _is_in(space: Mapping[str, BaseDistribution], values: Mapping[str, Any]) -> 
         if isinstance(distribution, CategoricalDistribution):
             if values[key] not in distribution.choices:
                 return False
-        elif not distribution.low <= values[key] <= distribution.high:  # type: ignore[attr-defined]
+        elif not isinstance(values[key], int | float) or not (
+            distribution.low <= values[key] <= distribution.high  # type: ignore[attr-defined]
+        ):
             return False
     return True
 
@@ -367,8 +385,8 @@ def _train(
         received.pass_on_to(None)
     code = process.returncode
     if code == 0:
-        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-        values = summary["eval"] or {}
+        with reading(run / "summary.json"):
+            values = read_json(run / "summary.json")["eval"] or {}
         if metric not in values:
             raise ConfigError(
                 f"search.metric={metric}: an evaluation of {run} has {', '.join(values)}"
