@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
@@ -19,6 +21,20 @@ def printable(text: str) -> str:
 def in_one_line(text: str) -> str:
     """Returns `text` with escapes in place of all control characters."""
     return printable(text).replace("\n", "\\n").replace("\t", " ")
+
+
+class Block(str):
+    """Lines that were laid out for a log, each name in them in one line; see `in_log`."""
+
+
+def in_log(value: Any) -> Any:
+    """Returns an argument of a log line, a text without line breaks unless it is a `Block`.
+
+    A name from a config or a file could begin a new line of the log.
+    """
+    if isinstance(value, Block):
+        return printable(value)
+    return in_one_line(str(value)) if isinstance(value, str | Path | BaseException) else value
 
 
 def text_table(lines: Sequence[Sequence[str]], right_aligned: int) -> list[str]:
@@ -37,7 +53,8 @@ def text_table(lines: Sequence[Sequence[str]], right_aligned: int) -> list[str]:
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
     """Returns a table in Markdown; the first line is its head, and numbers are flush right."""
-    head, *body = ("| " + " | ".join(line) + " |" for line in lines)
+    cells = [[in_one_line(cell).replace("|", "\\|") for cell in line] for line in lines]
+    head, *body = ("| " + " | ".join(line) + " |" for line in cells)
     return "\n".join([head, "|---" + "|---:" * (len(lines[0]) - 1) + "|", *body])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridtrain._base.files import atomic_file, write_atomically
+from hybridtrain._base.files import atomic_file, parse_json, write_atomically
 from hybridtrain.loop import Monitor
 from hybridtrain.observe.pictures import draw
 from hybridtrain.schedule import WORDS, Action, Span, Spans
@@ -72,11 +72,11 @@ def spans_of_trace(path: Path) -> tuple[Spans, Spans] | None:
 
     None: there is no such file, or it is one of a version that wrote the measured ones alone.
     """
-    if not path.is_file():
+    if not path.exists():
         return None
     kinds: dict[str, Any] = {words: kind for kind, words in WORDS.items()}
     lanes: tuple[dict[int, list[Span]], ...] = ({}, {})
-    for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
+    for event in parse_json(path.read_bytes())["traceEvents"]:
         if event["ph"] == "X":
             own = event["args"]
             action = Action(kinds[event["cat"]], own["stage"], own["microbatch"])

@@ -43,6 +43,17 @@ def test_the_page_has_the_numbers_of_the_summary(finished: Path, tmp_path: Path)
         assert f"{number} {layers} {len(stage['layers'])} {stage['parameters']:,}" in shown
 
 
+def test_the_page_says_which_steps_the_times_of_the_advice_and_of_the_tile_are_of(
+    copied: Path, tmp_path: Path
+) -> None:
+    summary = json.loads((copied / "summary.json").read_text())
+    for advice in ([], ["a step would take 3 ms instead of 5"]):
+        (copied / "summary.json").write_text(json.dumps({**summary, "advice": advice}))
+        page = write_report([copied], tmp_path / "page.html").read_text()
+        assert "a step, median" in page
+        assert ("Times in the advice are those of recorded steps" in page) == bool(advice)
+
+
 @pytest.mark.parametrize(("ms", "shown"), [(999.0, "999.00 ms"), (1264.24, "1.26 s")])
 def test_a_time_is_in_the_unit_that_people_read_and_the_same_everywhere(
     ms: float, shown: str, finished: Path, tmp_path: Path

@@ -2,23 +2,57 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from support.launch import SMALL
 
 from hybridtrain.cli.main import main
 
 EVIL = "\x1b]0;title\x07\x1b[2J"
+HUGE = "9" * 400
 DAMAGE = {
-    "deep": "[" * 100_000,
+    "a deep list": "[" * 5_000,
+    "a deep mapping": '{"a": ' * 5_000,
+    "bytes": "\x00\xff\xfe",
     "a list": "[]",
-    "a text for a number": '{"steps": "x", "eval": 3}',
-    "a huge number": '{"steps": ' + "9" * 400 + ', "eval": {}, "step": ' + "9" * 400 + "}",
-    "bytes": "\x00\xff",
-    "another type": '{"steps": [1], "eval": [2]}',
+    "a list of others": "[[1], {}]",
+    "a number": "3",
+    "a text": '"x"',
+    "texts for numbers": '{"steps": "x", "step": "x", "eval": 3, "stages": 3, "checkpoint": 3}',
+    "a huge number": f'{{"steps": {HUGE}, "step": {HUGE}, "eval": {{}}}}',
+    "a huge loss": f'{{"steps": 6, "step": 6, "eval": {{"loss": {HUGE}}}, "eval/loss": {HUGE}, '
+    f'"time": {HUGE}, "train_loss": {HUGE}, "step_ms": {{"p50": {HUGE}}}, "optim.lr": {HUGE}}}',
+    "a number that Python does not read": '{"steps": ' + "9" * 5000 + "}",
+    "nothing": "",
+    "a folder": None,
 }
+READ = {
+    "results": ["config.yaml", "overrides.yaml", "metrics.jsonl", "summary.json"],
+    "report": [
+        *("config.yaml", "overrides.yaml", "metrics.jsonl", "summary.json"),
+        *("plan.yaml", "timeline.json", "logs/rank_000.log"),
+    ],
+}
+"""The files that a command reads of several runs."""
+OF_THE_RUN = [
+    *(*READ["report"], "evaluations.jsonl", "run.lock", "checkpoints/best.json"),
+    *(
+        f"checkpoints/step_00000006/{name}"
+        for name in ("manifest.json", "state.json", "model.safetensors", "optimizer.json")
+    ),
+]
+
+
+def damage(path: Path, text: str | None) -> None:
+    path.unlink(missing_ok=True)
+    if text is None:
+        path.mkdir()
+    else:
+        path.write_text(text + "\n", encoding="latin-1")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        assert main([*SMALL, "run_name=good", "trainer.eval_every=null"]) == 0
+        assert main([*SMALL, "run_name=good", "checkpoint.best=loss"]) == 0
     finally:
         os.chdir(before)
     return folder / "outputs" / "good"
@@ -55,6 +89,37 @@ def test_links_in_a_run_directory_lead_nowhere(run: Path, command: str, tmp_path
     assert victim.read_text() == "mine\n"
 
 
+def test_no_command_writes_through_a_link_in_the_place_of_a_file_of_the_run(tmp_path: Path) -> None:
+    """Each file that a run writes becomes a link to a copy elsewhere, which stays as it is."""
+    words = [*SMALL, "run_name=evil", "monitor.csv=true", "monitor.report=true"]
+    commands = (
+        ["evaluate", "run_name=evil"],
+        ["predict", "run_name=evil"],
+        ["export", "run_name=evil"],
+        ["report", "evil"],
+        ["plan", *words],
+    )
+    for command in ([*words, "checkpoint.best=loss"], *commands):
+        assert main(command) == 0
+    run, elsewhere = Path("outputs/evil"), tmp_path / "elsewhere"
+    before = {}
+    for path in [path for path in run.rglob("*") if path.is_file()]:
+        copy = elsewhere / path.relative_to(run)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        before[copy] = path.read_bytes()
+        path.rename(copy)
+        path.symlink_to(copy)
+    assert {copy.name for copy in before} >= {
+        *("config.yaml", "overrides.yaml", "metrics.jsonl", "metrics.csv", "summary.json"),
+        *("plan.yaml", "timeline.json", "timeline.png", "report.html", "evaluations.jsonl"),
+        *("rank_000.log", "best.json", "manifest.json", "model.safetensors"),
+    }
+    for command in (*commands, [*words, "checkpoint.best=loss", "trainer.steps=8"]):
+        main(command)  # a command may refuse a link
+    assert {copy: copy.read_bytes() for copy in before} == before
+    assert {path for path in elsewhere.rglob("*") if path.is_file()} == before.keys()
+
+
 def test_a_folder_of_logs_that_is_a_link_is_not_written_to(run: Path, tmp_path: Path) -> None:
     evil = copy_of(run, "evil")
     shutil.rmtree(evil / "logs")
@@ -64,29 +129,54 @@ def test_a_folder_of_logs_that_is_a_link_is_not_written_to(run: Path, tmp_path: 
     assert list((tmp_path / "home").iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.parametrize("command", ["results", "report"])
-def test_a_damaged_run_is_one_line_and_hides_no_other(
-    run: Path, command: str, kind: str, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("command", "file"), [(c, f) for c, names in READ.items() for f in names])
+def test_a_damaged_run_is_one_line_that_names_the_file_and_hides_no_other(
+    run: Path, command: str, file: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     copy_of(run, "good")
-    for number, name in enumerate(
-        ("summary.json", "metrics.jsonl", "overrides.yaml", "config.yaml")
-    ):
-        bad = copy_of(run, f"bad_{number}")
-        (bad / name).write_text(DAMAGE[kind] + "\n", encoding="latin-1")
-    capfd.readouterr()
-    assert main([command, "outputs"]) == 0
-    said = capfd.readouterr()
-    assert "Traceback" not in said.err
-    if command == "results":
-        lines = said.out.splitlines()
-        assert [line.split()[0] for line in lines[1:]] == [
-            *(f"bad_{number}" for number in range(4)),
-            "good",
-        ]
-    else:
-        assert "good" in Path(said.out.strip()).read_text()
+    copy_of(run, "other")
+    for kind, text in DAMAGE.items():
+        shutil.rmtree("outputs/bad", ignore_errors=True)
+        damage(copy_of(run, "bad") / file, text)
+        capfd.readouterr()
+        assert main([command, "outputs"]) == 0, kind
+        said = capfd.readouterr()
+        assert "Traceback" not in said.err, kind
+        if command == "results":
+            rows = {line.split()[0]: line for line in said.out.splitlines()[1:]}
+            assert rows.keys() >= {"good", "other"}, kind
+            assert "bad" in rows or (kind == "a folder" and file == "config.yaml"), kind
+            lines = [row for name, row in rows.items() if name == "bad" and "cannot be read" in row]
+            left_out = bool(lines)
+        else:
+            assert {"good", "other"} <= set(re.findall(r"\w+", Path(said.out.strip()).read_text()))
+            lines = [line for line in said.err.splitlines() if "bad" in line]
+            left_out = bool(lines)
+        if kind in ("a deep list", "a deep mapping", "bytes", "a number that Python does not read"):
+            assert left_out or file.endswith(".log"), kind
+        if left_out:
+            (line,) = lines
+            assert file in line, kind
+
+
+@pytest.mark.parametrize("file", OF_THE_RUN)
+@pytest.mark.parametrize("command", ["evaluate", "predict", "export", "report"])
+def test_a_command_on_a_damaged_run_ends_well_or_in_one_line_that_names_the_file(
+    run: Path, command: str, file: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    of_several = command in READ
+    for kind in ("a deep list", "bytes", "texts for numbers", "a huge number", "a folder"):
+        text = DAMAGE[kind]
+        shutil.rmtree("outputs", ignore_errors=True)
+        damage(copy_of(run, "bad") / file, text)
+        capfd.readouterr()
+        words = ["outputs/bad"] if of_several else ["run_name=bad", "world.devices=cpu"]
+        code = main([command, *words])
+        said = capfd.readouterr().err
+        assert code in (0, 2), (kind, said)
+        assert "Traceback" not in said, kind
+        if code:
+            assert Path(file).name in said.splitlines()[-1], (kind, said)
 
 
 def test_control_characters_of_a_stranger_are_escaped(
@@ -102,6 +192,23 @@ def test_control_characters_of_a_stranger_are_escaped(
     said = capfd.readouterr()
     assert "\x1b" not in said.out + said.err
     assert "\x07" not in said.out + said.err
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\x0b", "\u2028", "\x85"])
+def test_no_name_begins_a_line_of_a_log_or_of_a_table(
+    end: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    accuracy = {"_target_": "torchmetrics.classification.MulticlassAccuracy", "num_classes": 10}
+    recipe = {"defaults": ["digits"], "trainer": {"metrics": {f"acc{end}forged": accuracy}}}
+    Path("r.yaml").write_text(json.dumps(recipe))
+    assert main(["recipe=r.yaml", *SMALL[1:], "run_name=r"]) == 0
+    assert main(["evaluate", "run_name=r"]) == 0
+    assert main(["results", "r", "output=table.md"]) == 0
+    said = capfd.readouterr()
+    shown = said.out + said.err + Path("table.md").read_text()
+    shown += Path("outputs/r/logs/rank_000.log").read_text(encoding="utf-8")
+    assert "forged" in shown
+    assert not [line for line in shown.splitlines() if line.lstrip("| ").startswith("forged")]
 
 
 def test_the_best_command_of_a_stranger_grants_nothing(
@@ -200,11 +307,76 @@ def test_what_the_command_line_allows_counts_among_runs_too(
     assert main(["evaluate", *given, "world.devices=cpu"]) == 0, capfd.readouterr().err
 
 
-def test_deep_json_is_one_line_of_smp_config(capfd: pytest.CaptureFixture[str]) -> None:
-    Path("deep.json").write_text("[" * 100_000)
-    assert main(["smp-config", "deep.json"]) == 2
-    (line,) = capfd.readouterr().err.strip().splitlines()
-    assert line.startswith("error: deep.json is not JSON")
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_file_is_one_line_of_smp_config(
+    kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    damage(Path("given.json"), DAMAGE[kind])
+    code = main(["smp-config", "given.json"])
+    said = capfd.readouterr()
+    if code == 0:  # of keys that SageMaker's do not have
+        assert "torchrun" in said.out
+        return
+    assert code == 2
+    (line,) = said.err.strip().splitlines()
+    assert line.startswith("error: ")
+    assert "given.json" in line
+
+
+GRANTING = {
+    "allow_targets": {"allow_targets": ["evil"], "model": {"_target_": "evil.grant"}},
+    "a target": {"model": {"_target_": "evil.grant"}},
+    "a command": {"model": {"_target_": "subprocess.getoutput", "cmd": "touch granted"}},
+    "hydra": {"hydra": {"searchpath": ["pkg://evil"]}},
+    "push_to": {"push_to": "stranger/theirs"},
+    "output": {"output": "granted"},
+    "run_name": {"run_name": "../../granted"},
+    "launcher": {"search": {"launcher": "touch granted", "space": ["optim.lr=1e-3,1e-2"]}},
+    "storage": {"search": {"storage": "sqlite:///granted", "space": ["optim.lr=1e-3,1e-2"]}},
+    "space": {"search": {"space": ["allow_targets=[evil],[os]"], "trials": 1}},
+    "metric": {"trainer": {"metrics": {"m": {"_target_": "evil.grant"}}}},
+    "callback": {"callbacks": {"c": {"_target_": "evil.grant"}}},
+    "monitor": {"monitor": {"m": {"_target_": "evil.grant"}}},
+    "tokenizer": {"data": {"tokenizer": "evil.grant"}},
+}
+"""What a file could say to run code, to write elsewhere or to send something, by its way there."""
+WAYS = ["recipe", "config.yaml", "overrides.yaml", "plan.yaml", "state.json"]
+
+
+@pytest.mark.parametrize("key", GRANTING)
+@pytest.mark.parametrize("way", WAYS)
+def test_words_of_a_file_never_grant(
+    run: Path, way: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command on a recipe or a run that asks for more than the user did refuses or ignores it."""
+    project = tmp_path / "project"
+    project.mkdir()
+    monkeypatch.chdir(project)
+    grant = "from pathlib import Path\nPath('granted').touch()\n\n\ndef grant(*args, **kwargs):\n"
+    Path("evil.py").write_text(f"{grant}    Path('granted').touch()\n")
+    asked = GRANTING[key]
+    if way == "recipe":
+        Path("r.yaml").write_text(json.dumps({"defaults": ["digits"], **asked}))
+        words = ["recipe=r.yaml", *SMALL[1:]]
+        commands = [[c, *words] for c in ("train", "evaluate", "predict", "export", "search")]
+    else:
+        evil = copy_of(run, "evil")
+        if way == "overrides.yaml":
+            text = json.dumps([f"+{name}={json.dumps(value)}" for name, value in asked.items()])
+            (evil / way).write_text(text)
+        else:
+            file = evil / ("checkpoints/step_00000006/state.json" if way == "state.json" else way)
+            loaded = yaml.safe_load(file.read_text())
+            for name, value in asked.items():
+                known = loaded.get(name)
+                merged = isinstance(known, dict) and isinstance(value, dict)
+                loaded[name] = {**known, **value} if merged else value
+            file.write_text(json.dumps(loaded))
+        on_run = [[c, "run_name=evil"] for c in ("evaluate", "predict", "export")]
+        commands = [*on_run, ["results", "outputs"], ["report", "outputs"]]
+    for command in commands:
+        main(command)
+    assert not list(tmp_path.rglob("granted*"))
 
 
 def test_a_recipe_does_not_say_where_a_model_is_sent(capfd: pytest.CaptureFixture[str]) -> None:

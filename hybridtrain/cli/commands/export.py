@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain import __version__
-from hybridtrain._base.files import atomic_file, atomic_folder, write_atomically
+from hybridtrain._base.files import (
+    atomic_file,
+    atomic_folder,
+    read_json,
+    reading,
+    write_atomically,
+)
 from hybridtrain.checkpoint import (
     CheckpointStore,
     evaluated_average,
@@ -98,9 +104,11 @@ def export(settings: Settings) -> dict[str, Any]:
 def _evaluation(directory: RunDirectory, checkpoint: Path) -> dict[str, Any]:
     """Returns the values at the end of the run; empty if the checkpoint is of another moment."""
     path = directory.path / "summary.json"
-    summary = json.loads(path.read_text()) if path.exists() else {}
-    own = checkpoint.resolve().parent == directory.checkpoints.resolve()
-    return summary["eval"] or {} if own and summary.get("steps") == step_of(checkpoint) else {}
+    summary = read_json(path)
+    if summary is None or checkpoint.resolve().parent != directory.checkpoints.resolve():
+        return {}
+    with reading(path):
+        return dict(summary["eval"] or {}) if summary["steps"] == step_of(checkpoint) else {}
 
 
 def _card(checkpoint: Path, config: Config, evaluation: Mapping[str, Any]) -> str:

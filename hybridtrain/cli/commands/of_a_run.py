@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.files import atomic_file
 from hybridtrain._base.microbatch import batch_size
-from hybridtrain._base.text_table import counted, text_table
+from hybridtrain._base.text_table import Block, counted, text_table
 from hybridtrain.checkpoint import (
     init_from,
     parse_init_from,
@@ -448,13 +448,13 @@ def _values(evaluation: Mapping[str, float] | None) -> str:
     return "  ".join(f"{name} {format_value(value)}" for name, value in values.items())
 
 
-def _placement(plan: Plan, world: World) -> str:
+def _placement(plan: Plan, world: World) -> Block:
     """Returns tables of the stages and of the devices of all processes; a collective call."""
     hosts = world.gather((socket.gethostname(), [str(device) for device in world.devices]))
     return _layout(plan, hosts, f"started by {world.launcher}, {world.backend}")
 
 
-def _layout(plan: Plan, hosts: Sequence[tuple[str, list[str]]], how: str) -> str:
+def _layout(plan: Plan, hosts: Sequence[tuple[str, list[str]]], how: str) -> Block:
     """Returns tables of the stages, and of the hosts and devices of the processes."""
     parameters = sum(cost.parameters for cost in plan.costs)
     head = (
@@ -466,7 +466,7 @@ def _layout(plan: Plan, hosts: Sequence[tuple[str, list[str]]], how: str) -> str
     processes += [
         (str(rank), host, " ".join(devices)) for rank, (host, devices) in enumerate(hosts)
     ]
-    return "\n".join([head, table(plan), *text_table(processes, 1)])
+    return Block("\n".join([head, table(plan), *text_table(processes, 1)]))
 
 
 def fit_to_devices(settings: Settings) -> None:

@@ -15,6 +15,7 @@ from PIL import Image
 from hybridtrain._base.devices import choose_devices
 from hybridtrain._base.files import atomic_file
 from hybridtrain._base.hardware import Machine
+from hybridtrain._base.text_table import Block
 from hybridtrain.cli.config.compose import given_keys, hydra_quoted, with_later
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import AUTO, Config
@@ -94,7 +95,7 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
     batches = batches_of(config, data, options)
     steps = options.trainer.total_steps(batches) if batches or options.trainer.steps else None
     advice = "take FSDP2, or the first of these" if plans.advises_fsdp2 else "take the first"
-    _log.info("%s:\n%s", advice, plans.answer(steps))
+    _log.info("%s:\n%s", advice, Block(plans.answer(steps)))
     with writing(directory, World()):
         path = directory.plan_to_write()
         plans.plan().write(path)

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 from hybridtrain._base.text_table import in_one_line
 from hybridtrain.cli.commands.results import runs_of
-from hybridtrain.errors import ConfigError, UserError
+from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.observe import write_report
 
 _USAGE = (
@@ -37,9 +37,7 @@ def report(arguments: Sequence[str]) -> int:
     output = outputs[0] if outputs else None
     try:
         page = write_report(logged, output)
-    except UserError:
-        raise
-    except Exception:  # whatever a damaged file, or a stranger's, leads to
+    except DataError:  # a file of a run is damaged, or a stranger's
         if not (runs := _readable(logged)):
             raise
         page = write_report(runs, output)
@@ -53,11 +51,9 @@ def _readable(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         try:
             with TemporaryDirectory() as folder:
-                # twice, since what differs between runs is on pages of several
-                write_report([path, path], Path(folder) / "page.html")
-        except Exception as error:
-            why = in_one_line(str(error).partition("\n")[0][:200]) or type(error).__name__
-            print(f"{path} is left out, since it cannot be read: {why}", file=sys.stderr)
+                write_report([path], Path(folder) / "page.html")
+        except DataError as error:
+            print(in_one_line(f"{path} is left out: {error}"), file=sys.stderr)
         else:
             readable.append(path)
     return readable

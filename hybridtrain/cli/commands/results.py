@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import operator
 import re
 import shlex
@@ -19,10 +18,10 @@ from typing import Any
 
 import yaml
 
-from hybridtrain._base.files import json_lines, write_atomically
+from hybridtrain._base.files import json_lines, read_json, reading, write_atomically
 from hybridtrain._base.text_table import in_one_line, markdown_table, text_table
 from hybridtrain.cli.config.compose import hydra_quoted, parse_overrides, read_overrides
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.observe import RunSettings, that_differ
 
 SWEEP_FILE = Path("slurm") / "sweep.txt"
@@ -38,7 +37,15 @@ _COMPARISONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": ope
 
 
 # Keys that let a command run code, or others than the run's own.
-_GRANTS = ("allow_targets", "hydra.", "search.launcher", "search.storage", "submit.", "push_to")
+_GRANTS = (
+    "allow_targets",
+    "hydra.",
+    "search.launcher",
+    "search.storage",
+    "submit.",
+    "push_to",
+    "output=",
+)
 
 
 @dataclass
@@ -157,9 +164,12 @@ def best_run(
     from hybridtrain.cli.run.components import direction_of  # with torch
 
     config: dict[str, Any] = next((run.config for run in runs if run.config), {})
-    options = config.get("checkpoint") or {}
+    options, trainer = (
+        group if isinstance(group := config.get(name), Mapping) else {}
+        for name in ("checkpoint", "trainer")
+    )
     best = options.get("best")
-    key = best or "loss"
+    key = str(best or "loss")
     if order is not None and any(order.lstrip("-") in run.reached for run in runs):
         key = order.lstrip("-")
     known = [run for run in runs if isinstance(run.reached.get(key), int | float)]
@@ -167,8 +177,7 @@ def best_run(
         return None
     mode = options.get("best_mode") if key == best else None
     try:
-        metrics = (config.get("trainer") or {}).get("metrics")
-        mode = direction_of("checkpoint.best_mode", key, mode, metrics)
+        mode = direction_of("checkpoint.best_mode", key, mode, trainer.get("metrics"))
     except ConfigError:  # a metric of the user's own, or a setting that was sorted by
         if order is None:
             return None
@@ -234,32 +243,31 @@ def _runs(folder: Path) -> Iterator[Run]:
 
 
 def _run(path: Path, name: str) -> Run:
-    """Reads a run. Damaged files are told in its line, and hide no other run."""
+    """Reads a run. Its line names a file that is damaged, which hides no other run."""
     try:
-        try:
-            config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")) or {}
-        except (OSError, ValueError, yaml.YAMLError):
-            config = {}
+        return Run(path, name, read_overrides(path), _reached(path), _config(path / "config.yaml"))
+    except DataError as error:
+        why = str(error).replace(f"{path}/", "")
+        why = why if len(why) < 100 else f"{why[:97]}..."
+        return Run(path, name, [], {"state": why, "step": 0})
+
+
+def _config(path: Path) -> dict[str, Any]:
+    with reading(path):
+        config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         if not isinstance(config, dict):
-            raise TypeError("config.yaml is not a mapping")
-        run = Run(path, name, read_overrides(path), _reached(path), config)
-        _cells(lines_of([run]))  # so that the table can show what the files have
-    except Exception as error:  # of whatever a damaged file, or a stranger's, makes of it
-        why = str(error).partition("\n")[0][:100] or type(error).__name__
-        return Run(path, name, [], {"state": f"not readable: {why}", "step": 0})
-    return run
+            raise TypeError("it is not a mapping")
+    return config
 
 
 def _reached(run: Path) -> dict[str, Any]:
     """Returns what a run has come to: its state, its step and its latest evaluation."""
     lines = list(json_lines(run / "metrics.jsonl"))
     step = max((line["step"] for line in lines), default=0)
-    try:
-        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        summary = {}
-    if summary and summary["steps"] >= step:
-        return {"state": "done", "step": summary["steps"], **(summary["eval"] or {})}
+    summary = read_json(run / "summary.json")
+    with reading(run / "summary.json"):
+        if summary is not None and summary["steps"] >= step:
+            return {"state": "done", "step": int(summary["steps"]), **(summary["eval"] or {})}
     values = {
         key.removeprefix("eval/"): value
         for line in lines
@@ -298,8 +306,10 @@ def _sorted(runs: Sequence[Run], order: str) -> list[Run]:
     column = _known_column(runs, order.lstrip("-"))
 
     def of_type(value: Any) -> tuple[bool, float, str]:
-        number = isinstance(value, int | float) and value == value
-        return not number, float(value) if number else 0.0, str(value)
+        number = _number(value) if isinstance(value, int | float) else None
+        if isinstance(number, float) and number == number:
+            return False, number, str(value)
+        return True, 0.0, str(value)
 
     having = [run for run in runs if _value(run, column) is not None]
     having.sort(key=lambda run: of_type(_value(run, column)), reverse=order.startswith("-"))
@@ -328,7 +338,7 @@ def _number(value: Any) -> Any:
     """Returns a number as a float, also `1e-3`, which YAML reads as a text; others as a text."""
     try:
         return None if value is None else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return str(value)
 
 

@@ -36,6 +36,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 from yaml import YAMLError
 
+from hybridtrain._base.files import reading
 from hybridtrain.cli.config.schema import (
     OPEN_GROUPS,
     RARE,
@@ -359,6 +360,11 @@ def compose_settings(
             f"the recipe asks to send the model to {config.push_to!r}: if you want that, say so "
             f"with push_to={config.push_to} on the command line"
         )
+    if config.output and "output" not in given_keys(overrides):
+        raise ConfigError(
+            f"the recipe asks to write the predictions to {config.output!r}: if you want that, say "
+            f"so with output={hydra_quoted(str(config.output))} on the command line"
+        )
     return Composition(config, tree, recipe, _leftovers(tree, overrides, choices.get("recipe")))
 
 
@@ -440,12 +446,20 @@ def with_later(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
 
 
 def read_overrides(run: Path) -> list[str]:
-    """Returns what the `overrides.yaml` of a run has; nothing if it cannot be read."""
-    try:
-        found = OmegaConf.to_container(OmegaConf.load(run / "overrides.yaml"))
-    except (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException):
-        return []
-    return with_new_keys([str(each) for each in found]) if isinstance(found, list) else []
+    """Returns what the `overrides.yaml` of a run has; nothing if there is no such file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    path = run / "overrides.yaml"
+    with reading(path):
+        try:
+            found = OmegaConf.to_container(OmegaConf.load(path))
+        except FileNotFoundError:
+            return []
+        if not isinstance(found, list):
+            raise TypeError("it is not a list")
+    return with_new_keys([str(word) for word in found])
 
 
 def given_recipe(overrides: Sequence[str]) -> str | None:

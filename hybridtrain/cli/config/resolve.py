@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from hybridtrain._base.text_table import Block, in_one_line
 from hybridtrain.cli.commands.table import check_changes
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.compose import (
@@ -125,7 +126,7 @@ def in_words(changes: Sequence[Change]) -> str:
     return "; ".join(words[:4]) + (f"; and {len(words) - 4} more" if len(words) > 4 else "")
 
 
-def table(head: str, changes: Sequence[Change], pair: str) -> str:
+def table(head: str, changes: Sequence[Change], pair: str) -> Block:
     """Returns `head` and a line for each change, its two values in the places of `pair`."""
     shown = _shortened(changes)
     width = max(len(change.key) for change in shown)
@@ -133,7 +134,7 @@ def table(head: str, changes: Sequence[Change], pair: str) -> str:
         f"  {change.key:<{width}}  {pair.format(_shown(change.of_run), _shown(change.other))}"
         for change in shown
     ]
-    return "\n".join([f"{head}:", *lines])
+    return Block("\n".join(map(in_one_line, [f"{head}:", *lines])))
 
 
 def _shortened(changes: Sequence[Change]) -> Sequence[Change]:
@@ -178,9 +179,9 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 _GROUPS = (*OPEN_GROUPS, "pipeline", "world", "trainer", "checkpoint")
 
 # What an option that is chosen is composed with, beside its group and the recipe.
-_TRUST = ("allow_targets", "hydra.", "push_to")
+_TRUST = ("allow_targets", "hydra.", "push_to", "output=")
 
-_NAMING = ("recipe", "run_name", "output_dir", "resume", "allow_targets", "push_to")
+_NAMING = ("recipe", "run_name", "output_dir", "resume", "allow_targets", "push_to", "output")
 
 
 @dataclass
@@ -375,7 +376,7 @@ def _refuse_another_identity(run: Path, changes: Iterable[Change]) -> None:
 
 def _listed(settings: Settings, run: Path) -> list[str]:
     """Returns a block of lines for each kind of difference."""
-    notes = []
+    notes: list[str] = []
     if settings.changes:
         head = f"settings are those of {run}/config.yaml, except for"
         notes.append(table(head, settings.changes, "{} -> {}"))
@@ -412,7 +413,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         tree = OmegaConf.to_container(OmegaConf.load(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except (OSError, YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} is not a config: restore it, or set another run_name=")

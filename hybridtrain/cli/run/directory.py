@@ -35,7 +35,7 @@ from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
 from hybridtrain._base.files import open_to_append, write_atomically
-from hybridtrain._base.text_table import printable
+from hybridtrain._base.text_table import in_log, printable
 from hybridtrain.checkpoint import CheckpointStore, step_of
 from hybridtrain.cli.config.compose import to_yaml
 from hybridtrain.cli.config.schema import Config, with_config_keys
@@ -80,14 +80,14 @@ class RunLog:
         root.setLevel(logging.INFO)
         for handler in list(root.handlers):
             root.removeHandler(handler)
-        self._early.addFilter(_name_config_keys)
         self._early.addFilter(_escape)
+        self._early.addFilter(_name_config_keys)
         root.addHandler(self._early)
         if rank == 0:
             terminal = logging.StreamHandler(DummyTqdmFile(sys.stderr))  # above the progress bar
             terminal.addFilter(lambda record: record.name != _FILE_ONLY)
-            terminal.addFilter(_name_config_keys)
             terminal.addFilter(_escape)
+            terminal.addFilter(_name_config_keys)
             terminal.setFormatter(_OnTerminal(quiet))
             if quiet:
                 terminal.addFilter(
@@ -111,8 +111,8 @@ class RunLog:
             logging.getLogger(__name__).warning("no log file: %s", error)
             return
         file.setFormatter(logging.Formatter(_FORMAT))
-        file.addFilter(_name_config_keys)
         file.addFilter(_escape)
+        file.addFilter(_name_config_keys)
         early.setTarget(file)
         early.flush()
         early.setTarget(None)
@@ -148,6 +148,8 @@ def _name_config_keys(record: logging.LogRecord) -> bool:
 
 def _escape(record: logging.LogRecord) -> bool:
     """Escapes control characters, which the names in a config may have; as a filter."""
+    if record.name.startswith("hybridtrain") and isinstance(record.args, tuple):
+        record.args = tuple(map(in_log, record.args))
     text = record.getMessage()
     if (escaped := printable(text)) != text:
         record.msg, record.args = escaped, ()

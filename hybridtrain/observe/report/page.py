@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain._base.files import write_atomically
+from hybridtrain._base.files import reading, write_atomically
 from hybridtrain._base.text_table import with_unit
 from hybridtrain.errors import ConfigError
 from hybridtrain.observe.report import charts
@@ -71,6 +71,7 @@ def write_report(directories: Sequence[str | Path], path: str | Path | None = No
     if path is None:
         path = (records[0].directory if len(records) == 1 else Path()) / "report.html"
     source = files("hybridtrain.observe.report").joinpath("page.html").read_text(encoding="utf-8")
+    sections = [_sections(record) for record in records]
     accounts = _accounts(records)
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         source
@@ -81,7 +82,7 @@ def write_report(directories: Sequence[str | Path], path: str | Path | None = No
         curves=[_html(figure) for figure in charts.curves(records)],
         compared=_compared(records) if len(records) > 1 else None,
         accounts=_html(accounts) if len(records) > 1 and accounts is not None else None,
-        runs=[_sections(record) for record in records],
+        runs=sections,
         colours=charts.RUN_COLOURS,
     )
     path = Path(path)
@@ -124,7 +125,26 @@ def _title(records: Sequence[RunRecord]) -> str:
 
 
 def _sections(record: RunRecord) -> dict[str, Any]:
-    """Returns what the page says of one run."""
+    """Returns what the page says of one run.
+
+    Raises:
+        DataError: a file of the run does not have what a run writes there.
+    """
+    with reading(record.directory / "timeline.json"):
+        timeline = _timeline(record)
+    with reading(record.directory / "summary.json"):
+        return _of_summary(record, timeline)
+
+
+def _timeline(record: RunRecord) -> Figure | None:
+    if record.timeline is None:
+        return None
+    predicted, measured = record.timeline
+    return charts.timeline(predicted, measured, _bytes_of(record.plan, measured))
+
+
+def _of_summary(record: RunRecord, timeline: Figure | None) -> dict[str, Any]:
+    """Returns what the page says of one run, mostly from its `summary.json`."""
     summary = record.summary
     figures = {}
     if (account := summary.get("account")) is not None:
@@ -139,10 +159,8 @@ def _sections(record: RunRecord) -> dict[str, Any]:
         figures["account"] = charts.account(bars, title, legend=len(record.accounts) < 2)
     if len(record.accounts) > 1:
         figures["account_over_steps"] = charts.account_over_steps(record)
-    if record.timeline is not None:
-        predicted, measured = record.timeline
-        sent = _bytes_of(record.plan, measured)
-        figures["timeline"] = charts.timeline(predicted, measured, sent)
+    if timeline is not None:
+        figures["timeline"] = timeline
     if peaks := _peaks(summary):
         limits = {
             device: memory["total"]

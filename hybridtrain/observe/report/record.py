@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -14,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from hybridtrain._base.files import json_lines
+from hybridtrain._base.files import json_lines, read_json, reading
 from hybridtrain.errors import DataError
 from hybridtrain.observe.report.settings import RunSettings
 from hybridtrain.observe.timeline import spans_of_trace
@@ -65,17 +64,31 @@ class RunRecord:
         """
         directory = Path(directory)
         curves, seconds = _metrics(directory)
-        summary, plan = directory / "summary.json", directory / "plan.yaml"
-        overrides = yaml.safe_load(_text(directory / "overrides.yaml") or "[]")
+        plan, timeline = directory / "plan.yaml", directory / "timeline.json"
+        summary = read_json(directory / "summary.json")
+        with reading(directory / "summary.json"):
+            summary = {} if summary is None else dict(summary, steps=int(summary["steps"]))
+        with reading(directory / "overrides.yaml"):
+            overrides = yaml.safe_load(_text(directory / "overrides.yaml") or "[]")
+            if not isinstance(overrides, list):
+                raise TypeError("it is not a list")
+        with reading(directory / "config.yaml"):
+            config = _text(directory / "config.yaml")
+            if not isinstance(yaml.safe_load(config) or {}, dict):
+                raise TypeError("it is not a mapping")
+        with reading(plan):
+            cut = Plan.read(plan) if plan.exists() else None
+        with reading(timeline):
+            spans = spans_of_trace(timeline)
         return cls(
             name=directory.resolve().name,
             directory=directory,
             curves=curves,
             seconds=seconds,
-            summary=json.loads(_text(summary)) if summary.is_file() else {},
-            plan=Plan.read(plan) if plan.is_file() else None,
-            timeline=spans_of_trace(directory / "timeline.json"),
-            config=_text(directory / "config.yaml"),
+            summary=summary,
+            plan=cut,
+            timeline=spans,
+            config=config,
             overrides=[*map(str, overrides)],
             warnings=_warnings(directory / "logs"),
         )
@@ -132,10 +145,12 @@ def _metrics(directory: Path) -> tuple[Curves, float]:
     curves: Curves = {}
     times: list[float] = []
     for line in json_lines(path):
-        step = line.pop("step")
-        times.append(line.pop("time", math.nan))
+        step, time = line.pop("step"), line.pop("time", None)
+        if isinstance(time, int | float) and math.isfinite(time):
+            times.append(time)
         for tag, value in line.items():
-            curves.setdefault(tag, []).append((step, math.nan if value is None else value))
+            if value is None or isinstance(value, int | float):
+                curves.setdefault(tag, []).append((step, math.nan if value is None else value))
     return curves, times[-1] - times[0] if times else 0.0
 
 
@@ -143,10 +158,12 @@ def _warnings(folder: Path) -> list[tuple[str, int]]:
     """Returns the warnings and errors of all processes, the most frequent first."""
     found: Counter[str] = Counter()
     for path in sorted(folder.glob("rank_*.log")):
-        matches = map(_WARNING.match, _text(path).splitlines())
+        with reading(path):
+            text = path.read_text(encoding="utf-8", errors="replace")
+        matches = map(_WARNING.match, text.splitlines())
         found.update(match["text"] for match in matches if match)
     return found.most_common(_MOST_WARNINGS)
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    return path.read_text(encoding="utf-8") if path.exists() else ""

@@ -39,7 +39,7 @@ class RunSettings:
         text = self.given.get(key)
         try:
             return None if text is None else yaml.safe_load(text)
-        except yaml.YAMLError:  # Hydra's grammar is another
+        except (yaml.YAMLError, ValueError, RecursionError):  # Hydra's grammar is another
             return text
 
 

@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from hybridtrain._base.text_table import in_one_line
 from hybridtrain.loop import Monitor, parts_of_account
 from hybridtrain.schedule import COMPUTING
 
@@ -124,7 +125,9 @@ class Progress(Monitor):
 
     def _print(self, step: int, parts: list[str]) -> None:
         end = "" if self._total_steps is None else f"/{self._total_steps}"
-        tqdm.write("  ".join([f"step {step}{end}", *parts]), file=self._stream)
+        # a metric's name may have any characters, and would begin a new line
+        line = in_one_line("  ".join([f"step {step}{end}", *parts]))
+        tqdm.write(line, file=self._stream)
         self._stream.flush()
 
     def _left(self, step: int) -> list[str]:
