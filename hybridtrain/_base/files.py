@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 from uuid import uuid4
 
-from hybridtrain.errors import DataError, UserError
+from hybridtrain.errors import DataError
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def reading(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except UserError:
+    except DataError:
         raise
     except Exception as error:
         why = " ".join(str(error).split())[:200] or type(error).__name__
