@@ -340,7 +340,7 @@ GRANTING = {
     "tokenizer": {"data": {"tokenizer": "evil.grant"}},
 }
 """What a file could say to run code, to write elsewhere or to send something, by its way there."""
-WAYS = ["recipe", "config.yaml", "overrides.yaml", "plan.yaml", "state.json"]
+WAYS = ["recipe", "config.yaml", "overrides.yaml"]
 
 
 @pytest.mark.parametrize("key", GRANTING)
@@ -365,7 +365,7 @@ def test_words_of_a_file_never_grant(
             text = json.dumps([f"+{name}={json.dumps(value)}" for name, value in asked.items()])
             (evil / way).write_text(text)
         else:
-            file = evil / ("checkpoints/step_00000006/state.json" if way == "state.json" else way)
+            file = evil / way
             loaded = yaml.safe_load(file.read_text())
             for name, value in asked.items():
                 known = loaded.get(name)
