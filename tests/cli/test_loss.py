@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hybridtrain import losses
+from hybridtrain import loss as losses
 from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.run.components import build_loss
 from hybridtrain.errors import ConfigError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hybridtrain import losses
+from hybridtrain import loss as losses
 from hybridtrain._base.skip import pop, stash
 from hybridtrain.loss import SumLoss
 from hybridtrain.models import transformer

@@ -28,7 +28,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from hybridtrain import Trainer, losses
+from hybridtrain import Trainer
+from hybridtrain import loss as losses
 from hybridtrain.data.loader import TrainLoader, permutation
 from hybridtrain.errors import UserError
 
