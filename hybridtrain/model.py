@@ -593,8 +593,8 @@ class HybridModel:
     def check_joinable(self, inputs: Any, outputs: Sequence[Any]) -> None:
         """Makes sure that the outputs of the micro-batches of a batch can be joined along dim 0.
 
-        In evaluation mode a forward of another number of samples tells, once for each kind of
-        output, and leaves buffers and generators as they were. All processes of a pipeline call it
+        In evaluation mode a forward of another number of samples is compared, once for each kind of
+        output. It leaves buffers and generators unchanged. All processes of a pipeline call it
         together.
 
         Args:
@@ -607,23 +607,25 @@ class HybridModel:
         sizes = chunk_sizes(total := batch_size(inputs), self.options.chunks)
         if outputs:
             check_samples(outputs, sizes)
-        others = sizes[0] + 1 if total > sizes[0] else sizes[0] - 1
-        if self.training or not others:
+        other_size = sizes[0] + 1 if total > sizes[0] else sizes[0] - 1
+        if self.training or not other_size:
             return
         if not self.pipeline.any_process(self._join_proof.asks(outputs, sizes)):
             return
-        some = split(inputs, [others, total - others])[0]
+        part = split(inputs, [other_size, total - other_size])[0]
         try:
             with torch.no_grad(), undone(self.net, self.world.devices):
-                found = self._run_forward([some], lambda _, output: HeadOutput(output))
+                others = self._run_forward([part], lambda _, output: HeadOutput(output))
         except Exception as error:
             if self.world.pipeline_group is not None:  # the other processes wait
-                error.add_note(f"in a forward of {others} samples, see hybridtrain._base.joining")
+                error.add_note(
+                    f"in a forward of {other_size} samples, see hybridtrain._base.joining"
+                )
                 raise
-            log.warning("the outputs are joined unproven: %s samples failed: %s", others, error)
+            log.warning("the outputs are joined unproven: %s samples failed: %s", other_size, error)
             return
         if outputs:
-            check_same_but_samples(outputs[0], sizes[0], found[0], others)
+            check_same_but_samples(outputs[0], sizes[0], others[0], other_size)
 
     def map_outputs(
         self, inputs: Any, targets: Any, function: Callable[[Any, Any], Any]

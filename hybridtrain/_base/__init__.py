@@ -11,4 +11,5 @@ skip             `stash` and `pop`: tensors that skip layers of a sequential mod
 tensors          what a tensor is made of, and its bytes
 text_table       tables of text
 torch_private    every private API of PyTorch that the library uses, in one place
+user_code        the code of the user as opposed to libraries: the names it looks up, its generators
 """

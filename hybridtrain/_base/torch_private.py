@@ -222,7 +222,7 @@ def adds_up_gradients() -> bool:
 
 
 def backward_of_batch_norm() -> bool:
-    """Returns whether the node of a backward that runs is that of a batch norm.
+    """Returns whether the backward that runs is at the node of a batch norm.
 
     Uses `torch._C._current_autograd_node`, as `adds_up_gradients` does.
     """
@@ -258,25 +258,35 @@ _disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
 
 @contextmanager
 def _without_saved_tensors_hooks(error_message: str) -> Iterator[None]:
-    hooks = []
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-        hooks.append(top)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+    hooks = _pop_saved_hooks()
     try:
         with _disable_saved_tensors_hooks(error_message):
             yield
     finally:
-        for pack, unpack in reversed(hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        _push_saved_hooks(hooks)
+
+
+def _pop_saved_hooks() -> tuple[Any, ...]:
+    """Removes all hooks on saved tensors of this thread; returns them, the outermost first."""
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    return tuple(reversed(hooks))
+
+
+def _push_saved_hooks(hooks: Sequence[Any]) -> None:
+    for pack, unpack in hooks:
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 class CallerModes(NamedTuple):
     """The modes and hooks of a thread that see or change what its operations do.
 
     Attributes:
-        function: the `TorchFunctionMode`s, the outermost first, with that of a default device.
+        function: the `TorchFunctionMode`s, the outermost first, with the default device's mode.
         dispatch: the `TorchDispatchMode`s.
-        saved: the pairs of hooks on saved tensors.
+        saved: the pairs of hooks on saved tensors, the outermost first.
     """
 
     function: tuple[Any, ...] = ()
@@ -285,22 +295,18 @@ class CallerModes(NamedTuple):
 
     @classmethod
     def capture(cls) -> CallerModes:
-        """Returns those of the calling thread.
+        """Returns the modes and hooks of the calling thread.
 
-        Uses `torch._C._get_function_stack_at` and the like: there are no public names.
+        Uses `torch._C._get_function_stack_at` and similar functions: there are no public names.
         """
         functions = range(torch._C._len_torch_function_stack())
         dispatches = range(torch._C._len_torch_dispatch_stack())
-        saved = []
-        while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-            saved.append(top)
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-        for pack, unpack in reversed(saved):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        saved = _pop_saved_hooks()  # the stack can be read at its top only
+        _push_saved_hooks(saved)
         return cls(
             tuple(map(torch._C._get_function_stack_at, functions)),
             tuple(map(torch._C._get_dispatch_stack_at, dispatches)),
-            tuple(reversed(saved)),
+            saved,
         )
 
     @contextmanager
@@ -309,46 +315,44 @@ class CallerModes(NamedTuple):
 
         A default device becomes `device`, where the thread computes, if it is of the same type.
         """
-        for mode in self.function:
-            is_other = isinstance(mode, DeviceContext) and mode.device.type == device.type
-            torch._C._push_on_torch_function_stack(DeviceContext(device) if is_other else mode)
-        for mode in self.dispatch:
-            torch._C._push_on_torch_dispatch_stack(mode)
-        for pack, unpack in self.saved:
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        function = tuple(
+            DeviceContext(device)
+            if isinstance(mode, DeviceContext) and mode.device.type == device.type
+            else mode
+            for mode in self.function
+        )
+        modes = self._replace(function=function)
+        modes._push()
         try:
             yield
         finally:
-            for _ in self.saved:
-                torch._C._autograd._pop_saved_tensors_default_hooks()
-            for mode in reversed(self.dispatch):
-                torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None))
-            for _ in self.function:
-                torch._C._pop_torch_function_stack()
+            modes._pop()
+
+    def _push(self) -> None:
+        for mode in self.function:
+            torch._C._push_on_torch_function_stack(mode)
+        for mode in self.dispatch:
+            torch._C._push_on_torch_dispatch_stack(mode)
+        _push_saved_hooks(self.saved)
+
+    def _pop(self) -> None:
+        for _ in self.saved:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        for mode in reversed(self.dispatch):
+            torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None))
+        for _ in self.function:
+            torch._C._pop_torch_function_stack()
 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
     """Takes the modes and hooks of `CallerModes` off this thread in the block."""
     modes = CallerModes.capture()
-    if modes == CallerModes():
-        yield
-        return
-    for _ in modes.saved:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-    for mode in reversed(modes.dispatch):
-        torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None))
-    for _ in modes.function:
-        torch._C._pop_torch_function_stack()
+    modes._pop()
     try:
         yield
     finally:
-        for mode in modes.function:
-            torch._C._push_on_torch_function_stack(mode)
-        for mode in modes.dispatch:
-            torch._C._push_on_torch_dispatch_stack(mode)
-        for pack, unpack in modes.saved:
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        modes._push()
 
 
 @contextmanager
@@ -356,7 +360,7 @@ def noting_saved(note: Callable[[Tensor], None]) -> Iterator[None]:
     """Calls `note` with each tensor that autograd saves inside a torch.utils.checkpoint.
 
     Uses `torch._C._autograd._top_saved_tensors_default_hooks`: only the innermost hooks are called,
-    so those of the checkpoint are called from here.
+    so this calls the checkpoint's hooks.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
@@ -545,7 +549,7 @@ def is_traced(args: tuple[Any, ...]) -> bool:
 # accumulate_grad=); a root is a tensor or a GradientEdge.
 run_backward = Variable._execution_engine.run_backward
 
-# A context in which neither the `__torch_function__` of subclasses nor that of modes is called.
+# A context in which PyTorch calls no `__torch_function__`, neither of subclasses nor of modes.
 # The public `DisableTorchFunctionSubclass` leaves out the modes.
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
 

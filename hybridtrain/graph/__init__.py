@@ -7,7 +7,12 @@ traced_graph       what both give, and what must not be frozen into it
 variants           the graphs of a model for inputs of other kinds
 examples           what a forward's values are for example inputs
 output_capture     the hooks of transformers that gather outputs of layers
-reads              what a forward reads while it is traced, compared before each step
+recorder           notes what a forward reads while it is traced, and refuses what it changes
+reads              the values that were read, compared before each step
+attributes         where Python looks for an attribute
+changes            what a forward must not change
+code_names         the names that a function's code looks up
+shadows            stand-ins for functions of Python in traced code
 mode_graphs        one graph for training and one for evaluation, and what they depend on
 call_signature     a batch as the arguments of a forward
 """

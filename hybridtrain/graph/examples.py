@@ -64,10 +64,10 @@ class Examples:
         """Returns the result of an operation of a graph on such values; `UNKNOWN` if there is none.
 
         Args:
-            op: that of the node.
-            target: that of the node.
-            args: the values of its arguments.
-            kwargs: likewise.
+            op: the `op` of the node.
+            target: the `target` of the node.
+            args: the values of the node's positional arguments.
+            kwargs: the values of the node's keyword arguments.
         """
         if _has_unknown((args, kwargs)):
             return UNKNOWN
@@ -77,11 +77,12 @@ class Examples:
                     return target(*args, **kwargs)
                 if op == "call_method":
                     return getattr(args[0], target)(*args[1:], **kwargs)
-                found = self._found(target)
+                attribute = self._attribute(target)
                 if op == "get_attr":
-                    return self.stand_in(found) if isinstance(found, Tensor) else found
-                return self._called(found, args, kwargs)
-        except Exception:  # what asks for data raises many kinds of errors
+                    is_tensor = isinstance(attribute, Tensor)
+                    return self.stand_in(attribute) if is_tensor else attribute
+                return self._called(attribute, args, kwargs)
+        except Exception:  # the user's operation may raise any error, as where it asks for data
             return UNKNOWN
 
     @contextmanager
@@ -104,11 +105,11 @@ class Examples:
         )
         return {name: self.stand_in(tensor) for name, tensor in tensors}
 
-    def _found(self, target: str) -> Any:
-        found: Any = self._root
+    def _attribute(self, target: str) -> Any:
+        attribute: Any = self._root
         for name in target.split("."):
-            found = getattr(found, name)
-        return found
+            attribute = getattr(attribute, name)
+        return attribute
 
     def _called(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         for part in module.modules():
@@ -123,10 +124,10 @@ class Examples:
     def stand_in(self, tensor: Tensor) -> Tensor:
         """Returns what takes the place of a parameter or buffer."""
         if id(tensor) not in self._stand_ins:
-            own = self._without_data(tensor)
+            stand_in = self._without_data(tensor)
             if isinstance(tensor, nn.Parameter):
-                own = nn.Parameter(own, requires_grad=tensor.requires_grad)
-            self._stand_ins[id(tensor)] = tensor, own
+                stand_in = nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
+            self._stand_ins[id(tensor)] = tensor, stand_in
         return self._stand_ins[id(tensor)][1]
 
     def _without_data(self, tensor: Tensor) -> Tensor:
@@ -224,14 +225,16 @@ class SizeGuards:
             if node not in needed:
                 needed.add(node)
                 todo += node.all_input_nodes
-        own: dict[fx.Node, fx.Node] = {}
+        copies: dict[fx.Node, fx.Node] = {}
         self._graph = fx.Graph()
         self._inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
         for node in graph.nodes:
             if node.op == "placeholder" or node in needed:
-                own[node] = self._graph.node_copy(node, own.__getitem__)
-                own[node].meta = {}
-        self._asked = [(own[node], question, answer) for (node, question), answer in asked.items()]
+                copies[node] = self._graph.node_copy(node, copies.__getitem__)
+                copies[node].meta = {}
+        self._asked = [
+            (copies[node], question, answer) for (node, question), answer in asked.items()
+        ]
 
     @property
     def texts(self) -> list[str]:
@@ -257,10 +260,19 @@ class SizeGuards:
             else:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
                 env[node] = examples.run(node.op, node.target, args, kwargs)
-        try:
-            return all(QUESTIONS[question](env[n]) == answer for n, question, answer in self._asked)
-        except Exception:
-            return False
+        return all(
+            _gives(QUESTIONS[question], env[node], answer) for node, question, answer in self._asked
+        )
+
+
+def _gives(ask: Callable[[Any], Any], value: Any, answer: Any) -> bool:
+    """Returns whether a question for a value has this answer; never for an unknown value."""
+    if value is UNKNOWN:  # which has a bool and a text
+        return False
+    try:
+        return bool(ask(value) == answer)
+    except Exception:  # the value is of any type, and then its answer is another one
+        return False
 
 
 def _depends_on_sizes(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:

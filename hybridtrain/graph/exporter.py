@@ -39,9 +39,11 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from hybridtrain._base.torch_private import FakeTensorMode, TorchDispatchMode, exported_guards
 from hybridtrain.errors import BatchError
 from hybridtrain.graph.call_signature import CallSignature
+from hybridtrain.graph.changes import Settled
 from hybridtrain.graph.examples import Examples
 from hybridtrain.graph.output_capture import INSTALLED, has_hooks
-from hybridtrain.graph.reads import Recorder, Settled, Shadows
+from hybridtrain.graph.recorder import Recorder
+from hybridtrain.graph.shadows import Shadows
 from hybridtrain.graph.traced_graph import (
     GRADIENTS_ARE_CUT,
     TAKES_GRADIENTS,
@@ -73,7 +75,7 @@ def export_tracer(
     """Returns a tracer that exports a module once per mode, whatever is to be expanded.
 
     `values` has an example of each argument; the module runs in the context `precision`. With
-    `alike` a batch of one sample stands for any; else sizes of 0 and 1 are those of the example.
+    `alike` a batch of one sample stands for any; otherwise sizes of 0 and 1 are fixed.
     """
     exported: dict[bool, TracedGraph] = {}
 
@@ -143,13 +145,13 @@ def _export(
             part = exported.get_submodule(holder)
             part._parameters.pop(leaf, None)
             part._buffers.pop(leaf, None)
-    own = frozenset(names)
+    names_of_model = frozenset(names)
 
     def find(name: str) -> Any:
         if name == GUARDS:
             return checks
         holder, _, leaf = name.rpartition(".")
-        if name not in own:
+        if name not in names_of_model:
             return attrgetter(name)(exported)
         part = module.get_submodule(holder)
         return part._parameters[leaf] if leaf in part._parameters else part._buffers[leaf]
@@ -187,7 +189,7 @@ def _check_changes(
                 second = run()
     except Untraceable:
         raise
-    except Exception:
+    except Exception:  # raised by the forward: torch.export runs it too, and reports the error
         return None
     if first_change(first, second) is not None:
         again = run(with_lines=True)
@@ -200,7 +202,7 @@ def _check_changes(
     try:
         with none_swallowed():
             return first_change(first, run()) is not None
-    except Exception:
+    except Exception:  # raised by the forward in this grad mode alone
         return True
     finally:
         guards.grad_enabled = not guards.grad_enabled
@@ -223,7 +225,7 @@ class SizeChecks(nn.Module):
         """Raises `BatchError` if one does not hold for the inputs of a micro-batch."""
         try:
             self._conditions(*values)
-        except AssertionError as error:
+        except (AssertionError, ArithmeticError) as error:  # one of them may divide by zero
             shapes = ", ".join(str(list(v.shape)) for v in values if isinstance(v, Tensor))
             raise BatchError(
                 f"the forward of {self._model} depends on sizes: it was traced for "
@@ -408,7 +410,8 @@ class FakeForward:
         self._state: dict[str, Tensor] = {}
         fakes: dict[int, Any] = {}
         named = (module.named_parameters, module.named_buffers)
-        for name, tensor in (pair for each in named for pair in each(remove_duplicate=False)):
+        tensors = (pair for list_of in named for pair in list_of(remove_duplicate=False))
+        for name, tensor in tensors:
             if id(tensor) not in fakes:  # tied ones stay so
                 fakes[id(tensor)] = self._faked(tensor)
             self._state[name] = fakes[id(tensor)]
@@ -495,7 +498,7 @@ def graph_does_the_same(
         usual = _calls_of_forward(module, signature, example, examples)
         if usual == _calls_of_graph(traced, module, example, examples):
             return False
-    except Exception:
+    except Exception:  # one of them raises an error; a new trace shows whether the forward does
         return False
     return _without_numbers(ours) == _without_numbers(usual)
 

@@ -247,7 +247,7 @@ class TraceGuards:
         return self._names
 
     def look(self) -> None:
-        """Takes the buffers that there are now for those of the graphs, after they were moved."""
+        """Takes the present buffers as the buffers of the graphs, after they were moved."""
         self._reads.look()
 
     def changes(self) -> str | None:

@@ -389,9 +389,9 @@ class Segment(nn.Module):
         """Adds the graphs for inputs of another kind; see `variants`.
 
         Args:
-            training: as of the segment.
-            evaluation: likewise.
-            owners: likewise.
+            training: the graph for training mode.
+            evaluation: the graph for evaluation mode.
+            owners: the buffers that they read directly; see `Segment`.
             device: where the segment is; None if another process has it.
             aliases: what takes the place of tied parameters, by their `id`.
         """

@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import Function
 from torch.utils._pytree import TreeSpec
 
+from hybridtrain._base.user_code import state_functions
 from hybridtrain.graph.examples import SizeGuards
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def replaced(holder: Any, name: str, replacement: Callable[..., Any]) -> Iterato
         setattr(holder, name, original)
 
 
-# What a forward differentiates by itself; the names are those of methods.
+# Functions, and names of methods, with which a forward takes gradients itself.
 TAKES_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward", "requires_grad_")
 GRADIENTS_ARE_CUT = (
     "takes a gradient in the forward itself, which would not flow back over a cut between stages"
@@ -278,15 +278,12 @@ class Generators:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        numpy_random = _numpy_random()
-        kinds: tuple[type, ...] = (random.Random,)
-        found: dict[int, Any] = {0: random}
-        if numpy_random is not None:
-            kinds += (numpy_random.RandomState, numpy_random.Generator)
-            found[1] = numpy_random
+        reached: list[Any] = [random, _numpy_random()]
         for values in _namespaces(module):
-            found |= {id(value): value for value in values if isinstance(value, kinds)}
-        self._generators = list(map(_state_functions, found.values()))
+            reached += values
+        unique = {id(value): value for value in reached}.values()
+        functions = map(state_functions, unique)
+        self._generators = [pair for pair in functions if pair is not None]
 
     def states(self) -> list[bytes]:
         """Returns the state of each, comparable with an earlier one."""
@@ -354,16 +351,6 @@ def _sources() -> Iterator[tuple[ModuleType, Iterable[str]]]:
 
 def _numpy_random() -> Any:
     return sys.modules.get("numpy.random")  # without it, nobody draws from it
-
-
-def _state_functions(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Returns what reads the state of a generator, and what writes it."""
-    if hasattr(generator, "getstate"):
-        return generator.getstate, generator.setstate
-    if hasattr(generator, "get_state"):  # numpy.random itself, and a RandomState
-        return generator.get_state, generator.set_state
-    bits = generator.bit_generator
-    return (lambda: bits.state), partial(setattr, bits, "state")
 
 
 def _forwards(module: nn.Module) -> Iterator[FunctionType]:

@@ -33,10 +33,12 @@ from torch.fx.proxy import Attribute
 
 from hybridtrain._base.torch_private import GRAD_MODE_SETTER, TorchDispatchMode
 from hybridtrain.graph.call_signature import CallSignature
+from hybridtrain.graph.changes import Settled
 from hybridtrain.graph.examples import QUESTIONS, UNKNOWN, Examples, SizeGuards
 from hybridtrain.graph.output_capture import INSTALLED, gathered, gathers_inside
-from hybridtrain.graph.reads import ASKS_FOR_USER, Recorder, Settled, Shadows
+from hybridtrain.graph.recorder import ASKS_FOR_USER, Recorder
 from hybridtrain.graph.segment import IN_PLACE_OPERATORS, viewed_by
+from hybridtrain.graph.shadows import Shadows
 from hybridtrain.graph.traced_graph import (
     GRADIENTS_ARE_CUT,
     TAKES_GRADIENTS,
@@ -599,14 +601,14 @@ def _is_pythons(frame: FrameType) -> bool:
 def _calls(code: CodeType) -> frozenset[int]:
     """Returns where code calls something."""
     instructions = dis.get_instructions(code)
-    return frozenset(one.offset for one in instructions if "CALL" in one.opname)
+    return frozenset(call.offset for call in instructions if "CALL" in call.opname)
 
 
 @cache
 def _compared_by_identity(code: CodeType) -> frozenset[int]:
     """Returns where code reads an attribute that it then compares by `is`."""
     instructions = list(dis.get_instructions(code))
-    found = set()
+    offsets = set()
     for number, instruction in enumerate(instructions):
         if instruction.opname == "LOAD_ATTR":
             following = instructions[number + 1 : number + 5]
@@ -614,8 +616,8 @@ def _compared_by_identity(code: CodeType) -> frozenset[int]:
             while opnames and opnames[0].startswith("LOAD_"):
                 del opnames[0]
             if opnames and (opnames[0] == "IS_OP" or opnames[0].endswith("_NONE")):
-                found.add(instruction.offset)
-    return frozenset(found)
+                offsets.add(instruction.offset)
+    return frozenset(offsets)
 
 
 def _no_number(what: str) -> Callable[..., Any]:
@@ -733,9 +735,9 @@ class _Size(tuple[Any, ...]):
 
 
 def _instruction(frame: Any) -> dis.Instruction:
-    """Returns what a frame runs now."""
+    """Returns the instruction that a frame runs now."""
     instructions = dis.get_instructions(frame.f_code)
-    return next(one for one in instructions if one.offset == frame.f_lasti)
+    return next(running for running in instructions if running.offset == frame.f_lasti)
 
 
 class _TypeKind(type):
@@ -826,8 +828,8 @@ def _mapped(values: Any, function: Callable[[fx.Proxy], Any]) -> Any:
     if type(values) is dict:
         return {key: _mapped(value, function) for key, value in values.items()}
     if is_dataclass(values) and not isinstance(values, type):
-        own = {f.name: _mapped(getattr(values, f.name), function) for f in fields(values) if f.init}
-        return type(values)(**own)
+        names = [field.name for field in fields(values) if field.init]
+        return type(values)(**{name: _mapped(getattr(values, name), function) for name in names})
     return values
 
 

@@ -38,7 +38,7 @@ class VariantCut:
     """The graphs of a variant, cut as the first ones are.
 
     Attributes:
-        graphs: for each layer, in training and in evaluation.
+        graphs: the graphs of each layer, in training and in evaluation.
         owners: the buffers that they read directly; see `Segment`.
         no_cut_before: see `Chain`.
     """
@@ -51,9 +51,9 @@ class _Variant:
     """A way through the forward.
 
     Attributes:
-        graphs: of both modes.
-        number: that of the graphs in the segments, which several may have.
-        kinds: of the inputs that they are known to be right for, by mode.
+        graphs: the graphs of both modes.
+        number: the number of the graphs in the segments; several variants may have the same.
+        kinds: the kinds of inputs that the graphs are known to be right for, by mode.
         guards: check that the model has not changed since.
     """
 
@@ -68,7 +68,7 @@ class _Variant:
 
 
 class Variants:
-    """Chooses the variant for each micro-batch; traces one that is missing.
+    """Chooses the variant for each micro-batch; traces a missing one.
 
     Args:
         net: the model.

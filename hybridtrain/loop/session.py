@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 class PreparedModel:
     """A `HybridModel` whose call returns the output in every process of a pipeline.
 
-    Everything else is the `HybridModel`'s, `hybrid`. `train` and `eval` are those of the optimizers
-    too, if they have them, as schedule-free ones do.
+    Everything else is the `HybridModel`'s, `hybrid`. `train` and `eval` also call these methods of
+    the optimizers, if they have them, as schedule-free ones do.
     """
 
     def __init__(

@@ -7,13 +7,11 @@ must not change them, so that `copied` gives the call copies.
 from __future__ import annotations
 
 import copy
-import sysconfig
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -21,20 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hybridtrain._base.user_code import is_library_file, names_in
 from hybridtrain.loss.counted import CountedLoss
 
 # Compared by value; everything else by identity.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, CodeType)
 
-# So many losses with the same code are all new ones; then each time that their number doubles. A
-# function that is made anew in each step, around tensors of the step, would never stop.
+# This many losses with the same code all count as new; after that, one does each time their number
+# doubles. Otherwise a function that is made in each step, around its tensors, would always be new.
 _ALL_NEW = 64
 
 _MOST_COMPARED = 32  # entries of a list; a longer one is an object like others
 _SMALL = 1000  # entries of a list that is copied
 _COPIED_BYTES = 2**26  # of a tensor: a larger one is shared
-
-_STDLIB, _OURS = Path(sysconfig.get_path("stdlib")), Path(__file__).parents[1]
 
 
 class SeenLosses:
@@ -46,37 +43,37 @@ class SeenLosses:
 
     def __init__(self) -> None:
         self._seen = set[Hashable]()
-        self._numbers = Counter[Hashable]()  # of the losses with this code
-        self._said = set[Hashable]()
+        self._counts = Counter[Hashable]()  # by code, how many losses have it
+        self._warned = set[Hashable]()
 
     def is_new(self, loss: CountedLoss, divided: bool) -> bool:
         """Returns whether `loss` was not seen before, and notes it.
 
         Args:
-            loss: of a step.
-            divided: the step has several micro-batches. With one it is another loss.
+            loss: the loss of a step.
+            divided: whether the step has several micro-batches. With one it is another loss.
         """
         key = divided, _key(loss, {})
         if key in self._seen:
             return False
         code = divided, *_codes(key[1])
-        self._numbers[code] += 1
-        number = self._numbers[code]
-        if number > _ALL_NEW and number & (number - 1):
+        self._counts[code] += 1
+        count = self._counts[code]
+        if count > _ALL_NEW and count & (count - 1):
             return False
         self._seen.add(key)
         return True
 
     def says(self, loss: CountedLoss) -> bool:
-        """Returns True for the first loss with its code: a warning of it is given once."""
+        """Returns True for the first loss with its code, so that a warning is logged once."""
         code = tuple(_codes(_key(loss, {})))
-        is_first = code not in self._said
-        self._said.add(code)
+        is_first = code not in self._warned
+        self._warned.add(code)
         return is_first
 
 
 class _Same:
-    """Is equal to another one of the same object, which it does not keep alive."""
+    """A reference to an object, equal to others of the same object; does not keep it alive."""
 
     def __init__(self, value: Any) -> None:
         self.kind: Any = type(value)
@@ -153,31 +150,18 @@ def _content(cell: CellType) -> Any:
 
 def _globals_of(function: FunctionType) -> Mapping[str, Any]:
     """Returns the global objects that a function of the user's names, but for other modules'."""
-    if _is_of_library(function.__code__.co_filename):
+    if is_library_file(function.__code__.co_filename):
         return {}
-    own = function.__globals__
-    return {name: own[name] for name in _names(function.__code__) if _is_captured(own, name)}
+    namespace = function.__globals__
+    names = names_in(function.__code__)
+    return {name: namespace[name] for name in names if _is_captured(namespace, name)}
 
 
-@cache
-def _is_of_library(file: str) -> bool:
-    parents = Path(file).parents
-    named = {parent.name for parent in parents} & {"site-packages", "dist-packages"}
-    return bool(named) or _STDLIB in parents or _OURS in parents
-
-
-def _is_captured(own: Mapping[str, Any], name: str) -> bool:
-    value = own.get(name, ModuleType)
+def _is_captured(namespace: Mapping[str, Any], name: str) -> bool:
+    value = namespace.get(name, ModuleType)
     if isinstance(value, ModuleType | type | BuiltinFunctionType):
         return False
-    return not isinstance(value, FunctionType) or value.__globals__ is own
-
-
-def _names(code: CodeType) -> list[str]:
-    """Returns the global names and attributes in a code and in the functions inside of it."""
-    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    names = [*code.co_names, *(name for each in inner for name in _names(each))]
-    return list(dict.fromkeys(names))
+    return not isinstance(value, FunctionType) or value.__globals__ is namespace
 
 
 def copied(function: Any, held: dict[int, Any] | None = None) -> Any:
@@ -185,12 +169,12 @@ def copied(function: Any, held: dict[int, Any] | None = None) -> Any:
 
     A closure, a partial, a method or a callable object is copied with the lists, counters, metrics
     and buffers in it. Parameters are shared, since no loss changes them, and so are large tensors.
-    Of an object with a model or much data, such as a trainer, only those attributes are copied that
-    the code names. What a function of a library keeps in a global is not copied.
+    For an object with a model or much data, such as a trainer, only the attributes that the code
+    names are copied. Globals of library functions are not copied.
 
     Args:
         function: the loss.
-        held: gets what the copy holds, by the id of what it is a copy of.
+        held: gets the copies that the result holds, by the id of the original.
     """
     return _copied(function, {} if held is None else held)
 
@@ -202,9 +186,9 @@ def _copied(value: Any, memo: dict[int, Any], code: CodeType | None = None) -> A
     if isinstance(value, (type, *_PLAIN)) or hasattr(type(value), "__del__"):
         return value  # the end of a copy would end what both hold
     if isinstance(value, partial):
-        args = [_copied(each, memo) for each in value.args]
-        named = {key: _copied(each, memo) for key, each in value.keywords.items()}
-        return partial(_copied(value.func, memo), *args, **named)
+        args = [_copied(argument, memo) for argument in value.args]
+        keywords = {key: _copied(argument, memo) for key, argument in value.keywords.items()}
+        return partial(_copied(value.func, memo), *args, **keywords)
     if isinstance(value, MethodType):
         of_method = getattr(value.__func__, "__code__", None)
         owner = _copied(value.__self__, memo, of_method)
@@ -216,18 +200,18 @@ def _copied(value: Any, memo: dict[int, Any], code: CodeType | None = None) -> A
     elif isinstance(value, torch.Generator):
         memo[id(value)] = value.clone_state()
     elif type(value) in (list, dict) and len(value) <= _SMALL:
-        memo[id(value)] = own = type(value)()  # first: it may be in itself
-        if isinstance(own, dict):
-            own.update({key: _copied(each, memo, code) for key, each in value.items()})
+        memo[id(value)] = twin = type(value)()  # first: it may contain itself
+        if isinstance(twin, dict):
+            twin.update({key: _copied(item, memo, code) for key, item in value.items()})
         else:
-            own.extend(_copied(each, memo, code) for each in value)
+            twin.extend(_copied(item, memo, code) for item in value)
     elif type(value) is tuple:
-        memo[id(value)] = tuple(_copied(each, memo, code) for each in value)
+        memo[id(value)] = tuple(_copied(item, memo, code) for item in value)
     elif isinstance(value, nn.Module) or not _holds_much(value):
         if isinstance(value, nn.Module):
-            held = [*value.parameters(), *value.buffers()]
-            memo |= {id(tensor): tensor for tensor in held if not _is_state(tensor)}
-        with suppress(Exception):  # it may refuse
+            tensors = [*value.parameters(), *value.buffers()]
+            memo |= {id(tensor): tensor for tensor in tensors if not _is_state(tensor)}
+        with suppress(Exception):  # a class may refuse; then its attributes are copied one by one
             memo[id(value)] = copy.deepcopy(value, memo)
     return memo[id(value)] if id(value) in memo else _object_copied(value, memo, code)
 
@@ -244,27 +228,27 @@ def _function_copied(function: FunctionType, memo: dict[int, Any]) -> FunctionTy
     if not (state or function.__closure__ or function.__defaults__ or function.__kwdefaults__):
         return function
     cells = tuple(CellType() for _ in function.__closure__ or ())
-    own_globals = memo.setdefault(id(function.__globals__), {**function.__globals__})
-    used = own_globals if state else function.__globals__
-    own = FunctionType(code, used, function.__name__, None, cells)
-    own.__dict__.update(function.__dict__)
-    memo[id(function)] = own  # first: it may be in one of its cells
+    new_globals = memo.setdefault(id(function.__globals__), {**function.__globals__})
+    namespace = new_globals if state else function.__globals__
+    twin = FunctionType(code, namespace, function.__name__, None, cells)
+    twin.__dict__.update(function.__dict__)
+    memo[id(function)] = twin  # first: it may be in one of its cells
     for name, value in state.items():
-        own_globals[name] = _copied(value, memo, code)
-    own.__defaults__ = tuple(_copied(each, memo, code) for each in function.__defaults__ or ())
-    named = function.__kwdefaults__ or {}
-    own.__kwdefaults__ = {name: _copied(each, memo, code) for name, each in named.items()}
+        new_globals[name] = _copied(value, memo, code)
+    defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
+    twin.__defaults__ = tuple(_copied(default, memo, code) for default in defaults)
+    twin.__kwdefaults__ = {name: _copied(default, memo, code) for name, default in keywords.items()}
     for new, cell in zip(cells, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not set yet
             new.cell_contents = _copied(cell.cell_contents, memo, code)
-    return own
+    return twin
 
 
 def _holds_much(value: Any) -> bool:
     """Returns whether an object holds a model, an optimizer or much data."""
 
     def is_much(held: Any) -> bool:
-        with suppress(Exception):
+        with suppress(Exception):  # most objects have no length, and a class may raise any error
             return isinstance(held, nn.Module | Optimizer) or len(held) > _SMALL
         return False
 
@@ -276,16 +260,16 @@ def _object_copied(value: Any, memo: dict[int, Any], code: CodeType | None) -> A
     kind = type(value)
     calls = [code, getattr(kind.__call__, "__code__", None) if callable(value) else None]
     try:
-        own = object.__new__(kind)
+        twin = object.__new__(kind)
         attributes = vars(value)
     except TypeError:  # not of a class in Python
         return value
-    memo[id(value)] = own
+    memo[id(value)] = twin
     seen = set[CodeType]()
-    used = {name for each in calls if each for name in _names_used(each, kind, seen)}
+    used = {name for called in calls if called for name in _names_used(called, kind, seen)}
     for name, held in attributes.items():
-        own.__dict__[name] = _copied(held, memo, code) if name in used else held
-    return own
+        twin.__dict__[name] = _copied(held, memo, code) if name in used else held
+    return twin
 
 
 def _names_used(code: CodeType, kind: type, seen: set[CodeType]) -> Iterator[str]:
@@ -295,11 +279,11 @@ def _names_used(code: CodeType, kind: type, seen: set[CodeType]) -> Iterator[str
     seen.add(code)
     names = [*code.co_names, *(text for text in code.co_consts if isinstance(text, str))]
     yield from names
-    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     for name in names:
         for base in kind.__mro__:
             member: Any = vars(base).get(name)
-            functions = [getattr(member, each, None) for each in ("fget", "__func__")] + [member]
+            functions = member, getattr(member, "fget", None), getattr(member, "__func__", None)
             inner += [f.__code__ for f in functions if isinstance(f, FunctionType)]
-    for each in inner:
-        yield from _names_used(each, kind, seen)
+    for inner_code in inner:
+        yield from _names_used(inner_code, kind, seen)

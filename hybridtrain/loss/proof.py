@@ -16,8 +16,9 @@ one sample each: the ones whose parts both count, and most unevenly, since equal
 of a count. Of larger halves only as many samples are taken as fit, or one of each. At its peak the
 proof holds about five times the outputs of these samples.
 
-The calls are those of a copy (`captures.copied`), on copies of the outputs, with gradients as in
-training. What a loss draws for all samples it is given again for the parts (`replayed_draws`).
+A copy of the loss is called (`captures.copied`), on copies of the outputs, with gradients as in
+training. The random numbers that it draws for all samples are replayed for the parts
+(`replayed_draws`).
 """
 
 from __future__ import annotations
@@ -70,10 +71,10 @@ class _Samples(NamedTuple):
     """Some samples of a batch, in parts.
 
     Attributes:
-        start: the first of them.
-        sizes: of the parts.
-        counts: of the parts.
-        microbatches: those that have them.
+        start: the number of the first sample in the batch.
+        sizes: the number of samples in each part.
+        counts: the count of each part.
+        microbatches: the micro-batches that have these samples.
     """
 
     start: int
@@ -82,12 +83,12 @@ class _Samples(NamedTuple):
     microbatches: range
 
     def of(self, batch: Any, batch_size: int) -> list[Any]:
-        """Returns these samples of a batch: all together, and in parts."""
+        """Returns these samples of a batch: all together, then in parts."""
         samples = sum(self.sizes)
         rest = batch_size - self.start - samples
-        all_of_them = split(batch, [self.start, samples, rest])[1]
+        together = split(batch, [self.start, samples, rest])[1]
         # of the batch again, in which values are marked that are not cut
-        return [all_of_them, *split(batch, [self.start, *self.sizes, rest])[1:-1]]
+        return [together, *split(batch, [self.start, *self.sizes, rest])[1:-1]]
 
     def first(self, microbatches: int) -> _Samples:
         """Returns the first parts, each of which is a micro-batch."""
@@ -168,13 +169,14 @@ def prove_in_training(
         warn: as of `OutputProof`.
     """
     tensors = [*net.parameters(), *net.buffers()]
-    nbytes = sum(t.numel() * t.element_size() for t in tensors)
-    if not net.training or nbytes > KEPT_BYTES or any(t.is_meta for t in tensors):
+    if not net.training or any(t.is_meta for t in tensors):
+        return
+    if sum(map(byte_size, tensors)) > KEPT_BYTES:
         return
     samples = _telling(loss, inputs, targets, sizes)
     try:
         whole = copy.deepcopy(net).to(_device_of(tensors))
-    except Exception:  # it refuses, as in `verify`
+    except Exception:  # a module may refuse to be copied; then the model is not compared
         return
     for module in whole.modules():
         for hooks in hooks_of(module):
@@ -189,8 +191,8 @@ def prove_in_training(
 
     function.__name__ = loss.name
     device, untrained = _device_of(tensors), [False] * len(_tensors_of(inputs))
-    parts, of_targets = (samples.of(each, sum(sizes)) for each in (inputs, targets))
-    calls = _Calls(_Copy(loss.of(function)), samples, of_targets, warn, untrained)
+    parts, part_targets = (samples.of(values, sum(sizes)) for values in (inputs, targets))
+    calls = _Calls(_Copy(loss.of(function)), samples, part_targets, warn, untrained)
     calls.is_half = any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tensors)
     try:
         with torch.autocast(device.type, enabled=False):
@@ -317,9 +319,9 @@ class OutputProof:
         if microbatch not in self._samples.microbatches:
             return
         start = self._samples.start - sum(self._sizes[:microbatch])
-        own = slice(max(start, 0), start + sum(self._samples.sizes))
+        compared = slice(max(start, 0), start + sum(self._samples.sizes))
         self._trained = [t.requires_grad for t in tensors]
-        outputs.append(map_tensors(lambda t: _single(t[own]), output))
+        outputs.append(map_tensors(lambda t: _single(t[compared]), output))
         if microbatch + 1 < self._samples.microbatches.stop:
             return
         self._outputs = None
@@ -377,7 +379,7 @@ class _Calls:
     """Calls of a loss for some samples and for parts of them, which are compared after the last.
 
     Args:
-        own: a copy of the step's loss.
+        loss_copy: a copy of the step's loss.
         samples: the samples.
         targets: theirs: all together, and in parts.
         warn: see `OutputProof`.
@@ -389,13 +391,13 @@ class _Calls:
 
     def __init__(
         self,
-        own: _Copy,
+        loss_copy: _Copy,
         samples: _Samples,
         targets: Sequence[Any],
         warn: Warn,
         trained: Sequence[bool] | None = None,
     ) -> None:
-        self._copy, self._loss = own, own.loss
+        self._copy, self._loss = loss_copy, loss_copy.loss
         self._targets, self._warn, self._trained = targets, warn, trained
         self._sizes, self._counts = samples.sizes, samples.counts
         self._values: list[Tensor] = []
@@ -503,20 +505,20 @@ class _Calls:
     ) -> None:
         name, samples = self._loss.name, sum(self._sizes)
         of_parts = _listed(self._sizes)
-        found = f"it is {whole:.7g} for {samples} samples, and {expected:.7g} as the"
+        result = f"it is {whole:.7g} for {samples} samples, and {expected:.7g} as the"
         if apart is not None:
-            found = (
+            result = (
                 f"its gradient for {samples} samples differs, by {apart:.2g} of the largest, from "
                 f"the"
             )
         if self._loss.is_sum:
             raise ConfigError(
-                f"loss_fn={name} was passed as a sum: {found} sum of parts of {of_parts}. For a "
+                f"loss_fn={name} was passed as a sum: {result} sum of parts of {of_parts}. For a "
                 f"mean, pass MeanLoss(loss_fn, count), with a count of what it is a mean over"
             )
         if not self._loss.counts_samples:
             raise ConfigError(
-                f"loss_fn={name}: {found} mean of parts of {of_parts}, weighted by their counts "
+                f"loss_fn={name}: {result} mean of parts of {of_parts}, weighted by their counts "
                 f"{_listed(self._counts)}: it is not a mean over what is counted, and "
                 f"micro-batches would give another gradient than the batch. Turn off what else the "
                 f"model adds to its loss (of a router, a z-loss), or {WAY_OUT}"
@@ -534,7 +536,7 @@ class _Calls:
             "loss_fn=%s is treated as a mean over samples, but it is not one: %s mean of parts of "
             "%s. %s"
         )
-        self._warn(text, name, found, of_parts, way)
+        self._warn(text, name, result, of_parts, way)
 
 
 def _listed(numbers: Sequence[float]) -> str:

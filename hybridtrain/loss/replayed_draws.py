@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.torch_private import InterceptedDraws
+from hybridtrain._base.user_code import state_functions
 
 _DROPOUT = torch.ops.aten.native_dropout.default
 
@@ -51,13 +51,13 @@ class RecordedDraws(InterceptedDraws):
 class SameDraws(InterceptedDraws):
     """Gives the calls for some of the samples the numbers that were drawn for them.
 
-    A tensor whose dim 0 is that of all samples is cut; another one is the same for each part.
+    A tensor with all samples in dim 0 is cut; any other tensor is the same for each part.
 
     Args:
-        drawn: of `RecordedDraws`, for all samples.
-        start: the first sample of the part.
-        size: its samples.
-        samples: all of them.
+        drawn: see `RecordedDraws`, for all samples.
+        start: the number of the first sample of the part.
+        size: the number of samples in the part.
+        samples: the number of all samples.
     """
 
     for_other_threads = False
@@ -70,31 +70,31 @@ class SameDraws(InterceptedDraws):
         """Returns what was drawn for these samples in place of the result of `operation`.
 
         Raises:
-            OtherDrawsError: there is no such, or it depends on more than the shapes.
+            OtherDrawsError: nothing was drawn for them, or it depends on more than the shapes.
         """
         numbers = next(self._drawn, None)
         if operation is _DROPOUT:  # its result has the input in it
             if not args[2]:
                 return operation(*args, **kwargs)  # off
-            mask = self._own(numbers, args[0])
+            mask = self._cut(numbers, args[0])
             keeps = 1 - args[1]
             return args[0] * mask / keeps if keeps else args[0] * 0, mask
         if operation.overloadpacket.__name__.endswith("_"):  # in place
-            return args[0].copy_(self._own(numbers, args[0]))
+            return args[0].copy_(self._cut(numbers, args[0]))
         result = operation(*args, **kwargs)  # for its shape
         if isinstance(result, Tensor) and result.requires_grad:  # it has the input in it
             raise OtherDrawsError
-        return self._own(numbers, result)
+        return self._cut(numbers, result)
 
-    def _own(self, numbers: Any, like: Any) -> Tensor:
+    def _cut(self, numbers: Any, like: Any) -> Tensor:
         if not isinstance(numbers, Tensor) or not isinstance(like, Tensor):
             raise OtherDrawsError
-        if numbers.shape != like.shape and numbers.dim() and numbers.shape[0] == self._samples:
-            numbers = numbers[self._start : self._start + self._size]
-        if numbers.shape != like.shape:
+        part: Tensor = numbers
+        if part.shape != like.shape and part.dim() and part.shape[0] == self._samples:
+            part = part[self._start : self._start + self._size]
+        if part.shape != like.shape:
             raise OtherDrawsError
-        own: Tensor = numbers.clone()
-        return own
+        return part.clone()
 
 
 class HostDraws:
@@ -105,28 +105,16 @@ class HostDraws:
     """
 
     def __init__(self, held: Iterable[Any]) -> None:
-        # each a function that reads the state, and one that sets it
-        self._generators: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-            (random.getstate, random.setstate),
-            (np.random.get_state, np.random.set_state),
-        ]
-        for each in held:
-            if isinstance(each, random.Random):
-                self._generators.append((each.getstate, each.setstate))
-            elif isinstance(each, np.random.RandomState):
-                self._generators.append((each.get_state, each.set_state))
-            elif isinstance(each, np.random.Generator):
-                bits = each.bit_generator
-                state = partial(getattr, bits, "state"), partial(setattr, bits, "state")
-                self._generators.append(state)
+        functions = map(state_functions, [random, np.random, *held])
+        self._generators = [pair for pair in functions if pair is not None]
         self._after: bytes | None = None
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Puts the generators back after a call.
+        """Restores the generators after the call in the block.
 
         Raises:
-            OtherDrawsError: it has drawn more or fewer numbers than the call before.
+            OtherDrawsError: the call has drawn more or fewer numbers than the call before.
         """
         before = [read() for read, _ in self._generators]
         try:

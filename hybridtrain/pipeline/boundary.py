@@ -9,7 +9,7 @@ begin a graph of the stage's own, so that its backward is a separate call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ class StageInputs(NamedTuple):
     Attributes:
         leaves: the tensors, for each incoming link.
         raw: by the `id` of their leaf, the gradients that the hooks have seen.
-        nodes: those of the hooks; PyTorch drops a leaf's node that nobody holds.
+        nodes: the nodes with the hooks; PyTorch drops a leaf's node that nobody holds.
         hooks: are taken off after the backward: a tensor may be the caller's own.
     """
 
@@ -158,18 +158,8 @@ def _leaf_of(node: Node) -> Tensor | None:
 
 def parameters_of(roots: Sequence[Root]) -> list[nn.Parameter]:
     """Returns the parameters to whose gradients a backward from `roots` would add."""
-    stack = [root.node if isinstance(root, GradientEdge) else edge_of(root).node for root in roots]
-    seen: dict[int, Node] = {}
-    found: list[nn.Parameter] = []
-    while stack:
-        node = stack.pop()
-        if id(node) in seen:
-            continue
-        seen[id(node)] = node
-        if (leaf := _leaf_of(node)) is not None and isinstance(leaf, nn.Parameter):
-            found.append(leaf)
-        stack += [following for following, _ in node.next_functions if following is not None]
-    return found
+    leaves = map(_leaf_of, _nodes_from(roots))
+    return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
 
 
 def leads_to(roots: Sequence[Root], leaves: Sequence[Tensor]) -> bool:
@@ -177,17 +167,25 @@ def leads_to(roots: Sequence[Root], leaves: Sequence[Tensor]) -> bool:
 
     Functions of Python are not followed: their backwards may return None.
     """
+    numbers = set(map(id, leaves))
+    nodes = _nodes_from(roots, through_python=False)
+    return any(id(_leaf_of(node)) in numbers for node in nodes)
+
+
+def _nodes_from(roots: Sequence[Root], through_python: bool = True) -> Iterator[Node]:
+    """Yields the nodes of the graph that a backward from `roots` reaches, each once.
+
+    `through_python=False` does not enter functions of Python.
+    """
     stack = [root.node if isinstance(root, GradientEdge) else edge_of(root).node for root in roots]
-    numbers, seen = set(map(id, leaves)), dict[int, Node]()
+    seen: dict[int, Node] = {}  # holds the nodes: PyTorch may give a freed one's id to another
     while stack:
         node = stack.pop()
-        if id(node) in seen or isinstance(node, BackwardCFunction):
+        if id(node) in seen or (isinstance(node, BackwardCFunction) and not through_python):
             continue
         seen[id(node)] = node
-        if id(_leaf_of(node)) in numbers:
-            return True
+        yield node
         stack += [following for following, _ in node.next_functions if following is not None]
-    return False
 
 
 class OutputBoundary:

@@ -167,10 +167,10 @@ class Pipeline:
         """
         parts = self.planned.stages
         check_variant(variant, parts)
-        own = {stage.index: stage for stage in self.stages}
+        own_stages = {stage.index: stage for stage in self.stages}
         graphs = iter(zip(variant.graphs, variant.owners, strict=True))
         for index, part in enumerate(parts):
-            stage = own.get(index)
+            stage = own_stages.get(index)
             aliases = {id(a.parameter): a.alias for a in stage.aliases} if stage else {}
             for layer, (pair, owners) in zip(part, graphs, strict=False):
                 assert isinstance(layer.module, Segment)
@@ -190,7 +190,7 @@ class Pipeline:
         for stage in self.stages:
             stage.connect(connections[stage.index])
         self._note_buffer_copies()
-        self._engine = make_engine(self.stages, self._links, self._world)
+        self._engine = self._make_engine(self.stages, self._links, self._world)
 
     def variants_of(self, parts: Sequence[Any]) -> list[int] | None:
         """Returns the variant of the graphs for each of some micro-batches; see `Variants`.

@@ -86,7 +86,7 @@ class Connection:
         runner: runs the layers.
         links: all of the pipeline.
         clone_outputs: see `OutputBoundary`.
-        hold_edges: likewise.
+        hold_edges: see `OutputBoundary`.
         changers: of each stage, see `boundary.refuse_overlaps`.
     """
 
@@ -218,11 +218,11 @@ class Stage:
         self, inputs: StageInputs, roots: Sequence[Sequence[Root]]
     ) -> None:
         self.checks_graph = False
-        own = {id(p) for p in self.module.parameters()}
-        own -= {id(alias.parameter) for alias in self.aliases}
-        own |= {id(leaf) for leaves in inputs.leaves for leaf in leaves}
-        used = parameters_of([root for own_roots in roots for root in own_roots])
-        refuse_foreign_parameters(used, own, self.names or {}, self)
+        allowed = {id(p) for p in self.module.parameters()}
+        allowed -= {id(alias.parameter) for alias in self.aliases}
+        allowed |= {id(leaf) for leaves in inputs.leaves for leaf in leaves}
+        used = parameters_of([root for link_roots in roots for root in link_roots])
+        refuse_foreign_parameters(used, allowed, self.names or {}, self)
 
     @contextmanager
     def _counting_saved(self, values: Any) -> Iterator[None]:

@@ -195,21 +195,21 @@ def tied_uses(stages: Sequence[Sequence[nn.Module]]) -> list[list[TiedUse]]:
 
 
 def refuse_foreign_parameters(
-    used: Sequence[Parameter], own: Collection[int], names: Mapping[int, str], stage: object
+    used: Sequence[Parameter], allowed: Collection[int], names: Mapping[int, str], stage: object
 ) -> None:
-    """Makes sure that the backward of a stage adds to no gradient of another one.
+    """Makes sure that the backward of a stage adds to no gradient of another stage.
 
     Args:
         used: the parameters that the graph of the stage leads to.
-        own: the `id` of each parameter that the stage has.
+        allowed: the `id` of each parameter that the stage has.
         names: of the parameters of the model in this process, by their `id`.
         stage: for the message.
 
     Raises:
-        SplitError: it would add to that of another one.
+        SplitError: it would add to the gradient of another stage's parameter.
     """
     for parameter in used:
-        if id(parameter) in own:
+        if id(parameter) in allowed:
             continue
         name = names.get(id(parameter))
         what = repr(name) if name else f"of shape {tuple(parameter.shape)}"

@@ -276,9 +276,10 @@ class OptimizerStep:
         All processes call it together.
         """
         is_one = not isinstance(batches, Sequence)
-        others = [batches] if is_one else [each for each in batches if not isinstance(each, Batch)]
-        if others:
-            kind = type(others[0]).__name__
+        candidates = [batches] if is_one else batches
+        wrong = [batch for batch in candidates if not isinstance(batch, Batch)]
+        if is_one or wrong:
+            kind = type((wrong or candidates)[0]).__name__
             raise BatchError(_NO_BATCHES.format("" if is_one else "a list with ", kind))
         pairs = [(batch.inputs, batch.targets) for batch in batches]
         weights = self.model.step_weights(  # [1]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
+from types import FunctionType, MemberDescriptorType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,49 +45,104 @@ class Difference(NamedTuple):
         return f"{self.name} is {one} instead of {other}"
 
 
-def differences(*results: tuple[str, Any, Any]) -> Iterator[Difference]:
-    """Yields the unequal pairs among `results`; each is a name and two pytrees."""
+def differences(
+    *results: tuple[str, Any, Any], not_compared: set[str] | None = None
+) -> Iterator[Difference]:
+    """Yields the unequal pairs among `results`; each is a name and two pytrees.
+
+    `not_compared` gets a text for each type of value in a result that cannot be compared.
+    """
     for name, one, other in results:
-        if size := difference(one, other):
+        kinds: set[str] = set()
+        if size := difference(one, other, not_compared=kinds):
             yield Difference(name, size, one, other)
+        if not_compared is not None:
+            not_compared |= {f"{kind} in {name}" for kind in kinds}
 
 
-def difference(one: Any, other: Any, scale: float = 0.0) -> float:
+def difference(
+    one: Any, other: Any, scale: float = 0.0, not_compared: set[str] | None = None
+) -> float:
     """Returns the largest relative difference between the tensors of two pytrees.
 
-    0 if all leaves are equal, infinite if structures, types or shapes differ.
+    0 if all leaves are equal, infinite if structures, types or shapes differ. Leaves that cannot be
+    compared count as equal: an object without attributes and `__eq__`, such as an iterator or a
+    lock, and one whose `__eq__` raises an error.
 
     Args:
         one, other: the pytrees.
         scale: a lower bound for the largest entry that a difference is relative to.
+        not_compared: gets the names of the types of leaves that cannot be compared.
     """
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return _of_tensors(one, other, scale)
-    leaves_of(one), leaves_of(other)  # registers dataclasses
-    (leaves, spec), (others, other_spec) = tree_flatten(one), tree_flatten(other)
-    if spec != other_spec:
-        return math.inf
-    return max((_of_leaves(a, b, scale) for a, b in zip(leaves, others, strict=True)), default=0.0)
+    return _Comparison(scale, set() if not_compared is None else not_compared).of(one, other)
 
 
-def _of_leaves(one: Any, other: Any, scale: float) -> float:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return _of_tensors(one, other, scale)
-    if one is other:
+class _Comparison:
+    """Compares two pytrees; see `difference`."""
+
+    def __init__(self, scale: float, not_compared: set[str]) -> None:
+        self._scale = scale
+        self._not_compared = not_compared
+        self._entered: set[tuple[int, int]] = set()  # an object may hold itself
+
+    def of(self, one: Any, other: Any) -> float:
+        """Returns the difference of two pytrees."""
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            return _of_tensors(one, other, self._scale)
+        leaves_of(one), leaves_of(other)  # registers dataclasses
+        (leaves, spec), (other_leaves, other_spec) = tree_flatten(one), tree_flatten(other)
+        if spec != other_spec:
+            return math.inf
+        return max(map(self._of_leaves, leaves, other_leaves), default=0.0)
+
+    def _of_leaves(self, one: Any, other: Any) -> float:
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            return _of_tensors(one, other, self._scale)
+        if one is other:
+            return 0.0
+        if type(one) is not type(other):
+            return math.inf
+        # an object with the default __eq__ is compared by its attributes
+        by_identity = getattr(type(one), "__eq__", None) is object.__eq__
+        if by_identity or isinstance(one, SimpleNamespace):
+            return self._of_objects(one, other)
+        try:
+            if getattr(one, "shape", None) != getattr(other, "shape", None):
+                return math.inf  # arrays, whose == raises an error then
+            equal = one == other
+            same = bool(equal.all()) if hasattr(equal, "all") else bool(equal)
+        except Exception:  # raised by an __eq__ that is not ours
+            return self._cannot(one)
+        is_nan = isinstance(one, float) and math.isnan(one) and math.isnan(other)
+        return 0.0 if same or is_nan else math.inf
+
+    def _of_objects(self, one: Any, other: Any) -> float:
+        states = _attributes_of(one), _attributes_of(other)
+        if isinstance(one, FunctionType) or None in states:
+            return self._cannot(one)
+        if (id(one), id(other)) in self._entered:
+            return 0.0
+        self._entered.add((id(one), id(other)))
+        return self.of(*states)
+
+    def _cannot(self, leaf: Any) -> float:
+        self._not_compared.add(type(leaf).__name__)
         return 0.0
-    if type(one) is not type(other):
-        return math.inf
-    # an object with the default __eq__ is compared by its attributes
-    by_identity = getattr(type(one), "__eq__", None) is object.__eq__
-    if by_identity or isinstance(one, SimpleNamespace):
-        return difference(vars(one), vars(other), scale) if hasattr(one, "__dict__") else 0.0
-    try:
-        equal = one == other
-        same = bool(equal.all()) if hasattr(equal, "all") else bool(equal)
-    except Exception:  # the type has no comparison
-        return 0.0
-    is_nan = isinstance(one, float) and math.isnan(one) and math.isnan(other)
-    return 0.0 if same or is_nan else math.inf
+
+
+def _attributes_of(value: Any) -> dict[str, Any] | None:
+    """Returns the attributes of an object; None for one of a class that is written in C."""
+    slots = [
+        name
+        for base in type(value).__mro__
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType) and hasattr(value, name)
+    ]
+    attributes = getattr(value, "__dict__", None)
+    if not slots and attributes is None:
+        return None
+    return {**(attributes or {}), **{name: getattr(value, name) for name in slots}}
 
 
 def _of_tensors(one: Tensor, other: Tensor, scale: float) -> float:

@@ -11,20 +11,19 @@ iterators, open files, and objects without a `__dict__` or `__slots__`.
 
 from __future__ import annotations
 
-import random
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSet
 from contextlib import contextmanager
 from functools import cache, partial
-from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+from hybridtrain._base.user_code import is_library_file, names_in, state_functions
 
 # The walk ends after this many objects, because the model then holds a data set or the like.
 _MAX_OBJECTS = 200_000
@@ -128,9 +127,9 @@ class PythonState:
                 continue
             self._restores.append(partial(setattr, cell, "cell_contents", contents))
             held.append(contents)
-        if is_own_code(function.__code__):
+        if not is_library_file(function.__code__.co_filename):
             namespace = function.__globals__
-            for name in _names(function.__code__):
+            for name in names_in(function.__code__):
                 value = namespace.get(name)
                 if isinstance(value, type):
                     held += () if _is_of_library(value.__module__) else self._save_class(value)
@@ -191,38 +190,13 @@ def undone(net: nn.Module, devices: Iterable[torch.device] = ()) -> Iterator[Pyt
             state.restore()
 
 
-def is_own_code(code: CodeType) -> bool:
-    """Returns whether `code` is from a user's file rather than an installed library."""
-    return not _is_library_file(code.co_filename)
-
-
-@cache
-def _is_library_file(path: str) -> bool:
-    return path.startswith(_LIBRARY_FOLDERS) or "site-packages" in path
-
-
-_LIBRARY_FOLDERS = tuple(
-    {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {str(Path(__file__).parents[1])}
-)
-
-
 @cache
 def _is_of_library(name: str) -> bool:
     package = name.partition(".")[0]
     if package in sys.stdlib_module_names and package != "__main__":
         return True
     file = getattr(sys.modules.get(name), "__file__", None)
-    return file is not None and _is_library_file(file)
-
-
-def _names(code: CodeType) -> set[str]:
-    """Returns the names that a function's code, and functions inside it, may look up."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= _names(constant)
-    return names
+    return file is not None and is_library_file(file)
 
 
 def _slots(kind: type) -> list[str]:
@@ -235,17 +209,10 @@ def _restore_of_generator(value: Any) -> Callable[[], object] | None:
     """Returns a function that resets a random number generator; None for other objects."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is None:
+    if (functions := state_functions(value)) is None:
         return None
-    if isinstance(value, numpy_random.RandomState):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, numpy_random.Generator):
-        bits = value.bit_generator
-        return partial(setattr, bits, "state", bits.state)
-    return None
+    read, write = functions
+    return partial(write, read())
 
 
 def _restore_tensor(tensor: Tensor, value: Tensor) -> None:

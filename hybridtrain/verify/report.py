@@ -96,6 +96,7 @@ class Verification:
         first: the first layer, in the order of the forward, whose output differs by more; None if
             there is none, or the difference is in the backward alone.
         title: what was run.
+        not_compared: the values of types without a comparison, as "Parser in output in training".
     """
 
     kinds: dict[str, Compared]
@@ -103,11 +104,12 @@ class Verification:
     reasons: list[str]
     first: str | None = None
     title: str = ""
+    not_compared: list[str] = field(default_factory=list)
 
     @property
     def differs(self) -> list[str]:
         """The kinds of numbers that differ by more than the order of additions explains."""
-        return [kind for kind, found in self.kinds.items() if found.largest > self.tolerance]
+        return [kind for kind, compared in self.kinds.items() if compared.largest > self.tolerance]
 
     @property
     def exact(self) -> bool:
@@ -120,23 +122,31 @@ class Verification:
 
         That one is a sum over the batch, and in stages several sums.
         """
-        return not any(found.largest for kind, found in self.kinds.items() if kind != WHOLE_BATCH)
+        sizes = {kind: compared.largest for kind, compared in self.kinds.items()}
+        return not any(size for kind, size in sizes.items() if kind != WHOLE_BATCH)
 
     @property
     def worst(self) -> Compared:
         """The kind of number with the largest difference."""
-        return max(self.kinds.values(), key=lambda found: found.largest, default=Compared())
+        return max(self.kinds.values(), key=lambda compared: compared.largest, default=Compared())
 
     def __str__(self) -> str:
         lines = [("tensors", "bitwise", "", "largest difference")]
-        for kind, found in self.kinds.items():
-            largest = f"{found.largest:.1e} in {found.where}" if found.largest else "0"
-            lines.append((str(found.tensors), str(found.bitwise), kind, largest))
+        for kind, compared in self.kinds.items():
+            largest = f"{compared.largest:.1e} in {compared.where}" if compared.largest else "0"
+            lines.append((str(compared.tensors), str(compared.bitwise), kind, largest))
         return "\n".join([self.title, *text_table(lines, 2), self.verdict])
 
     @property
     def verdict(self) -> str:
         """The result in a sentence or two."""
+        if not self.not_compared:
+            return self._verdict
+        values = ", ".join(self.not_compared)
+        return f"{self._verdict}. Not compared, because the type has no comparison: {values}"
+
+    @property
+    def _verdict(self) -> str:
         if self.exact and self.bitwise:
             return "exact: all numbers are equal to the last bit" + (
                 ", but for the loss of the whole batch, which is one sum in place of several"
@@ -184,7 +194,7 @@ def verify(
     that its draws count from, and what its code holds in attributes, closures and globals.
 
     Args:
-        model: the model; its options are those of the run.
+        model: the model, with the options of the run.
         batches: of this replica, `(inputs, targets)`.
         loss_fn: as in `HybridModel.train_step`.
         reference: the module as it was before the `HybridModel` was made of it, on any device. It
@@ -192,12 +202,12 @@ def verify(
 
     Raises:
         ConfigError: the processes have parts of the model only, and there is no `reference`.
-        Exception: of the pipeline, or, with a note that says so, of the unsplit module.
+        Exception: raised by the pipeline, or by the unsplit module with a note that says so.
     """
     options, world = model.options, model.world
     if reference is None and world.processes_per_replica > 1:
         raise ConfigError(
-            "verify() needs the whole model beside its stages, and with engine=distributed no "
+            "verify() needs the whole model next to its stages, and with engine=distributed no "
             "process has it: pass reference=, the module before it was wrapped"
         )
     loss = model.resolve_loss(loss_fn)
@@ -257,7 +267,7 @@ class _Recorded:
 
 
 class _Batch(NamedTuple):
-    """A batch, and the inputs and targets of its micro-batches beside the output."""
+    """A batch, and the inputs and targets of its micro-batches on the device of the output."""
 
     name: str
     inputs: Any
@@ -288,6 +298,7 @@ class _Comparison:
         self._tolerance = max(TOLERANCES[precision] for precision in computed)
         # the kind of each tensor, its name and the difference
         self._compared: list[tuple[str, str, float]] = []
+        self._not_compared: set[str] = set()
         self._first: str | None = None
         # by parameter, the largest entries of what its gradient is a sum of
         self._terms: dict[str, float] = {}
@@ -339,7 +350,10 @@ class _Comparison:
             reasons.append("a GPU adds up in its own order")
         if model.options.compile:
             reasons.append("compiled layers add up in their own order")
-        return Verification(kinds, self._tolerance, reasons, self._first, title)
+        not_compared = set().union(*self._world.gather(self._not_compared))
+        return Verification(
+            kinds, self._tolerance, reasons, self._first, title, sorted(not_compared)
+        )
 
     def _train(self, batch: _Batch) -> None:
         name, weights = batch.name, batch.weights
@@ -417,10 +431,10 @@ class _Comparison:
         if replicas > 1:
             for parameter in self._net.parameters():
                 if parameter.requires_grad:
-                    own = parameter.grad
-                    own = torch.zeros_like(parameter) if own is None else own
+                    gradient = parameter.grad
+                    gradient = torch.zeros_like(parameter) if gradient is None else gradient
                     # every process of a replica has all its gradients
-                    parameter.grad = self._world.sum(own) / self._world.size
+                    parameter.grad = self._world.sum(gradient) / self._world.size
             terms = torch.tensor([self._terms.get(name, 0.0) for name in names])
             if len(terms):
                 sums = self._world.sum(terms.to(self._world.wire_device)) / self._world.size
@@ -453,12 +467,12 @@ class _Comparison:
                 plain(self._forward(part), target)
         if not model.owns_output:
             return
-        for number, own in enumerate(mine.outputs):
+        for number, output in enumerate(mine.outputs):
             where = f"{name}, micro-batch {number}"
-            self._add("output in evaluation", where, own, plain.outputs[number])
+            self._add("output in evaluation", where, output, plain.outputs[number])
             if weights.factors[number]:  # else it is the mean of nothing
-                own_loss = mine.losses[number]
-                self._add("loss in evaluation", where, own_loss, plain.losses[number])
+                loss = mine.losses[number]
+                self._add("loss in evaluation", where, loss, plain.losses[number])
         values = [
             value if factor else torch.zeros_like(value)
             for value, factor in zip(mine.losses, weights.factors, strict=True)
@@ -513,8 +527,8 @@ class _Comparison:
                 if len(mine.outputs.get(name, ())) == len(outputs)
                 and difference(mine.outputs[name], outputs) > self._tolerance
             ]
-            found = self._world.gather(min(differing, default=None))
-            if first := min((one for one in found if one is not None), default=None):
+            on_ranks = self._world.gather(min(differing, default=None))
+            if first := min((layer for layer in on_ranks if layer is not None), default=None):
                 return first[1]
         return None
 
@@ -589,7 +603,9 @@ class _Comparison:
     def _add(self, kind: str, name: str, mine: Any, theirs: Any, scale: float = 0.0) -> None:
         if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
             theirs = put(theirs, mine.device)
-        self._compared.append((kind, name, difference(mine, theirs, scale)))
+        types: set[str] = set()
+        self._compared.append((kind, name, difference(mine, theirs, scale, types)))
+        self._not_compared |= {f"{type_name} in {kind}" for type_name in types}
 
 
 def _copied(net: nn.Module) -> nn.Module:

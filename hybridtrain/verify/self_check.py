@@ -141,6 +141,7 @@ class SelfCheck:
         self._kinds: set[Any] = set()
         self._is_off = not model.options.self_check or _is_trivial(model.planned)
         self._says_skipped = model.world.is_main
+        self._not_compared: set[str] = set()
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -240,16 +241,16 @@ class SelfCheck:
     def _compare(self, sample: _Sample) -> None:
         model = self._model
         if byte_size_of(model.net) <= SMALL_BYTES and not model.is_partial:
-            if where := _Run(model, symbolic=False).mismatch(sample):
+            if where := self._mismatch(sample, symbolic=False):
                 self._refuse(where)
             return
         where = None
         with suppress(_Failed):  # its code depends on data
-            where = _Run(model, symbolic=True).mismatch(sample)
+            where = self._mismatch(sample, symbolic=True)
             if where is None:
                 return
         try:
-            where = _Run(model, symbolic=False).mismatch(sample)
+            where = self._mismatch(sample, symbolic=False)
         except (_Skipped, _Failed) as reason:
             if where is None:
                 raise
@@ -257,6 +258,19 @@ class SelfCheck:
             raise _Skipped(f"{where}, and numbers cannot decide, since {reason}") from None
         if where is not None:
             self._refuse(where)
+
+    def _mismatch(self, sample: _Sample, *, symbolic: bool) -> str | None:
+        """Returns where the cut and the unsplit model differ; logs what cannot be compared."""
+        run = _Run(self._model, symbolic=symbolic)
+        where = run.mismatch(sample)
+        new = run.not_compared - self._not_compared
+        self._not_compared |= new
+        if new and self._model.world.is_main:
+            log.info(
+                "the self-check did not compare %s, because the type has no comparison",
+                ", ".join(sorted(new)),
+            )
+        return where
 
     def _refuse(self, where: str) -> NoReturn:
         model = self._model
@@ -294,7 +308,11 @@ class _Failed(Exception):
 
 
 class _Run:
-    """Runs copies of a model on a sample, cut and unsplit."""
+    """Runs copies of a model on a sample, cut and unsplit.
+
+    Attributes:
+        not_compared: the values that could not be compared, as "Parser in output".
+    """
 
     def __init__(self, model: CutModel, *, symbolic: bool) -> None:
         self._model = model
@@ -302,6 +320,7 @@ class _Run:
         self._planned = model.planned
         self._lanes = model.world.nb_part
         self._symbolic = symbolic
+        self.not_compared: set[str] = set()
         self._device = torch.device("cpu") if symbolic else model.world.devices[-1]
         # without the options that concern only replicas or compiled code
         self._options = replace(
@@ -339,7 +358,7 @@ class _Run:
         if self._options.batch_norm != "deferred":  # which has other buffers on purpose
             for name, buffer in plain.buffers.items():
                 results.append((f"buffer {name}", cut.buffers.get(name), buffer))
-        for mismatch in differences(*results):
+        for mismatch in differences(*results, not_compared=self.not_compared):
             if not (mismatch.name in tied and (self._symbolic or mismatch.size <= TOLERANCE)):
                 return mismatch
         return None

@@ -272,6 +272,16 @@ def test_a_variant_that_uses_what_its_stage_does_not_have_is_one_clear_error():
     model.train_step(samples(count=6), None, loss_of)
 
 
+@pytest.mark.parametrize("layer", [nn.Identity(), nn.BatchNorm1d(WIDTH)], ids=["export", "fx"])
+def test_a_micro_batch_whose_condition_raises_an_error_takes_no_graph_of_another_size(layer):
+    net = Four(lambda x, h: h * 3 if 12 // (x.shape[0] - 3) else h)
+    net.b = nn.Sequential(net.b, layer)  # torch.export is not used for a batch norm
+    model = hybrid(net, 2, example_inputs=samples(count=6))
+    model.train_step(samples(count=6), None, loss_of)
+    with pytest.raises(BatchError, match="cannot be traced for it"):
+        model.train_step(samples(count=9), None, loss_of)
+
+
 def test_the_length_of_an_input_stays_variable():
     net = Four(lambda x, h: h + torch.ones(1, WIDTH).expand(len(x), -1) * len(x))
     model = assert_same(net, samples(), 2, example_inputs=samples())

@@ -3,7 +3,9 @@
 import copy
 import itertools
 import threading
+import types
 
+import numpy as np
 import pytest
 import torch
 from support.cases import thinned
@@ -327,6 +329,92 @@ def test_outputs_that_are_no_tensors_are_compared():
     net = nn.Sequential(TanhLinear(), Count())
     found = hybrid(net, 2).verify(floats(8), None, lambda output, _: output["y"].mean())
     assert "output in training" in found.differs
+
+
+class WithoutEquality:
+    """Is compared by what it holds."""
+
+    def __init__(self, content):
+        self.content = content
+        self.itself = self
+
+
+class WithSlots:
+    __slots__ = ("content",)
+
+    def __init__(self, content):
+        self.content = content
+
+
+def raises(*_):
+    raise ValueError("ambiguous")
+
+
+RefusesEquality = type("RefusesEquality", (), {"__eq__": raises, "__hash__": None})
+
+
+class Returns(TanhLinear):
+    """Returns something else in a stage than in the unsplit module."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, x):
+        inside = threading.current_thread().name.startswith("stage-")
+        return {"y": super().forward(x), "k": self.make(3 if inside else 5)}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        WithoutEquality,
+        WithSlots,
+        np.ones,
+        np.float32,
+        lambda number: [{number}],
+        lambda number: types.SimpleNamespace(a=[number]),
+    ],
+    ids=["attributes", "slots", "shape of an array", "scalar", "set", "namespace"],
+)
+def test_an_output_of_any_type_that_has_a_comparison_is_compared(make):
+    net = nn.Sequential(TanhLinear(), Returns(make))
+    found = hybrid(net, 2).verify(floats(8), None, lambda output, _: output["y"].mean())
+    assert "output in training" in found.differs
+    assert not found.not_compared
+
+    same = nn.Sequential(TanhLinear(), Returns(lambda _: make(5)))
+    found = hybrid(same, 2).verify(floats(8), None, lambda output, _: output["y"].mean())
+    assert found.exact
+    assert not found.not_compared
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda number: iter([number]), "list_iterator"),
+        (lambda number: lambda: number, "function"),
+        (lambda _: threading.Lock(), "lock"),
+        (lambda _: RefusesEquality(), "RefusesEquality"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_output_whose_type_has_no_comparison_is_reported_as_not_compared(make, kind, caplog):
+    net = nn.Sequential(TanhLinear(), Returns(make))
+    model = hybrid(net, 2)
+    loss = lambda output, _: output["y"].mean()  # noqa: E731
+    found = model.verify(floats(8), None, loss)
+    assert found.exact
+    assert found.not_compared == [
+        f"{kind} in output in evaluation",
+        f"{kind} in output in training",
+    ]
+    assert f"Not compared, because the type has no comparison: {kind} in" in str(found)
+
+    with caplog.at_level("INFO", "hybridtrain"):
+        model.train_step(floats(8), None, loss)
+        model.train_step(floats(6), None, loss)
+    assert caplog.text.count(f"did not compare {kind} in output") == 1
 
 
 class Sampling(TanhLinear):
