@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Builds a wheel, installs it with its required dependencies alone into a new environment outside
+# the checkout, and trains, lists and evaluates the recipe `digits` there. With a folder as the
+# argument, the wheel is kept in it. tests/cli/test_wheel.py checks more, without a network.
+#
+#   scripts/wheel.sh [FOLDER]
+#
+# PYTHON   the interpreter to build and install with (default: python3)
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+mkdir "$folder/source" "$folder/dist" "$folder/empty"
+
+echo "== building the wheel"
+# from a copy of the files that git knows: a build/ of an earlier version would be packed too
+(cd "$root" && git ls-files -z --cached --others --exclude-standard -- hybridtrain configs recipes \
+    pyproject.toml setup.py README.md LICENSE | xargs -0 cp --parents -t "$folder/source")
+"${PYTHON:-python3}" -m venv "$folder/environment"
+PATH="$folder/environment/bin:$PATH"
+pip=(python -m pip --disable-pip-version-check)
+"${pip[@]}" wheel --quiet --no-deps --wheel-dir "$folder/dist" "$folder/source"
+[ $# -eq 0 ] || { mkdir -p "$1" && cp "$folder"/dist/*.whl "$1"; }
+
+echo "== installing it (PyTorch is large: some minutes)"
+cd "$folder/empty"
+unset PYTHONPATH
+"${pip[@]}" install --quiet "$folder"/dist/*.whl
+
+run() { echo "== $*" && "$@"; }
+run hybridtrain --version
+run hybridtrain --help >/dev/null
+run hybridtrain recipe=digits trainer.steps=2 trainer.epochs=null world.devices=cpu
+run hybridtrain results digits
+run hybridtrain evaluate run_name=digits world.devices=cpu
+echo "the wheel works: $(basename "$folder"/dist/*.whl)"
