@@ -15,7 +15,7 @@ mkdir "$folder/source" "$folder/dist" "$folder/empty"
 echo "== building the wheel"
 # from a copy of the files that git knows: a build/ of an earlier version would be packed too
 (cd "$root" && git ls-files -z --cached --others --exclude-standard -- hybridtrain configs recipes \
-    pyproject.toml setup.py README.md LICENSE | xargs -0 cp --parents -t "$folder/source")
+    pyproject.toml setup.py README.md LICENSE | tar --null -cf - -T - | tar -xf - -C "$folder/source")
 "${PYTHON:-python3}" -m venv "$folder/environment"
 PATH="$folder/environment/bin:$PATH"
 pip=(python -m pip --disable-pip-version-check)
