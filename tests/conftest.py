@@ -4,6 +4,7 @@ import gc
 import signal
 from collections.abc import Iterator
 
+import numpy
 import pytest
 import torch
 from hypothesis import settings
@@ -97,3 +98,10 @@ def one_intra_op_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def seeded(one_intra_op_thread: None) -> None:
+    """Draws the same weights in each run of a test, and adds up in one order."""
+    torch.manual_seed(0)
+    numpy.random.seed(0)

@@ -110,7 +110,10 @@ def test_another_model_other_data_or_another_seed_is_refused(
 
 
 def test_a_batch_size_and_the_place_of_the_data_may_be_others(begun: Path) -> None:
-    settle("evaluate", ["run_name=imdb_transformer", "data.batch_size=8", "data.root=/elsewhere"])
+    others = ["data.batch_size=8", "data.root=/elsewhere"]
+    settings = settle("evaluate", ["run_name=imdb_transformer", *others])
+    assert not any(change.is_identity for change in settings.changes)
+    assert (settings.config.data["batch_size"], settings.config.data["root"]) == (8, "/elsewhere")
 
 
 def test_the_recipe_of_another_run_is_refused_and_the_runs_own_config_is_a_recipe(

@@ -79,6 +79,18 @@ class TanhLinear(nn.Module):
 # Tied weights
 
 
+class Traced(nn.Module):
+    """A residual net that is not a Sequential; its graph looks inside of `inner`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x + self.inner(x))
+
+
 class Attention(nn.Module):
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()

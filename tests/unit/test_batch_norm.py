@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.compare import assert_same, assert_same_gradients, hybrid, plain_step
 from support.engine import Faulty
-from support.nets import floats
+from support.nets import Traced, floats
 from support.training import rich_net
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -184,18 +184,6 @@ def small_pictures(size):
         nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(size),
         nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * size**2, 3),
     )  # fmt: skip
-
-
-class Traced(nn.Module):
-    """Is traced, with a module that the graph looks inside of; has no batch norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-        self.last = nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.last(x + self.inner(x))
 
 
 def run_of(net, samples, batch_size=8, chunks=2, pictures=False, **options):

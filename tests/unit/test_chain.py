@@ -28,10 +28,7 @@ from hybridtrain.errors import SplitError
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.graph.segment import works_in_place
 
-
-@pytest.fixture(autouse=True)
-def _seeded(one_intra_op_thread):
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 class Residual(nn.Module):

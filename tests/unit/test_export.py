@@ -19,10 +19,7 @@ from torch import nn
 
 from hybridtrain.graph.chain import ChainBuilder
 
-
-@pytest.fixture(autouse=True)
-def _seeded(one_intra_op_thread):
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def test_torch_export_follows_where_torch_fx_cannot(capfd):

@@ -19,10 +19,7 @@ own_generator = np.random.default_rng(0)
 np_rand = np.random.rand
 
 
-@pytest.fixture(autouse=True)
-def _seeded(one_intra_op_thread):
-    torch.manual_seed(0)
-    np.random.seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 class Three(nn.Module):

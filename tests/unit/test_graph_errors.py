@@ -26,10 +26,7 @@ from hybridtrain.errors import BatchError, ConfigError, SplitError
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.chain import ChainBuilder
 
-
-@pytest.fixture(autouse=True)
-def _seeded(one_intra_op_thread):
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 class Decides(nn.Module):

@@ -1,27 +1,22 @@
 """Signs of life: which process is gone, as others see it and as it sees itself."""
 
+from support.clock import Clock
+
 from hybridtrain._base.torch_private import HashStore
 from hybridtrain.launch.job import Job
 from hybridtrain.launch.watchdog import BEAT_S, Liveness
 
 
-class Clock:
-    seconds = 100.0
-
-    def __call__(self):
-        return self.seconds
-
-
 def processes(size, timeout_s):
-    store, clock = HashStore(), Clock()
+    store, clock = HashStore(), Clock(100.0)
     jobs = [Job(store, rank, size) for rank in range(size)]
     return jobs, [Liveness(job, timeout_s, clock) for job in jobs], clock
 
 
 def live(clock, alive, seconds):
-    end = clock.seconds + seconds
-    while clock.seconds < end:
-        clock.seconds += BEAT_S
+    end = clock.now + seconds
+    while clock.now < end:
+        clock.now += BEAT_S
         for each in alive:
             each.beat()
 
@@ -63,7 +58,7 @@ def test_a_process_that_was_stopped_itself_does_not_find_the_others_silent():
 def test_a_process_that_is_cut_off_knows_how_long_the_store_has_not_answered():
     _, both, clock = processes(2, 60)
     live(clock, both, 10)
-    clock.seconds += 70  # the watchdog's thread waits for the store
+    clock.now += 70  # the watchdog's thread waits for the store
     assert both[1].unanswered_s() == 70
     both[1].beat()
     assert both[1].unanswered_s() == 0

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from support.heights import Small
+from support.nets import Traced
 from support.stand_in_gpus import on_host, stand_in_gpus
 from support.training import assert_same, data, plain_net, rich_net, trainer
 from torch import nn
@@ -104,18 +105,6 @@ def poisoned(value=float("nan")):
     made = data(22)
     made.tensors[0][5, 2] = value
     return made
-
-
-class Traced(nn.Module):
-    """Is not a Sequential, and has a module that its graphs look inside of."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-        self.last = nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.last(x + self.inner(x))
 
 
 @pytest.mark.parametrize("height", ["own loop", "Session", "traced"])

@@ -13,9 +13,7 @@ from hybridtrain.errors import SplitError
 IDS = torch.arange(1, 71).reshape(7, 10) * 13 % 64
 
 
-@pytest.fixture(autouse=True)
-def _seeded(one_intra_op_thread):
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def batch():

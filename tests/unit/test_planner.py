@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from support.clock import Clock
 from torch import nn
 
 from hybridtrain import HybridModel, World, partition, set_partition
@@ -31,18 +32,7 @@ WIDTH, ROWS = 8, 6
 MEASURED = ["time", "memory", "balanced"]
 
 
-@pytest.fixture(autouse=True)
-def _seeded(one_intra_op_thread):
-    torch.manual_seed(0)
-
-
-class Clock:
-    """Stands still while it is not told otherwise."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 CLOCK = Clock()

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 import pytest
+from support.clock import Clock
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
@@ -24,16 +25,6 @@ from hybridtrain.loop import Throughput
 from hybridtrain.observe import Progress
 
 # --- progress -----------------------------------------------------------------------------------
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 TRAINING = {
@@ -45,7 +36,7 @@ TRAINING = {
 
 
 def test_piped_progress_is_a_line_per_logged_step() -> None:
-    stream, clock = io.StringIO(), Clock()
+    stream, clock = io.StringIO(), Clock(1000.0)
     progress = Progress(stream, clock)
     progress.start(total_steps=450, first_step=100, texts={"config": "not shown"})
     for step in range(101, 121):
@@ -79,7 +70,7 @@ def test_piped_progress_without_a_known_end_or_a_first_step() -> None:
     [(0.01, "left 00:01"), (1.0, "left 01:30"), (60.0, "left 1:30:00")],
 )
 def test_the_time_left_reads_as_a_clock(seconds_per_step: float, left: str) -> None:
-    stream, clock = io.StringIO(), Clock()
+    stream, clock = io.StringIO(), Clock(1000.0)
     progress = Progress(stream, clock)
     progress.start(total_steps=100, first_step=0, texts={})
     clock.now += 10 * seconds_per_step
@@ -244,7 +235,7 @@ def test_the_bar_is_drawn_by_the_clock_and_not_at_every_step(
 
 
 def test_throughput_leaves_pauses_out() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     throughput = Throughput(clock)
     for _ in range(4):
         clock.now += 0.25
@@ -261,7 +252,7 @@ def test_throughput_leaves_pauses_out() -> None:
 
 
 def test_throughput_of_an_interval_is_since_the_last_reading() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     throughput = Throughput(clock)
     for seconds in (0.5, 0.5):
         clock.now += seconds
@@ -276,7 +267,7 @@ def test_throughput_of_an_interval_is_since_the_last_reading() -> None:
 
 
 def test_throughput_gives_exact_percentiles() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     throughput = Throughput(clock)
     for i in range(101):  # 1 to 101 milliseconds, in no order
         clock.now += ((37 * i) % 101 + 1) / 1e3

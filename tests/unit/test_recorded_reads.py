@@ -22,9 +22,7 @@ CONTEXT = contextvars.ContextVar("CONTEXT", default=1.0)
 SETTINGS = types.SimpleNamespace(scale=1.0)
 
 
-@pytest.fixture(autouse=True)
-def _seeded(one_intra_op_thread):
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def plain_number(x):

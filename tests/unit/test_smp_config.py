@@ -233,7 +233,8 @@ def test_messages_of_the_library_have_the_words_of_smp_and_keep_what_is_quoted()
 
 @pytest.mark.parametrize("name", CONFIG)
 def test_each_documented_key_is_accepted(name):
-    parse({"pipeline_parallel_degree": 2, name: CONFIG[name]})
+    config = parse({"pipeline_parallel_degree": 2, name: CONFIG[name]})
+    assert config.pipeline_parallel_degree == 2
 
 
 def test_keys_of_sharded_data_parallelism_do_not_switch_it_on():

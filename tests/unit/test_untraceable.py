@@ -8,10 +8,7 @@ from torch import nn
 
 from hybridtrain.errors import ConfigError, SplitError
 
-
-@pytest.fixture(autouse=True)
-def _seeded(one_intra_op_thread):
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 class Base(nn.Module):

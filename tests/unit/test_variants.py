@@ -14,10 +14,7 @@ from torch import Tensor, nn
 from hybridtrain._base.microbatch import chunk_sizes, split
 from hybridtrain.errors import BatchError, SplitError
 
-
-@pytest.fixture(autouse=True)
-def _seeded(one_intra_op_thread):
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 class Four(nn.Module):
@@ -126,8 +123,8 @@ BODIES = [
 ]
 
 
-def train_and_compare(model, net, whole, inputs, chunks):
-    """A step of both on the same micro-batches."""
+def assert_same_step(model, net, whole, inputs, chunks):
+    """A step of both on the same micro-batches gives the same gradients, bitwise."""
     net.zero_grad()
     whole.zero_grad()
     count = len(inputs if isinstance(inputs, Tensor) else inputs[0])
@@ -146,7 +143,7 @@ def test_micro_batches_of_other_sizes_take_their_own_way_through_the_forward(bod
     whole = copy.deepcopy(net)
     model = hybrid(net, 2, example_inputs=samples(count=6))
     for count in (7, 6, 3, 5, 7):  # micro-batches of 3, 2 and 1 samples
-        train_and_compare(model, net, whole, samples(count, count), 3)
+        assert_same_step(model, net, whole, samples(count, count), 3)
     model.eval()
     whole.eval()
     with torch.no_grad():
@@ -162,7 +159,7 @@ def test_a_recomputation_takes_the_way_that_its_micro_batch_took(checkpoint):
     whole = copy.deepcopy(net)
     model = hybrid(net, 2, example_inputs=samples(count=6), checkpoint=checkpoint)
     for count in (5, 3, 5):
-        train_and_compare(model, net, whole, samples(count, count), 3)
+        assert_same_step(model, net, whole, samples(count, count), 3)
 
 
 @pytest.mark.parametrize("length", [1, 4])
@@ -185,7 +182,7 @@ def test_values_that_skip_other_layers_in_a_variant_arrive(length):
     inputs = {size: torch.randn(6, size, WIDTH) for size in (1, 4, 7)}
     model = hybrid(net, 4, example_inputs=inputs[length])
     for size in (4, 1, 7, 1, 4):
-        train_and_compare(model, net, whole, inputs[size], 3)
+        assert_same_step(model, net, whole, inputs[size], 3)
 
 
 def test_a_step_may_mix_dtypes_and_empty_inputs_with_the_examples():
@@ -208,7 +205,7 @@ def test_a_step_may_mix_dtypes_and_empty_inputs_with_the_examples():
     other = torch.randn(7, 3)
     model = hybrid(net, 2, example_inputs=(samples(), other))
     for second in (other, other[:, :0], other.double(), other):
-        train_and_compare(model, net, whole, (samples(), second), 3)
+        assert_same_step(model, net, whole, (samples(), second), 3)
 
 
 def test_a_model_with_batch_norms_that_checks_a_size_is_traced():
@@ -248,7 +245,7 @@ def test_a_sequence_is_unrolled_for_each_length_up_to_a_number_of_them():
     whole = copy.deepcopy(net)
     model = hybrid(net, 2, example_inputs=torch.randn(6, 3, WIDTH))
     for length in (3, 2, 5, 4, 1, 6, 7, 8, 3):
-        train_and_compare(model, net, whole, torch.randn(6, length, WIDTH), 3)
+        assert_same_step(model, net, whole, torch.randn(6, length, WIDTH), 3)
     with pytest.raises(BatchError, match=r"the 9th one, and 8 are kept: pad the inputs"):
         model.train_step(torch.randn(6, 9, WIDTH), None, loss_of)
 

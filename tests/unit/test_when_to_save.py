@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.clock import Clock
 from support.training import (
     RAGGED,
     SAMPLES,
@@ -36,16 +37,6 @@ from hybridtrain.world import World
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 BATCHES = SAMPLES // 4
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 class After(Recorder):
