@@ -542,7 +542,7 @@ def change_at_random(net, what):
             Reading.of_class = 2.0
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     st.lists(st.sampled_from(range(len(STATEMENTS))), min_size=1, max_size=4),
     st.sampled_from(CHANGING),

@@ -217,11 +217,11 @@ def _(world):
     whole = AsksForSizes()
     check_variants(HybridModel(copy.deepcopy(whole), across, **options), whole)
     torch.manual_seed(0)  # each process makes its own part alone
-    check_variants(HybridModel.construct(AsksForSizes, across, **options), whole)
+    check_variants(HybridModel.construct(AsksForSizes, across, **options), whole, (7, 3))
 
 
-def check_variants(model, whole):
-    for rows in (6, 7, 4, 3, 7):
+def check_variants(model, whole, sizes=(6, 7, 4, 3, 7)):
+    for rows in sizes:
         inputs, targets = classification(rows, rows)
         model.zero_grad()
         whole.zero_grad()
@@ -245,8 +245,8 @@ def _turns(world):
     ours, alone = both(CASES["dropout"].net, chunks=4)
 
     batch = CASES["dropout"].batch
-    for turn in range(3):
-        assert_equal_steps(ours, alone, batch, F.cross_entropy)
+    for turn in range(2):
+        assert_equal_steps(ours, alone, batch, F.cross_entropy, steps=2)
         for model in (ours, alone):
             model.eval()
         for rows in (9, 2):

@@ -78,8 +78,8 @@ def _(world):
         "gpt2-manual",
         "train_gpt_simple",
         aws.write_tokens,
-        options(**GPT, num_layers=2, manual_partition=1, logits_output="logits.pt"),
-        options(max_steps=6, load_partial=1),
+        options(**GPT, max_steps=2, num_layers=2, manual_partition=1, logits_output="logits.pt"),
+        options(max_steps=4, load_partial=1),
         exact=False,
     )
 
@@ -108,7 +108,7 @@ def _(world):
     )
 
 
-@cells.add("BERT: sagemaker_smp_pretrain.py, unchanged")
+@cells.add("BERT: sagemaker_smp_pretrain.py, unchanged", thorough=True)
 def _(world):
     files = {"input_dir": "input", "config_file": "config.json", "output_dir": "output"}
     arguments = options(**files)

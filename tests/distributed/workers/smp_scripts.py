@@ -92,19 +92,23 @@ def _(world):
     check_groups(world, pipeline_parallel_degree=2, hybridtrain={"engine": "local"})
 
 
-def add(kind, degree, name="", **parameters):
-    @cells.add(f"the {kind} script equals the unsplit model, degree {degree}{name}")
+def add(kind, degree, name="", thorough=False, **parameters):
+    title = f"the {kind} script equals the unsplit model, degree {degree}{name}"
+
+    @cells.add(title, thorough=thorough)
     def _(world):
         if world.size % degree == 0 or "hybridtrain" in parameters:
             check(world, kind, degree, **parameters)
 
 
-for degree in (1, 2, 4):
-    add("auto", degree)
-add("manual", 2, auto_partition=False, default_partition=0)
+MANUAL = {"auto_partition": False, "default_partition": 0}
+add("auto", 1, thorough=True)
+add("auto", 2, thorough=True)
+add("auto", 4)
+add("manual", 2, thorough=True, **MANUAL)
+add("manual", 2, " spread", placement_strategy="spread", **MANUAL)
 add("auto", 2, " in one process", hybridtrain={"engine": "local"})
-add("manual", 2, " spread", auto_partition=False, default_partition=0, placement_strategy="spread")
-add("auto", 2, ", simple", pipeline="simple")
+add("auto", 2, ", simple", thorough=True, pipeline="simple")
 
 
 if __name__ == "__main__":
