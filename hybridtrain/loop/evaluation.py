@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from hybridtrain._base.microbatch import batch_size, merge
 from hybridtrain.data import EvalLoader
 from hybridtrain.launch import activity, kind_of
-from hybridtrain.loss import BatchWeight, LossFn, Metric, main_output
+from hybridtrain.loss import BatchWeight, LogProbabilityCheck, LossFn, Metric, main_output
 from hybridtrain.model import HybridModel
 
 _log = logging.getLogger(__name__)
@@ -64,6 +64,9 @@ def evaluate(
 
     Returns:
         `loss`, each metric, and `samples`, on every process.
+
+    Raises:
+        ConfigError: the loss is an nll, and the model returns logits.
     """
     model.sync_buffers()
     world, device = model.world, model.pipeline.output_device
@@ -73,6 +76,8 @@ def evaluate(
         metric.reset()
 
     def measure(output: Any, targets: Any) -> Tensor:
+        if loss.takes_log_probabilities and not done:
+            LogProbabilityCheck(loss, targets, batch_size(targets)).look(0, output)
         for name, metric in metrics.items():
             with _errors_of(name):
                 whole = isinstance(targets, Mapping)  # as a detector has them
@@ -111,6 +116,8 @@ def evaluate(
                 if not one_batch:
                     raise
                 _log.warning("the metric %r cannot be computed from one batch: %s", name, error)
+    if samples and not count and world.is_main:
+        _log.warning("the evaluation's loss is nan: none of its targets counts")
     if count and not math.isfinite(result["loss"]) and world.is_main:
         _log.warning(
             "the evaluation's loss is %s: the model has diverged, or the data are not finite",

@@ -1,6 +1,7 @@
 """Evaluation in one process: every sample counts once, and nothing of the model changes."""
 
 import copy
+import math
 import pickle
 import warnings
 
@@ -10,14 +11,14 @@ import torch.nn.functional as F
 import torchmetrics
 from support.training import assert_same, data, rich_net, trainer
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from hybridtrain import HybridModel, World
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch.activity import activity
 from hybridtrain.loop import evaluate, predict
-from hybridtrain.loss import METRICS, accuracy, cross_entropy
+from hybridtrain.loss import METRICS, accuracy, cross_entropy, nll
 from hybridtrain.observe import MetricsFile
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -47,6 +48,23 @@ def test_evaluation_counts_every_sample_once(samples, chunks):
         # means of micro-batches of 4 and less, in float32, weighted in double precision
         loss = float(F.cross_entropy(outputs, targets))
         assert result["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", [F.nll_loss, nll, nn.NLLLoss()])
+def test_an_evaluation_of_logits_with_an_nll_is_an_error(loss):
+    ours = trainer(rich_net())
+    with pytest.raises(ConfigError, match="takes log-probabilities, which are never above 0"):
+        evaluate(ours.model, ours.evaluation, loss, {})
+    assert evaluate(ours.model, ours.evaluation, cross_entropy, {})["loss"] > 0
+
+
+def test_an_evaluation_without_a_target_that_counts_is_said(caplog):
+    inputs, targets = data(8, seed=9).tensors
+    nothing = TensorDataset(inputs, torch.full_like(targets, -100))
+    ours = trainer(rich_net())
+    found = evaluate(ours.model, EvalLoader(nothing, 4, ours.model.world), cross_entropy, {})
+    assert math.isnan(found["loss"])
+    assert "none of its targets counts" in caplog.text
 
 
 @pytest.mark.parametrize("mode", [True, False])
