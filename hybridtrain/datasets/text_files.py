@@ -1,6 +1,9 @@
 """Text files, as one long text for a language model."""
 
 import glob
+import gzip
+import io
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridtrain._base.text_table import counted
 from hybridtrain.data import DataSplits, below_common_folder, digest_of_files
 from hybridtrain.datasets.held_out import check_share
 from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer, vocabulary_digest
@@ -31,6 +35,7 @@ def text_files(
     Items are `(x, y)`, both int64 of shape (seq_len,): the tokens of a window, and the token that
     follows each of them. The files are taken in the order of their paths and joined into one text;
     windows do not overlap. With a tokenizer its end-of-text token follows each file, if it has one.
+    Files that end in `.gz` are unpacked.
 
     Metadata: `vocab_size` (256 for bytes), `seq_len`.
 
@@ -59,10 +64,7 @@ def text_files(
         cut = len(whole) - round(len(whole) * eval_share)
         texts = [whole[:cut][:max_tokens], whole[cut:][:eval_tokens]]
     else:
-        texts = [
-            ids_of(files, tokenize, max_tokens),
-            ids_of(of_eval, tokenize, eval_tokens),
-        ]
+        texts = [ids_of(files, tokenize, max_tokens), ids_of(of_eval, tokenize, eval_tokens)]
 
     def too_few(split: str, found: int) -> str:
         key = "eval_path" if split == "eval" and eval_path is not None else "path"
@@ -75,8 +77,17 @@ def text_files(
         )
 
     splits = window_splits(texts, seq_len, 256 if tokenize is None else len(tokenize), too_few)
-    vocabulary = None if tokenize is None else vocabulary_digest(tokenize)
-    return replace(splits, vocabulary=vocabulary, digest=digest_with_sizes([*files, *of_eval]))
+    every = [*files, *of_eval]
+    return replace(
+        splits,
+        held_out=eval_path is None,
+        notes=[
+            f"{counted(sum(map(len, texts)), 'token')} from {counted(len(every), 'file')}, {path}"
+            + (f" and {eval_path}" if eval_path is not None else "")
+        ],
+        vocabulary=None if tokenize is None else vocabulary_digest(tokenize),
+        digest=digest_with_sizes(every),
+    )
 
 
 def ids_of(
@@ -93,13 +104,15 @@ def ids_of(
         if limit is not None and found >= limit:
             break
         try:
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+                content = file.read()
             if tokenizer is None:
-                ids = np.frombuffer(path.read_bytes(), dtype=np.uint8)
+                ids = np.frombuffer(content, dtype=np.uint8)
             else:
-                text = path.read_text(encoding="utf-8")
+                text = io.IncrementalNewlineDecoder(None, True).decode(content.decode("utf-8-sig"))
                 tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
                 ids = np.asarray([*tokens, *end_of_text(tokenizer)], dtype=np.int32)
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             # Without it, this process would have another text than the others.
             raise DataError(f"{path} cannot be read: {error}") from error
         parts.append(ids)

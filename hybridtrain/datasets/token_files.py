@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 
+from hybridtrain._base.text_table import counted
 from hybridtrain.data import DataSplits
 from hybridtrain.datasets.text_files import check_at_least_1, digest_with_sizes
 from hybridtrain.datasets.windows import TokenWindows
@@ -76,8 +77,15 @@ def token_files(
             )
         made[key] = windows[0] if len(windows) == 1 else ConcatDataset(windows)
     sizes = {"vocab_size": vocab_size, "seq_len": seq_len}
-    digest = digest_with_sizes([path for paths in files.values() for path in paths])
-    return DataSplits(made["train"], made.get("eval"), metadata=sizes, digest=digest)
+    every = [path for paths in files.values() for path in paths]
+    tokens = sum(len(ids) for arrays in splits.values() for ids in arrays)
+    return DataSplits(
+        made["train"],
+        made.get("eval"),
+        metadata=sizes,
+        notes=[f"{counted(tokens, 'token')} from {counted(len(every), 'file')} in {root}"],
+        digest=digest_with_sizes(every),
+    )
 
 
 def _files(root: Path, key: str, name: str) -> list[Path]:

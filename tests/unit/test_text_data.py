@@ -1,5 +1,6 @@
 """Text files and token files as windows for a language model."""
 
+import gzip
 import pickle
 
 import numpy as np
@@ -56,6 +57,54 @@ def test_a_tokenizers_ids_are_packed_with_its_end_of_text_after_each_file(tmp_pa
     assert found == expected[: len(found)]
     assert splits.metadata["vocab_size"] == plain.get_vocab_size()
     assert expected.count(3) == 2
+
+
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_a_compressed_text_is_the_text(tmp_path, with_tokenizer):
+    plain = tmp_path / "a.txt"
+    plain.write_bytes(b"the film\r\nwas superb \xc3\xa9 " * 40)
+    with gzip.open(tmp_path / "a.txt.gz", "wb") as file:
+        file.write(plain.read_bytes())
+    tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json")) if with_tokenizer else None
+    one, other = (
+        text_files(tmp_path / name, tokenizer=tokenizer, seq_len=8)
+        for name in ("a.txt", "a.txt.gz")
+    )
+    assert text_of(one.train) == text_of(other.train)
+    assert text_of(one.eval) == text_of(other.eval)
+    packed = (tmp_path / "a.txt.gz").read_bytes()
+    for content in (packed[:-20], b"plain", packed[:30] + b"\xff" * 20 + packed[50:]):
+        (tmp_path / "b.txt.gz").write_bytes(content)
+        with pytest.raises(DataError, match=r"b\.txt\.gz cannot be read"):
+            text_files(tmp_path / "b.txt.gz", tokenizer=tokenizer, seq_len=8)
+
+
+def test_a_byte_order_mark_is_no_token(tmp_path):
+    tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json"))
+    found = []
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "a.txt").write_text("the film was superb " * 40, encoding=encoding)
+        splits = text_files(tmp_path / "a.txt", tokenizer=tokenizer, seq_len=4)
+        found.append(text_of(splits.train))
+    assert found[0] == found[1]
+
+
+def test_the_first_line_of_a_run_counts_tokens_and_files_and_a_changed_file_is_noticed(tmp_path):
+    root = write_texts(tmp_path / "texts")
+    before = text_files(root, seq_len=16)
+    sizes = [path.stat().st_size for path in root.rglob("*.txt")]
+    counts = f"held out; {sum(sizes)} tokens from {len(sizes)} files, {root}"
+    assert counts in str(before)
+    with (root / "0.txt").open("a") as file:
+        file.write("x")
+    after = text_files(root, seq_len=16)
+    assert (len(after.train), len(after.eval)) == (len(before.train), len(before.eval))
+    assert after.digest != before.digest
+    for count in (101, 102):
+        np.arange(count, dtype=np.uint16).tofile(tmp_path / "train.bin")
+        splits = token_files(tmp_path, eval=None, seq_len=16)
+        assert f"6 windows; {count} tokens from 1 file in {tmp_path}" in str(splits)
+        assert splits.digest not in (before.digest, after.digest)
 
 
 def test_the_length_of_the_texts_can_be_limited(tmp_path):
