@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, default_collate
 
 from hybridtrain._base.microbatch import map_tensors
+from hybridtrain._base.text_table import counted
 from hybridtrain.errors import DataError
 
 
@@ -93,7 +94,8 @@ class DataSplits:
             shown = ", ".join(map(str, names[:8])) + (", ..." if len(names) > 8 else "")
             parts.append(f"{len(names)} classes: {shown}")
         elif isinstance(number := self.metadata.get("num_classes"), int):
-            parts.append(f"{number} classes")
+            noun = ("number", "s") if self.metadata.get("task") == "regression" else ("class", "es")
+            parts.append(counted(number, *noun) + " per sample" * (noun[0] == "number"))
         return "data: " + "; ".join([*parts, *self.notes])
 
 

@@ -28,7 +28,14 @@ from hybridtrain.data import DataSplits
 from hybridtrain.datasets.held_out import check_share, held_out
 from hybridtrain.datasets.split_names import SPLITS, check_classes, class_numbers, listed
 from hybridtrain.datasets.standard_input import STANDARD_INPUT, read_lines
-from hybridtrain.datasets.tables import Table, as_numbers, check_complete, quiet, read_table
+from hybridtrain.datasets.tables import (
+    Table,
+    as_numbers,
+    check_complete,
+    check_finite,
+    quiet,
+    read_table,
+)
 from hybridtrain.datasets.text_files import check_at_least_1
 from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer, vocabulary_digest
 from hybridtrain.datasets.windows import window_splits
@@ -96,9 +103,10 @@ def hf_datasets(
     Samples are read as they are written: `NA` is a text, a sample without a value is refused with
     its file and number. Classes of a `ClassLabel` are matched by their names in all splits.
 
-    Metadata: `vocab_size`, `max_len`, `pad_index`, `special_tokens`; `num_classes` and `num_labels`
-    for classification and regression, with `classes`, the names, where there are names;
-    `seq_len` for packed texts; `longest`, the tokens of the longest text, where all were measured.
+    Metadata: `task`, `vocab_size`, `max_len`, `pad_index`, `special_tokens`; `num_classes` and
+    `num_labels` for classification and regression, with `classes`, the names, where there are
+    names; `seq_len` for packed texts; `longest`, the tokens of the longest text of all splits,
+    where all were measured and a batch is padded to its longest.
 
     Args:
         path: a file (.csv, .tsv, .json, .jsonl, .parquet, .arrow, .txt; the texts among them also
@@ -145,13 +153,14 @@ def hf_datasets(
     needed = dict.fromkeys(texts, "text")
     if task in ("classification", "regression", "seq2seq"):
         needed |= dict.fromkeys(targets, "target")
-    source = files.read(needed)
+    # a summary may be empty, a class or a number may not
+    source = files.read(needed, blank_targets=task == "seq2seq")
     samples = source.samples
     _check_columns(samples, "text", [text], "text")
     if text_pair is not None:
         _check_columns(samples, "text_pair", [text_pair], "text")
     pad_id = _padding(tok)
-    metadata: dict[str, Any] = {"vocab_size": len(tok), "max_len": max_len}
+    metadata: dict[str, Any] = {"task": task, "vocab_size": len(tok), "max_len": max_len}
     metadata |= {"special_tokens": _special_tokens(tok)}
     if pad_id is not None:
         metadata |= {"pad_index": pad_id}
@@ -182,10 +191,20 @@ def hf_datasets(
     if task == "causal_lm" and pack:
         others |= {"notes": [f"{len(samples['train']):,} texts", *source.notes]}
         return replace(_packed(samples, tok, text, max_len, metadata), **others)
-    lengths, longest = _lengths(samples["train"], tok, texts, max_len)
-    if longest is not None:
-        metadata |= {"longest": longest}
-    others |= {"notes": [lengths, *source.notes]}
+    if task == "seq2seq":
+        _check_columns(samples, "target", targets[:1], "text")
+    special = task != "causal_lm"
+    lengths, complete = _lengths(samples["train"], tok, texts, special)
+    others |= {"notes": [_in_words(lengths, complete, max_len), *source.notes]}
+    # all that the model will read: it may have fewer positions than max_len
+    others_read = [(samples["eval"], texts), *([(to_predict.samples, texts)] if to_predict else [])]
+    if task == "seq2seq":
+        others_read += [(of_split, targets[:1]) for of_split in samples.values()]
+    for of_split, columns in others_read:
+        found, all_of_them = _lengths(of_split, tok, columns, special)
+        lengths, complete = [*lengths, *found], complete and all_of_them
+    if complete and pad == "longest":
+        metadata |= {"longest": max(lengths)}
     items: dict[str, Callable[[Mapping[str, Any]], Item]] = {}
     if task == "classification":
         numbering = _classes(source, targets, classes, path)
@@ -206,7 +225,6 @@ def hf_datasets(
     elif task == "masked_lm":
         items = dict.fromkeys(samples, partial(_masked, encode, _masks(tok, tokenizer, mask_share)))
     else:
-        _check_columns(samples, "target", targets[:1], "text")
         items = dict.fromkeys(samples, partial(_translated, encode, targets[0], start))
     return DataSplits(
         train=Encoded(samples["train"], items["train"], texts),
@@ -231,20 +249,25 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def _lengths(
-    samples: Any, tokenizer: Any, columns: Sequence[str], max_len: int
-) -> tuple[str, int | None]:
-    """Returns a note on the tokens of texts, and those of the longest if all are measured."""
+    samples: Any, tokenizer: Any, columns: Sequence[str], special: bool
+) -> tuple[list[int], bool]:
+    """Returns the tokens of texts, with special ones or without, and True if all are measured."""
+    if not len(samples):
+        return [], True
     step = -(-len(samples) // _MEASURED_TEXTS)
     chosen = samples.select(range(0, len(samples), step), keep_in_memory=True)
     texts = [[_text(sample, column) for sample in chosen] for column in columns]
-    found = sorted(map(len, tokenizer(*texts, verbose=False)["input_ids"]))
-    cut = sum(length > max_len for length in found) / len(found)
-    of_how_many = "" if step == 1 else f", in {len(found):,} texts"
-    note = (
-        f"texts of {median(found):g} tokens (median), {found[-1]} (longest), {cut:.0%} cut by "
+    ids = tokenizer(*texts, add_special_tokens=special, verbose=False)["input_ids"]
+    return [*map(len, ids)], step == 1
+
+
+def _in_words(lengths: Sequence[int], complete: bool, max_len: int) -> str:
+    cut = sum(length > max_len for length in lengths) / len(lengths)
+    of_how_many = "" if complete else f", in {len(lengths):,} texts"
+    return (
+        f"texts of {median(lengths):g} tokens (median), {max(lengths)} (longest), {cut:.0%} cut by "
         f"max_len={max_len}{of_how_many}"
     )
-    return note, found[-1] if step == 1 else None
 
 
 class Encoded(Dataset[Any]):
@@ -515,7 +538,7 @@ class _Files:
     eval_share: float
     split_seed: int
 
-    def read(self, columns: Mapping[str, str]) -> _Source:
+    def read(self, columns: Mapping[str, str], blank_targets: bool) -> _Source:
         """Returns the samples; each has a value in the columns, named by their keys."""
         table = read_table("path", self.path, self.name)
         tables = [table]
@@ -537,7 +560,7 @@ class _Files:
                 notes += [f"splits not used: {', '.join(sorted(unused))}"] if unused else []
         for each in tables:
             for column, key in columns.items():
-                check_complete(each, [column], key)
+                check_complete(each, [column], key, key == "text" or blank_targets)
         if evaluation is None:
             first, second = held_out(len(train), self.eval_share, self.split_seed)
             parts = (train.select(part, keep_in_memory=True) for part in (first, second))
@@ -579,20 +602,12 @@ def _check_columns(
 
 
 def _check_numbers(source: _Source, columns: Sequence[str]) -> None:
-    """Refuses columns that do not have numbers; those of CSV are written as texts."""
+    """Refuses columns that do not have finite numbers; those of CSV are written as texts."""
     _check_columns(
         source.samples, "target", columns, None if source.numbers_are_texts else "number"
     )
-    for split, of_split in source.samples.items() if source.numbers_are_texts else ():
-        for column in columns:
-            for number, value in enumerate(of_split[column]):
-                try:
-                    float(value)
-                except ValueError:
-                    raise DataError(
-                        f"target={column}: sample {number + 1} of the {split} split has "
-                        f"{value!r}, which is not a number"
-                    ) from None
+    for table in source.tables:
+        check_finite(table, columns, "target")
 
 
 @dataclass(frozen=True)
@@ -653,7 +668,10 @@ def _classes(
             f"or whole numbers (for other numbers, task=regression)"
         )
     used = {split: sorted(set(own.values())) for split, own in meaning.items()}
-    known = class_numbers(order or used["train"], classes, "classes", f"target={column} of {path}")
+    seen = used["train"]
+    if source.held_out:  # a class that is held out as a whole is one of the data, too
+        seen = sorted({*used["train"], *used["eval"]})
+    known = class_numbers(order or seen, classes, "classes", f"target={column} of {path}")
     if unknown := [name for name in used["eval"] if name not in known]:
         raise DataError(
             f"target={column}: the train split has no class {listed(unknown)}; it has "

@@ -10,6 +10,9 @@ from __future__ import annotations
 import csv
 import glob
 import gzip
+import json
+import logging
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -165,9 +168,13 @@ def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
     import datasets
 
     left_out = [each.name for each in files.pop("", [])]
-    kinds = {FORMATS[_suffix(each)] for own in files.values() for each in own}
-    if len(kinds) > 1:
-        raise DataError(f"{key}={path} has files of several formats ({', '.join(sorted(kinds))})")
+    suffixes = {_suffix(each) for own in files.values() for each in own}
+    kinds = {FORMATS[suffix] for suffix in suffixes}
+    if len(kinds) > 1 or len(suffixes & {".csv", ".tsv"}) > 1:  # the separator is one for all
+        raise DataError(
+            f"{key}={path} has files of several formats ({', '.join(sorted(suffixes))}): keep one "
+            f"of them, or name the files by a pattern such as '*{min(suffixes)}'"
+        )
     (kind,) = kinds
     notes = []
     splits = {}
@@ -203,6 +210,8 @@ def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
                     kind, data_files={split: [str(each) for each in own]}, **options
                 )[split]
         except Exception as error:
+            if kind == "json":
+                _check_json(own)
             raise _unreadable(key, path, True, error) from error
         expected = sum(scan.samples for scan in scans)
         if kind == "csv" and len(found) != expected:
@@ -257,6 +266,27 @@ def _checked(path: Path, kind: str) -> _Scan:
         raise DataError(f"{path} cannot be read: {error}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} cannot be read: it is not UTF-8 ({error}): convert it") from error
+
+
+def _check_json(paths: Sequence[Path]) -> None:
+    """Raises a DataError with the first place in these files that is not JSON."""
+    for path in paths:
+        with _opened(path) as file:
+            lines = file.read().splitlines()
+        first = next(line for line in lines if line.strip())
+        try:
+            json.loads(first)
+        except json.JSONDecodeError:  # one value over several lines, in a .json file
+            if _suffix(path) == ".json":
+                lines = ["\n".join(lines)]
+        for number, line in enumerate(lines):
+            try:
+                json.loads(line or "null")
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{path}, line {number + error.lineno} is not JSON: {error.msg}, at column "
+                    f"{error.colno}"
+                ) from error
 
 
 def _opened(path: Path) -> TextIO:
@@ -315,14 +345,17 @@ def _scan(path: Path, separator: str, quoting: Any) -> _Scan:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps the library datasets from drawing progress bars in a run's log."""
+    """Keeps the progress bars of the library datasets out of the log, and errors it also raises."""
     import datasets
 
     shown = datasets.utils.are_progress_bars_disabled() is False
+    verbosity = datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:
+        datasets.logging.set_verbosity(verbosity)
         if shown:
             datasets.enable_progress_bars()
 
@@ -332,8 +365,14 @@ def as_numbers(values: Sequence[str]) -> list[int] | None:
     return [*map(int, values)] if all(map(_WHOLE_NUMBER.fullmatch, values)) else None
 
 
-def check_complete(table: Table, columns: Sequence[str], what: str) -> None:
+def check_complete(table: Table, columns: Sequence[str], what: str, blank: bool = True) -> None:
     """Checks that each sample has a value in these columns, and values of one type.
+
+    Args:
+        table: of the samples.
+        columns: those that are checked, where they are there.
+        what: the key that names the columns, for messages.
+        blank: a text without a letter is a value too.
 
     Raises:
         DataError: one has not; names the file and the number of the sample.
@@ -344,11 +383,12 @@ def check_complete(table: Table, columns: Sequence[str], what: str) -> None:
                 continue
             dtype = str(getattr(samples.features[column], "dtype", samples.features[column]))
             mixed = "json" in dtype.lower() or "json" in str(samples.features[column]).lower()
-            if not mixed and not _missing(samples, column):
+            texts = not blank and not mixed and _has_blank(samples, column)
+            if not mixed and not texts and not _missing(samples, column):
                 continue
             first: tuple[int, Any] | None = None
             for number, value in enumerate(samples[column]):
-                if value is None:
+                if value is None or (texts and not value.strip()):
                     raise DataError(
                         f"{what}={column}: {_place(table, split, number)} has no value there: fill "
                         f"it in, or leave the sample out"
@@ -363,6 +403,37 @@ def check_complete(table: Table, columns: Sequence[str], what: str) -> None:
                         f"{_place(table, split, first[0])} has a {first[1]}, and "
                         f"{_place(table, split, number)} has the {kind} {value!r}"
                     )
+
+
+def check_finite(table: Table, columns: Sequence[str], what: str) -> None:
+    """Checks that each sample has a number in these columns, written as one in CSV.
+
+    Raises:
+        DataError: one has not; names the file and the number of the sample.
+    """
+    for split, samples in table.splits.items():
+        for column in columns:
+            dtype = str(getattr(samples.features.get(column), "dtype", "none"))
+            if dtype.startswith(("int", "uint", "none")):
+                continue
+            for number, value in enumerate(samples[column]):
+                try:
+                    finite = math.isfinite(float(value))
+                except ValueError:
+                    finite = False
+                if not finite:
+                    raise DataError(
+                        f"{what}={column}: {_place(table, split, number)} has {value!r}, which is "
+                        f"not a finite number"
+                    )
+
+
+def _has_blank(samples: Any, column: str) -> bool:
+    """Returns True if a text of a column has nothing in it that can be seen."""
+    if not str(getattr(samples.features[column], "dtype", "")).endswith("string"):
+        return False
+    with quiet():
+        return any(not (value or "").strip() for value in samples.unique(column))
 
 
 def _missing(samples: Any, column: str) -> bool:

@@ -50,6 +50,8 @@ def transformers_model(
     special_tokens: Mapping[str, int] | None = None,
     max_len: int | None = None,
     longest: int | None = None,
+    image_size: int | None = None,
+    channels: int | None = None,
 ) -> nn.Module:
     """Returns a model of transformers with random weights and the parameter names of transformers.
 
@@ -74,6 +76,9 @@ def transformers_model(
             configuration and its generation take.
         max_len: tokens after which the data cuts a text.
         longest: tokens of the longest text, if it is known.
+        image_size: pixels per side of the data's images; a `config` without an `image_size` takes
+            it.
+        channels: their colours, likewise for `num_channels`.
 
     Raises:
         ConfigError: transformers is not installed, an argument is unknown, or the data has tokens
@@ -102,7 +107,8 @@ def transformers_model(
         except (OSError, ValueError) as error:
             raise ConfigError(f"source={source}: {_first_line(error)}") from error
     else:
-        made = _from_settings(transformers, dict(config or {}), labels, vocab_size)
+        of_data = {"vocab_size": vocab_size, "image_size": image_size, "num_channels": channels}
+        made = _from_settings(transformers, dict(config or {}), labels, of_data)
     known = getattr(made, "vocab_size", None)
     if vocab_size is not None and known is not None and known < vocab_size:
         raise ConfigError(
@@ -110,7 +116,7 @@ def transformers_model(
             f"model"
         )
     _take_special_tokens(made, special_tokens or {}, pad_index, set(config or {}))
-    if task in ("classification", "regression") and made.pad_token_id is None:
+    if task in ("classification", "regression") and getattr(made, "pad_token_id", 0) is None:
         raise ConfigError(
             "this model classifies by the last token that is not padding, and neither it nor the "
             "tokenizer has a padding token: add one to the tokenizer, or set pad_index="
@@ -126,7 +132,10 @@ def transformers_model(
     try:
         model: nn.Module = kind.from_config(made, trust_remote_code=False, **how)
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"{name} of {made.model_type}: {_first_line(error)}") from error
+        raise ConfigError(
+            f"{name} of {made.model_type}: {_first_line(error)} task={task} may be another one of "
+            f"{', '.join(TASKS)}"
+        ) from error
     length, positions = longest if longest is not None else max_len, _positions(model)
     if length is not None and max_len is not None and positions is not None:
         length = min(length, max_len)
@@ -180,19 +189,23 @@ def _from_settings(
     transformers: Any,
     settings: dict[str, Any],
     labels: Mapping[str, Any],
-    vocab_size: int | None,
+    of_data: dict[str, Any],
 ) -> Any:
     kind = settings.pop("model_type", None)
     known = sorted(transformers.CONFIG_MAPPING)
     if kind is None:
         raise ConfigError("config= needs a model_type, such as bert or gpt2")
     check_choice("config.model_type", kind, known)
-    of_data: dict[str, Any] = {} if vocab_size is None else {"vocab_size": vocab_size}
     default = transformers.AutoConfig.for_model(kind)
+    size = settings.get("vocab_size", of_data["vocab_size"])
+    of_data = {
+        name: value
+        for name, value in of_data.items()
+        if value is not None and isinstance(getattr(default, name, None), int)
+    }
     if unknown := [key for key in settings if not hasattr(default, key)]:
         raise ConfigError(f"config.{unknown[0]}: a model of type {kind} has no such setting")
     # ids of the default vocabulary, which `_take_special_tokens` replaces
-    size = settings.get("vocab_size", vocab_size)
     for name in _SPECIAL_TOKENS:
         token = getattr(default, name, None)
         if isinstance(size, int) and isinstance(token, int) and token >= size:

@@ -202,6 +202,16 @@ def test_texts_that_a_model_cannot_take_are_refused_before_the_first_step(
         config = f"{{model_type: {kind}, max_position_embeddings: 16}}"
         told = fail(capfd, *TEXTS, "data.path=t.jsonl", f"model.config={config}")
         assert f"the model has {positions} positions: set data.max_len={positions} or less" in told
+    bert = "model.config={model_type: bert, hidden_size: 16, num_hidden_layers: 1, " \
+        "num_attention_heads: 2, intermediate_size: 16, max_position_embeddings: 16}"  # fmt: skip
+    write_jsonl("short.jsonl", rows(20))
+    short = [*TEXTS, bert, "data.path=short.jsonl", "run_name=short"]
+    of_bert = "texts have up to 42 tokens, and the model has 16 positions: set data.max_len=16"
+    write_jsonl("long.jsonl", [{**row, "text": "the plot " * 20} for row in rows(20)])
+    assert of_bert in fail(capfd, *short, "data.eval_path=long.jsonl")
+    assert "has 16 positions" in fail(capfd, *short, "data.pad=max_len")
+    succeed(capfd, *short)
+    assert of_bert in fail(capfd, "predict", "run_name=short", "data.predict_path=long.jsonl")
     own = [*TEXTS, BERT, "data.path=t.jsonl", "data.max_len=8", "model.pad_index=3"]
     assert "model.pad_index=3 does not fit the data, which is padded with 0" in fail(capfd, *own)
 
@@ -241,6 +251,18 @@ def test_a_key_of_the_recipe_for_another_model_is_left_out_with_a_line(
     own = [word for word in IMAGES if not word.startswith("model")]
     said = succeed(capfd, *own, "trainer.steps=1", "model=basicnet")
     assert "model.name=vit_b_16 is left out: hybridtrain.models.basicnet does not take it" in said
+
+
+def test_a_model_of_transformers_for_another_task_is_one_line(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    write_images("pets", {"train": 4, "val": 2})
+    own = [word for word in IMAGES if not word.startswith("model")]
+    told = fail(
+        capfd, *own, "trainer.steps=1", "model=transformers", "model.config={model_type: vit}"
+    )
+    assert "AutoModelForSequenceClassification of vit: Unrecognized configuration class" in told
+    assert "task=classification may be another one of classification, regression, image_" in told
 
 
 def test_a_checkpoint_of_lightning_gives_its_weights_and_an_error_of_pytorch_has_no_escapes(

@@ -1,9 +1,11 @@
 """Texts of Hugging Face's data sets for models of transformers, read without a network."""
 
 import csv
+import gzip
 import itertools
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,7 +101,7 @@ def test_every_format_gives_the_same_samples(tmp_path, tokenizer, kind):
     assert set(found) == expected
     assert splits.metadata | {"vocab_size": 0} == {
         **{"vocab_size": 0, "max_len": 128, "pad_index": 0, "num_classes": 2, "num_labels": 2},
-        **{"classes": ["neg", "pos"], "longest": 23},
+        **{"task": "classification", "classes": ["neg", "pos"], "longest": 23},
         "special_tokens": {"pad_token_id": 0, "sep_token_id": 3},
     }
 
@@ -312,12 +314,106 @@ def test_what_does_not_fit_is_refused_by_its_key(tokenizer, table, settings, mes
         hf_datasets(**{"path": table, "tokenizer": tokenizer, **settings})
 
 
-@pytest.mark.parametrize("name", ["broken.jsonl", "broken.parquet", "broken.docx"])
+@pytest.mark.parametrize("name", ["broken.jsonl", "broken.json", "broken.parquet", "broken.docx"])
 def test_a_damaged_file_is_named(tmp_path, tokenizer, name):
     path = tmp_path / name
     path.write_text('{"text": "a", "lab')
-    with pytest.raises(DataError, match=rf"path=.*{name}( cannot be read \(|: the formats are)"):
+    found = r" cannot be read \(|, line 1 is not JSON: Unterminated.* column 15|: the formats are"
+    with pytest.raises(DataError, match=rf"{name}({found})"):
         hf_datasets(str(path), tokenizer)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "jsonl.gz"])
+def test_a_line_that_is_not_json_is_named_among_several_files(tmp_path, tokenizer, suffix, capfd):
+    lines = [json.dumps(row) for row in ROWS]
+    opened = gzip.open if suffix.endswith("gz") else open
+    for name, content in (("a", lines), ("b", [*lines[:5], '{"text": "a", "lab', *lines[5:]])):
+        with opened(tmp_path / f"{name}.{suffix}", "wt") as file:
+            file.write("\n".join(content))
+    with pytest.raises(
+        DataError, match=rf"b\.{suffix}, line 6 is not JSON: Unterminated.*column 15"
+    ):
+        hf_datasets(str(tmp_path / f"*.{suffix}"), tokenizer)
+    assert "Failed to load" not in "".join(capfd.readouterr())
+
+
+def test_tables_with_commas_and_with_tabs_are_not_read_as_one(tmp_path, tokenizer):
+    for kind in ("csv", "tsv"):
+        write(tmp_path, kind)
+    with pytest.raises(DataError, match=r"several formats \(\.csv, \.tsv\): keep one"):
+        hf_datasets(str(tmp_path / "texts.*sv"), tokenizer)
+
+
+def write_targets(tmp_path, kind, values):
+    """Writes a sample with each of these targets, and returns the path."""
+    path = tmp_path / f"targets.{kind}"
+    rows = [{"text": f"film {i}", "label": value} for i, value in enumerate(values)]
+    if kind == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    elif kind == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        between = "," if kind == "csv" else "\t"
+        lines = [between.join(map(str, row.values())) for row in rows]
+        path.write_text("\n".join([f"text{between}label", *lines]))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
+@pytest.mark.parametrize("nothing", ["", "  "])
+@pytest.mark.parametrize("at", [0, 7, 19])
+def test_a_sample_without_a_class_is_named(tmp_path, tokenizer, kind, nothing, at):
+    path = write_targets(tmp_path, kind, [nothing if i == at else "ab"[i % 2] for i in range(20)])
+    with pytest.raises(DataError, match=rf"target=label: sample {at + 1} of .*{kind} has no value"):
+        hf_datasets(path, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        *(("csv", value) for value in ("nan", "inf", "1e999", "n/a")),
+        *((kind, float(value)) for kind in ("jsonl", "parquet") for value in ("nan", "-inf")),
+    ],
+)
+def test_a_target_that_is_not_a_finite_number_is_named(tmp_path, tokenizer, kind, value):
+    path = write_targets(tmp_path, kind, [value if i == 7 else i / 4 for i in range(20)])
+    with pytest.raises(DataError, match=r"target=label: sample 8 of .* not a finite number"):
+        hf_datasets(path, tokenizer, task="regression")
+
+
+def test_a_target_that_is_left_out_of_a_regression_is_named(tmp_path, tokenizer):
+    path = write_targets(tmp_path, "csv", ["" if i == 7 else i / 4 for i in range(20)])
+    with pytest.raises(DataError, match=r"target=label: sample 8 of .*csv has no value"):
+        hf_datasets(path, tokenizer, task="regression")
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_class_that_is_held_out_as_a_whole_is_a_class_of_the_data(tmp_path, tokenizer, kind):
+    values = ["rare" if i == 7 else "ab"[i % 2] for i in range(20)]
+    path = write_targets(tmp_path, kind, values)
+    found = [hf_datasets(path, tokenizer, split_seed=seed, eval_share=0.4) for seed in range(8)]
+    assert {tuple(splits.metadata["classes"]) for splits in found} == {("a", "b", "rare")}
+    without = {tuple(splits.without_samples) for splits in found}
+    assert without == {(), ("rare",)}  # it is drawn for both splits
+
+
+@pytest.mark.parametrize("where", ["train", "eval", "predict", "target of train", "target of eval"])
+def test_the_longest_text_is_that_of_all_that_a_model_reads(tmp_path, tokenizer, where):
+    paths = {}
+    for name in ("train", "eval", "predict"):
+        rows = [{"text": "film", "label": "film"} for _ in range(4)]
+        if name in where:
+            rows[2]["label" if "target" in where else "text"] = "film " * 38
+        paths[name] = str(tmp_path / f"{name}.jsonl")
+        Path(paths[name]).write_text("\n".join(map(json.dumps, rows)))
+    splits = hf_datasets(
+        *(paths["train"], tokenizer, "seq2seq"),
+        eval_path=paths["eval"],
+        predict_path=paths["predict"],
+    )
+    assert splits.metadata["longest"] == 40
+    fixed = hf_datasets(paths["train"], tokenizer, pad="max_len")
+    assert "longest" not in fixed.metadata  # all are as long as max_len
 
 
 def test_a_sample_without_a_text_is_named_before_training(tmp_path, tokenizer):
