@@ -160,6 +160,24 @@ def test_a_run_keeps_the_names_of_its_classes_and_the_number_of_its_samples(
     assert main([*longer, "allow_changes=true"]) == 0
 
 
+def test_a_run_is_evaluated_on_another_file_by_the_names_of_its_classes(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    write_jsonl("t.jsonl", rows(20))
+    write_jsonl("new.jsonl", [row for row in rows(14) if row["label"] == "pos"])
+    write_jsonl("odd.jsonl", [{"text": "the plot", "label": "odd"}])
+    succeed(capfd, *TEXTS, BERT, "data.path=t.jsonl")
+    for command in ("evaluate", "predict"):
+        said = succeed(capfd, command, "run_name=t", "data.eval_path=new.jsonl")
+        assert "18 then and 20 now, to train on; 2 then and 7 now, to evaluate on" in said
+    lines = Path("outputs/t/predictions/step_00000001.jsonl").read_text().splitlines()
+    assert [json.loads(line)["sample"] for line in lines] == [*range(7)]
+    told = fail(capfd, "evaluate", "run_name=t", "data.eval_path=odd.jsonl")
+    assert "the train split has no class odd; it has neg, pos" in told
+    longer = ["run_name=t", "trainer.steps=2", "data.eval_path=new.jsonl"]
+    assert "is a run with data.eval_path=null, not new.jsonl" in fail(capfd, *longer)
+
+
 def test_an_image_is_read_as_a_person_sees_it(tmp_path: Path) -> None:
     grey = np.linspace(0, 65535, 16, dtype=np.uint16).reshape(4, 4)
     Image.fromarray(grey).save("grey.png")

@@ -84,6 +84,8 @@ _WITHOUT_EFFECT = (
     "trainer.max_skipped",
 )
 _WITH_EFFECT = ("pipeline.batch_norm", "pipeline.sync_batch_norm")
+# Other samples to evaluate on, for which a run need not be another one.
+_EVALUATED = ("data.eval_path", "data.eval_split")
 _PLACE_OF_DATA = (
     "data.root",
     "data.download",
@@ -277,7 +279,8 @@ def settle(
         changed["init_from"] = _shown(began)
     check_changes(command, changed)
     if begun and not settings.config.allow_changes:
-        _refuse_another_identity(run, settings.changes)
+        other_samples = _EVALUATED if command in ("evaluate", "predict") else ()
+        _refuse_another_identity(run, [c for c in settings.changes if c.key not in other_samples])
     if "recipe" in keys and not _is_file(str(named.recipe), run / "config.yaml"):
         kept = differences(settings.config, named.config)
         settings.kept = [c for c in kept if not {c.key, c.key.partition(".")[0]} & set(keys)]
