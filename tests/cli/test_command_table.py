@@ -12,11 +12,18 @@ import pytest
 from cli_runs import fail
 from support.launch import SMALL, environment
 
-from hybridtrain.cli.commands.table import COMMANDS, FLAGS, NOT_OF_EVERY_COMMAND
+from hybridtrain.cli.commands.table import (
+    COMMANDS,
+    FLAGS,
+    NOT_OF_EVERY_COMMAND,
+    check_changes,
+    help_of,
+)
 from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.config.resolve import OF_THE_COMMAND
 from hybridtrain.cli.config.schema import Config, flat_keys
 from hybridtrain.cli.main import main
+from hybridtrain.errors import ConfigError
 
 SCRIPT = Path(sys.executable).with_name("hybridtrain")
 
@@ -190,3 +197,14 @@ def test_the_command_line_of_a_run_may_be_repeated_with_another_command(
 ) -> None:
     assert main(["export", *SMALL]) == 0
     assert '"file"' in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", [name for name, each in COMMANDS.items() if each.of_run])
+def test_the_help_names_the_keys_of_a_run_that_a_command_reads_and_no_others(name: str) -> None:
+    said = " ".join(help_of(name).split())
+    assert "trainer.steps" not in said
+    with pytest.raises(ConfigError, match=r"does not read trainer\.steps="):
+        check_changes(name, {"trainer.steps": 5})
+    for key in COMMANDS[name].of_run or ():
+        assert key in said
+        check_changes(name, {key: 5})

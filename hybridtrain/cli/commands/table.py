@@ -335,13 +335,12 @@ def help_of(name: str) -> str:
                 text = value.get("description", "").replace("`", "")
                 whole = f"{key}.{inner}".rstrip(".")
                 lines += [f"  {whole}=", *_wrapped(text, " " * 6)]
+        of_run = "and the keys that describe a run, such as trainer.steps= and data.batch_size=: "
+        if command.of_run is not None:
+            of_run = f"and of the run's keys {_listed(command.of_run)}: "
         lines += [
             "",
-            *_wrapped(
-                "and the keys that describe a run, such as trainer.steps= and data.batch_size=: "
-                f"hybridtrain {name} --cfg job shows all of them.",
-                "",
-            ),
+            *_wrapped(f"{of_run}hybridtrain {name} --cfg job shows all of them.", ""),
             "",
         ]
     if command.flags:
