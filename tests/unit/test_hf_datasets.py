@@ -18,6 +18,7 @@ from hybridtrain.data.stream import example_batch
 from hybridtrain.datasets import hf_datasets
 from hybridtrain.errors import DataError, UserError
 from hybridtrain.loss import cross_entropy
+from hybridtrain.models import transformers_model
 from hybridtrain.options import LoaderOptions
 
 datasets = pytest.importorskip("datasets")
@@ -379,6 +380,24 @@ def test_a_target_that_is_not_a_finite_number_is_named(tmp_path, tokenizer, kind
     path = write_targets(tmp_path, kind, [value if i == 7 else i / 4 for i in range(20)])
     with pytest.raises(DataError, match=r"target=label: sample 8 of .* not a finite number"):
         hf_datasets(path, tokenizer, task="regression")
+
+
+@pytest.mark.parametrize(("targets", "said"), [("score", "1 number"), (["score"] * 2, "2 numbers")])
+def test_the_first_line_counts_the_numbers_of_a_regression(tokenizer, table, targets, said):
+    line = str(hf_datasets(table, tokenizer, task="regression", target=targets))
+    assert f"held out; {said} per sample; texts of" in line
+
+
+def test_an_image_model_from_a_config_takes_the_size_of_the_data():
+    images, other = torch.zeros(2, 1, 32, 32), torch.zeros(2, 1, 64, 64)
+    config = {"model_type": "vit", "hidden_size": 16, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "intermediate_size": 16}
+    of_data = {"num_classes": 3, "image_size": 32, "channels": 1}
+    made = transformers_model(config=config, task="image_classification", **of_data)
+    assert made(images).logits.shape == (2, 3)
+    config |= {"image_size": 64}
+    made = transformers_model(config=config, task="image_classification", **of_data)
+    assert made(other).logits.shape == (2, 3)
 
 
 def test_a_target_that_is_left_out_of_a_regression_is_named(tmp_path, tokenizer):
