@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hybridtrain import Cluster, PipelineOptions
-from hybridtrain.partition import plan
+from hybridtrain.partitioning import plan
 
 # %% A model whose first layers are the largest
 widths = [512, 512, 256, 256, 128, 128, 64, 64, 10]

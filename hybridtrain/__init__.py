@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from hybridtrain.loop import Callback, Session, Trainer, TrainerOptions
     from hybridtrain.model import HybridModel, TrainStepResult
     from hybridtrain.options import PipelineOptions
-    from hybridtrain.partition import Cluster, partition, set_partition
+    from hybridtrain.partitioning import Cluster, partition, set_partition
     from hybridtrain.step import OptimizerStep, ShardedOptimizer
-    from hybridtrain.verify import Verification, verify
+    from hybridtrain.verification import Verification, verify
     from hybridtrain.world import World
 
 __all__ = [
@@ -50,7 +50,7 @@ _MODULE_OF = {
     "EvalLoader": "hybridtrain.data.loader",
     "Loader": "hybridtrain.data.loader",
     "Session": "hybridtrain.loop.session",
-    "Cluster": "hybridtrain.partition.stage_owners",
+    "Cluster": "hybridtrain.partitioning.stage_owners",
     "HybridModel": "hybridtrain.model",
     "OptimizerStep": "hybridtrain.step",
     "PipelineOptions": "hybridtrain.options",
@@ -58,15 +58,15 @@ _MODULE_OF = {
     "TrainStepResult": "hybridtrain.model",
     "Trainer": "hybridtrain.loop.trainer",
     "TrainerOptions": "hybridtrain.loop.trainer",
-    "Verification": "hybridtrain.verify",
+    "Verification": "hybridtrain.verification",
     "World": "hybridtrain.world",
     "notebook_launcher": "hybridtrain.launch.notebook",
-    "partition": "hybridtrain.partition.manual_split",
-    "set_partition": "hybridtrain.partition.manual_split",
+    "partition": "hybridtrain.partitioning.manual_split",
+    "set_partition": "hybridtrain.partitioning.manual_split",
     "shared": "hybridtrain._base.microbatch",
     "pop": "hybridtrain._base.skip",
     "stash": "hybridtrain._base.skip",
-    "verify": "hybridtrain.verify",
+    "verify": "hybridtrain.verification",
 }
 
 

@@ -48,7 +48,7 @@ from hybridtrain.loss import (
     zero_of,
 )
 from hybridtrain.options import PipelineOptions, with_settings
-from hybridtrain.partition import Plan, PlannedLayers, Planner
+from hybridtrain.partitioning import Plan, PlannedLayers, Planner
 from hybridtrain.pipeline import (
     BatchCheck,
     Head,
@@ -61,7 +61,7 @@ from hybridtrain.pipeline import (
     with_sync_batch_norm,
 )
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
-from hybridtrain.verify import CutModel, SelfCheck, Verification, undone, verify
+from hybridtrain.verification import CutModel, SelfCheck, Verification, undone, verify
 from hybridtrain.world import World
 
 _MOVES = ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "to_empty")

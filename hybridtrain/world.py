@@ -57,7 +57,7 @@ from hybridtrain.launch import (
     restore_signals,
     tell_uncaught_errors,
 )
-from hybridtrain.partition import Cluster
+from hybridtrain.partitioning import Cluster
 
 T = TypeVar("T")
 

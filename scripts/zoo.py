@@ -31,7 +31,7 @@ import transformers
 
 from hybridtrain import Verification
 from hybridtrain.errors import SplitError
-from hybridtrain.verify import TOLERANCES
+from hybridtrain.verification import TOLERANCES
 from tests.support.zoo import (
     TRANSFORMERS,
     Case,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from hybridtrain._base.text_table import with_unit
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partition import Objective, Plan, cut_by_costs, stage_costs
+from hybridtrain.partitioning import Objective, Plan, cut_by_costs, stage_costs
 from hybridtrain.schedule import (
     Account,
     ActionKind,

@@ -30,7 +30,7 @@ from hybridtrain._base.construction import (
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partition import Plan, PlannedLayers, Planner, needs_costs
+from hybridtrain.partitioning import Plan, PlannedLayers, Planner, needs_costs
 from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")

@@ -24,7 +24,7 @@ from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.graph import Segment, VariantCut
 from hybridtrain.launch import activity, second_signal_ends
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partition import Plan, PlannedLayers
+from hybridtrain.partitioning import Plan, PlannedLayers
 from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy, whole_stages
 from hybridtrain.pipeline.agreement import check_frozen_alike
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats

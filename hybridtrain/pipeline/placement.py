@@ -11,7 +11,7 @@ from torch.nn.parameter import Parameter
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer, Segment, SegmentGraph, VariantCut, works_in_place
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partition import Cluster
+from hybridtrain.partitioning import Cluster
 from hybridtrain.pipeline.activation_checkpoint import CheckpointPolicy
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_runner import LayerRunner

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hybridtrain._base.hardware import Machine
 from hybridtrain._base.text_table import counted, with_unit
-from hybridtrain.partition import CostTable
+from hybridtrain.partitioning import CostTable
 from hybridtrain.price.layout import Job, divisors
 from hybridtrain.price.stage_needs import most_temporary
 

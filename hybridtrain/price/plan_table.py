@@ -14,7 +14,7 @@ from hybridtrain._base.hardware import GIB, Machine
 from hybridtrain._base.text_table import counted, text_table, with_unit
 from hybridtrain.errors import ConfigError, check_choice
 from hybridtrain.graph import ChainBuilder
-from hybridtrain.partition import (
+from hybridtrain.partitioning import (
     COST_SOURCES,
     Cluster,
     CostTable,

@@ -37,7 +37,7 @@ from hybridtrain._base.hardware import GIB, Machine
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer
 from hybridtrain.options import PRECISIONS, PipelineOptions
-from hybridtrain.partition import (
+from hybridtrain.partitioning import (
     CostTable,
     LayerCost,
     LayerSize,

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from hybridtrain._base.hardware import Machine
-from hybridtrain.partition import (
+from hybridtrain.partitioning import (
     CostTable,
     LayerCost,
     LayerSize,

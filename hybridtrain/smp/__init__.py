@@ -21,7 +21,7 @@ words              the words of smp in the library's messages
 from typing import Any
 
 import hybridtrain
-from hybridtrain.partition import partition, set_partition
+from hybridtrain.partitioning import partition, set_partition
 from hybridtrain.smp import amp, nn, optimizers
 from hybridtrain.smp.config import config_from_distribution
 from hybridtrain.smp.division import (

@@ -19,7 +19,7 @@ from torch import nn
 from hybridtrain._base.microbatch import Microbatch
 from hybridtrain.errors import ConfigError, SplitError, UserError
 from hybridtrain.model import HybridModel
-from hybridtrain.partition import plan, table
+from hybridtrain.partitioning import plan, table
 from hybridtrain.smp.runtime import Runtime, current
 from hybridtrain.smp.words import in_smp_words
 

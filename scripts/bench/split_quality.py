@@ -24,8 +24,8 @@ from hybridtrain.loss import cross_entropy
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partition import Cluster, plan
-from hybridtrain.partition.planner import COST_SOURCES
+from hybridtrain.partitioning import Cluster, plan
+from hybridtrain.partitioning.planner import COST_SOURCES
 from hybridtrain.pipeline.timeline import stage_times
 from hybridtrain.world import World
 from scripts.bench.common import print_footer, print_table

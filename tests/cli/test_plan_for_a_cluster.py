@@ -16,8 +16,8 @@ from support.launch import SMALL
 from hybridtrain.cli.config.schema import ClusterConfig
 from hybridtrain.cli.main import main
 from hybridtrain.cli.run import pricing
-from hybridtrain.partition import LayerCost
-from hybridtrain.partition.cost_table import given_costs
+from hybridtrain.partitioning import LayerCost
+from hybridtrain.partitioning.cost_table import given_costs
 
 
 def words_of(told):

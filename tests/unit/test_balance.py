@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridtrain.errors import SplitError
-from hybridtrain.partition.costs import LayerCost
-from hybridtrain.partition.objective import (
+from hybridtrain.partitioning.costs import LayerCost
+from hybridtrain.partitioning.objective import (
     INFINITY,
     Objective,
     best_cut,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.partition import Cluster
+from hybridtrain.partitioning import Cluster
 from hybridtrain.world import World
 
 

@@ -11,12 +11,12 @@ from torch import nn
 from hybridtrain._base.hardware import Machine
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.models import gpt
-from hybridtrain.partition import (
+from hybridtrain.partitioning import (
     LayerCost,
     cost_table,
 )
-from hybridtrain.partition.cost_table import measured_costs
-from hybridtrain.partition.costs import LayerProfiler
+from hybridtrain.partitioning.cost_table import measured_costs
+from hybridtrain.partitioning.costs import LayerProfiler
 from hybridtrain.price.layout import Choices, Job
 from hybridtrain.price.plan_table import find_plans
 

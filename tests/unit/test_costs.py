@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hybridtrain.graph.segment import layers_of
-from hybridtrain.partition.costs import count
+from hybridtrain.partitioning.costs import count
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -17,11 +17,11 @@ FLOORS = """
     _base
     models schedule
     graph launch options
-    partition
+    partitioning
     price world
     pipeline
     loss
-    verify
+    verification
     model
     data
     datasets
@@ -35,7 +35,7 @@ FLOORS = """
 FLOOR = {name: number for number, line in enumerate(FLOORS.split("\n")) for name in line.split()}
 
 # Annotations alone: the launch that devices are chosen for, and the model that is verified.
-KNOWN_BY_NAME = {("_base", "launch"), ("verify", "model")}
+KNOWN_BY_NAME = {("_base", "launch"), ("verification", "model")}
 
 # Shelves of small modules, which are imported by their own names.
 SHELVES = {"_base", "datasets", "models"}

@@ -14,9 +14,9 @@ from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.graph.segment import layers_of
 from hybridtrain.models import gpt, transformer
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partition import Cluster, LayerCost, plan
-from hybridtrain.partition.costs import LayerProfiler
-from hybridtrain.partition.estimates import count_chain, estimate_costs
+from hybridtrain.partitioning import Cluster, LayerCost, plan
+from hybridtrain.partitioning.costs import LayerProfiler
+from hybridtrain.partitioning.estimates import count_chain, estimate_costs
 
 CPU = torch.device("cpu")
 ARITHMETIC = {"flops_per_s": 1e9, "bytes_per_s": float("inf")}

@@ -10,7 +10,7 @@ from torch import nn
 
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.segment import Layer, layers_of
-from hybridtrain.partition.manual_split import (
+from hybridtrain.partitioning.manual_split import (
     counts_by_marks,
     has_marks,
     marked_stage,

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partition import Cluster, costs, planner
-from hybridtrain.partition.planner import plan
+from hybridtrain.partitioning import Cluster, costs, planner
+from hybridtrain.partitioning.planner import plan
 
 WIDTH = 6
 MEASURED = [

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from hybridtrain.errors import SplitError
-from hybridtrain.partition.costs import LayerCost
-from hybridtrain.partition.plan import Plan, StagePlan, counts_for, table
+from hybridtrain.partitioning.costs import LayerCost
+from hybridtrain.partitioning.plan import Plan, StagePlan, counts_for, table
 
 MIB = 2**20
 

@@ -19,14 +19,14 @@ from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph import ChainBuilder
 from hybridtrain.loss import cross_entropy
 from hybridtrain.models import gpt
-from hybridtrain.partition import LossOfStep
-from hybridtrain.partition.cost_table import (
+from hybridtrain.partitioning import LossOfStep
+from hybridtrain.partitioning.cost_table import (
     count_layers,
     counted_costs,
     counted_costs_of_one_size,
     given_costs,
 )
-from hybridtrain.partition.costs import LayerCost, LayerSize
+from hybridtrain.partitioning.costs import LayerCost, LayerSize
 from hybridtrain.price import (
     Choices,
     Job,

@@ -16,7 +16,7 @@ from hybridtrain import HybridModel, World, partition, set_partition
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partition import (
+from hybridtrain.partitioning import (
     Cluster,
     LayerCost,
     Plan,
@@ -25,8 +25,8 @@ from hybridtrain.partition import (
     balance_by_time,
     plan,
 )
-from hybridtrain.partition.costs import LayerProfiler
-from hybridtrain.partition.plan import table
+from hybridtrain.partitioning.costs import LayerProfiler
+from hybridtrain.partitioning.plan import table
 
 WIDTH, ROWS = 8, 6
 MEASURED = ["time", "memory", "balanced"]
@@ -40,7 +40,7 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def _fake_clock(monkeypatch):
-    monkeypatch.setattr("hybridtrain.partition.costs.perf_counter", CLOCK)
+    monkeypatch.setattr("hybridtrain.partitioning.costs.perf_counter", CLOCK)
 
 
 class Slow(nn.Linear):
@@ -322,7 +322,7 @@ def test_only_a_chain_that_looks_even_is_timed_carefully_and_cut_by_those_times(
 
 
 def test_after_the_last_expansion_the_layers_are_still_timed_carefully(careful, monkeypatch):
-    monkeypatch.setattr("hybridtrain.partition.planner.MAX_EXPANSIONS", 0)
+    monkeypatch.setattr("hybridtrain.partitioning.planner.MAX_EXPANSIONS", 0)
     found = planned(nn.Sequential(Block(0), Block(30)), 2, samples(), split="time")
     assert found.expand == []
     assert len(careful) == 1

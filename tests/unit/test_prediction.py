@@ -12,7 +12,7 @@ from hybridtrain.cli.run.pricing import beside_measured, prediction_in_words
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partition import LayerCost
+from hybridtrain.partitioning import LayerCost
 from hybridtrain.price.layout import Job, Layout
 from hybridtrain.price.price import Prediction, predict_step, why_not_priced
 from hybridtrain.world import World

@@ -16,15 +16,15 @@ from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partition import (
+from hybridtrain.partitioning import (
     Cluster,
     LayerCost,
     Plan,
     plan,
 )
-from hybridtrain.partition.cost_table import counted_costs, given_costs
-from hybridtrain.partition.costs import LayerSize
-from hybridtrain.partition.estimates import count_chain
+from hybridtrain.partitioning.cost_table import counted_costs, given_costs
+from hybridtrain.partitioning.costs import LayerSize
+from hybridtrain.partitioning.estimates import count_chain
 from hybridtrain.price.layout import Choices, Job, Layout, layouts
 from hybridtrain.price.plan_table import find_plans
 from hybridtrain.price.price import (

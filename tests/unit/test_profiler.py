@@ -11,8 +11,8 @@ from torch import nn
 from hybridtrain._base.skip import pop, stash
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.graph.segment import layers_of
-from hybridtrain.partition.costs import MAX_REPEATS, SLOW_MS, LayerProfiler
-from hybridtrain.partition.estimates import estimate_costs
+from hybridtrain.partitioning.costs import MAX_REPEATS, SLOW_MS, LayerProfiler
+from hybridtrain.partitioning.estimates import estimate_costs
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ class Clock(Shared):
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("hybridtrain.partition.costs.perf_counter", clock)
+    monkeypatch.setattr("hybridtrain.partitioning.costs.perf_counter", clock)
     return clock
 
 
@@ -334,7 +334,7 @@ def test_a_slow_warm_up_is_timed_again_only_while_there_is_time(clock, monkeypat
         return LayerProfiler(layers_of(nn.Sequential(*layers)), torch.randn(1), [CPU])
 
     assert first_pass().costs()[1].forward_ms == pytest.approx(1)
-    monkeypatch.setattr("hybridtrain.partition.costs.FIRST_PASS_BUDGET_S", 0.0)
+    monkeypatch.setattr("hybridtrain.partitioning.costs.FIRST_PASS_BUDGET_S", 0.0)
     profiler = first_pass()
     assert profiler.costs()[1].forward_ms == pytest.approx(4 * SLOW_MS)
     profiler.repeat(0.0)

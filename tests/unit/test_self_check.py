@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from hybridtrain import HybridModel
 from hybridtrain.errors import NotExactError, UserError
-from hybridtrain.verify import python_state, self_check
+from hybridtrain.verification import python_state, self_check
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

@@ -7,8 +7,8 @@ from torch import nn
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.segment import Layer, layers_of
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partition import Cluster, plan
-from hybridtrain.partition.manual_split import counts_by_patterns, split_layers
+from hybridtrain.partitioning import Cluster, plan
+from hybridtrain.partitioning.manual_split import counts_by_patterns, split_layers
 
 ALL = [(layers, parts) for layers in range(1, 41) for parts in range(1, 9)]
 

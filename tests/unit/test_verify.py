@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from hybridtrain import HybridModel
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.loss import MeanLoss, SumLoss
-from hybridtrain.verify import STATE, WHOLE_BATCH, verify
+from hybridtrain.verification import STATE, WHOLE_BATCH, verify
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

@@ -91,8 +91,8 @@ from hybridtrain.loop import evaluate as evaluate_model
 from hybridtrain.loop import predict as predict_model
 from hybridtrain.loss import LOSSES
 from hybridtrain.observe import format_value, write_report
-from hybridtrain.partition import Plan, table
-from hybridtrain.verify import verify as verify_model
+from hybridtrain.partitioning import Plan, table
+from hybridtrain.verification import verify as verify_model
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from hybridtrain.cli.run.pricing import (
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.launch import detect
 from hybridtrain.observe import NodesPoint, draw_plan, in_ms
-from hybridtrain.partition import (
+from hybridtrain.partitioning import (
     Cluster,
     Plan,
     Planner,

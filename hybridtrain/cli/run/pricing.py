@@ -59,7 +59,7 @@ from hybridtrain.launch import detect
 from hybridtrain.loop import Callback, Mfu
 from hybridtrain.loss import LossFn, resolve
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partition import (
+from hybridtrain.partitioning import (
     CostTable,
     LayerCost,
     LossOfStep,

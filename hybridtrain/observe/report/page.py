@@ -16,7 +16,7 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.observe.report import charts
 from hybridtrain.observe.report.record import RunRecord
 from hybridtrain.observe.report.settings import that_differ
-from hybridtrain.partition import Plan
+from hybridtrain.partitioning import Plan
 from hybridtrain.schedule import COMPUTING, Action, Spans, receiver_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from hybridtrain._base.files import json_lines, read_json, reading
 from hybridtrain.errors import DataError
 from hybridtrain.observe.report.settings import RunSettings
 from hybridtrain.observe.timeline import spans_of_trace
-from hybridtrain.partition import Plan
+from hybridtrain.partitioning import Plan
 from hybridtrain.schedule import Account, Spans
 
 Curves = dict[str, list[tuple[int, float]]]

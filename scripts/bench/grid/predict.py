@@ -18,8 +18,8 @@ from hybridtrain.cli.run.components import optimizer_tensors_per_param
 from hybridtrain.cli.run.pricing import machine_of
 from hybridtrain.data.stream import example_batch
 from hybridtrain.graph.chain import ChainBuilder
-from hybridtrain.partition import LayerCost
-from hybridtrain.partition.cost_table import (
+from hybridtrain.partitioning import LayerCost
+from hybridtrain.partitioning.cost_table import (
     CostTable,
     counted_costs,
     given_costs,

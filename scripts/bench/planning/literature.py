@@ -24,7 +24,7 @@ from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.run.pricing import machine_of
 from hybridtrain.loss import cross_entropy
 from hybridtrain.models import gpt
-from hybridtrain.partition import (
+from hybridtrain.partitioning import (
     CostTable,
     LossOfStep,
 )

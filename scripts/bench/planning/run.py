@@ -30,8 +30,8 @@ from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.loss import cross_entropy
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
-from hybridtrain.partition import LayerCost
-from hybridtrain.partition.cost_table import (
+from hybridtrain.partitioning import LayerCost
+from hybridtrain.partitioning.cost_table import (
     LossOfStep,
     count_layers,
     counted_costs,

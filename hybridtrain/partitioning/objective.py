@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridtrain.errors import SplitError, closest
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partition.costs import LayerCost
+from hybridtrain.partitioning.costs import LayerCost
 
 GIB = 2**30
 INFINITY = float("inf")

@@ -40,13 +40,13 @@ from hybridtrain._base.torch_private import without_modes
 from hybridtrain.errors import NotExactError
 from hybridtrain.graph import CallSignature, Layer, Segment, TraceGuards
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partition import Plan, PlannedLayers
+from hybridtrain.partitioning import Plan, PlannedLayers
 from hybridtrain.pipeline import HeadOutput, InlineEngine, Pipeline, ReplayedDraws
 from hybridtrain.schedule import forward_only, make_schedule
-from hybridtrain.verify.comparison import Calls, Difference, difference, differences
-from hybridtrain.verify.expressions import Expressions, Symbol, contents
-from hybridtrain.verify.module_copy import copy_modules
-from hybridtrain.verify.python_state import undone
+from hybridtrain.verification.comparison import Calls, Difference, difference, differences
+from hybridtrain.verification.expressions import Expressions, Symbol, contents
+from hybridtrain.verification.module_copy import copy_modules
+from hybridtrain.verification.python_state import undone
 from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")

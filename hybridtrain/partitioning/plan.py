@@ -14,8 +14,8 @@ from hybridtrain._base.files import write_atomically
 from hybridtrain._base.text_table import text_table, with_unit
 from hybridtrain.errors import SplitError, closest
 from hybridtrain.options import CheckpointSpec
-from hybridtrain.partition.costs import LayerCost
-from hybridtrain.partition.objective import WHOLE_STAGES, StageCost, stage_costs
+from hybridtrain.partitioning.costs import LayerCost
+from hybridtrain.partitioning.objective import WHOLE_STAGES, StageCost, stage_costs
 
 _HEADER = """\
 # Where a model is cut into stages, and what its layers cost for one micro-batch.

@@ -38,9 +38,9 @@ from hybridtrain.errors import BatchError, ConfigError, UserError
 from hybridtrain.graph import CallSignature
 from hybridtrain.loss import BatchWeight, CountedLoss, LossFn, is_of_model
 from hybridtrain.pipeline import ReplayedDraws, remove_aliases, threads_per_lane
-from hybridtrain.verify.comparison import Calls, difference
-from hybridtrain.verify.module_copy import copy_modules
-from hybridtrain.verify.python_state import PythonState
+from hybridtrain.verification.comparison import Calls, difference
+from hybridtrain.verification.module_copy import copy_modules
+from hybridtrain.verification.python_state import PythonState
 
 if TYPE_CHECKING:
     from hybridtrain.model import HybridModel

@@ -8,8 +8,8 @@ module_copy   copies of a module that keep its hooks and its shared parts
 python_state  a snapshot of all mutable state that a module's code can reach
 """
 
-from hybridtrain.verify.python_state import undone
-from hybridtrain.verify.report import (
+from hybridtrain.verification.python_state import undone
+from hybridtrain.verification.report import (
     STATE,
     TOLERANCES,
     WHOLE_BATCH,
@@ -17,7 +17,7 @@ from hybridtrain.verify.report import (
     Verification,
     verify,
 )
-from hybridtrain.verify.self_check import CutModel, SelfCheck
+from hybridtrain.verification.self_check import CutModel, SelfCheck
 
 __all__ = [
     "STATE",

@@ -30,9 +30,9 @@ from hybridtrain.graph import (
     is_chain,
 )
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partition.costs import LayerCost, LayerProfiler, count
-from hybridtrain.partition.estimates import estimate_costs
-from hybridtrain.partition.manual_split import (
+from hybridtrain.partitioning.costs import LayerCost, LayerProfiler, count
+from hybridtrain.partitioning.estimates import estimate_costs
+from hybridtrain.partitioning.manual_split import (
     counts_by_marks,
     marked_stage,
     modules_around,
@@ -40,14 +40,14 @@ from hybridtrain.partition.manual_split import (
     split_layers,
     strip_call_index,
 )
-from hybridtrain.partition.objective import (
+from hybridtrain.partitioning.objective import (
     MEASURED_SPLITS,
     Objective,
     cut_by_costs,
     stage_tables,
 )
-from hybridtrain.partition.plan import Plan, StagePlan, counts_for
-from hybridtrain.partition.stage_owners import Cluster
+from hybridtrain.partitioning.plan import Plan, StagePlan, counts_for
+from hybridtrain.partitioning.stage_owners import Cluster
 from hybridtrain.schedule import make_schedule, peak_in_flight
 
 log = logging.getLogger("hybridtrain")

@@ -26,7 +26,7 @@ from hybridtrain._base.tensors import byte_size, count_saved, storage_id
 from hybridtrain._base.torch_private import FakeTensorMode, TorchDispatchMode, adds_up_gradients
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer, Segment
-from hybridtrain.partition.costs import (
+from hybridtrain.partitioning.costs import (
     Given,
     LayerCost,
     LayerRun,

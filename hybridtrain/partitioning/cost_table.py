@@ -21,8 +21,8 @@ from hybridtrain._base.microbatch import split as split_batch
 from hybridtrain._base.precision import autocast
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph import Chain, Layer
-from hybridtrain.partition.costs import LayerCost, LayerProfiler, LayerSize, layer_sizes
-from hybridtrain.partition.estimates import CountedLayer, Rates, Work, count_chain
+from hybridtrain.partitioning.costs import LayerCost, LayerProfiler, LayerSize, layer_sizes
+from hybridtrain.partitioning.estimates import CountedLayer, Rates, Work, count_chain
 
 Facts = TypeVar("Facts", LayerCost, Work)
 

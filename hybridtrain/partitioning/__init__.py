@@ -10,7 +10,7 @@ manual_split   cuts by counts, names and patterns; `with partition(i):`
 stage_owners   the devices that a replica is spread over, and the processes that own them
 """
 
-from hybridtrain.partition.cost_table import (
+from hybridtrain.partitioning.cost_table import (
     CostTable,
     LossOfStep,
     count_layers,
@@ -19,11 +19,11 @@ from hybridtrain.partition.cost_table import (
     given_costs,
     measured_costs,
 )
-from hybridtrain.partition.costs import LayerCost, LayerSize, layer_sizes
-from hybridtrain.partition.manual_split import partition, set_partition
-from hybridtrain.partition.objective import Objective, cut_by_costs, needs_costs, stage_costs
-from hybridtrain.partition.plan import Plan, StagePlan, table
-from hybridtrain.partition.planner import (
+from hybridtrain.partitioning.costs import LayerCost, LayerSize, layer_sizes
+from hybridtrain.partitioning.manual_split import partition, set_partition
+from hybridtrain.partitioning.objective import Objective, cut_by_costs, needs_costs, stage_costs
+from hybridtrain.partitioning.plan import Plan, StagePlan, table
+from hybridtrain.partitioning.planner import (
     COST_SOURCES,
     PlannedLayers,
     Planner,
@@ -31,7 +31,7 @@ from hybridtrain.partition.planner import (
     balance_by_time,
     plan,
 )
-from hybridtrain.partition.stage_owners import Cluster
+from hybridtrain.partitioning.stage_owners import Cluster
 
 __all__ = [
     "COST_SOURCES",
