@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from hybridtrain import Cluster, PipelineOptions
+from hybridtrain import PipelineOptions, StageOwners
 from hybridtrain.partitioning import plan
 
 # %% A model whose first layers are the largest
@@ -24,7 +24,7 @@ for split in ("uniform", "size"):
         net,
         PipelineOptions(chunks=8, split=split),
         example_inputs=batch,
-        cluster=Cluster.of_cpus(4),
+        owners=StageOwners.of_cpus(4),
     )
     parameters = [stage.parameters for stage in found.stage_costs()]
     print(f"{split:8} layers {found.counts}  parameters {parameters}")

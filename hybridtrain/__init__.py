@@ -14,14 +14,13 @@ if TYPE_CHECKING:
     from hybridtrain.loop import Callback, Session, Trainer, TrainerOptions
     from hybridtrain.model import HybridModel, TrainStepResult
     from hybridtrain.options import PipelineOptions
-    from hybridtrain.partitioning import Cluster, partition, set_partition
+    from hybridtrain.partitioning import StageOwners, partition, set_partition
     from hybridtrain.step import OptimizerStep, ShardedOptimizer
     from hybridtrain.verification import Verification, verify
     from hybridtrain.world import World
 
 __all__ = [
     "Callback",
-    "Cluster",
     "EvalLoader",
     "HybridModel",
     "Loader",
@@ -29,6 +28,7 @@ __all__ = [
     "PipelineOptions",
     "Session",
     "ShardedOptimizer",
+    "StageOwners",
     "TrainStepResult",
     "Trainer",
     "TrainerOptions",
@@ -50,7 +50,7 @@ _MODULE_OF = {
     "EvalLoader": "hybridtrain.data.loader",
     "Loader": "hybridtrain.data.loader",
     "Session": "hybridtrain.loop.session",
-    "Cluster": "hybridtrain.partitioning.stage_owners",
+    "StageOwners": "hybridtrain.partitioning.stage_owners",
     "HybridModel": "hybridtrain.model",
     "OptimizerStep": "hybridtrain.step",
     "PipelineOptions": "hybridtrain.options",

@@ -276,7 +276,7 @@ class HybridModel:
         if options.sync_batch_norm:
             net = with_sync_batch_norm(net, world)
         remove_aliases(net)
-        planner = Planner(net, options, example_inputs, world.cluster)
+        planner = Planner(net, options, example_inputs, world.stage_owners)
         plan = world.broadcast(world.on_main(planner.plan))
         assert plan is not None
         planned = planner.layers_of(plan)

@@ -16,8 +16,8 @@ consecutive ranks, and so stays inside a node; with `inner="dp"` the replicas of
     inner="dp"     a0 b0 a1 b1       a2 b2 a3 b3
 
 Nothing outside this module takes a process for a replica. Code asks for what it means: `replica`
-and `replicas` (whose data, which dropout masks), `is_main` (who writes), `cluster` (which process
-of a replica owns which stage).
+and `replicas` (whose data, which dropout masks), `is_main` (who writes), `stage_owners` (which
+process of a replica owns which stage).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from hybridtrain.launch import (
     restore_signals,
     tell_uncaught_errors,
 )
-from hybridtrain.partitioning import Cluster
+from hybridtrain.partitioning import StageOwners
 
 T = TypeVar("T")
 
@@ -289,10 +289,10 @@ class World:
         return torch.device("cpu") if self.backend == "gloo" else self.devices[0]
 
     @property
-    def cluster(self) -> Cluster:
+    def stage_owners(self) -> StageOwners:
         """The devices of a pipeline and which of its processes owns them."""
         names = tuple(map(str, self.devices)) * self.processes_per_replica
-        return Cluster(names, self.processes_per_replica, self.replicas)
+        return StageOwners(names, self.processes_per_replica, self.replicas)
 
     @property
     def is_main(self) -> bool:

@@ -58,7 +58,7 @@ that has no key.""",
     "lr_schedule": """The arguments of the class in `torch.optim.lr_scheduler`. `T_max` and
 `total_iters` that are null become the number of steps after the warm-up. A warm-up that is
 longer than the run never reaches the learning rate.""",
-    "cluster": """The machine that `hybridtrain plan` prices a run for, and that `auto` keys
+    "hardware": """The machine that `hybridtrain plan` prices a run for, and that `auto` keys
 are chosen for; see [The price of a run](planning.md). Or `this-machine` (after `hybridtrain
 measure-machine`), or the path of a file with such keys.""",
 }

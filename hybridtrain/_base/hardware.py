@@ -18,8 +18,8 @@ def host_memory() -> int:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The hardware that a run is priced for; the fields are the keys of `cluster`.
+class Hardware:
+    """The hardware that a run is priced for; the fields are the keys of `hardware`.
 
     Rates are those of the data sheet, and `flops_reached` and `bandwidth_reached` the shares of
     them that training reaches. The default of the first is what Narayanan et al.
@@ -71,33 +71,33 @@ class Machine:
     """The host's time to send or to receive a message of another process."""
 
     def __post_init__(self) -> None:
-        check_choice("cluster.device", self.device, ("cuda", "cpu"))
+        check_choice("hardware.device", self.device, ("cuda", "cpu"))
         for name in ("nodes", "devices_per_node", "network_cards"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise ConfigError(f"cluster.{name}={value!r} must be a whole number of at least 1")
+                raise ConfigError(f"hardware.{name}={value!r} must be a whole number of at least 1")
         for each in fields(self):
             value = getattr(self, each.name)
             if each.type == "float" and not _is_number(value):
-                raise ConfigError(f"cluster.{each.name}={value!r} must be a number, not negative")
+                raise ConfigError(f"hardware.{each.name}={value!r} must be a number, not negative")
         for name in ("memory_gib", "memory_bytes_per_s", "node_bytes_per_s", "network_bytes_per_s"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"cluster.{name}={getattr(self, name)} must be positive")
+                raise ConfigError(f"hardware.{name}={getattr(self, name)} must be positive")
         if self.margin >= 1:
-            raise ConfigError(f"cluster.margin={self.margin} is the share that stays free: below 1")
+            raise ConfigError(f"hardware.margin={self.margin} is a share that stays free: below 1")
         for name in ("flops_reached", "bandwidth_reached"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(
-                    f"cluster.{name}={getattr(self, name)} must lie between 0 and 1: it is the "
+                    f"hardware.{name}={getattr(self, name)} must lie between 0 and 1: it is the "
                     f"share of the data sheet's rate that training reaches"
                 )
         for precision, rate in self.flops_per_s.items():
             if not _is_number(rate) or not rate > 0:
-                raise ConfigError(f"cluster.flops_per_s.{precision}={rate!r} must be positive")
+                raise ConfigError(f"hardware.flops_per_s.{precision}={rate!r} must be positive")
         if self.reserved_gib >= self.memory_gib:
             raise ConfigError(
-                f"cluster.reserved_gib={self.reserved_gib:g} leaves nothing of "
-                f"cluster.memory_gib={self.memory_gib:g}"
+                f"hardware.reserved_gib={self.reserved_gib:g} leaves nothing of "
+                f"hardware.memory_gib={self.memory_gib:g}"
             )
 
     @property
@@ -120,7 +120,7 @@ class Machine:
             known = ", ".join(self.flops_per_s) or "none"
             raise ConfigError(
                 f"the cluster has no rate for {precision} (the choices are: {known}): set "
-                f"trainer.precision= to one of these, or cluster.flops_per_s.{precision}="
+                f"trainer.precision= to one of these, or hardware.flops_per_s.{precision}="
             )
         return self.flops_per_s[precision] * self.flops_reached
 

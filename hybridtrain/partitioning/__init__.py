@@ -31,11 +31,10 @@ from hybridtrain.partitioning.planner import (
     balance_by_time,
     plan,
 )
-from hybridtrain.partitioning.stage_owners import Cluster
+from hybridtrain.partitioning.stage_owners import StageOwners
 
 __all__ = [
     "COST_SOURCES",
-    "Cluster",
     "CostTable",
     "LayerCost",
     "LayerSize",
@@ -44,6 +43,7 @@ __all__ = [
     "Plan",
     "PlannedLayers",
     "Planner",
+    "StageOwners",
     "StagePlan",
     "balance_by_size",
     "balance_by_time",

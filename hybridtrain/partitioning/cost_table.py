@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hybridtrain._base.hardware import Machine
+from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.microbatch import batch_size
 from hybridtrain._base.microbatch import split as split_batch
 from hybridtrain._base.precision import autocast
@@ -132,7 +132,7 @@ def given_costs(
 def counted_costs(
     chain: Chain,
     example_inputs: Any,
-    machine: Machine,
+    hardware: Hardware,
     precision: str,
     tf32: bool = False,
     loss: LossOfStep | None = None,
@@ -154,7 +154,7 @@ def counted_costs(
         SplitError: a layer does not run on fake tensors; names the layer.
         ConfigError: the machine has no rate for this precision.
     """
-    rates = Rates.of(machine, precision, tf32)
+    rates = Rates.of(hardware, precision, tf32)
     sizes, batches = _two_sizes(example_inputs)
     few, many = (count_layers(chain.layers, batch, precision, loss) for batch in batches)
 
@@ -186,13 +186,13 @@ def counted_costs(
 def counted_costs_of_one_size(
     layers: Sequence[Layer],
     microbatch: Any,
-    machine: Machine,
+    hardware: Hardware,
     precision: str,
     tf32: bool = False,
     loss: LossOfStep | None = None,
 ) -> CostTable:
     """Returns the costs for micro-batches like this one alone; otherwise as `counted_costs`."""
-    rates = Rates.of(machine, precision, tf32)
+    rates = Rates.of(hardware, precision, tf32)
     counted = count_layers(layers, microbatch, precision, loss)
     costs = [rates.timed(layer) for layer in counted]
     return CostTable(

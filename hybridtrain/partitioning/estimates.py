@@ -21,7 +21,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from hybridtrain._base.hardware import Machine
+from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.tensors import byte_size, count_saved, storage_id
 from hybridtrain._base.torch_private import FakeTensorMode, TorchDispatchMode, adds_up_gradients
 from hybridtrain.errors import SplitError
@@ -115,13 +115,13 @@ class Rates:
     operator_ms: float
 
     @classmethod
-    def of(cls, machine: Machine, precision: str, tf32: bool) -> Rates:
+    def of(cls, hardware: Hardware, precision: str, tf32: bool) -> Rates:
         """Returns the rates of a machine for a precision."""
         name = "tf32" if tf32 and precision == "fp32" else precision
         return cls(
-            machine.sustained_flops(name),
-            machine.sustained_bandwidth,
-            machine.operator_s * 1e3,
+            hardware.sustained_flops(name),
+            hardware.sustained_bandwidth,
+            hardware.operator_s * 1e3,
         )
 
     def timed(self, layer: CountedLayer) -> LayerCost:

@@ -47,7 +47,7 @@ from hybridtrain.partitioning.objective import (
     stage_tables,
 )
 from hybridtrain.partitioning.plan import Plan, StagePlan, counts_for
-from hybridtrain.partitioning.stage_owners import Cluster
+from hybridtrain.partitioning.stage_owners import StageOwners
 from hybridtrain.schedule import make_schedule, peak_in_flight
 
 log = logging.getLogger("hybridtrain")
@@ -83,7 +83,7 @@ def plan(
     net: nn.Module,
     options: PipelineOptions,
     example_inputs: Any = None,
-    cluster: Cluster | None = None,
+    owners: StageOwners | None = None,
     *,
     costs: str | GivenCosts = "measured",
 ) -> Plan:
@@ -104,7 +104,7 @@ def plan(
         ConfigError: `example_inputs` are missing, or `costs` is unknown.
         SplitError: the model cannot be cut like this; says what could.
     """
-    return Planner(net, options, example_inputs, cluster, costs=costs).plan()
+    return Planner(net, options, example_inputs, owners, costs=costs).plan()
 
 
 def balance_by_time(net: nn.Module, example_inputs: Any, stages: int) -> list[int]:
@@ -113,12 +113,12 @@ def balance_by_time(net: nn.Module, example_inputs: Any, stages: int) -> list[in
     Layers run on CPU stages, with the whole of `example_inputs` as a micro-batch.
     """
     options = PipelineOptions(split="time")
-    return plan(net, options, example_inputs, Cluster.of_cpus(stages)).counts
+    return plan(net, options, example_inputs, StageOwners.of_cpus(stages)).counts
 
 
 def balance_by_size(net: nn.Module, stages: int) -> list[int]:
     """Returns the number of layers of each stage, so that parameters are spread evenly."""
-    return plan(net, PipelineOptions(split="size"), cluster=Cluster.of_cpus(stages)).counts
+    return plan(net, PipelineOptions(split="size"), owners=StageOwners.of_cpus(stages)).counts
 
 
 @dataclass(frozen=True)
@@ -148,14 +148,14 @@ class Planner:
         net: nn.Module,
         options: PipelineOptions,
         example_inputs: Any = None,
-        cluster: Cluster | None = None,
+        owners: StageOwners | None = None,
         *,
         costs: str | GivenCosts = "measured",
     ) -> None:
         self._net = net
         self._modules = dict(net.named_modules(remove_duplicate=False))
         self._options = options
-        self._cluster = (cluster or Cluster()).placed(options.placement)
+        self._cluster = (owners or StageOwners()).placed(options.placement)
         if isinstance(costs, str) and costs not in COST_SOURCES:
             raise ConfigError(
                 f"costs={costs!r} is neither a function of the layers and a micro-batch nor a "
@@ -184,8 +184,8 @@ class Planner:
     @torch.inference_mode(False)  # layers are measured with their backward
     def plan(self) -> Plan:
         """Decides on the stages."""
-        options, cluster = self._options, self._cluster
-        nb_part, chunks, per_device = cluster.nb_part, options.chunks, options.stages_per_device
+        options, owners = self._options, self._cluster
+        nb_part, chunks, per_device = owners.nb_part, options.chunks, options.stages_per_device
         shape = options.schedule, nb_part, chunks, per_device, options.max_inflight
         in_flight = peak_in_flight(make_schedule(*shape))
         decision = self._decide(in_flight)
@@ -201,7 +201,7 @@ class Planner:
             expand=sorted(decision.expand),
             costs_from=decision.costs_from,
             stages=[
-                StagePlan(cluster.device_of(stage), cluster.process_of(stage), alive, costs)
+                StagePlan(owners.device_of(stage), owners.process_of(stage), alive, costs)
                 for stage, (alive, costs) in enumerate(zip(in_flight, runs, strict=True))
             ],
         )

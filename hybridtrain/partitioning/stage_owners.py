@@ -10,7 +10,7 @@ from hybridtrain.schedule import Placement, place_of
 
 
 @dataclass(frozen=True)
-class Cluster:
+class StageOwners:
     """The devices that one replica of a model is spread over.
 
     Attributes:
@@ -35,7 +35,7 @@ class Cluster:
             )
 
     @classmethod
-    def of_cpus(cls, nb_part: int) -> Cluster:
+    def of_cpus(cls, nb_part: int) -> StageOwners:
         """Returns `nb_part` CPU stages in one process."""
         return cls(("cpu",) * nb_part)
 
@@ -44,7 +44,7 @@ class Cluster:
         """The number of devices of the pipeline."""
         return len(self.devices)
 
-    def placed(self, placement: Placement) -> Cluster:
+    def placed(self, placement: Placement) -> StageOwners:
         """Returns the same devices with stages laid out like this."""
         return replace(self, placement=placement)
 

@@ -71,7 +71,7 @@ def construct_own_stages(
         return None
     draws = default_generators()
     make_planner = partial(
-        Planner, options=options, example_inputs=example_inputs, cluster=world.cluster
+        Planner, options=options, example_inputs=example_inputs, owners=world.stage_owners
     )
     plan = world.broadcast(world.on_main(lambda: plan_without_values(build, options, make_planner)))
     assert plan is not None
@@ -134,8 +134,8 @@ def _own_part(
 ) -> OwnStages:
     outline = construct_on_meta(build)
     expected = make_planner(outline).layers_of(plan)
-    cluster = world.cluster.placed(options.placement)
-    owned = cluster.stages_of(world.pipeline_rank, options.stages_per_device)
+    owners = world.stage_owners.placed(options.placement)
+    owned = owners.stages_of(world.pipeline_rank, options.stages_per_device)
     kept = {id(tensor) for tensor in _kept(outline, expected.stages, owned)}
     named = (outline.named_parameters, outline.named_buffers)
     names = {

@@ -109,10 +109,10 @@ class Pipeline:
         )
         # From here on the order is the same in all processes: there are collective calls in
         # `new_stage_group`, in `build_stages` (the reducers) and in the broadcasts after them.
-        cluster = world.cluster.placed(options.placement)
-        owners = map(cluster.process_of, range(len(planned.stages)))
+        stage_owners = world.stage_owners.placed(options.placement)
+        owners = map(stage_owners.process_of, range(len(planned.stages)))
         self.groups = [world.new_stage_group(owner) for owner in owners]
-        owned = cluster.stages_of(world.pipeline_rank, options.stages_per_device)
+        owned = stage_owners.stages_of(world.pipeline_rank, options.stages_per_device)
         if len(owned) < len(planned.stages):
             drop_other_stages(net, planned.stages, owned)
         links = self._links = links_between(planned.stages)
@@ -120,7 +120,7 @@ class Pipeline:
         self.stages = build_stages(
             net, planned.stages, links, uses, world, options, self.groups, self.rng, self._policy
         )
-        self._ties = ties_of(self.stages, uses, world, cluster)
+        self._ties = ties_of(self.stages, uses, world, stage_owners)
         self._tied = tied_parameters(uses)
         used = {id(t) for k in layers for t in (*k.module.parameters(), *k.module.buffers())}
         for tensor in (*net.parameters(), *net.buffers()):
@@ -134,7 +134,7 @@ class Pipeline:
         if self._variants is not None:
             self._variants.install = self._install
         world.say_stages(owned)
-        self.output_process = cluster.process_of(len(plan.stages) - 1)
+        self.output_process = stage_owners.process_of(len(plan.stages) - 1)
         self.owns_output = self.output_process == world.pipeline_rank
         self._note_buffer_copies()
         self._watch = ModelWatch(net)

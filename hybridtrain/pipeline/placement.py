@@ -11,7 +11,7 @@ from torch.nn.parameter import Parameter
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer, Segment, SegmentGraph, VariantCut, works_in_place
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import Cluster
+from hybridtrain.partitioning import StageOwners
 from hybridtrain.pipeline.activation_checkpoint import CheckpointPolicy
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_runner import LayerRunner
@@ -40,8 +40,8 @@ def build_stages(
     policy: CheckpointPolicy,
 ) -> list[Stage]:
     """Brings the layers of this process's stages to their devices, and rank 0's values to all."""
-    cluster = world.cluster.placed(options.placement)
-    owned = cluster.stages_of(world.pipeline_rank, options.stages_per_device)
+    owners = world.stage_owners.placed(options.placement)
+    owned = owners.stages_of(world.pipeline_rank, options.stages_per_device)
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     tied = tied_parameters(uses)
     stages: list[Stage] = []
@@ -51,7 +51,7 @@ def build_stages(
         if index not in owned:
             continue
         module = nn.ModuleList(layer.module for layer in part)
-        device = world.devices[cluster.local_index(index)]
+        device = world.devices[owners.local_index(index)]
         aliases = place_with_aliases(module, device, uses[index])
         # parameters of other stages are exact in one process, where all gradients are
         own_names = names if world.size > 1 else None
@@ -89,16 +89,16 @@ def connections_of(
     tied: Collection[int],
 ) -> list[Connection]:
     """Returns how the layers of each stage run, and what crosses its borders."""
-    cluster = world.cluster.placed(options.placement)
+    owners = world.stage_owners.placed(options.placement)
     in_place = any(works_in_place(layer.module) for part in parts for layer in part)
     clones = in_place and policy.is_active
     changers = [_changer(part) for part in parts]
     connections: list[Connection] = []
     first = 0
     for index, (part, group) in enumerate(zip(parts, groups, strict=True)):
-        place = cluster.process_of(index), cluster.device_of(index)
+        place = owners.process_of(index), owners.device_of(index)
         crosses = any(
-            (cluster.process_of(link.target), cluster.device_of(link.target)) != place
+            (owners.process_of(link.target), owners.device_of(link.target)) != place
             for link in links
             if link.source == index
         )
@@ -133,10 +133,10 @@ def _changer(layers: Sequence[Layer]) -> str | None:
 
 
 def ties_of(
-    stages: Sequence[Stage], uses: Sequence[Sequence[TiedUse]], world: World, cluster: Cluster
+    stages: Sequence[Stage], uses: Sequence[Sequence[TiedUse]], world: World, owners: StageOwners
 ) -> list[Tie]:
     """Returns this process's ends of all ties, in the order of the stages, as on all processes."""
-    here, process_of = world.pipeline_rank, cluster.process_of
+    here, process_of = world.pipeline_rank, owners.process_of
     own = {stage.index: stage for stage in stages}
     ties: list[Tie] = []
     for index, stage_uses in enumerate(uses):

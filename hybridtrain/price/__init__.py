@@ -7,8 +7,9 @@ plan_table     plans with their prices, as a table
 fully_sharded  the price of FSDP2, to compare with
 """
 
+from hybridtrain._base.hardware import Hardware
 from hybridtrain.price.fully_sharded import fully_sharded
-from hybridtrain.price.layout import Choices, Job, Layout, divisors
+from hybridtrain.price.layout import Choices, Layout, StepWork, divisors
 from hybridtrain.price.plan_table import PricedPlans, find_plans, in_words, model_costs
 from hybridtrain.price.price import (
     Prediction,
@@ -23,11 +24,12 @@ from hybridtrain.price.stage_needs import DeviceMemory
 __all__ = [
     "Choices",
     "DeviceMemory",
-    "Job",
+    "Hardware",
     "Layout",
     "Prediction",
     "Price",
     "PricedPlans",
+    "StepWork",
     "divisors",
     "find_layouts",
     "find_plans",

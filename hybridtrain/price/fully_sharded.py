@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hybridtrain._base.hardware import Machine
+from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.text_table import counted, with_unit
 from hybridtrain.partitioning import CostTable
-from hybridtrain.price.layout import Job, divisors
+from hybridtrain.price.layout import StepWork, divisors
 from hybridtrain.price.stage_needs import most_temporary
 
 # Layers whose weights are whole at one time: the one that computes, and the next.
@@ -49,8 +49,8 @@ class FullySharded:
 
 def fully_sharded(
     table: CostTable,
-    machine: Machine,
-    job: Job,
+    hardware: Hardware,
+    work: StepWork,
     weight_bytes: int = 4,
     *,
     chunks: int | None = None,
@@ -67,32 +67,34 @@ def fully_sharded(
         chunks: micro-batches of a batch; None: as many as are fastest.
         recomputes: None: if that is faster.
     """
-    if job.samples % machine.devices:
+    if work.samples % hardware.devices:
         return None
     found = [
         one
-        for one in _ways(table, machine, job, weight_bytes)
+        for one in _ways(table, hardware, work, weight_bytes)
         if chunks in (None, one.chunks) and recomputes in (None, one.recomputes)
     ]
     return min(found, key=lambda one: one.step_ms, default=None)
 
 
 def _ways(
-    table: CostTable, machine: Machine, job: Job, weight_bytes: int
+    table: CostTable, hardware: Hardware, work: StepWork, weight_bytes: int
 ) -> Iterator[FullySharded]:
-    devices, of_device = machine.devices, job.samples // machine.devices
+    devices, of_device = hardware.devices, work.samples // hardware.devices
     whole = [size.trained * weight_bytes // 4 for size in table.sizes]
     trained = sum(size.trained for size in table.sizes)
     largest = max(size.trained for size in table.sizes)
-    once = machine.gather_s(sum(whole), devices, 1) * 1e3
-    messages = 2 * once + machine.gather_s(trained, devices, 1) * 1e3
+    once = hardware.gather_s(sum(whole), devices, 1) * 1e3
+    messages = 2 * once + hardware.gather_s(trained, devices, 1) * 1e3
     # before the first layer and after the last nothing computes meanwhile
-    ends = (machine.gather_s(max(whole), devices, 1) + machine.gather_s(largest, devices, 1)) * 1e3
+    ends = (
+        hardware.gather_s(max(whole), devices, 1) + hardware.gather_s(largest, devices, 1)
+    ) * 1e3
     fixed = sum(size.weights for size in table.sizes) + trained * (
-        1 + job.optimizer_tensors_per_param
+        1 + work.optimizer_tensors_per_param
     )
-    optimizer = (3 + 2 * job.optimizer_tensors_per_param) * trained / devices
-    optimizer_ms = optimizer / machine.sustained_bandwidth * 1e3
+    optimizer = (3 + 2 * work.optimizer_tensors_per_param) * trained / devices
+    optimizer_ms = optimizer / hardware.sustained_bandwidth * 1e3
     for chunks in divisors(of_device):
         costs = table.costs_at(of_device // chunks)
         kept = [cost.activation_bytes for cost in costs]
@@ -106,13 +108,13 @@ def _ways(
                     cost.activation_bytes + cost.temporary_bytes for cost in costs
                 )
             memory = fixed // devices + alive + _GATHERED * max(whole) + largest
-            if memory > machine.usable_bytes:
+            if memory > hardware.usable_bytes:
                 continue
             step = chunks * max(compute, host, messages) + ends
             yield FullySharded(
-                step_ms=job.accumulate * step + optimizer_ms,
+                step_ms=work.accumulate * step + optimizer_ms,
                 peak_bytes=round(memory),
                 chunks=chunks,
                 recomputes=again,
-                exposed_ms=job.accumulate * (step - chunks * max(compute, host)),
+                exposed_ms=work.accumulate * (step - chunks * max(compute, host)),
             )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hybridtrain._base.hardware import Machine
+from hybridtrain._base.hardware import Hardware
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import SHARD_MODES
 from hybridtrain.schedule import (
@@ -22,7 +22,7 @@ ENGINES = ("local", "distributed")
 
 
 @dataclass(frozen=True)
-class Job:
+class StepWork:
     """The work of one optimizer step, whatever the layout.
 
     Attributes:
@@ -90,9 +90,9 @@ class Layout:
             return 0  # a single process
         return 1 + of_pipeline + self.stages_per_device * (self.replicas > 1)
 
-    def samples(self, job: Job) -> int:
+    def samples(self, work: StepWork) -> int:
         """Returns the samples of the largest micro-batch."""
-        of_replica = -(-job.samples // self.replicas)
+        of_replica = -(-work.samples // self.replicas)
         return -(-of_replica // min(self.chunks, of_replica))
 
 
@@ -117,7 +117,7 @@ class Choices:
     shard: Sequence[str] = SHARD_MODES
 
 
-def layouts(machine: Machine, job: Job, layers: int, choices: Choices) -> list[Layout]:
+def layouts(hardware: Hardware, work: StepWork, layers: int, choices: Choices) -> list[Layout]:
     """Returns the layouts that use all devices and cut all batches evenly.
 
     The number of replicas divides the samples of a batch, the number of micro-batches those of a
@@ -128,25 +128,25 @@ def layouts(machine: Machine, job: Job, layers: int, choices: Choices) -> list[L
     Raises:
         ConfigError: there is none.
     """
-    found = list(_all(machine, job, layers, choices))
+    found = list(_all(hardware, work, layers, choices))
     if not found:
         raise ConfigError(
-            f"no layout uses all {machine.devices} devices for batches of {job.samples} samples "
+            f"no layout uses all {hardware.devices} devices for batches of {work.samples} samples "
             f"and a model of {layers} layers: the replicas must divide the samples, and a pipeline "
-            f"needs a layer for each stage. Change data.batch_size=, cluster.nodes= or what is "
+            f"needs a layer for each stage. Change data.batch_size=, hardware.nodes= or what is "
             f"fixed of pipeline.nb_part=, pipeline.chunks= and world.engine="
         )
     return found
 
 
-def _all(machine: Machine, job: Job, layers: int, choices: Choices) -> Iterator[Layout]:
-    in_node = machine.devices_per_node
-    for nb_part in choices.nb_part or divisors(machine.devices):
-        replicas, rest = divmod(machine.devices, nb_part)
+def _all(hardware: Hardware, work: StepWork, layers: int, choices: Choices) -> Iterator[Layout]:
+    in_node = hardware.devices_per_node
+    for nb_part in choices.nb_part or divisors(hardware.devices):
+        replicas, rest = divmod(hardware.devices, nb_part)
         whole_nodes = nb_part % in_node == 0 or in_node % nb_part == 0
-        if rest or nb_part > layers or job.samples % replicas or not whole_nodes:
+        if rest or nb_part > layers or work.samples % replicas or not whole_nodes:
             continue
-        of_replica = job.samples // replicas
+        of_replica = work.samples // replicas
         for engine in choices.engine if nb_part > 1 else choices.engine[:1]:
             if engine == "local" and nb_part > in_node:
                 continue

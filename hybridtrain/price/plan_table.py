@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridtrain._base.hardware import GIB, Machine
+from hybridtrain._base.hardware import GIB, Hardware
 from hybridtrain._base.text_table import counted, text_table, with_unit
 from hybridtrain.errors import ConfigError, check_choice
 from hybridtrain.graph import ChainBuilder
 from hybridtrain.partitioning import (
     COST_SOURCES,
-    Cluster,
     CostTable,
     LossOfStep,
     Plan,
+    StageOwners,
     StagePlan,
     counted_costs,
     measured_costs,
 )
 from hybridtrain.price.fully_sharded import FullySharded, fully_sharded
-from hybridtrain.price.layout import Choices, Job
+from hybridtrain.price.layout import Choices, StepWork
 from hybridtrain.price.price import ALIKE, Price, find_layouts
 from hybridtrain.price.stage_needs import planned_costs, stage_times
 from hybridtrain.schedule import Span, Spans, make_schedule, placement_of
@@ -52,8 +52,8 @@ class PricedPlans:
     """
 
     table: CostTable
-    machine: Machine
-    job: Job
+    hardware: Hardware
+    work: StepWork
     prices: Sequence[Price]
     rate: str = "fp32"
 
@@ -69,7 +69,7 @@ class PricedPlans:
             lines.append(
                 (
                     f"{price.step_ms:.1f}",
-                    f"{self.job.samples * self.job.accumulate / price.step_ms * 1e3:.1f}",
+                    f"{self.work.samples * self.work.accumulate / price.step_ms * 1e3:.1f}",
                     f"{price.bubble:.0%}",
                     with_unit(price.peak_bytes),
                     *map(str, (layout.nb_part, layout.replicas, layout.chunks)),
@@ -83,7 +83,7 @@ class PricedPlans:
     @property
     def fully_sharded(self) -> FullySharded | None:
         """The price of a step with FSDP2; None: it does not fit, or the batch cannot be divided."""
-        return fully_sharded(self.table, self.machine, self.job, 4 if "32" in self.rate else 2)
+        return fully_sharded(self.table, self.hardware, self.work, 4 if "32" in self.rate else 2)
 
     @property
     def advises_fsdp2(self) -> bool:
@@ -94,7 +94,7 @@ class PricedPlans:
         sharded = self.fully_sharded
         return (
             sharded is not None
-            and 1 < self.machine.devices <= _MOST_SHARDED
+            and 1 < self.hardware.devices <= _MOST_SHARDED
             and self.prices[0].step_ms > ALIKE * sharded.step_ms
         )
 
@@ -102,7 +102,7 @@ class PricedPlans:
         sharded = self.fully_sharded
         if sharded is None:
             return "does not fit, or the devices do not divide the batch"
-        if self.machine.devices > _MOST_SHARDED:
+        if self.hardware.devices > _MOST_SHARDED:
             return f"{sharded}; above {_MOST_SHARDED} GPUs published runs took 2 to 4 times as long"
         if self.advises_fsdp2:
             less = 1 - sharded.step_ms / self.prices[0].step_ms
@@ -115,29 +115,29 @@ class PricedPlans:
         Args:
             steps: optimizer steps of the run; None: not known.
         """
-        job, machine, price = self.job, self.machine, self.prices[0]
+        work, hardware, price = self.work, self.hardware, self.prices[0]
         layout, per_second = price.layout, 1e3 / price.step_ms
-        samples = job.samples * job.accumulate * per_second
+        samples = work.samples * work.accumulate * per_second
         speed = [f"{samples:,.0f} samples/s"]
-        if job.tokens_per_sample:
-            speed.append(f"{samples * job.tokens_per_sample:,.0f} tokens/s")
+        if work.tokens_per_sample:
+            speed.append(f"{samples * work.tokens_per_sample:,.0f} tokens/s")
         if self.table.flops_per_sample is not None:
-            reached = self.table.flops_per_sample * samples / machine.devices
-            share = reached / machine.flops_per_s[self.rate]
+            reached = self.table.flops_per_sample * samples / hardware.devices
+            share = reached / hardware.flops_per_s[self.rate]
             speed.append(f"{reached / 1e12:,.1f} TFLOP/s per device, {share:.0%} of its peak (MFU)")
         fullest = max(price.memory, key=lambda memory: memory.total)
         unit, size = ("GiB", GIB) if fullest.total >= GIB / 10 else ("MiB", 2**20)
-        total, usable = f"{fullest.total / size:.2f}", f"{machine.usable_bytes / GIB:.3g} GiB"
+        total, usable = f"{fullest.total / size:.2f}", f"{hardware.usable_bytes / GIB:.3g} GiB"
         kinds = {name: f"{nbytes / size:.2f}" for name, nbytes in vars(fullest).items()}
         memory = [f"{total}{'' if unit == 'GiB' else ' MiB'} of {usable} that may be used"]
         memory.append(", ".join(f"{k} {told}" for k, told in kinds.items() if told != "0.00"))
         if number := layout.communicators:
-            reserved = f"{machine.reserved_gib:g} GiB more for {counted(number, 'communicator')}"
-            memory[-1] += f"; {reserved} and the CUDA context" * bool(machine.reserved_gib)
+            reserved = f"{hardware.reserved_gib:g} GiB more for {counted(number, 'communicator')}"
+            memory[-1] += f"; {reserved} and the CUDA context" * bool(hardware.reserved_gib)
         pipelines = f"{counted(layout.replicas, 'replica')} of {counted(layout.nb_part, 'device')}"
         batches = counted(layout.chunks, "micro-batch", "es")
         lines = [
-            ("spread", f"{pipelines}, {batches} of {counted(layout.samples(job), 'sample')}"),
+            ("spread", f"{pipelines}, {batches} of {counted(layout.samples(work), 'sample')}"),
             ("time", in_words(price)),
             ("speed", ", ".join(speed)),
             ("memory", ": ".join(part for part in memory if part)),
@@ -145,10 +145,10 @@ class PricedPlans:
         if steps is not None:
             hours = steps * price.step_ms / 3.6e6
             told = f"{counted(steps, 'step')} in {_duration(hours)}, "
-            told += f"{hours * machine.devices:,.2f} device-hours"
-            if machine.price_per_gpu_hour:
-                cost = hours * machine.devices * machine.price_per_gpu_hour
-                told += f", {cost:,.2f} at {machine.price_per_gpu_hour:g} an hour"
+            told += f"{hours * hardware.devices:,.2f} device-hours"
+            if hardware.price_per_gpu_hour:
+                cost = hours * hardware.devices * hardware.price_per_gpu_hour
+                told += f", {cost:,.2f} at {hardware.price_per_gpu_hour:g} an hour"
             lines.append(("run", told))
         if layout.replicas * layout.nb_part > 1:
             lines.append(("FSDP2", f"{self._fsdp2_in_words()}; not run by this project"))
@@ -167,9 +167,9 @@ class PricedPlans:
         """
         price = self.prices[number]
         layout, table = price.layout, self.table
-        costs = planned_costs(table, self.machine, self.job, layout, price.counts)
+        costs = planned_costs(table, self.hardware, self.work, layout, price.counts)
         processes = layout.nb_part if layout.engine == "distributed" else 1
-        cluster = Cluster(("cpu",) * layout.nb_part, processes, layout.replicas).placed(
+        owners = StageOwners(("cpu",) * layout.nb_part, processes, layout.replicas).placed(
             placement_of(layout.schedule)
         )
         bounds = pairwise(accumulate(price.counts, initial=0))
@@ -186,7 +186,7 @@ class PricedPlans:
             stages=[
                 StagePlan(
                     device=f"device {layout.devices[stage]}",
-                    process=cluster.process_of(stage),
+                    process=owners.process_of(stage),
                     in_flight=alive,
                     layers=costs[start:end],
                 )
@@ -208,7 +208,7 @@ class PricedPlans:
         layout = found.layout
         schedule = make_schedule(layout.schedule, layout.nb_part, chunks, layout.stages_per_device)
         table = self.table.recomputing(frozenset(found.recomputed))
-        times = stage_times(table, self.machine, self.job, layout, found.counts)
+        times = stage_times(table, self.hardware, self.work, layout, found.counts)
         spans = times.durations.spans(schedule)
         return [
             [Span(action, start / 1e3, end / 1e3) for action, start, end in lane] for lane in spans
@@ -218,8 +218,8 @@ class PricedPlans:
 def find_plans(
     net: nn.Module,
     example_inputs: Any,
-    machine: Machine,
-    job: Job,
+    hardware: Hardware,
+    work: StepWork,
     *,
     choices: Choices | None = None,
     costs: str = "estimated",
@@ -228,9 +228,10 @@ def find_plans(
     best: int = 10,
     loss: LossOfStep | None = None,
 ) -> PricedPlans:
-    """Returns the fastest ways to train `net` on `machine`, by their predicted times.
+    """Returns the fastest ways to train `net` on `hardware`, by their predicted times.
 
-        plans = find_plans(net, tokens, Machine(nodes=4, devices_per_node=8, ...), Job(samples=512))
+        hardware = Hardware(nodes=4, devices_per_node=8, ...)
+        plans = find_plans(net, tokens, hardware, StepWork(samples=512))
         print(plans)
         plans.plan().write("plan.yaml")
 
@@ -256,23 +257,23 @@ def find_plans(
     table = model_costs(
         net,
         example_inputs,
-        machine,
+        hardware,
         costs=costs,
         precision=precision,
         tf32=tf32,
         # a CPU device is a core
-        sharing=machine.devices_per_node if machine.device == "cpu" else 1,
+        sharing=hardware.devices_per_node if hardware.device == "cpu" else 1,
         loss=loss,
     )
-    prices = find_layouts(table, machine, job, choices, best=best)
+    prices = find_layouts(table, hardware, work, choices, best=best)
     rate = "tf32" if tf32 and precision == "fp32" else precision
-    return PricedPlans(table, machine, job, prices, rate)
+    return PricedPlans(table, hardware, work, prices, rate)
 
 
 def model_costs(
     net: nn.Module,
     example_inputs: Any,
-    machine: Machine,
+    hardware: Hardware,
     *,
     costs: str = "estimated",
     precision: str = "fp32",
@@ -284,18 +285,18 @@ def model_costs(
 
     Where they are measured, `sharing` devices share this process's intra-op threads.
     """
-    check_choice("cluster.costs", costs, COST_SOURCES)
+    check_choice("hardware.costs", costs, COST_SOURCES)
     chain = ChainBuilder(net, example_inputs).chain()
-    device = torch.device("cuda:0" if machine.device == "cuda" else "cpu")
+    device = torch.device("cuda:0" if hardware.device == "cuda" else "cpu")
     if costs == "measured" and device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"cluster.costs={costs} needs one of the cluster's GPUs here, and there is none: set "
-            f"cluster.costs=estimated"
+            f"hardware.costs={costs} needs one of the cluster's GPUs here, and there is none: set "
+            f"hardware.costs=estimated"
         )
     if costs == "measured":
         table = measured_costs(chain, example_inputs, device, precision, sharing=sharing, loss=loss)
     else:
-        table = counted_costs(chain, example_inputs, machine, precision, tf32, loss)
+        table = counted_costs(chain, example_inputs, hardware, precision, tf32, loss)
     return replace(table, model=type(net).__name__)
 
 

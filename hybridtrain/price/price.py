@@ -33,7 +33,7 @@ from itertools import count as counter
 from math import comb, lcm
 from typing import Any, NamedTuple
 
-from hybridtrain._base.hardware import GIB, Machine
+from hybridtrain._base.hardware import GIB, Hardware
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer
 from hybridtrain.options import PRECISIONS, PipelineOptions
@@ -48,7 +48,7 @@ from hybridtrain.partitioning import (
     given_costs,
     layer_sizes,
 )
-from hybridtrain.price.layout import Choices, Job, Layout, layouts
+from hybridtrain.price.layout import Choices, Layout, StepWork, layouts
 from hybridtrain.price.stage_needs import (
     DeviceMemory,
     StageTimes,
@@ -116,7 +116,7 @@ class Price:
 
 
 def price(
-    table: CostTable, machine: Machine, job: Job, layout: Layout, counts: Sequence[int]
+    table: CostTable, hardware: Hardware, work: StepWork, layout: Layout, counts: Sequence[int]
 ) -> Price:
     """Returns what `layout` takes if its stages have `counts` layers each.
 
@@ -127,43 +127,43 @@ def price(
         layout: how the model is spread.
         counts: the number of layers of each stage.
     """
-    times = stage_times(table, machine, job, layout, counts)
+    times = stage_times(table, hardware, work, layout, counts)
     spread = spread_of(layout, times.durations)
     host = _host_bound_ms(layout, times, spread)
     by_device = _by_device(layout, _batch_ms(layout, times, spread))
     busy_share = sum(by_device) / (layout.nb_part * spread.length or 1.0)
-    contention = table.contention_at(layout.samples(job))
+    contention = table.contention_at(layout.samples(work))
     shared = _time_shared(layout.nb_part, busy_share)
     crowded = spread.length * (1 + (contention - 1) * shared)
     one_batch = max(crowded, host)
     # a long schedule of many devices is continued, by less than they may take
     one_batch = max(one_batch, least_batch_ms(layout, times))
-    pipeline = one_batch * job.accumulate
+    pipeline = one_batch * work.accumulate
     # what the schedule would take without transfers
     apart = replace(times, transfer=(0.0,) * len(times.transfer))
     transfer = 0.0
     if any(times.transfer):
         transfer = spread.length - spread_of(layout, apart.durations).length
-    reduce = _exchange_ms(table.sizes, machine, layout, counts, spread)
-    optimizer = optimizer_ms(table.sizes, machine, job, layout, counts)
+    reduce = _exchange_ms(table.sizes, hardware, layout, counts, spread)
+    optimizer = optimizer_ms(table.sizes, hardware, work, layout, counts)
     busy = max(by_device)
-    data = job.data_ms_per_sample * job.samples * job.accumulate / layout.replicas
+    data = work.data_ms_per_sample * work.samples * work.accumulate / layout.replicas
     step = max(pipeline + reduce + optimizer, data)
-    memory = device_memory(table, job, layout, counts)
+    memory = device_memory(table, work, layout, counts)
     parts = {
-        "compute": busy * job.accumulate,
-        "idle": (spread.length - transfer - busy) * job.accumulate,
-        "transfers": transfer * job.accumulate,
+        "compute": busy * work.accumulate,
+        "idle": (spread.length - transfer - busy) * work.accumulate,
+        "transfers": transfer * work.accumulate,
         "all-reduce": reduce,
         "optimizer": optimizer,
-        "host": (one_batch - crowded) * job.accumulate,
+        "host": (one_batch - crowded) * work.accumulate,
         "data": step - (pipeline + reduce + optimizer),
     }
     # compute is always there: the rest binds where it is a fifth of the step
     rest = {name: ms for name, ms in parts.items() if name != "compute"}
     worst = max(rest, key=rest.__getitem__)
     binds = worst if rest[worst] > 0.2 * step else "compute"
-    if max(m.total for m in memory) > 0.9 * machine.usable_bytes:
+    if max(m.total for m in memory) > 0.9 * hardware.usable_bytes:
         binds += ", memory"
     slowed = 1 + (contention - 1) * shared / (busy_share or 1.0)
     busy_share *= slowed * spread.length / (one_batch or 1.0)
@@ -173,7 +173,7 @@ def price(
         step_ms=step,
         pipeline_ms=pipeline,
         compute_ms=parts["compute"],
-        recompute_ms=max(_by_device(layout, times.recompute)) * layout.chunks * job.accumulate,
+        recompute_ms=max(_by_device(layout, times.recompute)) * layout.chunks * work.accumulate,
         transfer_ms=parts["transfers"],
         reduce_ms=reduce,
         optimizer_ms=optimizer,
@@ -239,10 +239,10 @@ def _simulated(
     )
 
 
-def least_step_ms(job: Job, layout: Layout, times: StageTimes, optimizer: float) -> float:
+def least_step_ms(work: StepWork, layout: Layout, times: StageTimes, optimizer: float) -> float:
     """Returns what no step is faster than, whatever its schedule."""
-    data = job.data_ms_per_sample * job.samples * job.accumulate / layout.replicas
-    return max(least_batch_ms(layout, times) * job.accumulate + optimizer, data)
+    data = work.data_ms_per_sample * work.samples * work.accumulate / layout.replicas
+    return max(least_batch_ms(layout, times) * work.accumulate + optimizer, data)
 
 
 def least_batch_ms(layout: Layout, times: StageTimes) -> float:
@@ -271,8 +271,8 @@ def least_batch_ms(layout: Layout, times: StageTimes) -> float:
 
 def optimizer_ms(
     sizes: Sequence[LayerSize],
-    machine: Machine,
-    job: Job,
+    hardware: Hardware,
+    work: StepWork,
     layout: Layout,
     counts: Sequence[int],
 ) -> float:
@@ -280,15 +280,15 @@ def optimizer_ms(
 
     It reads weights, gradients and its tensors, and writes all but the gradients.
     """
-    tensors = 3 + 2 * job.optimizer_tensors_per_param
+    tensors = 3 + 2 * work.optimizer_tensors_per_param
     most = max(_by_device(layout, _by_stage([size.trained for size in sizes], counts)))
     shares = 1 if layout.shard == "none" else layout.replicas
-    return tensors * most / shares / machine.sustained_bandwidth * 1e3
+    return tensors * most / shares / hardware.sustained_bandwidth * 1e3
 
 
 def _exchange_ms(
     sizes: Sequence[LayerSize],
-    machine: Machine,
+    hardware: Hardware,
     layout: Layout,
     counts: Sequence[int],
     spread: Spread,
@@ -308,7 +308,7 @@ def _exchange_ms(
     for stage in order:
         begin, finish = spread.last_backward[stage]
         device = layout.devices[stage]
-        one_way = machine.gather_s(trained[stage], layout.replicas, layout.nb_part) * 1e3
+        one_way = hardware.gather_s(trained[stage], layout.replicas, layout.nb_part) * 1e3
         # a reduce-scatter and an all-gather; with shards, the norm still is that of whole gradients
         reduce = 2 * one_way
         last_bucket = reduce * min(1.0, BUCKET_BYTES / max(1, trained[stage]))
@@ -393,8 +393,8 @@ class Prediction:
 def predict_step(
     stages: Sequence[Sequence[Layer]],
     microbatch: Any,
-    machine: Machine,
-    job: Job,
+    hardware: Hardware,
+    work: StepWork,
     layout: Layout,
     measured: Sequence[LayerCost] | None = None,
     *,
@@ -426,23 +426,23 @@ def predict_step(
     if measured is not None:
         table = replace(given_costs(lambda _: measured, layer_sizes(layers)), costs_from="measured")
     else:
-        known = machine.flops_per_s or dict.fromkeys((*PRECISIONS, "tf32"), _ANY_RATE)
-        counted_on = replace(machine, flops_per_s=known)
+        known = hardware.flops_per_s or dict.fromkeys((*PRECISIONS, "tf32"), _ANY_RATE)
+        counted_on = replace(hardware, flops_per_s=known)
         table = counted_costs_of_one_size(layers, microbatch, counted_on, precision, tf32, loss)
     table = table.recomputing(recomputed)
-    if measured is None and not machine.flops_per_s:
+    if measured is None and not hardware.flops_per_s:
         return Prediction(
-            memory_bytes=_as_measured(device_memory(table, job, layout, counts), machine),
+            memory_bytes=_as_measured(device_memory(table, work, layout, counts), hardware),
             reason="`hybridtrain measure-machine`, once, or split=time would give the times",
         )
-    found = price(table, machine, job, layout, counts)
-    memory = _as_measured(found.memory, machine)
+    found = price(table, hardware, work, layout, counts)
+    memory = _as_measured(found.memory, hardware)
     return Prediction(found.step_ms, found.bubble, memory, table.costs_from)
 
 
-def _as_measured(memory: Sequence[DeviceMemory], machine: Machine) -> tuple[int, ...]:
+def _as_measured(memory: Sequence[DeviceMemory], hardware: Hardware) -> tuple[int, ...]:
     """Returns the peak of each device: of a GPU all, on a CPU what is counted there."""
-    return tuple(m.kept if machine.device == "cpu" else m.total for m in memory)
+    return tuple(m.kept if hardware.device == "cpu" else m.total for m in memory)
 
 
 def why_not_priced(options: PipelineOptions) -> str | None:
@@ -481,8 +481,8 @@ class _Entry(NamedTuple):
 
 def find_layouts(
     table: CostTable,
-    machine: Machine,
-    job: Job,
+    hardware: Hardware,
+    work: StepWork,
     choices: Choices | None = None,
     *,
     best: int = 10,
@@ -500,8 +500,8 @@ def find_layouts(
         ConfigError: no layout uses all devices and cuts all batches evenly.
         SplitError: no layout fits into memory; says how much is missing.
     """
-    search = _Search(table, machine, job)
-    every = layouts(machine, job, len(table.sizes), choices or Choices())
+    search = _Search(table, hardware, work)
+    every = layouts(hardware, work, len(table.sizes), choices or Choices())
     found = search.fastest(every, best)
     if not found:
         raise SplitError(search.why_nothing_fits(every))
@@ -535,10 +535,10 @@ def proposed(prices: Sequence[Price]) -> Price:
 class _Search:
     """Cuts and bounds, of which many layouts share some."""
 
-    def __init__(self, table: CostTable, machine: Machine, job: Job) -> None:
+    def __init__(self, table: CostTable, hardware: Hardware, work: StepWork) -> None:
         self._table = table
-        self._machine = machine
-        self._job = job
+        self._machine = hardware
+        self._job = work
         self._cut = cache(self._cut_by_time)
         self._times = cache(self._whole_times)
         self._weighed_at = cache(self._weighed_of)
@@ -751,8 +751,8 @@ class _Search:
             f"no plan fits: {(nbytes - usable) / GIB:.1f} GiB are missing on device {device}; the "
             f"least memory is {nbytes / GIB:.1f} GiB of {usable / GIB:.1f} GiB that may be used "
             f"(nb_part={layout.nb_part}, chunks={layout.chunks}, checkpoint {checkpoint}, "
-            f"shard={layout.shard}): more devices (cluster.nodes=), larger ones "
-            f"(cluster.memory_gib=) or a smaller model would do"
+            f"shard={layout.shard}): more devices (hardware.nodes=), larger ones "
+            f"(hardware.memory_gib=) or a smaller model would do"
         )
 
     def _least_bytes(self, layout: Layout) -> float:

@@ -8,13 +8,13 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from hybridtrain._base.hardware import Machine
+from hybridtrain._base.hardware import Hardware
 from hybridtrain.partitioning import (
     CostTable,
     LayerCost,
     LayerSize,
 )
-from hybridtrain.price.layout import Job, Layout
+from hybridtrain.price.layout import Layout, StepWork
 from hybridtrain.schedule import Durations, make_schedule, peak_in_flight, peak_waiting
 
 # What a micro-batch holds in addition between the two parts of its backward, over its activations:
@@ -54,7 +54,7 @@ class DeviceMemory:
 
 
 def device_memory(
-    table: CostTable, job: Job, layout: Layout, counts: Sequence[int]
+    table: CostTable, work: StepWork, layout: Layout, counts: Sequence[int]
 ) -> list[DeviceMemory]:
     """Returns the memory of each device at its peak.
 
@@ -64,7 +64,7 @@ def device_memory(
         layout: how the model is spread.
         counts: the number of layers of each stage.
     """
-    costs = table.costs_at(layout.samples(job))
+    costs = table.costs_at(layout.samples(work))
     in_flight = most_in_flight(layout)
     own: list[list[LayerSize]] = [[] for _ in range(layout.nb_part)]
     waiting = _most_waiting(layout)
@@ -82,7 +82,7 @@ def device_memory(
             boundaries[device] += in_flight[stage] * costs[start - 1].crossing_bytes
     return [
         replace(
-            _fixed_memory(sizes, job, layout), activations=kept, boundaries=received, temporaries=t
+            _fixed_memory(sizes, work, layout), activations=kept, boundaries=received, temporaries=t
         )
         for sizes, kept, received, t in zip(own, activations, boundaries, temporaries, strict=True)
     ]
@@ -143,12 +143,12 @@ def _waiting_of(
 
 
 def with_weight_bytes(
-    costs: Sequence[LayerCost], sizes: Sequence[LayerSize], job: Job, layout: Layout
+    costs: Sequence[LayerCost], sizes: Sequence[LayerSize], work: StepWork, layout: Layout
 ) -> list[LayerCost]:
     """Returns the costs with the bytes of a layer's weights, gradients and state, for a cut."""
 
     def weight_bytes(size: LayerSize) -> int:
-        memory = _fixed_memory([size], job, layout)
+        memory = _fixed_memory([size], work, layout)
         return memory.weights + memory.gradients + memory.state
 
     return [
@@ -157,13 +157,13 @@ def with_weight_bytes(
     ]
 
 
-def _fixed_memory(sizes: Sequence[LayerSize], job: Job, layout: Layout) -> DeviceMemory:
+def _fixed_memory(sizes: Sequence[LayerSize], work: StepWork, layout: Layout) -> DeviceMemory:
     """Returns the memory of layers that does not depend on the number in flight.
 
     Gradients are views of DDP's buckets, which it keeps for good.
     """
     trained = sum(size.trained for size in sizes)
-    state = trained * job.optimizer_tensors_per_param
+    state = trained * work.optimizer_tensors_per_param
     return DeviceMemory(
         weights=sum(size.weights for size in sizes),
         gradients=trained,
@@ -214,13 +214,13 @@ class StageTimes:
 
 
 def stage_times(
-    table: CostTable, machine: Machine, job: Job, layout: Layout, counts: Sequence[int]
+    table: CostTable, hardware: Hardware, work: StepWork, layout: Layout, counts: Sequence[int]
 ) -> StageTimes:
     """Returns how long the actions of each stage take, and the messages between stages."""
-    costs = table.costs_at(layout.samples(job))
+    costs = table.costs_at(layout.samples(work))
     bounds = list(pairwise(accumulate(counts, initial=0)))
     stages = [
-        _stage_ms(machine, layout, stage, costs[start:end], table.host_ms[start:end])
+        _stage_ms(hardware, layout, stage, costs[start:end], table.host_ms[start:end])
         for stage, (start, end) in enumerate(bounds)
     ]
     again = [
@@ -228,7 +228,7 @@ def stage_times(
         for index, cost in enumerate(costs)
     ]
     transfer = [
-        _transfer_ms(machine, layout, border, costs[cut - 1].crossing_bytes)
+        _transfer_ms(hardware, layout, border, costs[cut - 1].crossing_bytes)
         for border, cut in enumerate(list(accumulate(counts))[:-1])
     ]
     by_name = zip(_OneStage._fields, zip(*stages, strict=True), strict=True)
@@ -248,7 +248,7 @@ class _OneStage(NamedTuple):
 
 
 def _stage_ms(
-    machine: Machine,
+    hardware: Hardware,
     layout: Layout,
     stage: int,
     costs: Sequence[LayerCost],
@@ -258,9 +258,9 @@ def _stage_ms(
     again = layout.recomputed
     f, b = sum([c.forward_ms for c in costs]), sum([c.backward_ms for c in costs])
     call_f, call_b = sum([f for f, _ in calls]), sum([b for _, b in calls])
-    action = _action_ms(machine, layout, stage)
+    action = _action_ms(hardware, layout, stage)
     # a GPU computes meanwhile; a CPU does not
-    before = action if machine.device == "cpu" else 0.0
+    before = action if hardware.device == "cpu" else 0.0
     forward = max(f + before, call_f + action)
     backward = max(b + again * f + before, call_b + action + again * call_f)
     in_parts, more = backward, 0.0
@@ -268,7 +268,7 @@ def _stage_ms(
     if layout.splits_backwards and stage > 0:
         more = (SPLIT_HOST - 1) * call_b + action
         on_cpu = SPLIT_OPERATORS * b + before + more
-        in_parts = on_cpu if machine.device == "cpu" else max(b, call_b + action + more)
+        in_parts = on_cpu if hardware.device == "cpu" else max(b, call_b + action + more)
     # what is recomputed is not divided
     weight = (0.5 if stage else 1.0) * in_parts if layout.splits_backwards else 0.0
     host = (1 + again) * call_f + call_b + 2 * action
@@ -276,17 +276,17 @@ def _stage_ms(
 
 
 def planned_costs(
-    table: CostTable, machine: Machine, job: Job, layout: Layout, counts: Sequence[int]
+    table: CostTable, hardware: Hardware, work: StepWork, layout: Layout, counts: Sequence[int]
 ) -> list[LayerCost]:
     """Returns the costs that the plan of this layout has, with the times of its messages."""
-    costs = list(table.costs_at(layout.samples(job)))
+    costs = list(table.costs_at(layout.samples(work)))
     for border, cut in enumerate(list(accumulate(counts))[:-1]):
-        ms = _transfer_ms(machine, layout, border, costs[cut - 1].crossing_bytes)
+        ms = _transfer_ms(hardware, layout, border, costs[cut - 1].crossing_bytes)
         costs[cut - 1] = replace(costs[cut - 1], crossing_ms=ms)
     return costs
 
 
-def _action_ms(machine: Machine, layout: Layout, stage: int) -> float:
+def _action_ms(hardware: Hardware, layout: Layout, stage: int) -> float:
     """Returns the host's time for a forward or backward of `stage`, beside its operators.
 
     With a process for each device, what comes from another stage is received and what goes to
@@ -295,13 +295,13 @@ def _action_ms(machine: Machine, layout: Layout, stage: int) -> float:
     messages = (stage > 0) + (stage < layout.stages - 1)
     if layout.engine == "local" or layout.nb_part == 1:
         messages = 0
-    return (machine.action_s + messages * machine.message_s) * 1e3
+    return (hardware.action_s + messages * hardware.message_s) * 1e3
 
 
-def _transfer_ms(machine: Machine, layout: Layout, border: int, nbytes: float) -> float:
+def _transfer_ms(hardware: Hardware, layout: Layout, border: int, nbytes: float) -> float:
     """Returns the time of a message from stage `border` to the next one."""
     device, to = layout.devices[border : border + 2]
-    in_node = machine.devices_per_node
-    if device == to or (layout.engine == "local" and machine.device == "cpu"):
+    in_node = hardware.devices_per_node
+    if device == to or (layout.engine == "local" and hardware.device == "cpu"):
         return 0.0
-    return machine.transfer_s(nbytes, device // in_node != to // in_node) * 1e3
+    return hardware.transfer_s(nbytes, device // in_node != to // in_node) * 1e3

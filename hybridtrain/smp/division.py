@@ -56,12 +56,12 @@ def partitioned_model(
 
     def decide() -> tuple[list[str], list[str], str]:
         try:
-            made = plan(net, searched, example, world.cluster, costs=costs)
+            made = plan(net, searched, example, world.stage_owners, costs=costs)
         except SplitError as error:
             if not by_costs:
                 raise
             log.info("divided by parameters, as costs cannot be estimated: %s", error)
-            made = plan(net, replace(options, split="size"), example, world.cluster)
+            made = plan(net, replace(options, split="size"), example, world.stage_owners)
         begins = [names[0] for names in made.layer_names[1:]]
         return begins, checkpointed_names(net), table(made)
 

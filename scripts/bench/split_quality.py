@@ -24,7 +24,7 @@ from hybridtrain.loss import cross_entropy
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import Cluster, plan
+from hybridtrain.partitioning import StageOwners, plan
 from hybridtrain.partitioning.planner import COST_SOURCES
 from hybridtrain.pipeline.timeline import stage_times
 from hybridtrain.world import World
@@ -83,7 +83,7 @@ def decide(make: Callable[[], Case], stages: int, repeats: int, costs: str) -> t
     net, x, targets, loss_fn = make()
     start = time.perf_counter()
     options = PipelineOptions(chunks=CHUNKS, split="time")
-    found = plan(net, options, x, Cluster.of_cpus(stages), costs=costs)
+    found = plan(net, options, x, StageOwners.of_cpus(stages), costs=costs)
     seconds = time.perf_counter() - start
     world = World.from_env(stages, devices="cpu")
     few = slice(SAMPLES // CHUNKS)

@@ -13,7 +13,7 @@ from support.cases import thinned
 from support.launch import single
 
 from hybridtrain.cli.config.compose import compose_config, to_yaml
-from hybridtrain.cli.config.schema import ClusterConfig, Config
+from hybridtrain.cli.config.schema import Config, HardwareConfig
 from hybridtrain.cli.main import main
 from hybridtrain.errors import ConfigError
 
@@ -70,8 +70,8 @@ def test_every_option_of_every_group_composes_with_its_own_values(path: Path) ->
     written = OmegaConf.to_object(OmegaConf.load(path))
     written.pop("defaults", None)
     of_the_schema = Config().data if group == "data" else {}
-    if group == "cluster":  # a preset has what its data sheet says
-        of_the_schema = dataclasses.asdict(ClusterConfig())
+    if group == "hardware":  # a preset has what its data sheet says
+        of_the_schema = dataclasses.asdict(HardwareConfig())
     if group == "monitor":  # each names one monitor, and several can be chosen
         of_the_schema = dataclasses.asdict(Config().monitor)
     if group == "submit":  # a size is written upon the defaults

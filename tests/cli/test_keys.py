@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybridtrain._base.hardware import Machine
+from hybridtrain._base.hardware import Hardware
 from hybridtrain.cli.config.compose import compose_settings
 from hybridtrain.cli.config.resolve import settle
 from hybridtrain.cli.config.schema import (
     KEYS,
     LOADER_KEYS,
     OTHER_NAMES,
-    ClusterConfig,
     Config,
+    HardwareConfig,
     arguments_of,
     errors_with_config_keys,
     flat_keys,
@@ -122,9 +122,9 @@ def test_a_warning_of_the_library_names_config_keys_in_the_log_and_on_the_termin
     assert [line.split(": ", 1)[1] for line in written] == lines
 
 
-@pytest.mark.parametrize("options", [PipelineOptions, TrainerOptions, Machine])
+@pytest.mark.parametrize("options", [PipelineOptions, TrainerOptions, Hardware])
 def test_a_key_has_the_name_and_the_default_of_the_option_that_it_sets(options: type) -> None:
-    config = Config(cluster=ClusterConfig())
+    config = Config(hardware=HardwareConfig())
     defaults = {each.name: each.default for each in dataclasses.fields(options)}
     of_the_run = {"seed", "optimizer_tensors_per_param"}
     given = arguments_of(config, options)

@@ -18,7 +18,7 @@ QUICK = [*SMALL, "trainer.steps=2"]
 RUN = Path("outputs/digits")
 
 OWN = '''
-from hybridtrain.observe.trackers import Monitor
+from hybridtrain.loop import Monitor
 
 
 class Told(Monitor):

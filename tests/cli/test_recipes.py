@@ -129,7 +129,7 @@ def test_the_mfu_has_the_flops_of_forwards_and_backwards_without_recomputation(
         *("recipe=python_source_gpt", *TINY["python_source_gpt"], f"model.n_layer={layers}"),
         *("trainer.steps=2", "trainer.log_every=1", "trainer.eval_every=null"),
         *("world.devices=cpu", "data.batch_size=16", "pipeline.checkpoint=always"),
-        *("cluster=h100", "cluster.device=cpu", "cluster.flops_per_s.fp32=1e9"),
+        *("hardware=h100", "hardware.device=cpu", "hardware.flops_per_s.fp32=1e9"),
     )
     assert "train/mfu is not logged" not in said
     # Narayanan et al., 2021 (arXiv:2104.04473), section 5.1, with 3 forwards in place of their 4
@@ -154,7 +154,7 @@ def test_the_mfu_follows_the_tokens_where_batches_are_padded_to_their_longest(
         *("recipe=bert_classifier", *TINY["bert_classifier"], "trainer.epochs=null"),
         *("trainer.steps=6", "trainer.log_every=1", "trainer.eval_every=null"),
         *("world.devices=cpu", "data.batch_size=2", "pipeline.chunks=2", "data.max_len=32"),
-        *("cluster=h100", "cluster.device=cpu", "cluster.flops_per_s.fp32=1e9"),
+        *("hardware=h100", "hardware.device=cpu", "hardware.flops_per_s.fp32=1e9"),
     )
     logged = [line for line in metrics(Path("outputs/bert_classifier")) if "train/mfu" in line]
     lengths = [
@@ -169,8 +169,8 @@ def test_a_cluster_of_other_devices_trains_and_says_why_there_is_no_mfu(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     steps = ["trainer.epochs=null", "trainer.steps=2", "trainer.log_every=1"]
-    said = succeed(capfd, "recipe=digits", "world.devices=cpu", *steps, "cluster=h100")
-    assert "train/mfu is not logged: cluster.device=cuda, and the run is on cpu" in said
+    said = succeed(capfd, "recipe=digits", "world.devices=cpu", *steps, "hardware=h100")
+    assert "train/mfu is not logged: hardware.device=cuda, and the run is on cpu" in said
     assert not any("train/mfu" in line for line in metrics(Path("outputs/digits")))
 
 

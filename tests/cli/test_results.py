@@ -103,7 +103,7 @@ def test_commands_that_a_sweep_and_a_plan_end_with_have_the_folder_of_options(
     Path("my options/optim").mkdir(parents=True)
     Path("my options/optim/mine.yaml").write_text("{_target_: torch.optim.SGD, lr: 0.01}\n")
     given = [*QUICK, "optim=mine", "--config-dir", "my options"]
-    for words in (["-m", *given, "seed=1,2"], ["plan", *given, "cluster=h100", "run_name=plan"]):
+    for words in (["-m", *given, "seed=1,2"], ["plan", *given, "hardware=h100", "run_name=plan"]):
         assert main(words) == 0
         command = shlex.split(capfd.readouterr().err.splitlines()[-1])
         assert command[-2:] == ["--config-dir", "my options"]

@@ -14,7 +14,7 @@ CONFIG = {
     "microbatches": 4,
     "pipeline": "interleaved",
     "optimize": "speed",
-    "placement_strategy": "cluster",
+    "placement_strategy": "hardware",
     "auto_partition": True,
     "default_partition": 0,
     "contiguous": True,

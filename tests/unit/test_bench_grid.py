@@ -11,10 +11,10 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from hybridtrain.cli.run.pricing import machine_of
+from hybridtrain.cli.run.pricing import hardware_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.models import transformer
-from hybridtrain.price.layout import Choices, Job
+from hybridtrain.price.layout import Choices, StepWork
 from hybridtrain.price.plan_table import find_plans
 from scripts.bench.grid import __main__ as command
 from scripts.bench.grid import worker
@@ -182,13 +182,13 @@ def test_a_launch_that_fails_is_an_outcome_with_its_reason(script, failure, reas
 
 @pytest.mark.parametrize("cell", [Cell(4, 1, 128, 8), Cell(4, 4, 64, 1), Cell(8, 2, 256, 4)])
 def test_a_prediction_equals_the_planners_price_of_that_layout(v100, cell):
-    machine = replace(machine_of(v100.config.cluster), nodes=cell.devices // 4)
+    hardware = replace(hardware_of(v100.config.hardware), nodes=cell.devices // 4)
     tokens = torch.zeros(16, 256, dtype=torch.long)
     plans = find_plans(
         transformer(20_002),
         (tokens, tokens.bool()),
-        machine,
-        Job(cell.devices * cell.batch_per_device),
+        hardware,
+        StepWork(cell.devices * cell.batch_per_device),
         choices=Choices(
             nb_part=[cell.nb_part],
             engine=["local"],
@@ -210,7 +210,7 @@ def test_a_cell_is_priced_on_as_many_nodes_as_it_needs(v100):
 
 
 def test_a_cell_that_does_not_fit_is_a_failure_with_its_memory():
-    tight = make_predictor("jean-zay-v100", ["cluster.memory_gib=3"])
+    tight = make_predictor("jean-zay-v100", ["hardware.memory_gib=3"])
     assert tight.outcome(Cell(4, 4, 32, 1)).step_ms is not None
     full = tight.outcome(Cell(4, 4, 256, 1))
     assert (full.step_ms, full.failure) == (None, MEMORY)
@@ -268,7 +268,7 @@ def test_a_machine_whose_layers_are_measured_predicts_but_is_not_emulated(tmp_pa
     # measured times differ between two runs, so that no emulated cell would be done
     path = tmp_path / "measured.yaml"
     path.write_text("{costs: measured, device: cpu, devices_per_node: 2}")
-    options = ["--cluster", str(path), "--devices", "2", "--out", str(tmp_path), *SMALL]
+    options = ["--hardware", str(path), "--devices", "2", "--out", str(tmp_path), *SMALL]
     with pytest.raises(ConfigError, match="costs=estimated"):
         command.main(["--predict", "--emulated", *options])
     assert (tmp_path / "predicted.csv").exists()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridtrain._base.hardware import Machine
+from hybridtrain._base.hardware import Hardware
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.models import gpt
 from hybridtrain.partitioning import (
@@ -17,11 +17,11 @@ from hybridtrain.partitioning import (
 )
 from hybridtrain.partitioning.cost_table import measured_costs
 from hybridtrain.partitioning.costs import LayerProfiler
-from hybridtrain.price.layout import Choices, Job
+from hybridtrain.price.layout import Choices, StepWork
 from hybridtrain.price.plan_table import find_plans
 
 CPU = torch.device("cpu")
-MACHINE = Machine(device="cpu", devices_per_node=2, flops_per_s={"fp32": 1e10}, operator_s=0.0)
+MACHINE = Hardware(device="cpu", devices_per_node=2, flops_per_s={"fp32": 1e10}, operator_s=0.0)
 TOKENS = torch.zeros(4, 8, dtype=torch.long)
 
 
@@ -67,7 +67,9 @@ def test_layers_that_run_at_one_time_are_left_as_they_were(devices):
 def test_plans_of_a_model_without_values_can_be_measured():
     with torch.device("meta"):
         net = gpt(64, 8, n_layer=3, d_model=16)
-    plans = find_plans(net, TOKENS, MACHINE, Job(4), choices=Choices(nb_part=[2]), costs="measured")
+    plans = find_plans(
+        net, TOKENS, MACHINE, StepWork(4), choices=Choices(nb_part=[2]), costs="measured"
+    )
     assert plans.table.costs_from == "measured"
     assert plans.prices[0].step_ms > 0
     assert all(p.is_meta for p in net.parameters())

@@ -14,7 +14,7 @@ from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.graph.segment import layers_of
 from hybridtrain.models import gpt, transformer
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import Cluster, LayerCost, plan
+from hybridtrain.partitioning import LayerCost, StageOwners, plan
 from hybridtrain.partitioning.costs import LayerProfiler
 from hybridtrain.partitioning.estimates import count_chain, estimate_costs
 
@@ -124,17 +124,17 @@ def test_linear_layers_of_different_widths_are_cut_as_by_their_analytic_flops(st
             for index, layer in enumerate(layers)
         ]
 
-    options, cluster = PipelineOptions(split="time"), Cluster.of_cpus(stages)
+    options, owners = PipelineOptions(split="time"), StageOwners.of_cpus(stages)
     by_flops = partial(estimate_costs, **ARITHMETIC)
-    expected = plan(net, options, x, cluster, costs=analytic).counts
-    assert plan(net, options, x, cluster, costs=by_flops).counts == expected
+    expected = plan(net, options, x, owners, costs=analytic).counts
+    assert plan(net, options, x, owners, costs=by_flops).counts == expected
 
 
 def test_a_plan_by_estimates_needs_no_weights():
     with torch.device("meta"):
         net = mlp(64, 64, 64, 64, 4096, 64)
     options = PipelineOptions(chunks=2, split="time")
-    found = plan(net, options, torch.randn(8, 64), Cluster.of_cpus(2), costs="estimated")
+    found = plan(net, options, torch.randn(8, 64), StageOwners.of_cpus(2), costs="estimated")
     assert found.costs_from == "estimated"
     assert found.counts == [4, 1]
     assert all(parameter.is_meta for parameter in net.parameters())

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import Cluster, costs, planner
+from hybridtrain.partitioning import StageOwners, costs, planner
 from hybridtrain.partitioning.planner import plan
 
 WIDTH = 6
@@ -168,7 +168,7 @@ NETS = [name for name in CASES if name not in ("padded", "weighted", "transforme
 
 def planned(net, inputs, chunks=2, costs="measured", **options):
     options = PipelineOptions(chunks=chunks, **options)
-    return plan(net, options, inputs, Cluster.of_cpus(2), costs=costs)
+    return plan(net, options, inputs, StageOwners.of_cpus(2), costs=costs)
 
 
 @pytest.mark.parametrize("name", NETS)

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchvision.models import resnet50
 
 from hybridtrain._base.construction import construct_on_meta
-from hybridtrain._base.hardware import GIB, Machine
+from hybridtrain._base.hardware import GIB, Hardware
 from hybridtrain.data import largest_batch
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph import ChainBuilder
@@ -29,8 +29,8 @@ from hybridtrain.partitioning.cost_table import (
 from hybridtrain.partitioning.costs import LayerCost, LayerSize
 from hybridtrain.price import (
     Choices,
-    Job,
     Layout,
+    StepWork,
     find_layouts,
     find_plans,
     fully_sharded,
@@ -42,7 +42,7 @@ from hybridtrain.price.stage_needs import DeviceMemory, device_memory, most_temp
 from scripts.bench.planning import literature
 from scripts.bench.planning.run import ALLOCATED, allocated_peak
 
-MACHINE = Machine(
+MACHINE = Hardware(
     devices_per_node=8, memory_gib=80, flops_per_s={"bf16": 1e15, "fp32": 1e14}, flops_reached=0.5
 )
 TOKENS = torch.zeros(4, 32, dtype=torch.long)
@@ -105,15 +105,15 @@ def test_as_few_layers_are_recomputed_as_memory_asks_for_the_most_useful_first()
     choices = Choices(nb_part=[1], chunks=[2], checkpoint=["never", "layers"])
     found = {}
     for gib in (29, 20, 19, 17):
-        machine = Machine(devices_per_node=1, memory_gib=gib, reserved_gib=0)
-        best = find_layouts(given_costs(uneven), machine, Job(2), choices)[0]
+        hardware = Hardware(devices_per_node=1, memory_gib=gib, reserved_gib=0)
+        best = find_layouts(given_costs(uneven), hardware, StepWork(2), choices)[0]
         assert best.peak_bytes <= gib * GIB
         found[gib] = best.recomputed, best.recompute_ms / 2
     # The second layer frees 15 GiB. They are there again while its backward runs, but not what the
     # layers behind it keep.
     assert found == {29: ((), 0.0), 20: ((1,), 1.0), 19: ((0, 1), 2.0), 17: ((0, 1), 2.0)}
     with pytest.raises(SplitError, match=r"no plan fits: 1\.0 GiB are missing on device 0"):
-        find_layouts(given_costs(uneven), replace(machine, memory_gib=16), Job(2), choices)
+        find_layouts(given_costs(uneven), replace(hardware, memory_gib=16), StepWork(2), choices)
 
 
 def test_the_loss_is_counted_on_the_last_stage_alone():
@@ -123,7 +123,7 @@ def test_the_loss_is_counted_on_the_last_stage_alone():
         for loss in (None, LossOfStep(cross_entropy, TOKENS))
     ]
     layout, counts = Layout(nb_part=2, chunks=1), [2, len(chain.layers) - 2]
-    without, with_loss = (device_memory(table, Job(8), layout, counts) for table in tables)
+    without, with_loss = (device_memory(table, StepWork(8), layout, counts) for table in tables)
     log_probabilities = 8 * 32 * 1000 * 4
     assert without[0] == with_loss[0]
     assert with_loss[1].activations - without[1].activations >= log_probabilities
@@ -143,7 +143,7 @@ def test_a_model_with_batch_norms_of_one_value_is_counted():
     net = construct_on_meta(lambda: resnet50(num_classes=10))
     pictures, labels = torch.zeros(16, 3, 8, 8), torch.zeros(16, dtype=torch.long)
     plans = find_plans(
-        net, pictures, MACHINE, Job(64), loss=LossOfStep(cross_entropy, labels), best=3
+        net, pictures, MACHINE, StepWork(64), loss=LossOfStep(cross_entropy, labels), best=3
     )
     assert plans.prices[0].step_ms > 0
 
@@ -158,9 +158,9 @@ def test_flops_are_those_of_megatrons_formula():
 
 
 def test_an_answer_says_how_fast_how_long_and_what_it_costs():
-    machine = replace(MACHINE, price_per_gpu_hour=2.5)
-    job = Job(64, tokens_per_sample=32)
-    plans = find_plans(small_gpt(), TOKENS, machine, job, precision="bf16")
+    hardware = replace(MACHINE, price_per_gpu_hour=2.5)
+    job = StepWork(64, tokens_per_sample=32)
+    plans = find_plans(small_gpt(), TOKENS, hardware, job, precision="bf16")
     best = plans.prices[0]
     told = plans.answer(steps=10**7)
     samples = 64 / best.step_ms * 1e3
@@ -178,10 +178,10 @@ def test_an_answer_says_how_fast_how_long_and_what_it_costs():
 
 @pytest.mark.parametrize(("nodes", "is_advised"), [(1, True), (128, False)])
 def test_fsdp2_is_advised_where_it_is_faster_and_its_price_was_compared(nodes, is_advised):
-    machine = replace(MACHINE, nodes=nodes)
-    job = Job(2 * machine.devices)
+    hardware = replace(MACHINE, nodes=nodes)
+    job = StepWork(2 * hardware.devices)
     slow = Choices(nb_part=[2], engine=["local"])  # half of the time is idle
-    plans = find_plans(small_gpt(), TOKENS, machine, job, choices=slow, precision="bf16")
+    plans = find_plans(small_gpt(), TOKENS, hardware, job, choices=slow, precision="bf16")
     assert plans.fully_sharded.step_ms < 0.98 * plans.prices[0].step_ms
     assert plans.advises_fsdp2 is is_advised
     told = plans.answer()
@@ -198,7 +198,7 @@ def prices_of(*wanted):
     found = []
     for layout, step_ms, gib in wanted:
         counts = [8 // layout.stages] * layout.stages
-        one = price(table, MACHINE, Job(64), layout, counts)
+        one = price(table, MACHINE, StepWork(64), layout, counts)
         memory = (DeviceMemory(activations=int(gib * GIB)),)
         found.append(replace(one, step_ms=step_ms, memory=memory))
     return found
@@ -218,7 +218,7 @@ def test_of_plans_that_are_as_fast_the_simplest_is_proposed_and_then_the_smalles
 
 def test_a_search_begins_with_what_it_proposes_and_goes_on_by_time():
     table = counted_costs(ChainBuilder(small_gpt(), TOKENS).chain(), TOKENS, MACHINE, "bf16")
-    found = find_layouts(table, MACHINE, Job(64), best=8)
+    found = find_layouts(table, MACHINE, StepWork(64), best=8)
     assert found[0] is proposed(found)
     rest = [one.step_ms for one in found[1:]]
     assert rest == sorted(rest)
@@ -229,12 +229,12 @@ def test_a_margin_of_the_memory_stays_free():
     sizes = [LayerSize(4 * GIB, 4 * GIB)] * 4
     table = given_costs(lambda _: [LayerCost(str(i), forward_ms=1.0) for i in range(4)], sizes)
     choices = Choices(nb_part=[1], shard=["none"])
-    full = Machine(devices_per_node=1, memory_gib=65.0)  # 64 GiB are needed
-    assert find_layouts(table, full, Job(4), choices)
+    full = Hardware(devices_per_node=1, memory_gib=65.0)  # 64 GiB are needed
+    assert find_layouts(table, full, StepWork(4), choices)
     with pytest.raises(SplitError, match="no plan fits"):
-        find_layouts(table, replace(full, margin=0.05), Job(4), choices)
-    with pytest.raises(ConfigError, match=r"cluster\.margin=1"):
-        Machine(margin=1.0)
+        find_layouts(table, replace(full, margin=0.05), StepWork(4), choices)
+    with pytest.raises(ConfigError, match=r"hardware\.margin=1"):
+        Hardware(margin=1.0)
 
 
 def test_fully_sharded_divides_weights_gradients_and_state():
@@ -243,7 +243,7 @@ def test_fully_sharded_divides_weights_gradients_and_state():
 
     table = given_costs(costs_at, [LayerSize(GIB, GIB)] * 4)
     found = [
-        fully_sharded(table, replace(MACHINE, devices_per_node=n), Job(64), chunks=1)
+        fully_sharded(table, replace(MACHINE, devices_per_node=n), StepWork(64), chunks=1)
         for n in (1, 2, 8)
     ]
     for devices, one in zip((1, 2, 8), found, strict=True):
@@ -254,9 +254,9 @@ def test_fully_sharded_divides_weights_gradients_and_state():
     # a slow network shows
     slow = replace(MACHINE, node_bytes_per_s=1e9)
     once = slow.gather_s(4 * GIB, 8, 1) * 1e3
-    assert fully_sharded(table, slow, Job(64), chunks=1).step_ms > 3 * once
-    assert fully_sharded(table, MACHINE, Job(63)) is None
-    assert fully_sharded(table, replace(MACHINE, memory_gib=4.0), Job(64)) is None
+    assert fully_sharded(table, slow, StepWork(64), chunks=1).step_ms > 3 * once
+    assert fully_sharded(table, MACHINE, StepWork(63)) is None
+    assert fully_sharded(table, replace(MACHINE, memory_gib=4.0), StepWork(64)) is None
 
 
 class Ragged(Dataset):

@@ -17,10 +17,10 @@ from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import (
-    Cluster,
     LayerCost,
     Plan,
     Planner,
+    StageOwners,
     balance_by_size,
     balance_by_time,
     plan,
@@ -85,7 +85,7 @@ def samples():
 
 def planned(net, stages, example_inputs=None, costs="measured", **settings):
     options = PipelineOptions(chunks=2, **settings)
-    return plan(net, options, example_inputs, Cluster.of_cpus(stages), costs=costs)
+    return plan(net, options, example_inputs, StageOwners.of_cpus(stages), costs=costs)
 
 
 def hybrid(net, stages, **settings):
@@ -107,7 +107,7 @@ def assert_trains_as_whole(model, whole):
 
 def test_planning_imports_neither_an_engine_nor_a_process_group():
     code = (
-        "import sys, hybridtrain.partition\n"
+        "import sys, hybridtrain.partitioning\n"
         "above = ('hybridtrain.pipeline', 'hybridtrain.world', 'hybridtrain.model', 'hydra')\n"
         "print([name for name in sys.modules if name.startswith(above)])"
     )
@@ -116,9 +116,9 @@ def test_planning_imports_neither_an_engine_nor_a_process_group():
 
 
 def test_a_plan_says_who_owns_each_stage_and_what_it_keeps():
-    cluster = Cluster(("cuda:0", "cuda:1", "cuda:0", "cuda:1"), processes=2)
+    owners = StageOwners(("cuda:0", "cuda:1", "cuda:0", "cuda:1"), processes=2)
     options = PipelineOptions(chunks=8, stages_per_device=2, checkpoint=["3", "4"])
-    found = plan(nn.Sequential(*(nn.Linear(2, 2) for _ in range(9))), options, cluster=cluster)
+    found = plan(nn.Sequential(*(nn.Linear(2, 2) for _ in range(9))), options, owners=owners)
     assert (found.model, found.nb_part, found.stages_per_device) == ("Sequential", 4, 2)
     assert (found.chunks, found.schedule, found.checkpoint) == (8, "1f1b", ["3", "4"])
     assert (found.split, found.costs_from, found.expand) == ("uniform", "counted", [])
@@ -139,14 +139,14 @@ def test_a_plan_pickles_compares_and_shows_itself_in_a_line():
 
 def test_every_process_rebuilds_the_layers_of_a_plan_without_deciding():
     net = nn.Sequential(*(Block(0) for _ in range(3)), Block(20))
-    options, cluster = PipelineOptions(split="time"), Cluster.of_cpus(2)
-    decided = Planner(net, options, samples(), cluster).plan()
+    options, owners = PipelineOptions(split="time"), StageOwners.of_cpus(2)
+    decided = Planner(net, options, samples(), owners).plan()
     assert decided.expand == ["3"]
 
     def never(layers, inputs):
         raise AssertionError("decides anew")
 
-    other = Planner(copy.deepcopy(net), options, samples(), cluster, costs=never)
+    other = Planner(copy.deepcopy(net), options, samples(), owners, costs=never)
     found = other.layers_of(decided)
     assert [[layer.name for layer in stage] for stage in found.stages] == decided.layer_names
     assert len(found.units) == sum(decided.counts)
@@ -167,7 +167,7 @@ def test_the_layers_of_a_plan_that_was_just_made_are_not_traced_again():
                 x = block(x)
             return x
 
-    planner = Planner(Traced(), PipelineOptions(split="time"), samples(), Cluster.of_cpus(2))
+    planner = Planner(Traced(), PipelineOptions(split="time"), samples(), StageOwners.of_cpus(2))
     found = planner.plan()
     traced = len(forwards)
     assert found.expand == ["blocks.9"]
@@ -248,7 +248,7 @@ def memory_net():
 
 def by_memory(**settings):
     options = PipelineOptions(chunks=8, split="memory", **settings)
-    return plan(memory_net(), options, torch.randn(64, 1, 256), Cluster.of_cpus(3))
+    return plan(memory_net(), options, torch.randn(64, 1, 256), StageOwners.of_cpus(3))
 
 
 def test_memory_gives_the_early_stages_of_1f1b_fewer_layers():

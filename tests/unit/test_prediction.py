@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridtrain._base.hardware import Machine
+from hybridtrain._base.hardware import Hardware
 from hybridtrain.cli.run.pricing import beside_measured, prediction_in_words
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import LayerCost
-from hybridtrain.price.layout import Job, Layout
+from hybridtrain.price.layout import Layout, StepWork
 from hybridtrain.price.price import Prediction, predict_step, why_not_priced
 from hybridtrain.world import World
 
@@ -25,9 +25,9 @@ def model():
     return HybridModel(gpt(64, 8, n_layer=4, d_model=16), World.from_env(2, "cpu"), chunks=4)
 
 
-def predicted(model, machine, measured=None):
+def predicted(model, hardware, measured=None):
     microbatch = torch.zeros(2, 8, dtype=torch.long)
-    return predict_step(model.planned.stages, microbatch, machine, Job(8), LAYOUT, measured)
+    return predict_step(model.planned.stages, microbatch, hardware, StepWork(8), LAYOUT, measured)
 
 
 def test_measured_costs_are_simulated_as_they_are(model):
@@ -36,8 +36,8 @@ def test_measured_costs_are_simulated_as_they_are(model):
         for stage in model.plan.layer_names
         for name in stage
     ]
-    machine = Machine(device="cpu", devices_per_node=2, action_s=0.0, memory_bytes_per_s=1e18)
-    found = predicted(model, machine, costs)
+    hardware = Hardware(device="cpu", devices_per_node=2, action_s=0.0, memory_bytes_per_s=1e18)
+    found = predicted(model, hardware, costs)
     assert found.step_ms == pytest.approx((4 + 1) * (3.0 + 6.0), rel=1e-6)
     assert found.bubble == pytest.approx(1 / 5)
     assert found.costs_from == "measured"
@@ -45,7 +45,7 @@ def test_measured_costs_are_simulated_as_they_are(model):
 
 
 def test_the_memory_of_a_step_is_predicted_where_the_speed_is_not_known(model):
-    found = predicted(model, Machine(device="cpu", devices_per_node=2))
+    found = predicted(model, Hardware(device="cpu", devices_per_node=2))
     assert found.step_ms is None
     assert found.bubble is None
     assert "hybridtrain measure-machine" in found.reason
@@ -58,9 +58,9 @@ def test_the_memory_of_a_step_is_predicted_where_the_speed_is_not_known(model):
 
 
 def test_a_machine_of_known_speed_gives_a_time_without_a_measurement(model):
-    machine = Machine(device="cpu", devices_per_node=2, flops_per_s={"fp32": 1e9})
+    hardware = Hardware(device="cpu", devices_per_node=2, flops_per_s={"fp32": 1e9})
     slow, fast = (
-        predicted(model, replace(machine, flops_per_s={"fp32": rate})) for rate in (1e8, 1e9)
+        predicted(model, replace(hardware, flops_per_s={"fp32": rate})) for rate in (1e8, 1e9)
     )
     assert slow.step_ms > fast.step_ms > 0
     assert slow.costs_from == "estimated"

@@ -10,22 +10,22 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridtrain._base.hardware import Machine
-from hybridtrain.cli.config.schema import ClusterConfig
+from hybridtrain._base.hardware import Hardware
+from hybridtrain.cli.config.schema import HardwareConfig
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import (
-    Cluster,
     LayerCost,
     Plan,
+    StageOwners,
     plan,
 )
 from hybridtrain.partitioning.cost_table import counted_costs, given_costs
 from hybridtrain.partitioning.costs import LayerSize
 from hybridtrain.partitioning.estimates import count_chain
-from hybridtrain.price.layout import Choices, Job, Layout, layouts
+from hybridtrain.price.layout import Choices, Layout, StepWork, layouts
 from hybridtrain.price.plan_table import find_plans
 from hybridtrain.price.price import (
     ALIKE,
@@ -74,7 +74,7 @@ def table_of(times, nbytes=MIB, weights=4 * MIB, uneven=(1.0,)):
 @st.composite
 def problems(draw):
     times = draw(st.lists(st.floats(0.1, 3), min_size=2, max_size=5))
-    machine = Machine(
+    hardware = Hardware(
         nodes=draw(st.sampled_from([1, 2])),
         devices_per_node=draw(st.sampled_from([1, 2, 4])),
         memory_gib=draw(st.floats(0.02, 0.2)),
@@ -85,7 +85,7 @@ def problems(draw):
         action_s=draw(st.sampled_from([0.0, 1e-4])),
     )
     uneven = draw(st.lists(st.sampled_from([0.2, 1.0, 3.0]), min_size=1, max_size=5))
-    return table_of(times, uneven=uneven), machine, Job(8)
+    return table_of(times, uneven=uneven), hardware, StepWork(8)
 
 
 @st.composite
@@ -99,30 +99,30 @@ def cuts(draw, layers, stages):
 @few
 @given(problems())
 def test_no_plan_is_over_the_memory_of_a_device(problem):
-    table, machine, job = problem
+    table, hardware, job = problem
     try:
-        found = find_layouts(table, machine, job)
+        found = find_layouts(table, hardware, job)
     except SplitError:
         return
     for one in found:
         assert sum(one.counts) == len(table.sizes)
-        assert max(m.total for m in one.memory) <= machine.usable_bytes
+        assert max(m.total for m in one.memory) <= hardware.usable_bytes
 
 
 @few
 @given(problems())
 def test_no_other_layout_that_fits_is_faster_and_the_first_is_as_fast(problem):
-    table, machine, job = problem
-    search = _Search(table, machine, job)
-    cuts = [(one, search.fitting_cut(one)) for one in layouts(machine, job, 2, Choices())]
+    table, hardware, job = problem
+    search = _Search(table, hardware, job)
+    cuts = [(one, search.fitting_cut(one)) for one in layouts(hardware, job, 2, Choices())]
     prices = [
-        price(search._table_of(one, cut), machine, job, one, cut).step_ms
+        price(search._table_of(one, cut), hardware, job, one, cut).step_ms
         for one, cut in cuts
         if cut
     ]
     if not prices:
         return
-    found = find_layouts(table, machine, job)
+    found = find_layouts(table, hardware, job)
     steps = [one.step_ms for one in found]
     assert steps[1:] == sorted(steps[1:])
     assert min(steps) <= min(prices) * (1 + 1e-9)
@@ -132,17 +132,17 @@ def test_no_other_layout_that_fits_is_faster_and_the_first_is_as_fast(problem):
 @few
 @given(problems(), st.data())
 def test_the_first_plan_is_as_fast_as_any_that_is_given_layer_by_layer(problem, data):
-    table, machine, job = problem
+    table, hardware, job = problem
     try:
-        found = find_layouts(table, machine, job, best=1)[0]
+        found = find_layouts(table, hardware, job, best=1)[0]
     except SplitError:
         return
-    every = layouts(machine, job, len(table.sizes), Choices())
+    every = layouts(hardware, job, len(table.sizes), Choices())
     for _ in range(20):
         layout = data.draw(st.sampled_from(every))
         counts = data.draw(cuts(len(table.sizes), layout.stages))
-        one = price(table, machine, job, layout, counts)
-        if one.peak_bytes <= machine.usable_bytes:
+        one = price(table, hardware, job, layout, counts)
+        if one.peak_bytes <= hardware.usable_bytes:
             assert found.step_ms <= ALIKE * one.step_ms * (1 + 1e-9)
 
 
@@ -155,8 +155,8 @@ def test_the_first_plan_is_as_fast_as_any_that_is_given_layer_by_layer(problem, 
     ],
 )
 def test_a_small_model_is_cut_in_the_fastest_of_all_ways(times, uneven, memory_gib):
-    table, job = table_of(times, uneven=uneven), Job(4)
-    machine = Machine(
+    table, job = table_of(times, uneven=uneven), StepWork(4)
+    hardware = Hardware(
         devices_per_node=2,
         memory_gib=memory_gib,
         reserved_gib=0.0,
@@ -164,13 +164,13 @@ def test_a_small_model_is_cut_in_the_fastest_of_all_ways(times, uneven, memory_g
         action_s=0.0,
     )
     steps = []
-    for layout in layouts(machine, job, len(times), Choices()):
+    for layout in layouts(hardware, job, len(times), Choices()):
         for bounds in combinations(range(1, len(times)), layout.stages - 1):
             counts = [b - a for a, b in pairwise((0, *bounds, len(times)))]
-            one = price(table, machine, job, layout, counts)
-            if one.peak_bytes <= machine.usable_bytes:
+            one = price(table, hardware, job, layout, counts)
+            if one.peak_bytes <= hardware.usable_bytes:
                 steps.append(one.step_ms)
-    found = find_layouts(table, machine, job)
+    found = find_layouts(table, hardware, job)
     assert found[0].step_ms == pytest.approx(min(steps))
     assert len({one.layout for one in found}) == len(found)
 
@@ -178,18 +178,18 @@ def test_a_small_model_is_cut_in_the_fastest_of_all_ways(times, uneven, memory_g
 @few
 @given(problems(), st.data())
 def test_what_is_fixed_never_makes_the_best_step_faster(problem, data):
-    table, machine, job = problem
+    table, hardware, job = problem
     try:
-        free = find_layouts(table, machine, job, best=1)[0]
+        free = find_layouts(table, hardware, job, best=1)[0]
     except SplitError:
         return
-    one = data.draw(st.sampled_from(layouts(machine, job, len(table.sizes), Choices())))
+    one = data.draw(st.sampled_from(layouts(hardware, job, len(table.sizes), Choices())))
     names = ("nb_part", "engine", "chunks", "schedule", "stages_per_device", "checkpoint", "shard")
     fixed = replace(
         Choices(), **{name: [getattr(one, name)] for name in names if data.draw(st.booleans())}
     )
     try:
-        found = find_layouts(table, machine, job, fixed, best=1)[0]
+        found = find_layouts(table, hardware, job, fixed, best=1)[0]
     except SplitError:
         return
     assert free.step_ms <= found.step_ms * (1 + 1e-9)
@@ -198,12 +198,12 @@ def test_what_is_fixed_never_makes_the_best_step_faster(problem, data):
 @few
 @given(problems(), st.floats(1.1, 10))
 def test_the_best_step_is_not_slower_over_a_faster_link(problem, factor):
-    table, machine, job = problem
+    table, hardware, job = problem
     steps = []
     for link in (None, "node_bytes_per_s", "network_bytes_per_s"):
-        faster = {link: factor * getattr(machine, link)} if link else {}
+        faster = {link: factor * getattr(hardware, link)} if link else {}
         try:
-            found = find_layouts(table, replace(machine, **faster), job, best=1)[0]
+            found = find_layouts(table, replace(hardware, **faster), job, best=1)[0]
         except SplitError:
             return
         steps.append(found.step_ms)
@@ -213,32 +213,32 @@ def test_the_best_step_is_not_slower_over_a_faster_link(problem, factor):
 @few
 @given(problems(), st.floats(1.1, 10))
 def test_a_step_is_not_slower_over_faster_links(problem, factor):
-    table, machine, job = problem
+    table, hardware, job = problem
     faster = replace(
-        machine,
-        node_bytes_per_s=factor * machine.node_bytes_per_s,
-        network_bytes_per_s=factor * machine.network_bytes_per_s,
+        hardware,
+        node_bytes_per_s=factor * hardware.node_bytes_per_s,
+        network_bytes_per_s=factor * hardware.network_bytes_per_s,
     )
-    search = _Search(table, machine, job)
-    for one in layouts(machine, job, len(table.sizes), Choices())[::7]:
+    search = _Search(table, hardware, job)
+    for one in layouts(hardware, job, len(table.sizes), Choices())[::7]:
         cut = search.fitting_cut(one)
         if cut:
-            steps = [price(table, m, job, one, cut).step_ms for m in (machine, faster)]
+            steps = [price(table, m, job, one, cut).step_ms for m in (hardware, faster)]
             assert steps[1] <= steps[0] * (1 + 1e-9)
 
 
 @few
 @given(problems())
 def test_no_simulated_step_is_faster_than_the_bound(problem):
-    table, machine, job = problem
-    search = _Search(table, machine, job)
-    for one in layouts(machine, job, len(table.sizes), Choices())[::5]:
+    table, hardware, job = problem
+    search = _Search(table, hardware, job)
+    for one in layouts(hardware, job, len(table.sizes), Choices())[::5]:
         cut = search.fitting_cut(one)
         if cut:
-            times = stage_times(table, machine, job, one, cut)
+            times = stage_times(table, hardware, job, one, cut)
             bound = least_step_ms(job, one, times, 0.0)
             assert search.bound(one) <= bound * (1 + 1e-9)
-            assert bound <= price(table, machine, job, one, cut).step_ms * (1 + 1e-9)
+            assert bound <= price(table, hardware, job, one, cut).step_ms * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -260,11 +260,11 @@ def test_micro_batches_in_flight_of_split_backwards_are_counted_in_full(
     assert max(counted) == max(whole)
 
 
-def chosen_schedule(table, **machine):
+def chosen_schedule(table, **hardware):
     """The schedule of the fastest plan for 4 devices and 8 micro-batches."""
     choices = Choices(nb_part=[4], chunks=[8], engine=["local"], checkpoint=["never"])
-    machine = Machine(devices_per_node=4, memory_gib=64, node_bytes_per_s=1e15, **machine)
-    return find_layouts(table, machine, Job(8), choices)[0].layout.schedule
+    hardware = Hardware(devices_per_node=4, memory_gib=64, node_bytes_per_s=1e15, **hardware)
+    return find_layouts(table, hardware, StepWork(8), choices)[0].layout.schedule
 
 
 def test_backwards_are_split_where_devices_compute_and_not_where_the_host_is_the_limit():
@@ -274,29 +274,29 @@ def test_backwards_are_split_where_devices_compute_and_not_where_the_host_is_the
 
 
 def test_what_is_recomputed_is_priced_as_a_whole_backward():
-    table, machine = table_of([1.0] * 8), Machine(devices_per_node=4, node_bytes_per_s=1e15)
+    table, hardware = table_of([1.0] * 8), Hardware(devices_per_node=4, node_bytes_per_s=1e15)
     one = Layout(4, chunks=8, schedule="zb-h1", checkpoint="always")
-    steps = [price(table, machine, Job(8), replace(one, schedule=name), [2] * 4).step_ms
+    steps = [price(table, hardware, StepWork(8), replace(one, schedule=name), [2] * 4).step_ms
              for name in ("zb-h1", "1f1b")]  # fmt: skip
     assert steps[0] == pytest.approx(steps[1])
     never = replace(one, checkpoint="never")
-    assert price(table, machine, Job(8), never, [2] * 4).step_ms < 0.75 * steps[0]
+    assert price(table, hardware, StepWork(8), never, [2] * 4).step_ms < 0.75 * steps[0]
 
 
 @pytest.mark.parametrize("chunks", [8, 16, 400])
 def test_only_the_backwards_that_a_schedule_divides_are_priced_as_divided(chunks):
     table, cut = replace(table_of([0.01] * 8), host_ms=[(1.0, 1.0)] * 8), [1] * 8
-    machine = Machine(devices_per_node=4, node_bytes_per_s=1e15, action_s=0.0)
+    hardware = Hardware(devices_per_node=4, node_bytes_per_s=1e15, action_s=0.0)
     layout = Layout(4, 1, "local", chunks, "zb-v", 2, "never")
     divided = sum(divided_backwards(make_schedule("zb-v", 4, chunks, 2)))
     # the host is the limit: 8 layers of 2 ms for each micro-batch, and 1.5 ms for each divided one
-    found = price(table, machine, Job(chunks), layout, cut)
+    found = price(table, hardware, StepWork(chunks), layout, cut)
     assert found.pipeline_ms == pytest.approx(16 * chunks + 1.5 * divided, rel=1e-6)
 
 
 def test_a_backward_in_two_parts_takes_longer_on_a_cpu():
-    table, job, layout = table_of([4.0] * 4), Job(8), Layout(4, chunks=8, schedule="zb-h1")
-    cpu, gpu = (stage_times(table, Machine(devices_per_node=4, device=device, action_s=0.0), job,
+    table, job, layout = table_of([4.0] * 4), StepWork(8), Layout(4, chunks=8, schedule="zb-h1")
+    cpu, gpu = (stage_times(table, Hardware(devices_per_node=4, device=device, action_s=0.0), job,
                             layout, [1] * 4) for device in ("cpu", "cuda"))  # fmt: skip
     assert gpu.in_parts == gpu.backward == cpu.backward
     # the first stage's is whole
@@ -307,22 +307,22 @@ def test_the_devices_of_a_v_have_the_memory_of_both_their_stages():
     table = table_of([1.0] * 8, weights=MIB)
     sizes = [LayerSize(weights * MIB, 0) for weights in (1, 2, 4, 8, 16, 32, 64, 128)]
     one = Layout(2, chunks=4, schedule="zb-v", stages_per_device=2)
-    memory = device_memory(replace(table, sizes=sizes), Job(4), one, [2] * 4)
+    memory = device_memory(replace(table, sizes=sizes), StepWork(4), one, [2] * 4)
     assert [each.weights // MIB for each in memory] == [1 + 2 + 64 + 128, 4 + 8 + 16 + 32]
 
 
 @pytest.mark.parametrize("v", [1, 2])
 def test_a_long_schedule_is_priced_as_if_it_was_simulated_as_a_whole(v):
     times = [1.0, 1.3, 0.7, 1.1, 1.0, 0.9, 1.2, 1.0]
-    table, machine = table_of(times), Machine(devices_per_node=4, action_s=0.0)
+    table, hardware = table_of(times), Hardware(devices_per_node=4, action_s=0.0)
     one = Layout(4, chunks=1536, stages_per_device=v, engine="distributed")
     cut = [8 // (4 * v)] * 4 * v
-    job = Job(1536)
-    stages = stage_times(table, machine, job, one, cut)
+    job = StepWork(1536)
+    stages = stage_times(table, hardware, job, one, cut)
     schedule = make_schedule("1f1b", 4, one.chunks, v)
     spans = simulate(schedule, stages.forward, stages.backward, stages.transfer)
     whole = max(lane[-1].end for lane in spans)
-    assert price(table, machine, job, one, cut).pipeline_ms == pytest.approx(whole, rel=1e-3)
+    assert price(table, hardware, job, one, cut).pipeline_ms == pytest.approx(whole, rel=1e-3)
 
 
 @pytest.mark.parametrize(("devices", "chunks"), [(3, 601), (4, 1001)])
@@ -347,14 +347,16 @@ def test_a_message_delays_its_receiver_alone():
 def test_devices_that_slow_each_other_down_do_so_while_both_are_busy():
     table = replace(table_of([1.0, 1.0]), contention_at=lambda samples: 2.0)
     layout = Layout(2, chunks=2, schedule="gpipe")
-    machine = Machine(device="cpu", devices_per_node=2, action_s=0.0)
-    found = price(table, machine, Job(2), layout, [1, 1])
-    alone = price(replace(table, contention_at=lambda _: 1.0), machine, Job(2), layout, [1, 1])
+    hardware = Hardware(device="cpu", devices_per_node=2, action_s=0.0)
+    found = price(table, hardware, StepWork(2), layout, [1, 1])
+    alone = price(
+        replace(table, contention_at=lambda _: 1.0), hardware, StepWork(2), layout, [1, 1]
+    )
     assert alone.pipeline_ms == 2 + 1 + 4 + 2  # both compute for 3 of these
     assert alone.bubble == pytest.approx(6 / 18)
     assert found.pipeline_ms == pytest.approx(9 + 3)
     assert found.bubble == pytest.approx(6 / 24)
-    whole = price(table, machine, Job(2), Layout(1, chunks=2), [2])
+    whole = price(table, hardware, StepWork(2), Layout(1, chunks=2), [2])
     assert whole.pipeline_ms == pytest.approx(12)
 
 
@@ -363,9 +365,9 @@ def test_devices_that_slow_each_other_down_do_so_while_both_are_busy():
     [("cpu", "local", 0.1), ("cpu", "distributed", 0.3), ("cuda", "distributed", 0.0)],
 )
 def test_the_host_adds_its_time_to_a_cpu_and_hides_behind_a_gpu(device, engine, more):
-    machine = Machine(device=device, devices_per_node=3, action_s=1e-4, message_s=1e-4)
+    hardware = Hardware(device=device, devices_per_node=3, action_s=1e-4, message_s=1e-4)
     layout = Layout(3, chunks=3, engine=engine)
-    times = stage_times(table_of([1.0] * 3), machine, Job(3), layout, [1, 1, 1])
+    times = stage_times(table_of([1.0] * 3), hardware, StepWork(3), layout, [1, 1, 1])
     assert times.forward[1] == pytest.approx(1.0 + more)
     assert times.backward[1] == pytest.approx(2.0 + more)
     ends = 0.2 if engine == "distributed" else 0.1  # a stage at an end has one neighbour
@@ -373,7 +375,7 @@ def test_the_host_adds_its_time_to_a_cpu_and_hides_behind_a_gpu(device, engine, 
 
 
 def test_shards_take_less_memory_and_recomputation_too():
-    table, job = table_of([1.0] * 4, weights=100 * MIB), Job(16)
+    table, job = table_of([1.0] * 4, weights=100 * MIB), StepWork(16)
     base = Layout(2, 4, chunks=2)
 
     def total(**changes):
@@ -400,10 +402,10 @@ def test_equal_layers_are_counted_as_if_each_was_run():
 
 
 def test_counted_costs_are_those_of_any_number_of_samples():
-    net, machine = gpt(64, 8, n_layer=1, d_model=16), Machine(flops_per_s={"fp32": 1e9})
+    net, hardware = gpt(64, 8, n_layer=1, d_model=16), Hardware(flops_per_s={"fp32": 1e9})
     tokens = torch.randint(64, (6, 8))
     chain = ChainBuilder(net, tokens).chain()
-    small, large = (counted_costs(chain, tokens[:n], machine, "fp32") for n in (2, 6))
+    small, large = (counted_costs(chain, tokens[:n], hardware, "fp32") for n in (2, 6))
     for one, other in zip(small.costs_at(12), large.costs_at(12), strict=True):
         assert one.forward_ms == pytest.approx(other.forward_ms)
         assert one.activation_bytes == pytest.approx(other.activation_bytes)
@@ -411,8 +413,8 @@ def test_counted_costs_are_those_of_any_number_of_samples():
 
 def test_a_run_takes_the_plan_that_was_found(tmp_path):
     net, tokens = gpt(64, 8, n_layer=6, d_model=16), torch.randint(64, (8, 8))
-    machine = Machine(nodes=1, devices_per_node=2, flops_per_s={"fp32": 1e12})
-    plans = find_plans(net, tokens, machine, Job(8), choices=Choices(nb_part=[2]))
+    hardware = Hardware(nodes=1, devices_per_node=2, flops_per_s={"fp32": 1e12})
+    plans = find_plans(net, tokens, hardware, StepWork(8), choices=Choices(nb_part=[2]))
     path = tmp_path / "plan.yaml"
     plans.plan().write(path)
     assert Plan.read(path).counts == list(plans.prices[0].counts)
@@ -420,45 +422,45 @@ def test_a_run_takes_the_plan_that_was_found(tmp_path):
     options = PipelineOptions(
         chunks=layout.chunks, stages_per_device=layout.stages_per_device, split=str(path)
     )
-    assert plan(net, options, tokens, Cluster.of_cpus(2)).counts == list(plans.prices[0].counts)
+    assert plan(net, options, tokens, StageOwners.of_cpus(2)).counts == list(plans.prices[0].counts)
     assert "step ms" in str(plans)
 
 
 def test_nothing_that_fits_is_one_line_with_what_is_missing():
-    machine = Machine(devices_per_node=2, memory_gib=0.01, reserved_gib=0.0)
+    hardware = Hardware(devices_per_node=2, memory_gib=0.01, reserved_gib=0.0)
     with pytest.raises(SplitError, match=r"no plan fits: [\d.]+ GiB are missing on device \d"):
-        find_layouts(table_of([1.0] * 4, weights=10 * MIB), machine, Job(8))
+        find_layouts(table_of([1.0] * 4, weights=10 * MIB), hardware, StepWork(8))
 
 
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"nodes": 0}, "cluster.nodes=0"),
-        ({"device": "tpu"}, "cluster.device=tpu"),
-        ({"flops_reached": 1.5}, "cluster.flops_reached=1.5"),
-        ({"node_bytes_per_s": 0.0}, "cluster.node_bytes_per_s=0"),
-        ({"memory_gib": float("nan")}, "cluster.memory_gib=nan"),
-        ({"memory_gib": 1.0, "reserved_gib": 2.0}, "cluster.reserved_gib=2"),
-        ({"flops_per_s": {"fp32": -1}}, "cluster.flops_per_s.fp32=-1"),
+        ({"nodes": 0}, "hardware.nodes=0"),
+        ({"device": "tpu"}, "hardware.device=tpu"),
+        ({"flops_reached": 1.5}, "hardware.flops_reached=1.5"),
+        ({"node_bytes_per_s": 0.0}, "hardware.node_bytes_per_s=0"),
+        ({"memory_gib": float("nan")}, "hardware.memory_gib=nan"),
+        ({"memory_gib": 1.0, "reserved_gib": 2.0}, "hardware.reserved_gib=2"),
+        ({"flops_per_s": {"fp32": -1}}, "hardware.flops_per_s.fp32=-1"),
     ],
 )
 def test_a_machine_that_cannot_be_is_an_error_that_names_the_key(values, told):
     with pytest.raises(ConfigError, match=told):
-        Machine(**values)
+        Hardware(**values)
 
 
 def test_a_precision_without_a_rate_is_an_error():
     with pytest.raises(ConfigError, match=r"no rate for bf16 .*fp32"):
-        Machine(flops_per_s={"fp32": 1e12}).sustained_flops("bf16")
+        Hardware(flops_per_s={"fp32": 1e12}).sustained_flops("bf16")
 
 
 def test_devices_that_no_layout_can_use_are_an_error():
     with pytest.raises(ConfigError, match="no layout uses all 5 devices"):
-        find_layouts(table_of([1.0] * 2), Machine(devices_per_node=5), Job(8))
+        find_layouts(table_of([1.0] * 2), Hardware(devices_per_node=5), StepWork(8))
 
 
 def test_the_config_has_every_key_of_a_machine():
-    names = [each.name for each in fields(ClusterConfig)]
-    assert names == ["costs", *(each.name for each in fields(Machine))]
-    shared = {name: getattr(ClusterConfig(), name) for name in names[1:]}
-    assert Machine(**shared) == Machine()
+    names = [each.name for each in fields(HardwareConfig)]
+    assert names == ["costs", *(each.name for each in fields(Hardware))]
+    shared = {name: getattr(HardwareConfig(), name) for name in names[1:]}
+    assert Hardware(**shared) == Hardware()

@@ -7,7 +7,7 @@ from torch import nn
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.segment import Layer, layers_of
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import Cluster, plan
+from hybridtrain.partitioning import StageOwners, plan
 from hybridtrain.partitioning.manual_split import counts_by_patterns, split_layers
 
 ALL = [(layers, parts) for layers in range(1, 41) for parts in range(1, 9)]
@@ -19,7 +19,7 @@ def chain(*sizes):
 
 def stages_of(net, stages, split):
     """The names of the layers of each stage."""
-    return plan(net, PipelineOptions(split=split), cluster=Cluster.of_cpus(stages)).layer_names
+    return plan(net, PipelineOptions(split=split), owners=StageOwners.of_cpus(stages)).layer_names
 
 
 @pytest.mark.parametrize("split", ["uniform", "size"])
@@ -177,7 +177,7 @@ def test_the_uses_of_one_layer_stay_in_one_stage(where):
     net = nn.Sequential(*uses, nn.Linear(2, 2), nn.Linear(2, 2))
     for split in ("uniform", "size", "time"):
         options = PipelineOptions(split=split)
-        found = plan(net, options, torch.zeros(1, 2), Cluster.of_cpus(2))
+        found = plan(net, options, torch.zeros(1, 2), StageOwners.of_cpus(2))
         assert found.counts[0] >= 3
     message = r"'0' to '(1\.1|2)' stay together, since they use one .*\(b\.weight = a\.weight\)"
     with pytest.raises(SplitError, match=message):

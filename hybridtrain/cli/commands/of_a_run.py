@@ -38,7 +38,7 @@ from hybridtrain.cli.commands.export import export as export  # a command, too
 from hybridtrain.cli.commands.plan import (
     other_processes_are_missing,
     plan_alone,
-    plan_for_cluster,
+    plan_for_hardware,
 )
 from hybridtrain.cli.config.compose import (
     given_keys,
@@ -244,10 +244,10 @@ def _overrides(settings: Settings) -> str:
 def plan(settings: Settings) -> Result:
     """Cuts the model as a run would, shows the plan and writes it.
 
-    A pipeline over several processes can be planned by one. For a `cluster` it is priced.
+    A pipeline over several processes can be planned by one. For a `hardware` it is priced.
     """
-    if settings.config.cluster is not None:
-        return plan_for_cluster(settings)
+    if settings.config.hardware is not None:
+        return plan_for_hardware(settings)
     if other_processes_are_missing(settings.config):
         setup, plan, devices = plan_alone(settings)
         processes = [("not started", [device]) for device in devices]

@@ -14,7 +14,7 @@ from PIL import Image
 
 from hybridtrain._base.devices import choose_devices
 from hybridtrain._base.files import atomic_file
-from hybridtrain._base.hardware import Machine
+from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.text_table import Block
 from hybridtrain.cli.config.compose import given_keys, hydra_quoted, with_later
 from hybridtrain.cli.config.resolve import Settings
@@ -24,7 +24,7 @@ from hybridtrain.cli.run.components import load_data
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.pricing import (
     batches_of,
-    machine_of,
+    hardware_of,
     model_of_run,
     with_limit,
     without_auto,
@@ -33,9 +33,9 @@ from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.launch import detect
 from hybridtrain.observe import NodesPoint, draw_plan, in_ms
 from hybridtrain.partitioning import (
-    Cluster,
     Plan,
     Planner,
+    StageOwners,
 )
 from hybridtrain.pipeline import plan_without_values
 from hybridtrain.price import Choices, Layout, PricedPlans, find_layouts, find_plans
@@ -48,7 +48,7 @@ _MOST_BARS = 5
 _MOST_SHOWN = 24
 
 
-def plan_for_cluster(settings: Settings) -> dict[str, Any]:
+def plan_for_hardware(settings: Settings) -> dict[str, Any]:
     """Prices the run on the machine of the config, shows the ten best plans and writes the best.
 
     Keys of `pipeline` and `world` that the command line sets are kept; all others are searched.
@@ -61,10 +61,10 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
     if settings.config.data.get("batch_size") == AUTO:
         raise ConfigError("data.batch_size=auto is chosen by a run: plan prices a given batch")
     if detect(os.environ).size > 1:
-        raise ConfigError("plan with a cluster= needs one process: start it without torchrun")
-    assert config.cluster is not None
+        raise ConfigError("plan with a hardware= needs one process: start it without torchrun")
+    assert config.hardware is not None
     options = checked_options(config)
-    machine = with_limit(machine_of(config.cluster), config)
+    hardware = with_limit(hardware_of(config.hardware), config)
     directory = RunDirectory(config)
     directory.check_writable()
     directory.log_to_files(0)
@@ -74,10 +74,10 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
     plans = find_plans(
         run.net,
         run.inputs,
-        machine,
-        run.job(config, tensors),
+        hardware,
+        run.work(config, tensors),
         choices=choices,
-        costs=config.cluster.costs,
+        costs=config.hardware.costs,
         precision=config.trainer.precision,
         tf32=config.trainer.tf32,
         loss=run.loss,
@@ -86,9 +86,9 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
     _log.info(
         "%s on %d x %d devices, batches of %d samples; times are predicted, from %s costs\n%s",
         plans.table.model,
-        machine.nodes,
-        machine.devices_per_node,
-        plans.job.samples,
+        hardware.nodes,
+        hardware.devices_per_node,
+        plans.work.samples,
         plans.table.costs_from,
         plans,
     )
@@ -103,20 +103,20 @@ def plan_for_cluster(settings: Settings) -> dict[str, Any]:
             _picture(plans, choices).save(file, format="PNG")
     _log.info("wrote %s, and %s beside it", path, path.with_suffix(".png").name)
     keys = [f"pipeline.split={path}", *overrides_of(best.layout, plans.checkpoint())]
-    _log.info("to train with it:\n  %s", _command(settings, machine, best.layout, keys))
+    _log.info("to train with it:\n  %s", _command(settings, hardware, best.layout, keys))
     return {"step_ms": round(best.step_ms, 3), "memory_bytes": best.peak_bytes}
 
 
-def _command(settings: Settings, machine: Machine, layout: Layout, keys: Sequence[str]) -> str:
+def _command(settings: Settings, hardware: Hardware, layout: Layout, keys: Sequence[str]) -> str:
     """Returns the command that trains with a plan."""
-    per_node = machine.devices_per_node
+    per_node = hardware.devices_per_node
     words = with_later(settings.overrides, keys)
-    if machine.nodes > 1:
-        words += [f"submit.nodes={machine.nodes}", f"submit.gpus_per_node={per_node}"]
+    if hardware.nodes > 1:
+        words += [f"submit.nodes={hardware.nodes}", f"submit.gpus_per_node={per_node}"]
     if settings.config_dir is not None:
         words += ["--config-dir", settings.config_dir]
     said = shlex.join(words)
-    if machine.nodes > 1:
+    if hardware.nodes > 1:
         return f"hybridtrain submit {said}"
     processes = per_node if layout.engine == "distributed" else per_node // layout.nb_part
     if processes == 1:
@@ -126,30 +126,30 @@ def _command(settings: Settings, machine: Machine, layout: Layout, keys: Sequenc
 
 def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:
     """Draws the fastest plan, and the times of other numbers of nodes."""
-    machine, best = plans.machine, plans.prices[0]
+    hardware, best = plans.hardware, plans.prices[0]
     layout = best.layout
-    numbers = {1, 2, 4, 8, *(2**k for k in range(machine.nodes.bit_length())), machine.nodes}
+    numbers = {1, 2, 4, 8, *(2**k for k in range(hardware.nodes.bit_length())), hardware.nodes}
     points = [_with_nodes(plans, choices, nodes) for nodes in sorted(numbers)[-_MOST_BARS:]]
     # the timeline shows groups of `nb_part` micro-batches, and few of them
     chunks = min(layout.chunks, max(1, _MOST_SHOWN // layout.nb_part) * layout.nb_part)
     part = f"{chunks} of {layout.chunks} micro-batches" if chunks < layout.chunks else "a batch"
     return draw_plan(
-        f"{plans.table.model} on {machine.nodes} x {machine.devices_per_node} devices, "
-        f"{plans.job.samples * plans.job.accumulate} samples per step, "
+        f"{plans.table.model} on {hardware.nodes} x {hardware.devices_per_node} devices, "
+        f"{plans.work.samples * plans.work.accumulate} samples per step, "
         f"predicted from {plans.table.costs_from} costs",
         points,
-        machine.nodes,
+        hardware.nodes,
         [vars(memory) for memory in best.memory],
-        machine.usable_bytes,
+        hardware.usable_bytes,
         plans.timeline(chunks),
         f"{layout.schedule}, {part}; the step: {in_ms(best.step_ms)} ms, idle {best.bubble:.1%}",
     )
 
 
 def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
-    machine = replace(plans.machine, nodes=nodes)
+    hardware = replace(plans.hardware, nodes=nodes)
     try:
-        (found,) = find_layouts(plans.table, machine, plans.job, choices, best=1)
+        (found,) = find_layouts(plans.table, hardware, plans.work, choices, best=1)
     except (ConfigError, SplitError):  # no layout uses all devices, or none fits
         return NodesPoint(nodes, None)
     layout = found.layout
@@ -213,17 +213,17 @@ def plan_alone(settings: Settings) -> tuple[Setup, Plan, Sequence[str]]:
     if settings.config.pipeline.nb_part == AUTO:
         raise ConfigError(
             "pipeline.nb_part=auto divides the processes of a run, and this is one alone: start "
-            "the others too, with torchrun, or describe the machine with cluster="
+            "the others too, with torchrun, or describe the machine with hardware="
         )
     setup = set_up(settings, _this_process, writes=True)
     nb_part = setup.config.pipeline.nb_part
-    cluster = Cluster((str(setup.world.devices[0]),) * nb_part, nb_part)
+    hardware = StageOwners((str(setup.world.devices[0]),) * nb_part, nb_part)
     plan = plan_without_values(
         setup.build,
         setup.options.pipeline,
-        lambda net: Planner(net, setup.options.pipeline, setup.example_inputs, cluster),
+        lambda net: Planner(net, setup.options.pipeline, setup.example_inputs, hardware),
     )
-    return setup, plan, cluster.devices
+    return setup, plan, hardware.devices
 
 
 def _this_process(config: Config) -> World:

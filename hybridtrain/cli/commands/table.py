@@ -65,7 +65,7 @@ _COMMON = ("--cfg job", "--config-dir DIR")
 _OF_RUNS = ("--multirun", "--quiet", *_COMMON)
 _OVERRIDES = "[key=value ...]"
 _ON_A_RUN = "run_name=NAME [key=value ...]"
-_AUTO = ("cluster",)  # the machine that `auto` keys are chosen for
+_AUTO = ("hardware",)  # the machine that `auto` keys are chosen for
 _TRAINER = ("loss", "metrics", "deterministic", "tf32", "precision", "compile")
 _OF_AN_EVALUATION = (
     *("model", "data", "pipeline", "world", "seed"),
@@ -98,11 +98,11 @@ COMMANDS = {
         _OVERRIDES,
         "show how the model is cut into stages, or price a run for a cluster",
         "Cuts the model as a run would, prints the stages and writes plan.yaml to the run "
-        "directory. With cluster= it predicts time and memory there, and prints the fastest "
+        "directory. With hardware= it predicts time and memory there, and prints the fastest "
         "layouts and the command that trains with the first.",
         (
             "hybridtrain plan recipe=digits pipeline.split=time",
-            "hybridtrain plan recipe=gpt_text_files cluster=h100 cluster.nodes=2",
+            "hybridtrain plan recipe=gpt_text_files hardware=h100 hardware.nodes=2",
         ),
         _AUTO,
         ("--multirun", *_COMMON),
@@ -229,9 +229,9 @@ COMMANDS = {
         "[seconds=SECONDS]",
         "measure this machine once, for predictions of a run's time",
         "Measures this machine's speed for about a minute and keeps the result for "
-        "cluster=this-machine and for the prediction that a run prints. seconds= is the time of "
+        "hardware=this-machine and for the prediction that a run prints. seconds= is the time of "
         "each measurement, 3 by default.",
-        ("hybridtrain measure-machine", "hybridtrain plan recipe=digits cluster=this-machine"),
+        ("hybridtrain measure-machine", "hybridtrain plan recipe=digits hardware=this-machine"),
         takes="words",
     ),
 }

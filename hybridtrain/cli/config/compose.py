@@ -40,8 +40,8 @@ from hybridtrain._base.files import reading
 from hybridtrain.cli.config.schema import (
     OPEN_GROUPS,
     RARE,
-    ClusterConfig,
     Config,
+    HardwareConfig,
     flat_keys,
     is_own,
     rename_old_keys,
@@ -199,7 +199,7 @@ def config_text(composition: Composition, resolve: bool = False, package: str | 
 
 def _without_rare(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Returns the tree without rare keys that have their defaults, and these keys."""
-    defaults = to_tree(Config(cluster=ClusterConfig()))
+    defaults = to_tree(Config(hardware=HardwareConfig()))
     left_out = [
         f"{group}.{key}"
         for group, keys in RARE.items()
@@ -235,7 +235,7 @@ THIS_MACHINE = "this-machine"
 
 
 def measured_file() -> Path:
-    """Returns where `measure-machine` writes, and `cluster=this-machine` is read from."""
+    """Returns where `measure-machine` writes, and `hardware=this-machine` is read from."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "hybridtrain" / f"{THIS_MACHINE}.yaml"
 
@@ -513,7 +513,7 @@ def sweep_choices(overrides: Sequence[str], config_dir: str | None = None) -> li
 
 
 def register_file(override: str) -> str:
-    """Registers the file of `recipe=path/to/file.yaml` and returns `recipe=file`; or of `cluster`.
+    """Registers the file of `recipe=path/to/file.yaml` and returns `recipe=file`; or of `hardware`.
 
     Any other override is returned unchanged.
 
@@ -523,20 +523,20 @@ def register_file(override: str) -> str:
     """
     key, _, value = override.partition("=")
     group = key.lstrip("+")
-    if group == "cluster" and value.startswith(("[", "{")):
+    if group == "hardware" and value.startswith(("[", "{")):
         raise ConfigError(
-            f"cluster={value} must be the name of a machine, or the path of a YAML file with its "
-            f"keys; single ones are set as cluster.nodes=2"
+            f"hardware={value} must be the name of a machine, or the path of a YAML file with its "
+            f"keys; single ones are set as hardware.nodes=2"
         )
     path = Path(value)
-    if group == "cluster" and value == THIS_MACHINE:
+    if group == "hardware" and value == THIS_MACHINE:
         path = measured_file()
         if not path.exists():
             raise ConfigError(
-                "cluster=this-machine: this machine has not been measured yet; "
+                "hardware=this-machine: this machine has not been measured yet; "
                 "`hybridtrain measure-machine` does it in a minute"
             )
-    if group not in ("recipe", "cluster") or path.suffix not in (".yaml", ".yml"):
+    if group not in ("recipe", "hardware") or path.suffix not in (".yaml", ".yml"):
         return override
     try:
         text = path.read_text(encoding="utf-8")
@@ -632,7 +632,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
             return f"{group}={chosen} is unknown: {did_you_mean(chosen, known)}"
     machine = [override for override in overrides if override.startswith("cluster.")]
     if machine and "NoneType" in str(error):  # the group is null
-        return f"{machine[0]} changes a machine, but none is named: add cluster=h100, say"
+        return f"{machine[0]} changes a machine, but none is named: add hardware=h100, say"
     return (
         _wrong_override(error, overrides)
         or _unknown_group(error)

@@ -76,7 +76,7 @@ _WITHOUT_EFFECT = (
     "search.",
     "checkpoint.",
     "pipeline.",
-    "cluster",
+    "hardware",
     "trainer.log_every",
     "trainer.eval_every",
     "trainer.compile",

@@ -27,7 +27,7 @@ from functools import cache
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
 
-from hybridtrain._base.hardware import Machine
+from hybridtrain._base.hardware import Hardware
 from hybridtrain.errors import (
     QUOTE_OR_ARGUMENT,
     ConfigError,
@@ -68,7 +68,7 @@ RARE = {
     "world": ("inner", "broadcast_buffers", "find_unused_parameters"),
     "submit": ("account", "qos", "constraint", "srun_args", "sbatch_args", "array_parallelism"),
     "search": ("sampler", "pruner", "storage", "launcher", "metric", "mode"),
-    "cluster": (
+    "hardware": (
         "flops_reached",
         "bandwidth_reached",
         "node_latency_s",
@@ -346,8 +346,8 @@ class SearchConfig(Group):
 
 
 @dataclass
-@takes(Machine)
-class ClusterConfig(Group):
+@takes(Hardware)
+class HardwareConfig(Group):
     """The machine that `plan` prices a run for."""
 
     costs: str = "estimated"
@@ -417,7 +417,7 @@ class Config:
     `{early_stopping: {patience: 3}}`; with a `_target_` any name."""
     submit: SubmitConfig = field(default_factory=SubmitConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
-    cluster: ClusterConfig | None = None
+    hardware: HardwareConfig | None = None
     """The machine that `plan` prices the run for, and that `auto` keys are chosen for; null:
     none."""
 
@@ -587,7 +587,7 @@ KEYS: dict[str, str] = {
     **{
         setting.name: f"{group}.{setting.name}"
         for group, schema in groups().items()
-        if group not in ("submit", "search", "cluster")  # no arguments of the library
+        if group not in ("submit", "search", "hardware")  # no arguments of the library
         for setting in fields(schema)  # type: ignore[arg-type]
     },
 }

@@ -98,7 +98,7 @@ def layout_of(config: Config) -> JobLayout:
     if nb_part == AUTO:
         raise ConfigError(
             "pipeline.nb_part=auto is chosen by the processes of a run, and a job has to say how "
-            "many these are: `hybridtrain plan cluster=...` finds a number for pipeline.nb_part="
+            "many these are: `hybridtrain plan hardware=...` finds a number for pipeline.nb_part="
         )
     check_nb_part(nb_part)
     _check_values(submit)

@@ -4,7 +4,7 @@
 start of a run, by the predicted time of a step. A run that goes on keeps what was chosen when it
 began, so that its steps stay the same: its config has these values.
 
-A price needs the rates of a machine (`machine_of_run`): those of the key `cluster`, or those that
+A price needs the rates of a machine (`machine_of_run`): those of the key `hardware`, or those that
 the command `measure-machine` has found here.
 """
 
@@ -29,7 +29,7 @@ from torch import nn
 
 from hybridtrain._base.construction import construct_on_meta, default_generators, rewind
 from hybridtrain._base.files import write_atomically
-from hybridtrain._base.hardware import GIB, Machine, host_memory
+from hybridtrain._base.hardware import GIB, Hardware, host_memory
 from hybridtrain._base.microbatch import batch_size, chunk_sizes
 from hybridtrain._base.microbatch import split as split_batch
 from hybridtrain._base.text_table import counted, with_unit
@@ -37,8 +37,8 @@ from hybridtrain.cli.config.compose import THIS_MACHINE, measured_file
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import (
     AUTO,
-    ClusterConfig,
     Config,
+    HardwareConfig,
     PipelineConfig,
     auto_keys,
     with_auto_replaced,
@@ -70,10 +70,10 @@ from hybridtrain.partitioning import (
 from hybridtrain.pipeline import checkpoint_policy
 from hybridtrain.price import (
     Choices,
-    Job,
     Layout,
     Prediction,
     Price,
+    StepWork,
     divisors,
     find_layouts,
     model_costs,
@@ -92,16 +92,16 @@ if TYPE_CHECKING:
 _SAMPLES = 16
 
 
-def machine_of(config: ClusterConfig) -> Machine:
+def hardware_of(config: HardwareConfig) -> Hardware:
     """Returns the machine of a config.
 
     Raises:
         ConfigError: a value is out of its range.
     """
-    return Machine(**{name: value for name, value in vars(config).items() if name != "costs"})
+    return Hardware(**{name: value for name, value in vars(config).items() if name != "costs"})
 
 
-def machine_of_run(config: Config, device: torch.device, devices: int) -> Machine:
+def hardware_of_run(config: Config, device: torch.device, devices: int) -> Hardware:
     """Returns the machine of a config, or this one, with as many devices as a run has.
 
     This one has the rates that `measure-machine` found, if it has been called here.
@@ -114,32 +114,32 @@ def machine_of_run(config: Config, device: torch.device, devices: int) -> Machin
     Raises:
         ConfigError: a value is out of its range, or what was measured cannot be read.
     """
-    if config.cluster is not None:
-        machine = machine_of(config.cluster)
+    if config.hardware is not None:
+        hardware = hardware_of(config.hardware)
     elif (known := this_machine()) is not None and known.device == device.type:
-        machine = known
+        hardware = known
     elif device.type == "cuda":
         gib = torch.cuda.get_device_properties(device).total_memory / GIB
-        machine = Machine(memory_gib=gib)
+        hardware = Hardware(memory_gib=gib)
     else:
-        machine = Machine(device="cpu", reserved_gib=0.0)
-    if device.type == "cpu" and config.cluster is None:  # all devices share the host's memory
+        hardware = Hardware(device="cpu", reserved_gib=0.0)
+    if device.type == "cpu" and config.hardware is None:  # all devices share the host's memory
         gib = host_memory() / GIB
-        machine = replace(machine, memory_gib=gib / devices)
-    machine = with_limit(machine, config)
-    nodes, rest = divmod(devices, machine.devices_per_node)
-    if config.cluster is None or rest:
-        return replace(machine, nodes=1, devices_per_node=devices)
-    return replace(machine, nodes=nodes)
+        hardware = replace(hardware, memory_gib=gib / devices)
+    hardware = with_limit(hardware, config)
+    nodes, rest = divmod(devices, hardware.devices_per_node)
+    if config.hardware is None or rest:
+        return replace(hardware, nodes=1, devices_per_node=devices)
+    return replace(hardware, nodes=nodes)
 
 
-def with_limit(machine: Machine, config: Config) -> Machine:
+def with_limit(hardware: Hardware, config: Config) -> Hardware:
     """Returns the machine with devices of `pipeline.memory_limit_gib`, where that is set."""
     limit = config.pipeline.memory_limit_gib
-    return machine if limit is None else replace(machine, memory_gib=limit, reserved_gib=0.0)
+    return hardware if limit is None else replace(hardware, memory_gib=limit, reserved_gib=0.0)
 
 
-def this_machine() -> Machine | None:
+def this_machine() -> Hardware | None:
     """Returns this machine as `measure-machine` found it; None: it was not called here.
 
     Raises:
@@ -152,8 +152,8 @@ def this_machine() -> Machine | None:
         return None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
-    names = {each.name for each in fields(Machine)}
-    return Machine(**{name: value for name, value in dict(found).items() if name in names})
+    names = {each.name for each in fields(Hardware)}
+    return Hardware(**{name: value for name, value in dict(found).items() if name in names})
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,10 @@ class RunModel:
     load_ms: float
     loss: LossOfStep
 
-    def job(self, config: Config, tensors: int) -> Job:
+    def work(self, config: Config, tensors: int) -> StepWork:
         """Returns the work of a step, with so many tensors of the optimizer for a parameter."""
         batch = Batch(self.inputs, None, 1, 1)
-        return Job(
+        return StepWork(
             config.data["batch_size"],
             config.trainer.accumulate,
             tensors,
@@ -261,7 +261,7 @@ def chosen(
         config: with values in their place.
         data: of the run.
         world: its processes.
-        tensors: as `Job.optimizer_tensors_per_param`.
+        tensors: as `StepWork.optimizer_tensors_per_param`.
 
     Raises:
         ConfigError, SplitError: there is nothing to choose from; see `find_layouts`.
@@ -297,13 +297,13 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
     device, pipeline = world.devices[0], options.pipeline
     if (reason := why_not_priced(pipeline)) is not None:
         raise ConfigError(f"data.batch_size=auto: {reason}: set a number of samples")
-    known = config.cluster is not None or config.pipeline.memory_limit_gib is not None
+    known = config.hardware is not None or config.pipeline.memory_limit_gib is not None
     if device.type not in ("cpu", "cuda") and not known:
         raise ConfigError(
             f"data.batch_size=auto: the memory of {device} is not known: set "
             f"pipeline.memory_limit_gib="
         )
-    machine = machine_of_run(config, device, world.nb_part * world.replicas)
+    hardware = hardware_of_run(config, device, world.nb_part * world.replicas)
     net = construct_on_meta(lambda: build_model(config, data))
     loss_fn = resolve(options.loss_fn, net).function
     least, most = world.replicas * pipeline.chunks, length_of(data.train)
@@ -311,17 +311,17 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
     while size <= (most or size):
         share = size // world.replicas
         example = example_batch(data.train, share, data.collate)
-        planner = Planner(net, pipeline, example[0], world.cluster, costs="estimated")
+        planner = Planner(net, pipeline, example[0], world.stage_owners, costs="estimated")
         stages = planner.layers_of(planner.plan()).stages
         with _without_errors_of_fake_tensors():
             found = _predict(config, world, pipeline, data, stages, example, size, loss_fn)
         assert found.memory_bytes is not None
         fullest = max(found.memory_bytes)
-        if fullest > machine.usable_bytes:
+        if fullest > hardware.usable_bytes:
             told = f"{size} would take {with_unit(fullest)}"
             break
         fits, memory, size = size, fullest, 2 * size
-    usable = with_unit(round(machine.usable_bytes))
+    usable = with_unit(round(hardware.usable_bytes))
     if not fits:
         raise SplitError(
             f"data.batch_size=auto: {told} of the {usable} that may be used"
@@ -353,8 +353,8 @@ def _pipeline_sizes(config: Config, world: World) -> list[int]:
         there = torch.cuda.device_count()
         if launch.local_size * there <= launch.node_gpus:  # Slurm shows each task its own alone
             there *= launch.local_size
-    elif config.cluster is not None and config.cluster.device == "cpu":
-        there = config.cluster.devices_per_node
+    elif config.hardware is not None and config.hardware.device == "cpu":
+        there = config.hardware.devices_per_node
     else:
         there = len(os.sched_getaffinity(0))
     return divisors(min(world.gather(max(1, there // launch.local_size))))
@@ -378,8 +378,8 @@ def _choose(
         return model_costs(
             run.net,
             run.inputs,
-            machine_of_run(config, device, world.size),
-            costs=config.cluster.costs if config.cluster is not None else "measured",
+            hardware_of_run(config, device, world.size),
+            costs=config.hardware.costs if config.hardware is not None else "measured",
             precision=config.trainer.precision,
             tf32=config.trainer.tf32,
             sharing=sharing,
@@ -391,14 +391,14 @@ def _choose(
     for nb_part in sizes:
         replicas = world.size // nb_part if distributed else world.size
         share = -(-config.data["batch_size"] // replicas)
-        job = Job(share * replicas, config.trainer.accumulate, tensors, run.load_ms)
-        machine = machine_of_run(config, device, nb_part * replicas)
+        work = StepWork(share * replicas, config.trainer.accumulate, tensors, run.load_ms)
+        hardware = hardware_of_run(config, device, nb_part * replicas)
         # CPU stages of a process share its threads
         sharing = 1 if distributed or device.type == "cuda" else nb_part
         choices = _choices(keys, nb_part, share, config)
         try:
             table = costs(sharing)
-            prices = find_layouts(table, machine, job, choices)
+            prices = find_layouts(table, hardware, work, choices)
             found += [(one, table.costs_from) for one in prices]
         except (ConfigError, SplitError) as error:
             problems.append(error)
@@ -507,8 +507,8 @@ def _predict(
     return predict_step(
         stages,
         inputs,
-        machine_of_run(config, world.devices[0], world.nb_part * world.replicas),
-        Job(samples, config.trainer.accumulate, options.optimizer_tensors_per_param),
+        hardware_of_run(config, world.devices[0], world.nb_part * world.replicas),
+        StepWork(samples, config.trainer.accumulate, options.optimizer_tensors_per_param),
         layout,
         measured,
         precision=options.precision,
@@ -542,23 +542,23 @@ class _MfuByTokens(Mfu):
 
 
 def utilization(context: RunContext) -> list[Callback]:
-    """Returns what logs the MFU of a run with a `cluster`, on rank 0; elsewhere nothing.
+    """Returns what logs the MFU of a run with a `hardware`, on rank 0; elsewhere nothing.
 
     The FLOPs are counted on fake tensors, for the first micro-batch, and those of a backward are
     twice the forward's. Where samples have a length, they count per token, since batches that are
     padded to their longest sample differ in it. Nothing that goes wrong here ends the run.
     """
-    cluster, options = context.config.cluster, context.model.options
-    if cluster is None or not context.world.is_main:
+    hardware, options = context.config.hardware, context.model.options
+    if hardware is None or not context.world.is_main:
         return []
     device, tf32 = context.world.devices[0].type, context.config.trainer.tf32
     precision = "tf32" if tf32 and options.precision == "fp32" else options.precision
-    peak = machine_of(cluster).flops_per_s.get(precision)
+    peak = hardware_of(hardware).flops_per_s.get(precision)
     reason = None
-    if cluster.device != device:
-        reason = f"cluster.device={cluster.device}, and the run is on {device}"
+    if hardware.device != device:
+        reason = f"hardware.device={hardware.device}, and the run is on {device}"
     elif peak is None:
-        reason = f"set cluster.flops_per_s.{precision}="
+        reason = f"set hardware.flops_per_s.{precision}="
     else:
         sizes = chunk_sizes(batch_size(context.example_inputs), options.chunks)
         microbatch = split_batch(context.example_inputs, sizes)[0]
@@ -642,10 +642,10 @@ _MOST_RUNS = 50
 
 
 def measure_machine(words: Sequence[str] = ()) -> int:
-    """Measures this machine and writes what `cluster=this-machine` reads; returns the exit code.
+    """Measures this machine and writes what `hardware=this-machine` reads; returns the exit code.
 
     Rates are those that are reached, so that the shares of them are 1. Links between nodes cannot
-    be measured on one: `cluster.network_bytes_per_s=` sets them.
+    be measured on one: `hardware.network_bytes_per_s=` sets them.
 
     Args:
         words: of the command line: `seconds=` of each measurement.
@@ -662,7 +662,7 @@ def measure_machine(words: Sequence[str] = ()) -> int:
             )
         seconds = float(number[1])
     found = measured(seconds)
-    Machine(**{name: value for name, value in found.items() if name != "costs"})  # checks it
+    Hardware(**{name: value for name, value in found.items() if name != "costs"})  # checks it
     path = measured_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -671,12 +671,12 @@ def measure_machine(words: Sequence[str] = ()) -> int:
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; set XDG_CACHE_HOME") from error
     print(path.read_text(encoding="utf-8"), end="")
-    print(f"# in {path}; to use it: hybridtrain plan cluster={THIS_MACHINE} ...")
+    print(f"# in {path}; to use it: hybridtrain plan hardware={THIS_MACHINE} ...")
     return 0
 
 
 def measured(seconds: float = _SECONDS) -> dict[str, Any]:
-    """Returns the keys of `cluster` for this machine; a CPU core is a device where no GPU is."""
+    """Returns the keys of `hardware` for this machine; a CPU core is a device where no GPU is."""
     gpus = torch.cuda.device_count()
     device = torch.device("cuda:0" if gpus else "cpu")
     threads = torch.get_num_threads()

@@ -308,7 +308,7 @@ class Mfu(Callback):
     can do in it (Chowdhery et al., *PaLM*, arXiv:2204.02311, appendix B). What is computed again in
     the backward does not count: these are the model's FLOPs, not the hardware's.
 
-    With a `cluster` a run on the command line has it, with the FLOPs counted.
+    With a `hardware` a run on the command line has it, with the FLOPs counted.
 
     Args:
         flops_per_sample: of a forward and backward of the whole model; a backward is taken to have

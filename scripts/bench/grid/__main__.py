@@ -1,6 +1,6 @@
 """The benchmark grid of the IDRIS page on hybrid parallelism: predicted, emulated and measured.
 
-    python -m scripts.bench.grid --predict --cluster jean-zay-v100
+    python -m scripts.bench.grid --predict --hardware jean-zay-v100
     python -m scripts.bench.grid --emulated --devices 4
     python -m scripts.bench.grid --real --devices 2 --batch 8 16 data.max_len=64
 
@@ -47,7 +47,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--predict", action="store_true", help="the planner's prices, without running anything")
     add("--emulated", action="store_true", help="devices that sleep for their predicted times")
     add("--real", action="store_true", help="training steps on this machine's GPUs, or its CPU")
-    add("--cluster", default="jean-zay-v100", help="a preset, a file or this-machine")
+    add("--hardware", default="jean-zay-v100", help="a preset, a file or this-machine")
     add("--devices", type=int, nargs="+", default=DEVICES)
     add("--ntasks", type=int, nargs="+", help="processes; default: pipelines of 4, 2 and 1 devices")
     add("--batch", type=int, nargs="+", default=BATCHES, help="samples per device")
@@ -71,15 +71,15 @@ def main(words: Sequence[str] | None = None) -> None:
     options = arguments(words)
     torch.set_num_threads(1)  # a device of a CPU is a thread
     cells = grid(options.devices, options.batch, options.chunks, options.ntasks)
-    predictor = make_predictor(options.cluster, options.overrides, options.schedule)
+    predictor = make_predictor(options.hardware, options.overrides, options.schedule)
     if options.predict:
         outcomes = [predictor.outcome(cell) for cell in cells]
-        write(options, predictor, "predicted", f"predicted for {options.cluster}", outcomes)
+        write(options, predictor, "predicted", f"predicted for {options.hardware}", outcomes)
     if options.emulated:
         if predictor.table.costs_from == "measured":
             raise ConfigError(
                 "--emulated sleeps for estimated times, which are the same in every run: choose a "
-                "--cluster= with costs=estimated, or set cluster.costs=estimated"
+                "--hardware= with costs=estimated, or set hardware.costs=estimated"
             )
         outcomes = run(
             options,
@@ -89,7 +89,7 @@ def main(words: Sequence[str] | None = None) -> None:
             predictor.why_impossible,
             lambda cell: emulated_task(predictor, cell, options.steps, options.step_s),
         )
-        on = f"measured on devices that sleep as {options.cluster} computes"
+        on = f"measured on devices that sleep as {options.hardware} computes"
         write(options, predictor, "emulated", on, outcomes, predictor.emulated_ms)
     if options.real:
         outcomes = run(
@@ -120,7 +120,7 @@ def run(
         logs=options.out / "logs",
         timeout_s=options.timeout_s,
         launcher=options.launcher,
-        devices_per_node=predictor.machine.devices_per_node,
+        devices_per_node=predictor.hardware.devices_per_node,
     )
     results = Results(options.out / f"{kind}.jsonl")
     return measure(cells, why_impossible, task_of, launch, results, options.retry)

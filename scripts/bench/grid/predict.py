@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from hybridtrain._base.construction import construct_on_meta
-from hybridtrain._base.hardware import GIB, Machine
+from hybridtrain._base.hardware import GIB, Hardware
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.run.components import optimizer_tensors_per_param
-from hybridtrain.cli.run.pricing import machine_of
+from hybridtrain.cli.run.pricing import hardware_of
 from hybridtrain.data.stream import example_batch
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.partitioning import LayerCost
@@ -25,7 +25,7 @@ from hybridtrain.partitioning.cost_table import (
     given_costs,
     measured_costs,
 )
-from hybridtrain.price.layout import Job, Layout
+from hybridtrain.price.layout import Layout, StepWork
 from hybridtrain.price.price import Price, price
 from scripts.bench.grid.cells import Cell, stage_layers, why_impossible
 from scripts.bench.grid.results import MEMORY, Outcome
@@ -42,16 +42,16 @@ class Predictor:
     """The prices of cells.
 
     Attributes:
-        config: the recipe's, with the cluster.
+        config: the recipe's, with the hardware.
         table: the costs of the model's layers.
-        machine: the nodes of the cluster; a cell has as many of them as it needs.
+        hardware: the nodes; a cell has as many of them as it needs.
         schedule: `1f1b` or `gpipe`.
-        optimizer_tensors: see `Job`.
+        optimizer_tensors: see `StepWork`.
     """
 
     config: Config
     table: CostTable
-    machine: Machine
+    hardware: Hardware
     schedule: str
     optimizer_tensors: int
 
@@ -62,12 +62,12 @@ class Predictor:
 
     def why_impossible(self, cell: Cell) -> str:
         """Returns why a cell has no value on this machine; an empty string if it can run."""
-        return why_impossible(cell, self.layers, self.machine.devices_per_node)
+        return why_impossible(cell, self.layers, self.hardware.devices_per_node)
 
-    def machine_for(self, cell: Cell) -> Machine:
+    def machine_for(self, cell: Cell) -> Hardware:
         """Returns the machine with the devices of a cell."""
-        in_node = min(cell.devices, self.machine.devices_per_node)
-        return replace(self.machine, nodes=-(-cell.devices // in_node), devices_per_node=in_node)
+        in_node = min(cell.devices, self.hardware.devices_per_node)
+        return replace(self.hardware, nodes=-(-cell.devices // in_node), devices_per_node=in_node)
 
     def layout(self, cell: Cell) -> Layout:
         """Returns the layout of a cell: as on the page, one process per pipeline."""
@@ -80,15 +80,15 @@ class Predictor:
             cell: which one.
             host: how many times as long the host takes for its part.
         """
-        job = Job(cell.samples, optimizer_tensors_per_param=self.optimizer_tensors)
+        job = StepWork(cell.samples, optimizer_tensors_per_param=self.optimizer_tensors)
         counts = stage_layers(self.layers, cell.nb_part)
-        machine = self.machine_for(cell)
-        machine = replace(
-            machine, action_s=host * machine.action_s, message_s=host * machine.message_s
+        hardware = self.machine_for(cell)
+        hardware = replace(
+            hardware, action_s=host * hardware.action_s, message_s=host * hardware.message_s
         )
         calls = [(host * forward, host * backward) for forward, backward in self.table.host_ms]
         table = replace(self.table, host_ms=calls)
-        return price(table, machine, job, self.layout(cell), counts)
+        return price(table, hardware, job, self.layout(cell), counts)
 
     def outcome(self, cell: Cell) -> Outcome:
         """Returns the predicted time of a cell, or why there is none."""
@@ -97,7 +97,7 @@ class Predictor:
         priced = self.price(cell)
         memory = priced.peak_bytes / GIB
         facts = {"binds": priced.binds, "bubble": priced.bubble, "memory_gib": memory}
-        usable = self.machine.usable_bytes / GIB
+        usable = self.hardware.usable_bytes / GIB
         if memory > usable:
             reason = f"{memory:.1f} GiB of {usable:.1f} GiB that may be used"
             return Outcome(cell, failure=MEMORY, reason=reason, facts=facts)
@@ -116,41 +116,41 @@ class Predictor:
         """Returns the planner's price of devices that sleep for `stage_ms` and do nothing else."""
         stages = list(zip(*self.stage_ms(cell), strict=True))
         costs = [LayerCost(str(number), 0, *times) for number, times in enumerate(stages)]
-        machine = Machine(device="cpu", devices_per_node=cell.nb_part, action_s=0.0)
+        hardware = Hardware(device="cpu", devices_per_node=cell.nb_part, action_s=0.0)
         table = given_costs(lambda samples: costs)
         return price(
-            table, machine, Job(cell.samples), self.layout(cell), [1] * cell.nb_part
+            table, hardware, StepWork(cell.samples), self.layout(cell), [1] * cell.nb_part
         ).step_ms
 
 
 def make_predictor(
-    cluster: str, overrides: Sequence[str] = (), schedule: str = "1f1b"
+    hardware: str, overrides: Sequence[str] = (), schedule: str = "1f1b"
 ) -> Predictor:
-    """Counts the model of the recipe, or measures its layers where the cluster says so.
+    """Counts the model of the recipe, or measures its layers where the hardware's costs are `measured`.
 
     Args:
-        cluster: a value of the config group `cluster`.
+        hardware: a value of the config group `hardware`.
         overrides: Hydra overrides of the recipe.
         schedule: `1f1b` or `gpipe`.
     """
-    config = compose_config([RECIPE, f"cluster={cluster}", *overrides])
-    assert config.cluster is not None
-    machine = machine_of(config.cluster)
+    config = compose_config([RECIPE, f"hardware={hardware}", *overrides])
+    assert config.hardware is not None
+    hardware = hardware_of(config.hardware)
     data = synthetic_reviews(config, _SAMPLES)
     inputs = example_batch(data.train, _SAMPLES, data.collate)[0]
 
     def build() -> nn.Module:
         return instantiate.build("model", config.model, nn.Module, defaults=data.metadata)
 
-    measured = config.cluster.costs == "measured"
+    measured = config.hardware.costs == "measured"
     # layers with buffers cannot be measured without values
     net = build() if measured else construct_on_meta(build)
     chain = ChainBuilder(net, inputs).chain()
     precision, tf32 = config.trainer.precision, config.trainer.tf32
     if measured:
-        device = torch.device("cuda:0" if machine.device == "cuda" else "cpu")
+        device = torch.device("cuda:0" if hardware.device == "cuda" else "cpu")
         table = measured_costs(chain, inputs, device, precision)
     else:
-        table = counted_costs(chain, inputs, machine, precision, tf32)
+        table = counted_costs(chain, inputs, hardware, precision, tf32)
     tensors = optimizer_tensors_per_param(config.optim)
-    return Predictor(config, table, machine, schedule, tensors)
+    return Predictor(config, table, hardware, schedule, tensors)

@@ -18,17 +18,17 @@ import transformers
 from torch import nn
 
 from hybridtrain._base.construction import construct_on_meta
-from hybridtrain._base.hardware import Machine
+from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.text_table import markdown_table
 from hybridtrain.cli.config.compose import compose_config
-from hybridtrain.cli.run.pricing import machine_of
+from hybridtrain.cli.run.pricing import hardware_of
 from hybridtrain.loss import cross_entropy
 from hybridtrain.models import gpt
 from hybridtrain.partitioning import (
     CostTable,
     LossOfStep,
 )
-from hybridtrain.price import Job, Layout, fully_sharded, model_costs
+from hybridtrain.price import Layout, StepWork, fully_sharded, model_costs
 from hybridtrain.price.price import price
 
 MEGATRON_1 = "Megatron-LM, table 1"
@@ -101,7 +101,7 @@ class Run:
         return counts
 
     @property
-    def machine(self) -> Machine:
+    def hardware(self) -> Hardware:
         """The machine, without a limit of its memory."""
         nodes, in_node = max(1, self.gpus // 8), min(8, self.gpus)
         one = machine_in(self.source)
@@ -151,19 +151,19 @@ RUNS = [
 
 
 @cache
-def machine_in(source: str) -> Machine:
+def machine_in(source: str) -> Hardware:
     """Returns the preset of a source's GPUs, with the network that it names: 200 Gb/s for an A100,
     400 for an H100. Zero Bubble names none. The memory of torchtitan's H100s has 2.4 TB/s.
     """
     on_h100 = source in (MOSAIC_H100, TITAN)
     name = "h100" if on_h100 else "jean-zay-a100"
-    cluster = compose_config(["recipe=digits", f"cluster={name}"]).cluster
-    assert cluster is not None
-    machine = machine_of(cluster)
+    hardware = compose_config(["recipe=digits", f"hardware={name}"]).hardware
+    assert hardware is not None
+    hardware = hardware_of(hardware)
     if source != ZERO_BUBBLE:
         network = 400e9 if on_h100 else 200e9
-        machine = replace(machine, network_bytes_per_s=network, network_cards=8)
-    return replace(machine, memory_bytes_per_s=2.4e12) if source == TITAN else machine
+        hardware = replace(hardware, network_bytes_per_s=network, network_cards=8)
+    return replace(hardware, memory_bytes_per_s=2.4e12) if source == TITAN else hardware
 
 
 def model(size: str, seq_len: int) -> nn.Module:
@@ -189,22 +189,22 @@ def costs(size: str, seq_len: int, source: str) -> CostTable:
     """Returns the costs in bf16."""
     net = construct_on_meta(lambda: model(size, seq_len))
     tokens = torch.zeros(4, seq_len, dtype=torch.long)
-    machine, ending = machine_in(source), LossOfStep(loss, tokens)
-    return model_costs(net, tokens, machine, precision="bf16", loss=ending)
+    hardware, ending = machine_in(source), LossOfStep(loss, tokens)
+    return model_costs(net, tokens, hardware, precision="bf16", loss=ending)
 
 
 def predicted(run: Run) -> float:
     """Returns the tokens per second and GPU that the planner says."""
-    machine = run.machine
+    hardware = run.hardware
     table = costs(run.size, run.seq_len, run.source)
-    job = Job(run.samples, tokens_per_sample=run.seq_len)
+    job = StepWork(run.samples, tokens_per_sample=run.seq_len)
     if run.spread == "FSDP":
         chunks = run.samples // run.gpus // run.microbatch
-        found = fully_sharded(table, machine, job, 2, chunks=chunks, recomputes=run.recomputes)
+        found = fully_sharded(table, hardware, job, 2, chunks=chunks, recomputes=run.recomputes)
         assert found is not None
         step_ms = found.step_ms
     else:
-        step_ms = price(table, machine, job, run.layout, run.counts).step_ms
+        step_ms = price(table, hardware, job, run.layout, run.counts).step_ms
     return run.samples * run.seq_len / step_ms * 1e3 / run.gpus
 
 

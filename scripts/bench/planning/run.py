@@ -23,7 +23,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torchvision.models import resnet18
 
-from hybridtrain._base.hardware import Machine
+from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.precision import autocast
 from hybridtrain.cli.run.pricing import measured as measured_rates
 from hybridtrain.graph.chain import ChainBuilder
@@ -38,7 +38,7 @@ from hybridtrain.partitioning.cost_table import (
     given_costs,
     measured_costs,
 )
-from hybridtrain.price.layout import Job, Layout
+from hybridtrain.price.layout import Layout, StepWork
 from hybridtrain.price.price import price
 from hybridtrain.price.stage_needs import device_memory, most_temporary
 from hybridtrain.world import World
@@ -73,7 +73,7 @@ def emulated(options: argparse.Namespace) -> list[Row]:
     # the emulated times are calibrated to have PyTorch's own; a message has no bytes to speak of
     for layout, shares in emulated_layouts(options.devices, options.chunks):
         local = layout.engine == "local"
-        machine = Machine(
+        hardware = Hardware(
             device="cpu",
             devices_per_node=layout.nb_part,
             node_latency_s=0.0 if local else options.message_s,
@@ -86,7 +86,7 @@ def emulated(options: argparse.Namespace) -> list[Row]:
             for i, f in enumerate(factors)
         ]
         table = given_costs(lambda samples, costs=costs: costs)
-        predicted = price(table, machine, Job(layout.chunks), layout, [1] * layout.stages)
+        predicted = price(table, hardware, StepWork(layout.chunks), layout, [1] * layout.stages)
         name = f"{layout.engine} {layout.schedule} P={layout.nb_part} m={layout.chunks} "
         name += f"v={layout.stages_per_device} {shares}"
         if local:
@@ -135,14 +135,14 @@ def real(options: argparse.Namespace) -> list[Row]:
     """Returns predicted and measured milliseconds of steps of a GPT on CPU stages."""
     net, tokens = small_gpt()
     chain, device = ChainBuilder(net, tokens).chain(), torch.device("cpu")
-    machine = Machine(device="cpu", devices_per_node=2)
+    hardware = Hardware(device="cpu", devices_per_node=2)
     rows = []
     for layout in real_layouts():
         # right before its steps, so that a busy machine is as busy for both
         table = measured_costs(chain, tokens, device, "fp32", seconds=0.5, sharing=2)
         # one at a time: the threads of many models share memory pools, those of a run do not
         model, counts = model_of(layout)
-        predicted = price(table, machine, Job(len(tokens)), layout, counts)
+        predicted = price(table, hardware, StepWork(len(tokens)), layout, counts)
         run = timed(lambda model=model: model.train_step(tokens, None, mean_loss))
         rows.append((named(layout), predicted.pipeline_ms, median_ms(run, options.repeats)))
     return rows
@@ -156,9 +156,9 @@ def named(layout: Layout) -> str:
 def memory() -> list[Row]:
     """Returns predicted and counted MiB of each stage, in a step with AdamW."""
     net, tokens = small_gpt()
-    machine = Machine(device="cpu", flops_per_s={"fp32": 1e11})
+    hardware = Hardware(device="cpu", flops_per_s={"fp32": 1e11})
     loss = LossOfStep(cross_entropy, tokens)
-    table = counted_costs(ChainBuilder(net, tokens).chain(), tokens, machine, "fp32", loss=loss)
+    table = counted_costs(ChainBuilder(net, tokens).chain(), tokens, hardware, "fp32", loss=loss)
     rows = []
     for layout in real_layouts():
         # the count on a CPU leaves out what a backward recomputes
@@ -169,7 +169,7 @@ def memory() -> list[Row]:
         model.train_step(tokens, tokens, cross_entropy)
         optimizer.step()
         counted = [stage["peak_memory_bytes"] for stage in model.stage_summaries(optimizer)]
-        predicted = device_memory(table, Job(len(tokens)), layout, counts)
+        predicted = device_memory(table, StepWork(len(tokens)), layout, counts)
         for stage, (one, other) in enumerate(zip(predicted, counted, strict=True)):
             rows.append((f"{named(layout)} stage {stage}", one.kept / 2**20, other / 2**20))
     return rows
@@ -231,8 +231,8 @@ def layers(seconds: float) -> list[Row]:
     net, tokens = small_gpt()
     chain, device = ChainBuilder(net, tokens).chain(), torch.device("cpu")
     rates = {name: value for name, value in measured_rates(seconds).items() if name != "costs"}
-    machine = Machine(**rates)
-    estimated = counted_costs(chain, tokens, machine, "fp32")
+    hardware = Hardware(**rates)
+    estimated = counted_costs(chain, tokens, hardware, "fp32")
     measured = measured_costs(chain, tokens, device, "fp32", sharing=2)
     rows: list[Row] = []
     for samples, kind in itertools.product((2, 4, 8, 16), ("forward_ms", "backward_ms")):

@@ -13,7 +13,7 @@ from PIL import Image
 from support.cases import thinned
 from support.launch import SMALL
 
-from hybridtrain.cli.config.schema import ClusterConfig
+from hybridtrain.cli.config.schema import HardwareConfig
 from hybridtrain.cli.main import main
 from hybridtrain.cli.run import pricing
 from hybridtrain.partitioning import LayerCost
@@ -28,7 +28,7 @@ def words_of(told):
 
 def test_plan_for_a_cluster_writes_what_train_takes(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    keys = ["cluster=h100", "cluster.nodes=1", "cluster.devices_per_node=2", "run_name=priced"]
+    keys = ["hardware=h100", "hardware.nodes=1", "hardware.devices_per_node=2", "run_name=priced"]
     told = succeed(capfd, "plan", *SMALL, *keys, "pipeline.nb_part=2", "world.engine=local")
     assert "step ms" in told
     assert "predicted, from estimated costs" in told
@@ -52,10 +52,10 @@ def test_a_plan_that_recomputes_single_layers_is_trained_and_priced_by_its_comma
     told = succeed(
         capfd,
         *("plan", "recipe=python_source_gpt", *keys, "run_name=priced", "world.engine=local"),
-        *("cluster=h100", "cluster.devices_per_node=2", "pipeline.stages_per_device=1"),
+        *("hardware=h100", "hardware.devices_per_node=2", "pipeline.stages_per_device=1"),
         *(f"pipeline.{key}" for key in layout),
     )
-    succeed(capfd, *words_of(told), "world.devices=cpu", "run_name=run", "cluster.device=cpu")
+    succeed(capfd, *words_of(told), "world.devices=cpu", "run_name=run", "hardware.device=cpu")
     run = yaml.safe_load((tmp_path / "outputs/run/config.yaml").read_text())["pipeline"]
     assert run["checkpoint"]
     assert set(run["checkpoint"]) <= {f"blocks.{i}" for i in range(6)}
@@ -162,7 +162,7 @@ def test_a_batch_size_of_auto_counts_the_layers_that_are_recomputed_as_its_run_d
 
 def test_the_length_of_a_planned_run_is_that_of_its_first_batches(capfd):
     length = ["trainer.steps=null", "trainer.epochs=3", "data.first_batches=2"]
-    told = succeed(capfd, "plan", *SMALL, "cluster=h100", *length)
+    told = succeed(capfd, "plan", *SMALL, "hardware=h100", *length)
     assert "6 steps" in told
 
 
@@ -185,27 +185,30 @@ def test_a_batch_size_of_auto_that_cannot_be_found_is_one_line(keys, told, capfd
     ("keys", "told"),
     thinned(
         [
-            (["cluster=h10"], "cluster=h10 is unknown: did you mean 'h100'"),
-            (["cluster=none/there.yaml"], "cluster=none/there.yaml: No such file"),
-            (["cluster=this-machine"], "has not been measured yet"),
-            (["cluster.nodes=2"], "cluster.nodes=2 changes a machine, but none is named"),
-            (["cluster=h100", "pipeline.nb_part=two"], "pipeline.nb_part='two' must be a number"),
-            (["cluster=h100", "pipeline.nb_part=3"], "no layout uses all 8 devices"),
-            (["cluster=h100", "data.batch_size=1"], "data.batch_size=1 leaves nothing to plan"),
-            (["cluster=[1,2]"], "cluster=[1,2] must be the name of a machine"),
-            (["cluster=list.yaml"], "cluster=list.yaml must be a mapping"),
-            (["cluster=broken.yaml"], "cluster=broken.yaml is not YAML: "),
-            (["cluster=typed.yaml"], "cluster.nodes: "),
-            (["cluster=unknown.yaml"], "cluster.noodes"),
-            (["cluster=h100", "cluster.nodez=2"], "did you mean cluster.nodes"),
-            (["cluster=h100", "cluster.nodes=0"], "cluster.nodes=0 must be"),
-            (["cluster=jean-zay-v100", "trainer.precision=bf16"], "no rate for bf16"),
-            (["cluster=h100", "cluster.memory_gib=1.0001"], "no plan fits"),
-            (["cluster=h100", "pipeline.memory_limit_gib=1e-5"], "no plan fits: "),
-            (["cluster=h100", "pipeline.memory_limit_gib=-1"], "memory_limit_gib=-1"),
-            (["cluster=h100", "cluster.costs=guessed"], "cluster.costs=guessed is unknown"),
-            (["cluster=h100", "cluster.costs=measured"], "set cluster.costs=estimated"),
-            (["cluster=h100", "cluster.costs=calibrated"], "cluster.costs=calibrated is unknown"),
+            (["hardware=h10"], "hardware=h10 is unknown: did you mean 'h100'"),
+            (["hardware=none/there.yaml"], "hardware=none/there.yaml: No such file"),
+            (["hardware=this-machine"], "has not been measured yet"),
+            (["hardware.nodes=2"], "hardware.nodes=2 changes a machine, but none is named"),
+            (["hardware=h100", "pipeline.nb_part=two"], "pipeline.nb_part='two' must be a number"),
+            (["hardware=h100", "pipeline.nb_part=3"], "no layout uses all 8 devices"),
+            (["hardware=h100", "data.batch_size=1"], "data.batch_size=1 leaves nothing to plan"),
+            (["hardware=[1,2]"], "hardware=[1,2] must be the name of a machine"),
+            (["hardware=list.yaml"], "hardware=list.yaml must be a mapping"),
+            (["hardware=broken.yaml"], "hardware=broken.yaml is not YAML: "),
+            (["hardware=typed.yaml"], "hardware.nodes: "),
+            (["hardware=unknown.yaml"], "hardware.noodes"),
+            (["hardware=h100", "hardware.nodez=2"], "did you mean hardware.nodes"),
+            (["hardware=h100", "hardware.nodes=0"], "hardware.nodes=0 must be"),
+            (["hardware=jean-zay-v100", "trainer.precision=bf16"], "no rate for bf16"),
+            (["hardware=h100", "hardware.memory_gib=1.0001"], "no plan fits"),
+            (["hardware=h100", "pipeline.memory_limit_gib=1e-5"], "no plan fits: "),
+            (["hardware=h100", "pipeline.memory_limit_gib=-1"], "memory_limit_gib=-1"),
+            (["hardware=h100", "hardware.costs=guessed"], "hardware.costs=guessed is unknown"),
+            (["hardware=h100", "hardware.costs=measured"], "set hardware.costs=estimated"),
+            (
+                ["hardware=h100", "hardware.costs=calibrated"],
+                "hardware.costs=calibrated is unknown",
+            ),
         ],
         3,
     ),
@@ -235,6 +238,6 @@ def test_measure_machine_writes_what_this_machine_reads(tmp_path, monkeypatch, c
     assert main(["measure-machine", "seconds=0"]) == 0
     capfd.readouterr()
     written = yaml.safe_load((tmp_path / "hybridtrain/this-machine.yaml").read_text())
-    assert set(written) <= set(vars(ClusterConfig()))
-    told = succeed(capfd, "plan", *SMALL, "cluster=this-machine")
+    assert set(written) <= set(vars(HardwareConfig()))
+    told = succeed(capfd, "plan", *SMALL, "hardware=this-machine")
     assert "predicted, from measured costs" in told

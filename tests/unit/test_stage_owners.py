@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.partitioning import Cluster
+from hybridtrain.partitioning import StageOwners
 from hybridtrain.world import World
 
 
 def test_one_process_owns_every_stage_of_its_replica():
     world = World(rank=3, size=6, devices=(torch.device("cpu"),) * 2)
     assert (world.replica, world.replicas, world.pipeline_rank, world.nb_part) == (3, 6, 0, 2)
-    assert world.cluster.stages_of(world.pipeline_rank, stages_per_device=2) == [0, 1, 2, 3]
+    assert world.stage_owners.stages_of(world.pipeline_rank, stages_per_device=2) == [0, 1, 2, 3]
 
 
 def test_processes_with_one_device_each_share_a_replica():
@@ -19,33 +19,33 @@ def test_processes_with_one_device_each_share_a_replica():
     assert [world.replica for world in worlds] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert {world.replicas for world in worlds} == {2}
     assert {world.nb_part for world in worlds} == {4}
-    owned = [world.cluster.stages_of(world.pipeline_rank, 2) for world in worlds]
+    owned = [world.stage_owners.stages_of(world.pipeline_rank, 2) for world in worlds]
     assert owned == [[0, 4], [1, 5], [2, 6], [3, 7]] * 2
     assert [world.is_main for world in worlds] == [True] + [False] * 7
 
 
 def test_every_stage_belongs_to_one_process():
-    cluster = Cluster(("cuda:0", "cuda:1", "cuda:0", "cuda:1"), processes=2)
-    owned = [cluster.stages_of(process, 3) for process in range(2)]
+    owners = StageOwners(("cuda:0", "cuda:1", "cuda:0", "cuda:1"), processes=2)
+    owned = [owners.stages_of(process, 3) for process in range(2)]
     assert sorted(owned[0] + owned[1]) == list(range(12))
     assert owned[0] == [0, 1, 4, 5, 8, 9]
-    assert [cluster.device_of(stage) for stage in owned[1]] == ["cuda:0", "cuda:1"] * 3
+    assert [owners.device_of(stage) for stage in owned[1]] == ["cuda:0", "cuda:1"] * 3
 
 
 def test_in_a_v_the_second_half_of_the_stages_comes_back_over_the_devices():
-    cluster = Cluster(("cuda:0", "cuda:1", "cuda:0", "cuda:1"), processes=2).placed("v")
-    assert [cluster.stages_of(process, 2) for process in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert [cluster.device_of(stage) for stage in (0, 7, 3, 4)] == [
+    owners = StageOwners(("cuda:0", "cuda:1", "cuda:0", "cuda:1"), processes=2).placed("v")
+    assert [owners.stages_of(process, 2) for process in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [owners.device_of(stage) for stage in (0, 7, 3, 4)] == [
         "cuda:0", "cuda:0", "cuda:1", "cuda:1",
     ]  # fmt: skip
-    assert [cluster.local_index(stage) for stage in range(8)] == [0, 1, 0, 1, 1, 0, 1, 0]
+    assert [owners.local_index(stage) for stage in range(8)] == [0, 1, 0, 1, 1, 0, 1, 0]
 
 
 def test_devices_that_processes_cannot_share_equally_are_refused():
     with pytest.raises(ConfigError, match="3 devices cannot be shared equally by 2 processes"):
-        Cluster(("cpu",) * 3, processes=2)
+        StageOwners(("cpu",) * 3, processes=2)
     with pytest.raises(ConfigError, match="0 devices"):
-        Cluster(())
+        StageOwners(())
 
 
 @pytest.mark.parametrize(
