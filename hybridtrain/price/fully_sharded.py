@@ -60,7 +60,7 @@ def fully_sharded(
 
     Args:
         table: the costs of the layers.
-        machine: the hardware.
+        hardware: its devices and links.
         job: the work of a step.
         weight_bytes: of an element of a gathered weight: 2 in half precision.
             Gradients are reduced in fp32.

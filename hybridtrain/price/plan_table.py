@@ -45,7 +45,7 @@ class PricedPlans:
 
     Attributes:
         table: the costs of the model's layers.
-        machine: the hardware.
+        hardware: its devices and links.
         job: the work of a step.
         prices: one for each layout.
         rate: the name of the machine's rate for the products, such as `bf16`.
@@ -239,7 +239,7 @@ def find_plans(
         net: any module, also on the meta device; with `costs="measured"` layers get random values.
         example_inputs: the inputs of a batch of at least 2 samples. Where layers are measured, a
             micro-batch as large as they usually are.
-        machine: the hardware.
+        hardware: its devices and links.
         job: the work of a step.
         choices: what may be chosen from.
         costs: `estimated` counts FLOPs and bytes without running a kernel; `measured` times each

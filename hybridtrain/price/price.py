@@ -122,7 +122,7 @@ def price(
 
     Args:
         table: the costs of the layers, with those that are recomputed.
-        machine: the hardware.
+        hardware: its devices and links.
         job: the work of a step.
         layout: how the model is spread.
         counts: the number of layers of each stage.
@@ -408,7 +408,7 @@ def predict_step(
     Args:
         stages: the layers of each stage, also on the meta device.
         microbatch: the inputs of the first micro-batch, of which shapes and types count.
-        machine: the hardware; without a rate for the precision, the memory alone is predicted,
+        hardware: its devices and links; without a rate for the precision, the memory alone is predicted,
             unless the costs are measured.
         job: the work of a step.
         layout: how the model is spread.
@@ -491,7 +491,7 @@ def find_layouts(
 
     Args:
         table: the costs of the model's layers.
-        machine: the hardware, all of which is used.
+        hardware: its devices and links, all of which is used.
         job: the work of a step.
         choices: what may be chosen from.
         best: how many.

@@ -1,6 +1,6 @@
 """Models that others wrote, verified in stages.
 
-`scripts/zoo.py` verifies all of them, and `tests/unit/test_zoo.py` a few.
+`scripts/zoo.py` verifies all of them, and `tests/unit/graph/test_zoo.py` a few.
 """
 
 from __future__ import annotations

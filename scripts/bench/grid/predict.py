@@ -126,7 +126,7 @@ class Predictor:
 def make_predictor(
     hardware: str, overrides: Sequence[str] = (), schedule: str = "1f1b"
 ) -> Predictor:
-    """Counts the model of the recipe, or measures its layers where the hardware's costs are `measured`.
+    """Counts the model of the recipe, or measures its layers for `hardware.costs=measured`.
 
     Args:
         hardware: a value of the config group `hardware`.

@@ -15,7 +15,7 @@ from torch import nn
 from hybridtrain import datasets, models
 from hybridtrain.errors import ConfigError
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 class ReferenceBasicNet(nn.Module):

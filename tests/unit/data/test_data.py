@@ -28,7 +28,7 @@ from hybridtrain.datasets import (
 )
 from hybridtrain.errors import DataError
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def same(one, other):
