@@ -61,7 +61,7 @@ def fully_sharded(
     Args:
         table: the costs of the layers.
         hardware: its devices and links.
-        job: the work of a step.
+        work: the work of a step.
         weight_bytes: of an element of a gathered weight: 2 in half precision.
             Gradients are reduced in fp32.
         chunks: micro-batches of a batch; None: as many as are fastest.

@@ -46,7 +46,7 @@ class PricedPlans:
     Attributes:
         table: the costs of the model's layers.
         hardware: its devices and links.
-        job: the work of a step.
+        work: the work of a step.
         prices: one for each layout.
         rate: the name of the machine's rate for the products, such as `bf16`.
     """
@@ -240,7 +240,7 @@ def find_plans(
         example_inputs: the inputs of a batch of at least 2 samples. Where layers are measured, a
             micro-batch as large as they usually are.
         hardware: its devices and links.
-        job: the work of a step.
+        work: the work of a step.
         choices: what may be chosen from.
         costs: `estimated` counts FLOPs and bytes without running a kernel; `measured` times each
             layer on this machine's first device.

@@ -123,7 +123,7 @@ def price(
     Args:
         table: the costs of the layers, with those that are recomputed.
         hardware: its devices and links.
-        job: the work of a step.
+        work: the work of a step.
         layout: how the model is spread.
         counts: the number of layers of each stage.
     """
@@ -408,9 +408,9 @@ def predict_step(
     Args:
         stages: the layers of each stage, also on the meta device.
         microbatch: the inputs of the first micro-batch, of which shapes and types count.
-        hardware: its devices and links; without a rate for the precision, the memory alone is predicted,
-            unless the costs are measured.
-        job: the work of a step.
+        hardware: its devices and links; without a rate for the precision, the memory alone is
+            predicted, unless the costs are measured.
+        work: the work of a step.
         layout: how the model is spread.
         measured: the costs of all layers for such a micro-batch. None: they are counted.
         precision: `fp32`, `bf16` or `fp16`.
@@ -492,7 +492,7 @@ def find_layouts(
     Args:
         table: the costs of the model's layers.
         hardware: its devices and links, all of which is used.
-        job: the work of a step.
+        work: the work of a step.
         choices: what may be chosen from.
         best: how many.
 

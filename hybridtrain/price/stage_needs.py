@@ -60,7 +60,7 @@ def device_memory(
 
     Args:
         table: the costs of the layers.
-        job: the work of a step.
+        work: the work of a step.
         layout: how the model is spread.
         counts: the number of layers of each stage.
     """
