@@ -1,4 +1,4 @@
-"""Plans made by one process: of a run of several, or for a cluster that is not here, priced."""
+"""The command `plan`: cuts the model as a run would, or prices the run for given hardware."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from hybridtrain._base.devices import choose_devices
 from hybridtrain._base.files import atomic_file
 from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.text_table import Block
+from hybridtrain.cli.commands.layout_tables import layout_tables, placement_tables
+from hybridtrain.cli.commands.result import Result
 from hybridtrain.cli.config.compose import given_keys, hydra_quoted, with_later
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import AUTO, Config
-from hybridtrain.cli.run.build import Setup, checked_options, set_up, writing
+from hybridtrain.cli.run.build import Setup, checked_options, set_up, setup_run, writing
 from hybridtrain.cli.run.components import load_data
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.pricing import (
@@ -46,6 +48,34 @@ _log = logging.getLogger(__name__)
 # Of the picture: numbers of nodes, and micro-batches of the timeline.
 _MOST_BARS = 5
 _MOST_SHOWN = 24
+
+
+def plan(settings: Settings) -> Result:
+    """Cuts the model as a run would, shows the plan and writes it.
+
+    A pipeline over several processes can be planned by one. For a `hardware` it is priced.
+    """
+    if settings.config.hardware is not None:
+        return plan_for_hardware(settings)
+    if other_processes_are_missing(settings.config):
+        setup, plan, devices = plan_alone(settings)
+        processes = [("not started", [device]) for device in devices]
+        _log.info("%s", layout_tables(plan, processes, "planned by one process"))
+        _write_plan(plan, setup.directory, setup.world)
+        return {}
+    context = setup_run(settings, writes=True, reuse_plan=False)
+    _log.info("%s", placement_tables(context.model.plan, context.world))
+    _write_plan(context.model.plan, context.directory, context.world)
+    context.world.close()
+    return {}
+
+
+def _write_plan(plan: Plan, directory: RunDirectory, world: World) -> None:
+    with writing(directory, world):
+        if world.is_main:
+            path = directory.plan_to_write()
+            plan.write(path)
+            _log.info("wrote %s; to train with it: pipeline.split=%s", path, path)
 
 
 def plan_for_hardware(settings: Settings) -> dict[str, Any]:
