@@ -21,16 +21,20 @@ from hybridtrain.cli.commands.result import Result
 from hybridtrain.cli.config.compose import given_keys, hydra_quoted, with_later
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import AUTO, Config
-from hybridtrain.cli.run.build import Setup, checked_options, set_up, setup_run, writing
+from hybridtrain.cli.run.auto import without_auto
+from hybridtrain.cli.run.build import (
+    RunOptions,
+    Setup,
+    checked_options,
+    set_up,
+    setup_run,
+    writing,
+)
 from hybridtrain.cli.run.components import load_data
 from hybridtrain.cli.run.directory import RunDirectory
-from hybridtrain.cli.run.pricing import (
-    batches_of,
-    hardware_of,
-    model_of_run,
-    with_limit,
-    without_auto,
-)
+from hybridtrain.cli.run.hardware import hardware_of, with_limit
+from hybridtrain.cli.run.run_model import model_of_run
+from hybridtrain.data import DataSplits, batches_in, first_samples, length_of
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.launch import detect
 from hybridtrain.observe import NodesPoint, draw_plan, in_ms
@@ -122,7 +126,7 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
         plans.table.costs_from,
         plans,
     )
-    batches = batches_of(config, data, options)
+    batches = _batches_per_epoch(config, data, options)
     steps = options.trainer.total_steps(batches) if batches or options.trainer.steps else None
     advice = "take FSDP2, or the first of these" if plans.advises_fsdp2 else "take the first"
     _log.info("%s:\n%s", advice, Block(plans.answer(steps)))
@@ -135,6 +139,15 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
     keys = [f"pipeline.split={path}", *overrides_of(best.layout, plans.checkpoint())]
     _log.info("to train with it:\n  %s", _command(settings, hardware, best.layout, keys))
     return {"step_ms": round(best.step_ms, 3), "memory_bytes": best.peak_bytes}
+
+
+def _batches_per_epoch(config: Config, data: DataSplits, options: RunOptions) -> int | None:
+    """Returns the batches of an epoch; None: the data set does not tell."""
+    samples = length_of(data.train)
+    if samples is None:
+        return None
+    size = config.data["batch_size"]
+    return batches_in(first_samples(samples, size, options.loader), size, options.loader)
 
 
 def _command(settings: Settings, hardware: Hardware, layout: Layout, keys: Sequence[str]) -> str:

@@ -224,7 +224,7 @@ COMMANDS = {
         takes="words",
     ),
     "measure-machine": Command(
-        "hybridtrain.cli.run.pricing:measure_machine",
+        "hybridtrain.cli.commands.measure_machine:measure_machine",
         "[seconds=SECONDS]",
         "measure this machine once, for predictions of a run's time",
         "Measures this machine's speed for about a minute and keeps the result for "

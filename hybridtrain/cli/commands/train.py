@@ -34,12 +34,8 @@ from hybridtrain.cli.run.components import (
 )
 from hybridtrain.cli.run.data_record import record_of, refuse_other_data
 from hybridtrain.cli.run.directory import RESULT, RunDirectory, checkpoint_to_resume, environment
-from hybridtrain.cli.run.pricing import (
-    beside_measured,
-    predict_run,
-    prediction_in_words,
-    utilization,
-)
+from hybridtrain.cli.run.prediction import beside_measured, predict_run, prediction_in_words
+from hybridtrain.cli.run.utilization import utilization
 from hybridtrain.errors import ConfigError
 from hybridtrain.loop import Trainer
 from hybridtrain.observe import write_report

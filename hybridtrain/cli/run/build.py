@@ -24,6 +24,7 @@ from hybridtrain.cli.config.schema import (
     check,
     errors_with_config_keys,
 )
+from hybridtrain.cli.run.auto import chosen, with_largest_batch, without_auto
 from hybridtrain.cli.run.components import (
     build_callbacks,
     build_loss,
@@ -34,7 +35,6 @@ from hybridtrain.cli.run.components import (
 )
 from hybridtrain.cli.run.directory import LogLines, RunDirectory
 from hybridtrain.cli.run.lock import RunLock
-from hybridtrain.cli.run.pricing import chosen, with_largest_batch, without_auto
 from hybridtrain.data import (
     DataSplits,
     EvalLoader,
