@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 
-from hybridtrain.cli.commands.generated_texts import agreement, generated_texts
 from hybridtrain.cli.commands.result import Result, values_in_words
 from hybridtrain.cli.commands.trained_run import load_trained_run
 from hybridtrain.cli.config.resolve import Settings
@@ -24,10 +23,7 @@ def evaluate(settings: Settings) -> Result:
     context, loader, checkpoint, step = load_trained_run(settings, RunContext.eval_loader)
     directory = context.directory
     options = context.options
-    compared: dict[str, float] = {}
-    if context.config.generate is not None:  # first: what it refuses is known at once
-        compared = agreement(generated_texts(context, loader, compared=True))
-    values = evaluate_model(context.model, loader, options.loss_fn, options.metrics) | compared
+    values = evaluate_model(context.model, loader, options.loss_fn, options.metrics)
     _log.info(
         "%s, step %d: %s  (%d samples)",
         checkpoint,

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.files import atomic_file
 from hybridtrain._base.microbatch import batch_size
-from hybridtrain.cli.commands.generated_texts import generated_texts
 from hybridtrain.cli.commands.result import Result
 from hybridtrain.cli.commands.trained_run import load_trained_run
 from hybridtrain.cli.config.resolve import Settings
@@ -41,16 +40,10 @@ def predict(settings: Settings) -> Result:
     context, loader, checkpoint, _ = load_trained_run(settings, RunContext.predict_loader)
     default = context.directory.path / "predictions" / f"{checkpoint.name}.jsonl"
     path = Path(output or default)
-    outputs, texts = None, None
-    if context.config.generate is None:
-        outputs = predict_model(context.model, loader)
-    else:
-        texts = [{"text": text} for text, _ in generated_texts(context, loader)]
+    outputs = predict_model(context.model, loader)
 
     def write() -> None:
-        if texts is not None:
-            write_samples(path, ({"sample": i, **text} for i, text in enumerate(texts)))
-        elif path.suffix == ".npy":
+        if path.suffix == ".npy":
             write_array(path, outputs)
         else:
             write_samples(path, map(finite, _predictions(context, loader, outputs)))
@@ -140,10 +133,8 @@ def write_samples(path: Path, samples: Iterable[Mapping[str, Any]]) -> None:
     """Writes a mapping for each sample, as lines of JSON or to a table (`.parquet`).
 
     Raises:
-        ConfigError: the format cannot hold them, or the file cannot be written.
+        ConfigError: the file cannot be written.
     """
-    if path.suffix == ".npy":
-        raise ConfigError(f"output={path} cannot hold texts: use the suffix .jsonl or .parquet")
     with _written(path) as file:
         if path.suffix == ".parquet":
             import pyarrow
