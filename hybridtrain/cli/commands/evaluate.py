@@ -8,7 +8,7 @@ import time
 from hybridtrain.cli.commands.result import Result, values_in_words
 from hybridtrain.cli.commands.trained_run import load_trained_run
 from hybridtrain.cli.config.resolve import Settings
-from hybridtrain.cli.run.build import RunContext
+from hybridtrain.cli.run.context import RunContext
 from hybridtrain.cli.run.errors import print_result
 from hybridtrain.loop import evaluate as evaluate_model
 

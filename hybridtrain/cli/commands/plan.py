@@ -22,17 +22,12 @@ from hybridtrain.cli.config.compose import given_keys, hydra_quoted, with_later
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import AUTO, Config
 from hybridtrain.cli.run.auto import without_auto
-from hybridtrain.cli.run.build import (
-    RunOptions,
-    Setup,
-    checked_options,
-    set_up,
-    setup_run,
-    writing,
-)
+from hybridtrain.cli.run.build import build_options, build_run, prepare_run
 from hybridtrain.cli.run.components import load_data
+from hybridtrain.cli.run.context import PreparedRun, RunOptions
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.hardware import hardware_of, with_limit
+from hybridtrain.cli.run.lock import writing
 from hybridtrain.cli.run.run_model import model_of_run
 from hybridtrain.data import DataSplits, batches_in, first_samples, length_of
 from hybridtrain.errors import ConfigError, SplitError
@@ -62,12 +57,12 @@ def plan(settings: Settings) -> Result:
     if settings.config.hardware is not None:
         return plan_for_hardware(settings)
     if other_processes_are_missing(settings.config):
-        setup, plan, devices = plan_alone(settings)
+        prepared, plan, devices = plan_alone(settings)
         processes = [("not started", [device]) for device in devices]
         _log.info("%s", layout_tables(plan, processes, "planned by one process"))
-        _write_plan(plan, setup.directory, setup.world)
+        _write_plan(plan, prepared.directory, prepared.world)
         return {}
-    context = setup_run(settings, writes=True, reuse_plan=False)
+    context = build_run(settings, writes=True, reuse_plan=False)
     _log.info("%s", placement_tables(context.model.plan, context.world))
     _write_plan(context.model.plan, context.directory, context.world)
     context.world.close()
@@ -97,7 +92,7 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
     if detect(os.environ).size > 1:
         raise ConfigError("plan with a hardware= needs one process: start it without torchrun")
     assert config.hardware is not None
-    options = checked_options(config)
+    options = build_options(config)
     hardware = with_limit(hardware_of(config.hardware), config)
     directory = RunDirectory(config)
     directory.check_writable()
@@ -241,7 +236,7 @@ def other_processes_are_missing(config: Config) -> bool:
     return distributed and detect(os.environ).size == 1
 
 
-def plan_alone(settings: Settings) -> tuple[Setup, Plan, Sequence[str]]:
+def plan_alone(settings: Settings) -> tuple[PreparedRun, Plan, Sequence[str]]:
     """Plans a pipeline of `nb_part` processes in this one, without the model's values.
 
     Returns the objects of the run, whose `world` is this process, the plan that the processes would
@@ -258,15 +253,15 @@ def plan_alone(settings: Settings) -> tuple[Setup, Plan, Sequence[str]]:
             "pipeline.nb_part=auto divides the processes of a run, and this is one alone: start "
             "the others too, with torchrun, or describe the machine with hardware="
         )
-    setup = set_up(settings, _this_process, writes=True)
-    nb_part = setup.config.pipeline.nb_part
-    hardware = StageOwners((str(setup.world.devices[0]),) * nb_part, nb_part)
+    prepared = prepare_run(settings, join=_this_process, writes=True)
+    nb_part = prepared.config.pipeline.nb_part
+    hardware = StageOwners((str(prepared.world.devices[0]),) * nb_part, nb_part)
     plan = plan_without_values(
-        setup.build,
-        setup.options.pipeline,
-        lambda net: Planner(net, setup.options.pipeline, setup.example_inputs, hardware),
+        prepared.build,
+        prepared.options.pipeline,
+        lambda net: Planner(net, prepared.options.pipeline, prepared.example_inputs, hardware),
     )
-    return setup, plan, hardware.devices
+    return prepared, plan, hardware.devices
 
 
 def _this_process(config: Config) -> World:

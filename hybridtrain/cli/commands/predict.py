@@ -22,7 +22,7 @@ from hybridtrain._base.microbatch import batch_size
 from hybridtrain.cli.commands.result import Result
 from hybridtrain.cli.commands.trained_run import load_trained_run
 from hybridtrain.cli.config.resolve import Settings
-from hybridtrain.cli.run.build import RunContext
+from hybridtrain.cli.run.context import RunContext
 from hybridtrain.cli.run.errors import finite, print_result
 from hybridtrain.data import EvalLoader, is_stream
 from hybridtrain.errors import ConfigError

@@ -7,6 +7,7 @@ import logging
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import yaml
@@ -25,29 +26,35 @@ from hybridtrain.cli.config.compose import (
 )
 from hybridtrain.cli.config.resolve import Settings, in_words
 from hybridtrain.cli.config.schema import Config, with_config_keys
-from hybridtrain.cli.run.build import RunContext, build_files, setup_run, writing
+from hybridtrain.cli.run.build import build_options, build_run
 from hybridtrain.cli.run.components import (
-    build_callbacks,
     build_lr_schedule,
     build_model_optimizer,
     build_monitors,
 )
+from hybridtrain.cli.run.context import RunContext, RunOptions
 from hybridtrain.cli.run.data_record import record_of, refuse_other_data
-from hybridtrain.cli.run.directory import RESULT, RunDirectory, checkpoint_to_resume, environment
+from hybridtrain.cli.run.directory import (
+    RESULT,
+    LogLines,
+    RunDirectory,
+    checkpoint_to_resume,
+    environment,
+)
+from hybridtrain.cli.run.lock import writing
 from hybridtrain.cli.run.prediction import beside_measured, predict_run, prediction_in_words
 from hybridtrain.cli.run.utilization import utilization
 from hybridtrain.errors import ConfigError
-from hybridtrain.loop import Trainer
-from hybridtrain.observe import write_report
+from hybridtrain.loop import Monitor, Monitors, Trainer
+from hybridtrain.observe import MetricsFile, Progress, TimelineFiles, write_report
 
 _log = logging.getLogger(__name__)
 
 
 def train(settings: Settings) -> Result:
     """Trains, or resumes training."""
-    config = settings.config
-    build_monitors(settings.config, RunDirectory(settings.config))  # refuses what does not fit
-    context = setup_run(settings, writes=True)
+    options_of = partial(_training_options, quiet=settings.quiet)
+    context = build_run(settings, writes=True, options_of=options_of)
     config, world, model = context.config, context.world, context.model
     loader, options = context.train_loader(), context.options
     total_steps = options.trainer.total_steps(loader.batches_per_epoch)
@@ -65,28 +72,42 @@ def train(settings: Settings) -> Result:
         metrics=options.metrics,
         lr_schedule=lr_schedule,
         store=None if config.checkpoint.every_steps == 0 else context.store,
-        monitor=build_files(context.directory) if world.is_main else None,
-        callbacks=[
-            *utilization(context),
-            *build_callbacks(config, context.directory),
-            *build_monitors(_on_terminal(settings, config), context.directory),
-        ],
+        monitor=_file_monitors(context.directory) if world.is_main else None,
+        callbacks=[*utilization(context), *options.callbacks, *options.monitors],
     )
     trainer.dataset = record_of(context.data)
     with writing(context.directory, world):
         return _train(context, trainer)
 
 
-def _on_terminal(settings: Settings, config: Config) -> Config:
-    """Returns the config, without the progress on the terminal if the command is quiet."""
-    if not settings.quiet:
-        return config
-    monitor = copy.copy(config.monitor)
-    monitor.progress = False
-    return replace(config, monitor=monitor)
+def _training_options(config: Config, quiet: bool) -> RunOptions:
+    """Builds the options of a run with its monitors, without progress on a quiet terminal.
+
+    Raises:
+        UserError: a value of the config is wrong, or the package of a monitor is not installed.
+    """
+    monitored = config
+    if quiet:
+        monitored = replace(config, monitor=copy.copy(config.monitor))  # with the user's own keys
+        monitored.monitor.progress = False
+    monitors = build_monitors(monitored, RunDirectory(config))
+    return replace(build_options(config), monitors=monitors)
+
+
+def _file_monitors(directory: RunDirectory) -> Monitor:
+    """Returns the monitors of rank 0 that every run has, as one."""
+    return Monitors(
+        [
+            MetricsFile(directory.path / "metrics.jsonl"),
+            TimelineFiles(directory.path),
+            Progress(LogLines()),  # type: ignore[arg-type]
+        ]
+    )
 
 
 class _Trainer(Trainer):
+    """Records the data of the run in its checkpoints, and gives advice in the keys of a config."""
+
     dataset: Mapping[str, Any]
     """The record of the data, which goes into each checkpoint."""
 

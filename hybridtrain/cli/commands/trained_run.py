@@ -15,7 +15,8 @@ from hybridtrain.checkpoint import restore_checkpoint
 from hybridtrain.cli.config.compose import given_keys
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import AUTO, PipelineConfig, WorldConfig
-from hybridtrain.cli.run.build import RunContext, setup_run
+from hybridtrain.cli.run.build import build_run
+from hybridtrain.cli.run.context import RunContext
 from hybridtrain.cli.run.data_record import check_same_classes, say_other_data
 from hybridtrain.cli.run.directory import checkpoint_to_read
 from hybridtrain.data import EvalLoader
@@ -57,7 +58,7 @@ def load_trained_run(
         CheckpointError: there is no such checkpoint.
     """
     fit_to_devices(settings)
-    context = setup_run(settings)
+    context = build_run(settings)
     config = context.config
     loader = loader_of(context)
     if loader is None:

@@ -10,7 +10,7 @@ import torch
 from hybridtrain.cli.commands.layout_tables import placement_tables
 from hybridtrain.cli.commands.result import Result
 from hybridtrain.cli.config.resolve import Settings
-from hybridtrain.cli.run.build import setup_run
+from hybridtrain.cli.run.build import build_run
 from hybridtrain.errors import NotExactError
 from hybridtrain.verification import verify as verify_model
 
@@ -28,7 +28,7 @@ def verify(settings: Settings) -> Result:
     Raises:
         NotExactError: they differ by more than the order of additions explains.
     """
-    context = setup_run(settings, reuse_plan=False)
+    context = build_run(settings, reuse_plan=False)
     config, world = context.config, context.world
     _log.info("%s", placement_tables(context.model.plan, world))
     torch.manual_seed(config.seed)  # as the model was made

@@ -1,7 +1,7 @@
 """From a `Config` to the objects of a run and its directory.
 
 components   data, model, loss, metrics, optimizer and callbacks that a config names
-build        the objects of a run
+build        the objects of a run, stage by stage;  context  what each stage has made
 hardware     the hardware of a run;  auto  keys that are `auto`, chosen when a run begins
 prediction   the step time and memory of a run before it runs;  utilization  its MFU
 run_model    the model of a run without values, for prices

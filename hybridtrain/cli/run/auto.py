@@ -11,7 +11,7 @@ import logging
 import os
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,6 +27,7 @@ from hybridtrain.cli.config.schema import (
     with_auto_replaced,
 )
 from hybridtrain.cli.run.components import build_model
+from hybridtrain.cli.run.context import RunOptions
 from hybridtrain.cli.run.hardware import hardware_of_run
 from hybridtrain.cli.run.prediction import predict_step_of_run, without_errors_of_fake_tensors
 from hybridtrain.cli.run.run_model import SAMPLES, model_of_run
@@ -47,9 +48,6 @@ from hybridtrain.price import (
 )
 from hybridtrain.schedule import SCHEDULES
 from hybridtrain.world import World
-
-if TYPE_CHECKING:
-    from hybridtrain.cli.run.build import RunOptions
 
 _log = logging.getLogger(__name__)
 
@@ -82,56 +80,51 @@ def without_auto(settings: Settings) -> Config:
             f"data.batch_size=auto and pipeline.{keys[0]}=auto depend on each other: give one "
             f"of them a number"
         )
-    if config.data.get("batch_size") == AUTO:  # until `chosen` knows better
+    if config.data.get("batch_size") == AUTO:  # until `with_auto_chosen` has chosen
         config = replace(config, data={**config.data, "batch_size": SAMPLES})
     return replace(config, pipeline=with_auto_replaced(config.pipeline, defaults))
 
 
-def chosen(
-    settings: Settings, config: Config, data: DataSplits, world: World, tensors: int
+def with_auto_chosen(
+    settings: Settings, config: Config, data: DataSplits, world: World, options: RunOptions
 ) -> Config:
-    """Returns `config` with the fastest values for the keys that are `auto`.
+    """Returns `config` with the best values for the keys that are `auto`.
 
-    Rank 0 chooses, and says what and why in one line; a collective call if a key is `auto`.
+    Rank 0 chooses, and logs its choice and the reason in one line; a collective call if a key is
+    `auto`. The fastest values are chosen for keys of `pipeline`, and for `data.batch_size` the
+    largest batch that should fit.
 
     Args:
         settings: of the command, where keys are `auto`.
-        config: with values in their place.
+        config: with values in their place, see `without_auto`.
         data: of the run.
         world: its processes.
-        tensors: as `StepWork.optimizer_tensors_per_param`.
+        options: as `config` has them.
 
     Raises:
-        ConfigError, SplitError: there is nothing to choose from; see `find_layouts`.
+        ConfigError, SplitError: there is nothing to choose from (see `find_layouts`), the memory of
+            a device is not known, or one sample per micro-batch does not fit.
     """
-    keys = auto_keys(settings.config.pipeline)
-    if not keys:
-        return config
-    sizes = _pipeline_sizes(config, world) if "nb_part" in keys else [world.nb_part]
-    values = world.broadcast(
-        world.on_main(lambda: _choose(keys, sizes, config, data, world, tensors))
-    )
-    assert values is not None
-    return replace(config, pipeline=replace(config.pipeline, **values))
-
-
-def with_largest_batch(
-    config: Config, data: DataSplits, world: World, options: RunOptions
-) -> Config:
-    """Returns `config` with the largest batch that should fit; a collective call.
-
-    Rank 0 doubles the samples of a micro-batch, from one on, while the memory of a step as the run
-    cuts the model fits and the training split has as many, and says so in one line.
-
-    Raises:
-        ConfigError: the memory of a device is not known, or the run's memory is not predicted.
-        SplitError: one sample per micro-batch does not fit.
-    """
-    size = world.broadcast(world.on_main(lambda: _largest_batch(config, data, world, options)))
-    return replace(config, data={**config.data, "batch_size": size})
+    if keys := auto_keys(settings.config.pipeline):
+        sizes = _pipeline_sizes(config, world) if "nb_part" in keys else [world.nb_part]
+        tensors = options.pipeline.optimizer_tensors_per_param
+        values = world.broadcast(
+            world.on_main(lambda: _choose(keys, sizes, config, data, world, tensors))
+        )
+        assert values is not None
+        return replace(config, pipeline=replace(config.pipeline, **values))
+    if settings.config.data.get("batch_size") == AUTO:
+        size = world.broadcast(world.on_main(lambda: _largest_batch(config, data, world, options)))
+        return replace(config, data={**config.data, "batch_size": size})
+    return config
 
 
 def _largest_batch(config: Config, data: DataSplits, world: World, options: RunOptions) -> int:
+    """Returns the samples of the largest batch that should fit.
+
+    It doubles the samples of a micro-batch, from one on, while the memory of a step as the run cuts
+    the model fits and the training split has as many.
+    """
     device, pipeline = world.devices[0], options.pipeline
     if (reason := why_not_priced(pipeline)) is not None:
         raise ConfigError(f"data.batch_size=auto: {reason}: set a number of samples")

@@ -6,13 +6,14 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain._base.microbatch import chunk_sizes
 from hybridtrain._base.microbatch import split as split_batch
 from hybridtrain._base.text_table import with_unit
 from hybridtrain.cli.config.schema import Config
+from hybridtrain.cli.run.context import RunContext
 from hybridtrain.cli.run.hardware import hardware_of_run
 from hybridtrain.data import DataSplits, largest_batch, length_of
 from hybridtrain.graph import Layer
@@ -23,9 +24,6 @@ from hybridtrain.pipeline import checkpoint_policy
 from hybridtrain.price import Layout, Prediction, StepWork, predict_step, why_not_priced
 from hybridtrain.schedule import Placement, place_of
 from hybridtrain.world import World
-
-if TYPE_CHECKING:
-    from hybridtrain.cli.run.build import RunContext
 
 _log = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hybridtrain._base.microbatch import batch_size, chunk_sizes
 from hybridtrain._base.microbatch import split as split_batch
+from hybridtrain.cli.run.context import RunContext
 from hybridtrain.cli.run.hardware import hardware_of
 from hybridtrain.cli.run.prediction import without_errors_of_fake_tensors
 from hybridtrain.data import Batch
@@ -14,7 +15,6 @@ from hybridtrain.loop import Callback, Mfu
 from hybridtrain.partitioning import count_layers
 
 if TYPE_CHECKING:
-    from hybridtrain.cli.run.build import RunContext
     from hybridtrain.loop import Trainer
 
 _log = logging.getLogger(__name__)
