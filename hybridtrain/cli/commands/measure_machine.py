@@ -46,13 +46,13 @@ def measure_machine(words: Sequence[str] = ()) -> int:
                 f"measure-machine takes seconds= (of each measurement) only, not {word!r}"
             )
         seconds = float(number[1])
-    found = measured(seconds)
-    Hardware(**{name: value for name, value in found.items() if name != "costs"})  # checks it
+    rates = measured(seconds)
+    Hardware(**{name: value for name, value in rates.items() if name != "costs"})  # checks it
     path = measured_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         header = f"# {platform.node()}, torch {torch.__version__}: measured by measure-machine\n"
-        write_atomically(path, header + yaml.safe_dump(found, sort_keys=False))
+        write_atomically(path, header + yaml.safe_dump(rates, sort_keys=False))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; set XDG_CACHE_HOME") from error
     print(path.read_text(encoding="utf-8"), end="")
@@ -72,8 +72,8 @@ def measured(seconds: float = _SECONDS) -> dict[str, Any]:
         for name, dtype in _PRECISIONS.items():
             if not gpus and name == "fp16":
                 continue  # CPUs without instructions for it are a hundred times slower
-            one = torch.ones(size, size, dtype=dtype, device=device)
-            product = partial(torch.mm, one, one)
+            matrix = torch.ones(size, size, dtype=dtype, device=device)
+            product = partial(torch.mm, matrix, matrix)
             flops[name] = 2 * size**3 / _seconds(product, device, seconds)
         block = torch.zeros((2**30 if gpus else 2**26) // 4, device=device)
         copy = _seconds(lambda: block.clone(), device, seconds)

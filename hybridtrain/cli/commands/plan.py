@@ -153,13 +153,13 @@ def _command(settings: Settings, hardware: Hardware, layout: Layout, keys: Seque
         words += [f"submit.nodes={hardware.nodes}", f"submit.gpus_per_node={per_node}"]
     if settings.config_dir is not None:
         words += ["--config-dir", settings.config_dir]
-    said = shlex.join(words)
+    overrides = shlex.join(words)
     if hardware.nodes > 1:
-        return f"hybridtrain submit {said}"
+        return f"hybridtrain submit {overrides}"
     processes = per_node if layout.engine == "distributed" else per_node // layout.nb_part
     if processes == 1:
-        return f"hybridtrain {said}"
-    return f"torchrun --standalone --nproc-per-node {processes} -m hybridtrain {said}"
+        return f"hybridtrain {overrides}"
+    return f"torchrun --standalone --nproc-per-node {processes} -m hybridtrain {overrides}"
 
 
 def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:
@@ -187,11 +187,11 @@ def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:
 def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
     hardware = replace(plans.hardware, nodes=nodes)
     try:
-        (found,) = find_layouts(plans.table, hardware, plans.work, choices, best=1)
+        (price,) = find_layouts(plans.table, hardware, plans.work, choices, best=1)
     except (ConfigError, SplitError):  # no layout uses all devices, or none fits
         return NodesPoint(nodes, None)
-    layout = found.layout
-    return NodesPoint(nodes, found.step_ms, f"{layout.replicas} x {layout.nb_part}")
+    layout = price.layout
+    return NodesPoint(nodes, price.step_ms, f"{layout.replicas} x {layout.nb_part}")
 
 
 def overrides_of(layout: Layout, checkpoint: str | list[str]) -> list[str]:
@@ -213,14 +213,14 @@ def overrides_of(layout: Layout, checkpoint: str | list[str]) -> list[str]:
 
 def _fixed(settings: Settings) -> Choices:
     """Returns what the search may choose from: what the command line sets is fixed."""
-    given = {key.partition("=")[0] for key in given_keys(settings.overrides)}
+    set_keys = {key.partition("=")[0] for key in given_keys(settings.overrides)}
     values: dict[str, Sequence[Any]] = {}
     for key in ("nb_part", "chunks", "schedule", "stages_per_device", "checkpoint"):
         value = getattr(settings.config.pipeline, key)
-        if f"pipeline.{key}" in given and value != "auto":
+        if f"pipeline.{key}" in set_keys and value != "auto":
             values[key] = [value]
     for key in ("engine", "shard"):
-        if f"world.{key}" in given:
+        if f"world.{key}" in set_keys:
             values[key] = [getattr(settings.config.world, key)]
     if values.get("checkpoint", ["never"])[0] not in ("never", "always", "except_last"):
         raise ConfigError(

@@ -202,7 +202,7 @@ def values_to_compare(settings: Settings) -> str:
 
 def _stopped_by(trainer: Trainer) -> str:
     """Returns the names of the callbacks that have ended a run before its last step, or ""."""
-    return " and ".join(each.state_name for each in trainer.callbacks if each.stops)
+    return " and ".join(callback.state_name for callback in trainer.callbacks if callback.stops)
 
 
 def _end_of(trainer: Trainer) -> str:

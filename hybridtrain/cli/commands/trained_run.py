@@ -82,19 +82,19 @@ def fit_to_devices(settings: Settings) -> None:
     """
     if settings.of_run is None or settings.config.pipeline.nb_part == AUTO:
         return
-    config, given = settings.config, set(given_keys(settings.overrides))
+    config, set_keys = settings.config, set(given_keys(settings.overrides))
     launch = detect(os.environ)
     world, pipeline = replace(config.world), replace(config.pipeline)
     gpus = torch.cuda.device_count()
-    if "world.devices" not in given and world.devices not in (None, "auto", "cpu"):
+    if "world.devices" not in set_keys and world.devices not in (None, "auto", "cpu"):
         world.devices = None  # the GPUs that there are, or the CPU
     on_gpus = gpus > 0 and world.devices != "cpu"
-    if world.backend == "nccl" and not on_gpus and "world.backend" not in given:
+    if world.backend == "nccl" and not on_gpus and "world.backend" not in set_keys:
         world.backend = None
-    if "world.engine" not in given and launch.size % pipeline.nb_part:
+    if "world.engine" not in set_keys and launch.size % pipeline.nb_part:
         world.engine = "local"
     missing = on_gpus and launch.local_size * pipeline.nb_part > gpus
-    if world.engine == "local" and missing and "pipeline.nb_part" not in given:
+    if world.engine == "local" and missing and "pipeline.nb_part" not in set_keys:
         pipeline.nb_part = max(1, gpus // launch.local_size)
         # what goes with another number of stages
         pipeline.split, pipeline.schedule, pipeline.stages_per_device = "uniform", "1f1b", 1

@@ -35,14 +35,14 @@ def verify(settings: Settings) -> Result:
     reference = context.build()
     with closing(context.train_loader().stream()) as stream:
         batches = [next(stream) for _ in range(_VERIFIED_BATCHES)]
-    found = verify_model(
+    verification = verify_model(
         context.model,
         [(batch.inputs, batch.targets) for batch in batches],
         context.options.loss_fn,
         reference,
     )
-    if not found.exact:
-        raise NotExactError(str(found))
-    _log.info("%s", found)
+    if not verification.exact:
+        raise NotExactError(str(verification))
+    _log.info("%s", verification)
     world.close()
-    return {"exact": found.exact, "largest_difference": found.worst.largest}
+    return {"exact": verification.exact, "largest_difference": verification.worst.largest}

@@ -219,7 +219,7 @@ def _choose(
             loss=run.loss,
         )
 
-    found: list[tuple[Price, str]] = []
+    priced: list[tuple[Price, str]] = []
     problems: list[ConfigError | SplitError] = []
     for nb_part in sizes:
         replicas = world.size // nb_part if distributed else world.size
@@ -232,18 +232,18 @@ def _choose(
         try:
             table = costs(sharing)
             prices = find_layouts(table, hardware, work, choices)
-            found += [(one, table.costs_from) for one in prices]
+            priced += [(price, table.costs_from) for price in prices]
         except (ConfigError, SplitError) as error:
             problems.append(error)
-    if not found:
+    if not priced:
         auto = ", ".join(f"pipeline.{key}=auto" for key in keys)
         raise type(problems[0])(f"{auto}: {problems[0]}") from problems[0]
-    found.sort(key=lambda one: one[0].step_ms)
-    best = proposed([one for one, _ in found])
-    costs_from = next(source for one, source in found if one is best)
+    priced.sort(key=lambda entry: entry[0].step_ms)
+    best = proposed([price for price, _ in priced])
+    costs_from = next(source for price, source in priced if price is best)
     values = {key: getattr(best.layout, key) for key in keys}
-    others = [one for one, _ in found if one.step_ms > best.step_ms]
-    _log.info("%s", _why(values, best, others, costs_from))
+    slower = [price for price, _ in priced if price.step_ms > best.step_ms]
+    _log.info("%s", _why(values, best, slower, costs_from))
     return values
 
 
@@ -262,14 +262,14 @@ def _choices(keys: list[str], nb_part: int, share: int, config: Config) -> Choic
     )
 
 
-def _why(values: dict[str, Any], best: Price, others: list[Price], costs_from: str) -> str:
+def _why(values: dict[str, Any], best: Price, slower: list[Price], costs_from: str) -> str:
     """Returns what was chosen, and what it is better than, in one line."""
-    told = ", ".join(f"pipeline.{key}={value}" for key, value in values.items())
+    choice = ", ".join(f"pipeline.{key}={value}" for key, value in values.items())
     why = (
-        f"{told}: {best.step_ms:.1f} ms per step, predicted from {costs_from} costs; "
+        f"{choice}: {best.step_ms:.1f} ms per step, predicted from {costs_from} costs; "
         f"idle {best.bubble:.0%}, {best.peak_bytes / GIB:.2f} GiB per device"
     )
-    if others:
-        other = ", ".join(f"{key}={getattr(others[0].layout, key)}" for key in values)
-        why += f"; the next best has {others[0].step_ms:.1f} ms ({other})"
+    if slower:
+        next_best = ", ".join(f"{key}={getattr(slower[0].layout, key)}" for key in values)
+        why += f"; the next best has {slower[0].step_ms:.1f} ms ({next_best})"
     return why

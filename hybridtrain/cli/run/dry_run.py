@@ -43,8 +43,8 @@ def dry_run(overrides: Sequence[str], config_dir: str | None, run: Run) -> int:
         tried = ["two steps"]
         tried += ["an evaluation"] if evaluated else []
         tried += ["a save"] if settings.config.checkpoint.every_steps != 0 else []
-        said = " and ".join([*([", ".join(tried[:-1])] if tried[1:] else []), tried[-1]])
-        print(f"dry run: {said} went well; nothing is kept", file=sys.stderr, flush=True)
+        parts = " and ".join([*([", ".join(tried[:-1])] if tried[1:] else []), tried[-1]])
+        print(f"dry run: {parts} went well; nothing is kept", file=sys.stderr, flush=True)
     return 0
 
 

@@ -37,8 +37,8 @@ def hardware_of_run(config: Config, device: torch.device, devices: int) -> Hardw
     """
     if config.hardware is not None:
         hardware = hardware_of(config.hardware)
-    elif (known := this_machine()) is not None and known.device == device.type:
-        hardware = known
+    elif (measured := this_machine()) is not None and measured.device == device.type:
+        hardware = measured
     elif device.type == "cuda":
         gib = torch.cuda.get_device_properties(device).total_memory / GIB
         hardware = Hardware(memory_gib=gib)
@@ -68,10 +68,10 @@ def this_machine() -> Hardware | None:
     """
     path = measured_file()
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        rates = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
-    names = {each.name for each in fields(Hardware)}
-    return Hardware(**{name: value for name, value in dict(found).items() if name in names})
+    names = {field.name for field in fields(Hardware)}
+    return Hardware(**{name: value for name, value in dict(rates).items() if name in names})

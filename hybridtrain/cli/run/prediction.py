@@ -41,8 +41,8 @@ def predict_run(context: RunContext) -> Prediction:
             return _prediction_of(context)
     except Exception as error:  # of the user's layers too, which run on fake tensors
         _log.debug("no prediction", exc_info=True)
-        told = str(error).partition("\n")[0]
-        return Prediction(reason=f"{type(error).__name__}: {told}")
+        message = str(error).partition("\n")[0]
+        return Prediction(reason=f"{type(error).__name__}: {message}")
 
 
 def _prediction_of(context: RunContext) -> Prediction:
@@ -86,7 +86,7 @@ def predict_step_of_run(
         shard=options.shard if world.replicas > 1 else "none",
     )
     names = [layer.name for stage in stages for layer in stage]
-    first = tuple(split_batch(each, sizes)[0] for each in example)
+    first = tuple(split_batch(tree, sizes)[0] for tree in example)
     draws = default_generators()
     inputs, targets = largest_batch(data.train, sizes[0], data.collate, first)
     rewind(draws)  # transforms may draw
@@ -153,7 +153,7 @@ def _by_device(summary: Mapping[str, Any], placement: Placement) -> list[int]:
     by_device: list[list[int]] = [[] for _ in range(nb_part)]
     for stage, peak in enumerate(peaks):
         by_device[place_of(stage, nb_part, placement)].append(peak)
-    return [together(own) for own in by_device]
+    return [together(peaks_here) for peaks_here in by_device]
 
 
 def prediction_in_words(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
@@ -166,8 +166,8 @@ def prediction_in_words(predicted: Mapping[str, Any], measured: Mapping[str, Any
         parts.append("idle {:.0%} predicted, {:.0%} measured".format(*bubbles))
     if None not in (memory := pairs["memory_bytes"]):
         fullest = max(range(len(memory[1])), key=memory[1].__getitem__)
-        one, other = (with_unit(each[fullest]) for each in memory)
-        parts.append(f"memory of device {fullest}: {one} predicted, {other} measured")
+        expected, peak = (with_unit(by_device[fullest]) for by_device in memory)
+        parts.append(f"memory of device {fullest}: {expected} predicted, {peak} measured")
     if predicted["costs_from"] is not None:
         parts.append(f"from {predicted['costs_from']} costs")
     if predicted["reason"] is not None:

@@ -54,8 +54,8 @@ def utilization(context: RunContext) -> list[Callback]:
         layers = [layer for stage in context.model.planned.stages for layer in stage]
         try:
             with without_errors_of_fake_tensors():
-                counted = count_layers(layers, microbatch, options.precision)
-            flops = 3 * sum(each.forward.flops for each in counted)
+                costs = count_layers(layers, microbatch, options.precision)
+            flops = 3 * sum(layer_cost.forward.flops for layer_cost in costs)
             if tokens := Batch(microbatch, None, sizes[0], sizes[0]).tokens:
                 return [_MfuByTokens(flops / tokens, peak)]
             return [Mfu(flops / sizes[0], peak)]
