@@ -30,7 +30,6 @@ LONG = (
     "test_recipes",
     "test_command_line",
     "test_own_config",
-    "test_generation",
     "test_search",
     "test_plan_for_a_cluster",
     "test_output_loss",

@@ -33,7 +33,7 @@ def in_log(value: Any) -> Any:
     A name from a config or a file could begin a new line of the log.
     """
     if isinstance(value, Block):
-        return printable(value)
+        return Block(printable(value))  # a record may pass through several filters
     return in_one_line(str(value)) if isinstance(value, str | Path | BaseException) else value
 
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import compress
-from pathlib import Path
 from typing import Any
 
-from hybridtrain.cli.commands.table import COMMANDS, check_keys, help_of, overview
+from hybridtrain.cli.commands.help import help_of, overview
+from hybridtrain.cli.commands.table import COMMANDS, check_keys
 from hybridtrain.cli.config.compose import (
     CONFIG_MODULE,
     compose_config,
@@ -27,7 +25,6 @@ from hybridtrain.cli.config.compose import (
     given_keys,
     register,
     register_file,
-    with_later,
 )
 from hybridtrain.cli.config.project import with_project
 from hybridtrain.cli.config.resolve import Settings, settle
@@ -88,17 +85,17 @@ def _dispatch(arguments: list[str]) -> int:
     if parsed.cfg and not parsed.multirun:
         composed = compose_settings(overrides, config_dir)
         return _print_on_main(config_text(composed, parsed.resolve, parsed.package))
-    if command == "submit":
-        return _submit(overrides, config_dir, parsed.multirun, dry_run)
-    if command == "search":
-        searched: int = COMMANDS[command].load()(overrides, config_dir)
-        return searched
+    if COMMANDS[command].takes == "overrides":
+        flags_given = {"--multirun": parsed.multirun, "--dry-run": dry_run}
+        return _run_on_overrides(command, overrides, config_dir, flags_given)
     if parsed.multirun:
         from hybridtrain.cli.run.sweep import sweep
 
         return sweep(command, overrides, config_dir, run)
     if dry_run:
-        return _try_out(overrides, config_dir)
+        from hybridtrain.cli.run.dry_run import dry_run as try_out
+
+        return try_out(overrides, config_dir, run)
     run(command, settle(command, overrides, config_dir), quiet)
     return 0
 
@@ -158,49 +155,21 @@ def _refuse_what_has_no_effect(parsed: argparse.Namespace, overrides: Sequence[s
             )
 
 
-def _submit(overrides: Sequence[str], config_dir: str | None, multirun: bool, dry_run: bool) -> int:
+def _run_on_overrides(
+    command: str, overrides: Sequence[str], config_dir: str | None, flags: Mapping[str, bool]
+) -> int:
+    """Runs a command that takes overrides, with those of `flags` that it has; returns its code."""
     if "allow_targets" in given_keys(overrides):
         _make_working_directory_importable()
     with errors_with_config_keys():
-        submit = COMMANDS["submit"].load()  # with torch, which takes a second to import
-        code: int = submit(overrides, config_dir, multirun=multirun, dry_run=dry_run)
+        function = COMMANDS[command].load()  # with torch, which takes a second to import
+        arguments = {
+            flag.lstrip("-").replace("-", "_"): is_given
+            for flag, is_given in flags.items()
+            if flag in COMMANDS[command].flags
+        }
+        code: int = function(overrides, config_dir, **arguments)
     return code
-
-
-def _try_out(overrides: Sequence[str], config_dir: str | None) -> int:
-    """Trains two steps, evaluates two batches and saves, in a folder that is removed again."""
-    config = compose_config(overrides, config_dir)
-    folder = Path(config.output_dir) / dry_run_name(os.environ)
-    # what others would see, or what the log would lead to after its removal
-    shown = [f"monitor.{name}=false" for name in ("tensorboard", "report", "wandb", "mlflow")]
-    short = ["trainer.epochs=null", "trainer.steps=2", "trainer.log_every=1", *shown]
-    short += ["++data.first_batches=2", "++lr_schedule.warmup_steps=0", f"output_dir={folder}"]
-    is_main = detect(os.environ).rank == 0
-    try:
-        if is_main:
-            shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
-        settings = settle("train", with_later(overrides, short), config_dir)
-        evaluated = run("train", settings).keys() - {"step"}
-    finally:
-        if is_main:
-            shutil.rmtree(folder, ignore_errors=True)
-    if is_main:
-        tried = ["two steps"]
-        tried += ["an evaluation"] if evaluated else []
-        tried += ["a save"] if settings.config.checkpoint.every_steps != 0 else []
-        said = " and ".join([*([", ".join(tried[:-1])] if tried[1:] else []), tried[-1]])
-        print(f"dry run: {said} went well; nothing is kept", file=sys.stderr, flush=True)
-    return 0
-
-
-def dry_run_name(environ: Mapping[str, str]) -> str:
-    """Returns the name of a dry run's folder: one for all processes of a launch, and no other."""
-    launch = detect(environ)
-    words = [launch.run, environ.get("TORCHELASTIC_RUN_ID", "")]
-    words += map(str, launch.master or [os.getpid()])
-    if launch.local_size == launch.size:  # other machines may share the folder
-        words.append(socket.gethostname())
-    return re.sub(r"[^\w.]+", "_", "-".join([".dry_run", *filter(None, words)]))
 
 
 def run(command: str, settings: Settings, quiet: bool = False) -> dict[str, Any]:

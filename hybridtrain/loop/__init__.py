@@ -2,7 +2,7 @@
 
 trainer        `Trainer`: the loop
 session        `Session`: the same step for loops written by hand
-evaluation     metrics over every sample once;  generation  texts
+evaluation     metrics over every sample once
 callbacks/     the hooks of a run, and ready-made callbacks
 checkpoints    the last checkpoint, and the one of the best evaluation
 interruption   signals, time limits, saves by the clock
@@ -37,7 +37,6 @@ from hybridtrain.loop.checks import (
     check_state_names,
 )
 from hybridtrain.loop.evaluation import evaluate, predict
-from hybridtrain.loop.generation import generate
 from hybridtrain.loop.interruption import Interruptions
 from hybridtrain.loop.run_stats import RunStats
 from hybridtrain.loop.session import Session
@@ -77,7 +76,6 @@ __all__ = [
     "check_last_batch",
     "check_state_names",
     "evaluate",
-    "generate",
     "parts_of_account",
     "predict",
 ]

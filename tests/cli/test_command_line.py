@@ -16,12 +16,12 @@ from omegaconf import OmegaConf
 from support.launch import SMALL, environment
 
 import hybridtrain
-from hybridtrain.cli import main as cli
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.compose import compose_config, compose_settings, sweep_choices
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.main import main
+from hybridtrain.cli.run.dry_run import dry_run, dry_run_name
 from hybridtrain.cli.run.errors import LastingStream
 from hybridtrain.cli.run.sweep import names_of
 from hybridtrain.errors import ConfigError
@@ -121,20 +121,17 @@ def test_a_dry_run_trains_evaluates_and_leaves_nothing(capfd: pytest.CaptureFixt
     assert not any(Path("outputs").iterdir())
 
 
-def test_a_dry_run_says_what_it_has_tried(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_says_what_it_has_tried(capfd: pytest.CaptureFixture[str]) -> None:
     for words, found, said in (
         (["checkpoint.every_steps=0"], {"step": 2, "loss": 1.0}, "two steps and an evaluation"),
         ([], {"step": 2}, "two steps and a save"),
         (["checkpoint.every_steps=0"], {"step": 2}, "two steps"),
     ):
-        monkeypatch.setattr(cli, "run", lambda *_, found=found: found)
-        assert main(["--dry-run", *QUICK, *words]) == 0
+        assert dry_run([*QUICK, *words], None, lambda *_, found=found: found) == 0
         assert f"dry run: {said} went well; nothing is kept" in capfd.readouterr().err
 
 
-def test_two_dry_runs_leave_each_others_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_dry_runs_leave_each_others_files() -> None:
     def run(command: str, settings: Settings) -> dict[str, int]:
         folder = Path(settings.config.output_dir)
         folder.mkdir(parents=True)
@@ -143,15 +140,14 @@ def test_two_dry_runs_leave_each_others_files(monkeypatch: pytest.MonkeyPatch) -
         assert folder.is_dir()
         return {"step": 2}
 
-    monkeypatch.setattr(cli, "run", run)
-    assert main(["--dry-run", *QUICK]) == 0
+    assert dry_run(QUICK, None, run) == 0
     assert not any(Path("outputs").iterdir())
 
 
 def test_the_processes_of_a_dry_run_have_one_folder_and_other_launches_another() -> None:
     def name(**variables: str | int) -> str:
         values = {"WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500, **variables}
-        return cli.dry_run_name({key: str(value) for key, value in values.items()})
+        return dry_run_name({key: str(value) for key, value in values.items()})
 
     assert name(RANK=0) == name(RANK=1)
     others = [{"MASTER_PORT": 29501}, {"TORCHELASTIC_RUN_ID": "a/b"}, {"MASTER_ADDR": "node2"}]

@@ -12,12 +12,12 @@ import pytest
 from cli_runs import fail
 from support.launch import SMALL, environment
 
+from hybridtrain.cli.commands.help import help_of
 from hybridtrain.cli.commands.table import (
     COMMANDS,
     FLAGS,
     NOT_OF_EVERY_COMMAND,
     check_changes,
-    help_of,
 )
 from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.config.resolve import OF_THE_COMMAND

@@ -57,21 +57,22 @@ def test_a_bert_from_a_folder_is_fine_tuned_predicted_exported_and_loaded_by_fro
     assert all(len(line["probabilities"]) == 2 for line in predicted)
 
 
-def test_a_t5_writes_what_it_has_learnt_for_new_texts_and_is_evaluated_by_it(folder: Path) -> None:
+def test_an_exported_t5_generates_what_it_has_learnt_for_new_texts(folder: Path) -> None:
+    import transformers
+
     write_t5(folder / "t5", folder / "bert")
-    (folder / "new.jsonl").write_text('{"text": "ugly film"}\n{"text": "very nice plot"}\n')
     t5 = ["recipe=t5_summaries", "model.source=./t5", "data.path=train.jsonl", "data.max_len=16"]
     short = ["trainer.epochs=null", "trainer.steps=60", "trainer.eval_every=null"]
     fast = ["optim.lr=5e-3", "lr_schedule.warmup_steps=0", "world.devices=cpu"]
     assert main([*t5, *short, *fast]) == 0
-    run = ["run_name=t5_summaries", "generate=8"]
-    assert main(["predict", *run, "data.predict_path=new.jsonl", "output=out.jsonl"]) == 0
-    texts = [json.loads(line)["text"] for line in (folder / "out.jsonl").open()]
+    assert main(["export", "run_name=t5_summaries", "format=transformers"]) == 0
+    (exported,) = (folder / "outputs/t5_summaries/export").glob("step_*")
+    net = transformers.AutoModelForSeq2SeqLM.from_pretrained(exported)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    batch = tokenizer(["ugly film", "very nice plot"], return_tensors="pt", padding=True)
+    tokens = net.generate(**batch, max_new_tokens=8)
+    texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     assert texts == ["bad film", "good film"]
-    assert main(["evaluate", *run]) == 0
-    evaluations = (folder / "outputs/t5_summaries/evaluations.jsonl").read_text().splitlines()
-    assert json.loads(evaluations[-1])["exact_match"] == 1.0
-    assert json.loads(evaluations[-1])["bleu"] == 1.0  # of texts of two words
 
 
 @pytest.mark.thorough

@@ -43,6 +43,13 @@ class Told(Monitor):
             print(line, file=file)
 '''
 
+COUNTED = """
+class Counted(Monitor):
+    def __init__(self):
+        with open("made.txt", "a") as file:
+            print("made", file=file)
+"""
+
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -110,6 +117,17 @@ def test_a_library_that_is_missing_is_one_line_before_the_run_and_no_matter_of_e
     config.monitor.wandb = True
     OmegaConf.save(config, copied / "config.yaml")
     assert main(["evaluate", "run_name=digits"]) == 0
+
+
+def test_callbacks_and_monitors_of_a_run_are_constructed_once(
+    own: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Path("my_trackers.py").open("a") as file:
+        file.write(COUNTED)
+    callback = "+callbacks={counted: {_target_: my_trackers.Counted}}"
+    monitor = "+monitor.counted._target_=my_trackers.Counted"
+    succeed(capfd, *QUICK, own[0], callback, monitor)
+    assert Path("made.txt").read_text() == "made\n" * 2
 
 
 def test_trackers_have_what_metrics_jsonl_has_and_resume_with_the_run(

@@ -15,7 +15,7 @@ from support.launch import SMALL
 
 from hybridtrain.cli.config.schema import HardwareConfig
 from hybridtrain.cli.main import main
-from hybridtrain.cli.run import pricing
+from hybridtrain.cli.run import auto
 from hybridtrain.partitioning import LayerCost
 from hybridtrain.partitioning.cost_table import given_costs
 
@@ -104,7 +104,7 @@ def test_auto_takes_the_fastest_pipeline_that_the_cores_have_room_for(
         one = [LayerCost(name, 1, busy_ms, busy_ms) for name, _ in net.named_children()]
         return given_costs(lambda samples: one)
 
-    monkeypatch.setattr(pricing, "model_costs", costs)
+    monkeypatch.setattr(auto, "model_costs", costs)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     keys = ["pipeline.nb_part=auto", "pipeline.chunks=4", "trainer.steps=1"]
     succeed(capfd, "train", *SMALL, *keys)

@@ -12,7 +12,7 @@ from support.launch import SMALL
 
 from hybridtrain import models
 from hybridtrain._base.files import write_atomically
-from hybridtrain.cli.commands import of_a_run as commands
+from hybridtrain.cli.commands.train import values_to_compare
 from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import Config
@@ -200,6 +200,6 @@ def test_the_dashboard_has_what_the_command_sets_as_hydra_reads_it(
 def test_the_dashboard_has_no_secret_of_the_command_line() -> None:
     overrides = ["recipe=digits", "run_name=a", "+model.api_token=abc", "+model.width=3"]
     config = compose_config(overrides)
-    shown = commands._overrides(Settings(config, overrides))
+    shown = values_to_compare(Settings(config, overrides))
     assert "model.width: 3" in shown
     assert "abc" not in shown

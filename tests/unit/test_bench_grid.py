@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from hybridtrain.cli.run.pricing import hardware_of
+from hybridtrain.cli.run.hardware import hardware_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.models import transformer
 from hybridtrain.price.layout import Choices, StepWork

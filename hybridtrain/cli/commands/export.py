@@ -37,6 +37,7 @@ from hybridtrain.checkpoint import (
     without_aliases,
     write_weights,
 )
+from hybridtrain.cli.commands.trained_run import AVERAGED
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.run.components import build_model, load_data
@@ -55,8 +56,6 @@ FORMATS = {
     "torch_export": ".pt2",
 }
 """The formats, and the suffixes of what they write."""
-
-AVERAGED = "weights: the moving average, which the run evaluates with (ema=false: the others)"
 
 _log = logging.getLogger(__name__)
 

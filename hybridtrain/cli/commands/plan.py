@@ -1,4 +1,4 @@
-"""Plans made by one process: of a run of several, or for a cluster that is not here, priced."""
+"""The command `plan`: cuts the model as a run would, or prices the run for given hardware."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from hybridtrain._base.devices import choose_devices
 from hybridtrain._base.files import atomic_file
 from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.text_table import Block
+from hybridtrain.cli.commands.layout_tables import layout_tables, placement_tables
+from hybridtrain.cli.commands.result import Result
 from hybridtrain.cli.config.compose import given_keys, hydra_quoted, with_later
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import AUTO, Config
-from hybridtrain.cli.run.build import Setup, checked_options, set_up, writing
+from hybridtrain.cli.run.auto import without_auto
+from hybridtrain.cli.run.build import build_options, build_run, prepare_run
 from hybridtrain.cli.run.components import load_data
+from hybridtrain.cli.run.context import PreparedRun, RunOptions
 from hybridtrain.cli.run.directory import RunDirectory
-from hybridtrain.cli.run.pricing import (
-    batches_of,
-    hardware_of,
-    model_of_run,
-    with_limit,
-    without_auto,
-)
+from hybridtrain.cli.run.hardware import hardware_of, with_limit
+from hybridtrain.cli.run.lock import writing
+from hybridtrain.cli.run.run_model import model_of_run
+from hybridtrain.data import DataSplits, batches_in, first_samples, length_of
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.launch import detect
 from hybridtrain.observe import NodesPoint, draw_plan, in_ms
@@ -48,6 +49,34 @@ _MOST_BARS = 5
 _MOST_SHOWN = 24
 
 
+def plan(settings: Settings) -> Result:
+    """Cuts the model as a run would, shows the plan and writes it.
+
+    A pipeline over several processes can be planned by one. For a `hardware` it is priced.
+    """
+    if settings.config.hardware is not None:
+        return plan_for_hardware(settings)
+    if other_processes_are_missing(settings.config):
+        prepared, plan, devices = plan_alone(settings)
+        processes = [("not started", [device]) for device in devices]
+        _log.info("%s", layout_tables(plan, processes, "planned by one process"))
+        _write_plan(plan, prepared.directory, prepared.world)
+        return {}
+    context = build_run(settings, writes=True, reuse_plan=False)
+    _log.info("%s", placement_tables(context.model.plan, context.world))
+    _write_plan(context.model.plan, context.directory, context.world)
+    context.world.close()
+    return {}
+
+
+def _write_plan(plan: Plan, directory: RunDirectory, world: World) -> None:
+    with writing(directory, world):
+        if world.is_main:
+            path = directory.plan_to_write()
+            plan.write(path)
+            _log.info("wrote %s; to train with it: pipeline.split=%s", path, path)
+
+
 def plan_for_hardware(settings: Settings) -> dict[str, Any]:
     """Prices the run on the machine of the config, shows the ten best plans and writes the best.
 
@@ -63,7 +92,7 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
     if detect(os.environ).size > 1:
         raise ConfigError("plan with a hardware= needs one process: start it without torchrun")
     assert config.hardware is not None
-    options = checked_options(config)
+    options = build_options(config)
     hardware = with_limit(hardware_of(config.hardware), config)
     directory = RunDirectory(config)
     directory.check_writable()
@@ -92,7 +121,7 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
         plans.table.costs_from,
         plans,
     )
-    batches = batches_of(config, data, options)
+    batches = _batches_per_epoch(config, data, options)
     steps = options.trainer.total_steps(batches) if batches or options.trainer.steps else None
     advice = "take FSDP2, or the first of these" if plans.advises_fsdp2 else "take the first"
     _log.info("%s:\n%s", advice, Block(plans.answer(steps)))
@@ -107,6 +136,15 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
     return {"step_ms": round(best.step_ms, 3), "memory_bytes": best.peak_bytes}
 
 
+def _batches_per_epoch(config: Config, data: DataSplits, options: RunOptions) -> int | None:
+    """Returns the batches of an epoch; None: the data set does not tell."""
+    samples = length_of(data.train)
+    if samples is None:
+        return None
+    size = config.data["batch_size"]
+    return batches_in(first_samples(samples, size, options.loader), size, options.loader)
+
+
 def _command(settings: Settings, hardware: Hardware, layout: Layout, keys: Sequence[str]) -> str:
     """Returns the command that trains with a plan."""
     per_node = hardware.devices_per_node
@@ -115,13 +153,13 @@ def _command(settings: Settings, hardware: Hardware, layout: Layout, keys: Seque
         words += [f"submit.nodes={hardware.nodes}", f"submit.gpus_per_node={per_node}"]
     if settings.config_dir is not None:
         words += ["--config-dir", settings.config_dir]
-    said = shlex.join(words)
+    overrides = shlex.join(words)
     if hardware.nodes > 1:
-        return f"hybridtrain submit {said}"
+        return f"hybridtrain submit {overrides}"
     processes = per_node if layout.engine == "distributed" else per_node // layout.nb_part
     if processes == 1:
-        return f"hybridtrain {said}"
-    return f"torchrun --standalone --nproc-per-node {processes} -m hybridtrain {said}"
+        return f"hybridtrain {overrides}"
+    return f"torchrun --standalone --nproc-per-node {processes} -m hybridtrain {overrides}"
 
 
 def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:
@@ -149,11 +187,11 @@ def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:
 def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
     hardware = replace(plans.hardware, nodes=nodes)
     try:
-        (found,) = find_layouts(plans.table, hardware, plans.work, choices, best=1)
+        (price,) = find_layouts(plans.table, hardware, plans.work, choices, best=1)
     except (ConfigError, SplitError):  # no layout uses all devices, or none fits
         return NodesPoint(nodes, None)
-    layout = found.layout
-    return NodesPoint(nodes, found.step_ms, f"{layout.replicas} x {layout.nb_part}")
+    layout = price.layout
+    return NodesPoint(nodes, price.step_ms, f"{layout.replicas} x {layout.nb_part}")
 
 
 def overrides_of(layout: Layout, checkpoint: str | list[str]) -> list[str]:
@@ -175,14 +213,14 @@ def overrides_of(layout: Layout, checkpoint: str | list[str]) -> list[str]:
 
 def _fixed(settings: Settings) -> Choices:
     """Returns what the search may choose from: what the command line sets is fixed."""
-    given = {key.partition("=")[0] for key in given_keys(settings.overrides)}
+    set_keys = {key.partition("=")[0] for key in given_keys(settings.overrides)}
     values: dict[str, Sequence[Any]] = {}
     for key in ("nb_part", "chunks", "schedule", "stages_per_device", "checkpoint"):
         value = getattr(settings.config.pipeline, key)
-        if f"pipeline.{key}" in given and value != "auto":
+        if f"pipeline.{key}" in set_keys and value != "auto":
             values[key] = [value]
     for key in ("engine", "shard"):
-        if f"world.{key}" in given:
+        if f"world.{key}" in set_keys:
             values[key] = [getattr(settings.config.world, key)]
     if values.get("checkpoint", ["never"])[0] not in ("never", "always", "except_last"):
         raise ConfigError(
@@ -198,7 +236,7 @@ def other_processes_are_missing(config: Config) -> bool:
     return distributed and detect(os.environ).size == 1
 
 
-def plan_alone(settings: Settings) -> tuple[Setup, Plan, Sequence[str]]:
+def plan_alone(settings: Settings) -> tuple[PreparedRun, Plan, Sequence[str]]:
     """Plans a pipeline of `nb_part` processes in this one, without the model's values.
 
     Returns the objects of the run, whose `world` is this process, the plan that the processes would
@@ -215,15 +253,15 @@ def plan_alone(settings: Settings) -> tuple[Setup, Plan, Sequence[str]]:
             "pipeline.nb_part=auto divides the processes of a run, and this is one alone: start "
             "the others too, with torchrun, or describe the machine with hardware="
         )
-    setup = set_up(settings, _this_process, writes=True)
-    nb_part = setup.config.pipeline.nb_part
-    hardware = StageOwners((str(setup.world.devices[0]),) * nb_part, nb_part)
+    prepared = prepare_run(settings, join=_this_process, writes=True)
+    nb_part = prepared.config.pipeline.nb_part
+    hardware = StageOwners((str(prepared.world.devices[0]),) * nb_part, nb_part)
     plan = plan_without_values(
-        setup.build,
-        setup.options.pipeline,
-        lambda net: Planner(net, setup.options.pipeline, setup.example_inputs, hardware),
+        prepared.build,
+        prepared.options.pipeline,
+        lambda net: Planner(net, prepared.options.pipeline, prepared.example_inputs, hardware),
     )
-    return setup, plan, hardware.devices
+    return prepared, plan, hardware.devices
 
 
 def _this_process(config: Config) -> World:

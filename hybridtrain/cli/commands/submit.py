@@ -22,7 +22,7 @@ from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.compose import given_keys, hydra_quoted
 from hybridtrain.cli.config.resolve import Settings, leave_out_leftovers, settle
 from hybridtrain.cli.config.schema import LOADER_KEYS, SubmitConfig, errors_with_config_keys
-from hybridtrain.cli.run.build import checked_options
+from hybridtrain.cli.run.build import build_options
 from hybridtrain.cli.run.components import build_lr_schedule, build_optimizer, check_tokenizer
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.job import (
@@ -116,7 +116,7 @@ def check_run(settings: Settings) -> None:
     config = settings.config
     leave_out_leftovers(settings)
     with errors_with_config_keys():
-        options = checked_options(config)
+        options = build_options(config)
         allow = config.allow_targets
         instantiate.check("model", config.model, nn.Module, allow)
         instantiate.check("data", config.data, DataSplits, allow, ignore=LOADER_KEYS)

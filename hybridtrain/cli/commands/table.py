@@ -1,22 +1,18 @@
-"""The table of commands: the function of each, its help, and the keys that only some of them read.
+"""The table of commands: the function of each, its help, its flags and the keys that it reads.
 
-A command is one entry of `COMMANDS`. `--help`, the errors about keys and the tests read the table.
+A command is a module of its name in this package, and one entry of `COMMANDS`, its only
+registration. `main` dispatches by the table; `--help`, the errors about keys and the tests read it.
 It imports neither torch nor Hydra, so that help is shown at once.
 """
 
 from __future__ import annotations
 
-import json
 import pkgutil
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 from hybridtrain.errors import ConfigError, closest
-
-WIDTH = 79
 
 
 @dataclass(frozen=True)
@@ -33,8 +29,11 @@ class Command:
             keys of the first, if that is a group.
         of_run: of the keys that describe a run, those that it may change; None: all of them.
         flags: those of `FLAGS` that it takes.
-        takes: `settings`: the function is called with the `Settings` of a run; `overrides`: with
-            overrides; `words`: with the words after the name, which are not overrides.
+        takes: `settings`: the function is called with the `Settings` of a run, and returns the
+            values of a row in the table of a sweep. `overrides`: with the overrides, the folder
+            of `--config-dir`, and its other flags as keyword arguments, such as `dry_run=True`; it
+            returns an exit code. `words`: with the words after the name, which are not overrides;
+            it returns an exit code.
     """
 
     function: str
@@ -79,7 +78,7 @@ _CHECKPOINT = (
 
 COMMANDS = {
     "train": Command(
-        "hybridtrain.cli.commands.of_a_run:train",
+        "hybridtrain.cli.commands.train:train",
         _OVERRIDES,
         "train a model, or resume a run that was interrupted",
         "Trains the model of a recipe, or of the keys you set, and writes checkpoints, metrics and "
@@ -94,7 +93,7 @@ COMMANDS = {
         ("--multirun", "--dry-run", "--quiet", *_COMMON),
     ),
     "plan": Command(
-        "hybridtrain.cli.commands.of_a_run:plan",
+        "hybridtrain.cli.commands.plan:plan",
         _OVERRIDES,
         "show how the model is cut into stages, or price a run for a cluster",
         "Cuts the model as a run would, prints the stages and writes plan.yaml to the run "
@@ -108,7 +107,7 @@ COMMANDS = {
         ("--multirun", *_COMMON),
     ),
     "verify": Command(
-        "hybridtrain.cli.commands.of_a_run:verify",
+        "hybridtrain.cli.commands.verify:verify",
         _OVERRIDES,
         "check that the pipeline computes what the unsplit model does",
         "Trains a few steps from the first weights, as a pipeline and as the unsplit model, and "
@@ -118,17 +117,17 @@ COMMANDS = {
         ("--multirun", *_COMMON),
     ),
     "evaluate": Command(
-        "hybridtrain.cli.commands.of_a_run:evaluate",
+        "hybridtrain.cli.commands.evaluate:evaluate",
         _ON_A_RUN,
         "compute the loss and the metrics of a trained run",
         "Evaluates a run on its evaluation split and prints one line of JSON. " + _CHECKPOINT,
         ("hybridtrain evaluate run_name=digits",),
-        ("resume", "ema", "generate"),
+        ("resume", "ema"),
         _OF_RUNS,
         of_run=_OF_AN_EVALUATION,
     ),
     "predict": Command(
-        "hybridtrain.cli.commands.of_a_run:predict",
+        "hybridtrain.cli.commands.predict:predict",
         _ON_A_RUN,
         "write the class and the probabilities, or the model's outputs, of samples",
         "Writes a line for each sample of the evaluation split, or of data.predict_path=: a folder "
@@ -141,12 +140,12 @@ COMMANDS = {
             "hybridtrain predict run_name=pets data.predict_path=new_photos output=new.jsonl",
             "echo 'a fine film' | hybridtrain predict run_name=reviews data.predict_path=-",
         ),
-        ("resume", "ema", "generate", "output"),
+        ("resume", "ema", "output"),
         _OF_RUNS,
         of_run=_OF_AN_EVALUATION,
     ),
     "export": Command(
-        "hybridtrain.cli.commands.of_a_run:export",
+        "hybridtrain.cli.commands.export:export",
         _ON_A_RUN,
         "write the weights of a run in a format that other programs load",
         "Writes a checkpoint's weights to export/ in the run directory. " + _CHECKPOINT,
@@ -225,7 +224,7 @@ COMMANDS = {
         takes="words",
     ),
     "measure-machine": Command(
-        "hybridtrain.cli.run.pricing:measure_machine",
+        "hybridtrain.cli.commands.measure_machine:measure_machine",
         "[seconds=SECONDS]",
         "measure this machine once, for predictions of a run's time",
         "Measures this machine's speed for about a minute and keeps the result for "
@@ -262,9 +261,9 @@ def check_keys(name: str, keys: Sequence[str], by_hand: bool = True) -> None:
             continue
         readers = [other for other, entry in COMMANDS.items() if top in entry.keys]
         close = closest(top, command.keys)
-        hint = f"did you mean {close}=?" if close else f"its own keys are {_listed(command.keys)}"
+        hint = f"did you mean {close}=?" if close else f"its own keys are {listed(command.keys)}"
         raise ConfigError(
-            f"{name} does not read {key}=, which is a key of {_listed(readers)}: {hint}; "
+            f"{name} does not read {key}=, which is a key of {listed(readers)}: {hint}; "
             f"`hybridtrain {name} --help` explains them"
         )
 
@@ -285,94 +284,10 @@ def check_changes(name: str, changes: Mapping[str, Any]) -> None:
         if of_run is not None and not set(whole) & set(of_run):
             raise ConfigError(
                 f"{name} does not read {key}=, which has no effect on it (the run has {value}): "
-                f"leave it out. Of the run's keys it reads {_listed(of_run)}"
+                f"leave it out. Of the run's keys it reads {listed(of_run)}"
             )
 
 
-def _listed(words: Sequence[str]) -> str:
+def listed(words: Sequence[str]) -> str:
+    """Returns words as "a, b and c"."""
     return " and ".join([*([", ".join(words[:-1])] if words[1:] else []), *words[-1:]])
-
-
-def overview() -> str:
-    """Returns the help of the command line as a whole."""
-    width = max(map(len, COMMANDS))
-    lines = [
-        "usage: hybridtrain <command> [key=value ...]",
-        "",
-        *_wrapped("Trains PyTorch models with pipeline and data parallelism.", ""),
-        "",
-        "commands:",
-    ]
-    for name, command in COMMANDS.items():
-        lines += _wrapped(command.summary, f"  {name:<{width}}  ")
-    lines += [
-        "",
-        "examples:",
-        "  hybridtrain recipe=digits                  train (the command may be left out)",
-        "  hybridtrain recipe=digits --cfg job        show every key of that run",
-        "  hybridtrain <command> --help               explain a command and its keys",
-        "  torchrun --standalone --nproc-per-node 2 -m hybridtrain recipe=digits",
-        "",
-        "options of each group, as in optim=sgd:",
-    ]
-    for group, options in _options():
-        lines += _wrapped(", ".join(options), f"  {group}: ", indent=4)
-    return "\n".join(lines)
-
-
-def help_of(name: str) -> str:
-    """Returns the help of one command."""
-    command = COMMANDS[name]
-    lines = [f"usage: hybridtrain {name} {command.usage}".rstrip(), ""]
-    lines += [*_wrapped(command.text.replace("`", ""), ""), ""]
-    if command.keys:
-        lines.append(f"keys of {name}:")
-        schema = json.loads((files("hybridtrain.configs") / "schema.json").read_text())
-        for key in command.keys:
-            entry = schema["properties"][key]
-            is_group = "properties" in entry and key == command.keys[0]
-            for inner, value in (entry["properties"] if is_group else {"": entry}).items():
-                text = value.get("description", "").replace("`", "")
-                whole = f"{key}.{inner}".rstrip(".")
-                lines += [f"  {whole}=", *_wrapped(text, " " * 6)]
-        of_run = "and the keys that describe a run, such as trainer.steps= and data.batch_size=: "
-        if command.of_run is not None:
-            of_run = f"and of the run's keys {_listed(command.of_run)}: "
-        lines += [
-            "",
-            *_wrapped(f"{of_run}hybridtrain {name} --cfg job shows all of them.", ""),
-            "",
-        ]
-    if command.flags:
-        lines.append("flags:")
-        width = max(map(len, command.flags))
-        for flag in command.flags:
-            lines += _wrapped(FLAGS[flag], f"  {flag:<{width}}  ")
-        lines.append("")
-    lines.append("example:" if len(command.examples) == 1 else "examples:")
-    lines += [f"  {example}" for example in command.examples]
-    return "\n".join(lines)
-
-
-def _options() -> Iterator[tuple[str, list[str]]]:
-    """Yields each group with the names of its options, the recipes first."""
-    folder = files("hybridtrain.configs")
-    groups = sorted(entry.name for entry in folder.iterdir() if (folder / entry.name).is_dir())
-    for name in ("recipe", *groups):
-        place = files("hybridtrain.recipes") if name == "recipe" else folder / name
-        options = [entry.name for entry in place.iterdir() if entry.name.endswith(".yaml")]
-        others = sorted(option.removesuffix(".yaml") for option in options)
-        if others and others != ["default"]:
-            yield name, others
-
-
-def _wrapped(text: str, head: str, indent: int | None = None) -> list[str]:
-    """Returns `text` in lines, the first after `head`, the others indented as far."""
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=head,
-        subsequent_indent=" " * (len(head) if indent is None else indent),
-        break_on_hyphens=False,
-        break_long_words=False,
-    ) or [head.rstrip()]

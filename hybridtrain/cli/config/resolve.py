@@ -63,7 +63,6 @@ OF_THE_COMMAND = (
     "init_from",
     "ema",
     "output",
-    "generate",
     "format",
     "push_to",
 )

@@ -383,9 +383,6 @@ class Config:
     output: str | None = None
     """The file that `predict` writes, with the suffix `.jsonl`, `.npy` or `.parquet`; null: one in
     the run directory."""
-    generate: int | None = None
-    """Tokens that `predict` and `evaluate` write for each text at most, always the likeliest one;
-    null: none, and `predict` writes the model's outputs."""
     format: str = "safetensors"
     """The form in which `export` writes: `safetensors`; `torch`, a state dict of `torch.save`;
     `transformers`, a folder for `from_pretrained`; or `torch_export`, the net for inference."""

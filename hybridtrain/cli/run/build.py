@@ -1,12 +1,17 @@
-"""Builds the objects of a run from its config: world, data, model, loaders, metrics, monitors."""
+"""Builds a run from the settings of a command, one stage after the other.
+
+    settings -> options -> PreparedRun: processes, data, keys that are `auto` -> RunContext: model
+
+A mistake ends the command at the first stage that can see it: in the options before the processes
+meet, in the paths before the data is loaded.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +29,7 @@ from hybridtrain.cli.config.schema import (
     check,
     errors_with_config_keys,
 )
+from hybridtrain.cli.run.auto import with_auto_chosen, without_auto
 from hybridtrain.cli.run.components import (
     build_callbacks,
     build_loss,
@@ -32,23 +38,14 @@ from hybridtrain.cli.run.components import (
     load_data,
     optimizer_tensors_per_param,
 )
-from hybridtrain.cli.run.directory import LogLines, RunDirectory
+from hybridtrain.cli.run.context import PreparedRun, RunContext, RunOptions
+from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.lock import RunLock
-from hybridtrain.cli.run.pricing import chosen, with_largest_batch, without_auto
-from hybridtrain.data import (
-    DataSplits,
-    EvalLoader,
-    StreamLoader,
-    TrainLoader,
-    example_batch,
-    is_stream,
-)
+from hybridtrain.data import DataSplits, example_batch
 from hybridtrain.errors import check_choice
 from hybridtrain.launch import raise_on_signals
-from hybridtrain.loop import Monitor, Monitors, TrainerOptions
-from hybridtrain.loss import LossFn
+from hybridtrain.loop import TrainerOptions
 from hybridtrain.model import HybridModel
-from hybridtrain.observe import MetricsFile, Progress, TimelineFiles
 from hybridtrain.options import LoaderOptions, PipelineOptions
 from hybridtrain.pipeline import ENGINES
 from hybridtrain.world import World
@@ -56,107 +53,36 @@ from hybridtrain.world import World
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """The settings of a run that need neither processes nor data."""
-
-    pipeline: PipelineOptions
-    trainer: TrainerOptions
-    loader: LoaderOptions
-    loss_fn: LossFn
-    metrics: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """The objects of a run before its model; `build()` makes the model."""
-
-    settings: Settings
-    config: Config
-    directory: RunDirectory
-    store: CheckpointStore
-    world: World
-    data: DataSplits
-    build: Callable[[], nn.Module]
-    example_inputs: Any
-    example_targets: Any
-    options: RunOptions
-
-
-@dataclass(frozen=True)
-class RunContext(Setup):
-    """The same objects and the model, which is what most commands work with."""
-
-    model: HybridModel
-
-    def train_loader(self) -> TrainLoader | StreamLoader:
-        """Returns the loader of the training split."""
-        size, seed, options = self.config.data["batch_size"], self.config.seed, self.options.loader
-        kind = StreamLoader if is_stream(self.data.train) else TrainLoader
-        return kind(self.data.train, size, self.world, seed=seed, options=options)
-
-    def predict_loader(self) -> EvalLoader | None:
-        """Returns the loader of inputs without targets; without these, the evaluation's."""
-        if self.data.predict is None:
-            return self.eval_loader()
-        size, options = self.config.data["batch_size"], self.options.loader
-        if self.data.predict_collate is not None:
-            options = replace(options, collate=self.data.predict_collate)
-        return EvalLoader(self.data.predict, size, self.world, options=options, inputs_alone=True)
-
-    def eval_loader(self) -> EvalLoader | None:
-        """Returns the loader of the evaluation split, if there is one."""
-        if self.data.eval is None:
-            return None
-        batch_size = self.config.data["batch_size"]
-        return EvalLoader(self.data.eval, batch_size, self.world, options=self.options.loader)
-
-
-@contextmanager
-def writing(directory: RunDirectory, world: World) -> Iterator[None]:
-    """Makes the run directory, and keeps it from other writers until the end of the block.
+def build_options(config: Config) -> RunOptions:
+    """Builds what needs neither processes nor data.
 
     Raises:
-        ConfigError: it cannot be written to.
-        UserError: another process writes to it.
+        UserError: a value of the config is wrong.
     """
-    directory.create()
-    lock = RunLock(directory.path)
-    world.on_main(lock.acquire)
-    try:
-        yield
-    finally:
-        lock.release()
+    check(config)
+    parse_init_from(config.init_from)
+    check_choice("world.engine", config.world.engine, ENGINES)
+    check_choice("world.inner", config.world.inner, ("pp", "dp"))
+    loss_fn = build_loss(config)
+    metrics = build_metrics(config, loss_fn)
+    callbacks = build_callbacks(config, RunDirectory(config))
+    pipeline_options = PipelineOptions(
+        **arguments_of(config, PipelineOptions),
+        seed=config.seed,
+        optimizer_tensors_per_param=optimizer_tensors_per_param(config.optim, config.allow_targets),
+    )
+    arguments = arguments_of(config, TrainerOptions)
+    arguments["checkpoint_every_steps"] = config.checkpoint.every_steps or None  # 0: no store
+    trainer_options = TrainerOptions(**arguments)
+    with errors_with_config_keys({name: f"data.{name}" for name in LOADER_OPTIONS}):
+        settings = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
+        loader_options = LoaderOptions(**settings)
+    return RunOptions(
+        pipeline_options, trainer_options, loader_options, loss_fn, metrics, callbacks
+    )
 
 
-def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = True) -> RunContext:
-    """Checks the config, joins the other processes, loads the data and builds the model.
-
-    Nothing is written, but the logs of a run directory that exists.
-
-    Args:
-        settings: the settings of the command.
-        writes: the command is going to write to the run directory (`writing`).
-        reuse_plan: cut a resumed run by its own plan if that was made with the same settings.
-
-    Raises:
-        UserError: a value of the config is wrong, or the run directory cannot be written to.
-    """
-    setup = set_up(settings, join, writes)
-    world, options = setup.world, setup.options.pipeline
-    if reuse_plan:
-        split: Any = world.on_main(lambda: _split_or_plan(settings, setup.directory, setup.store))
-        options = replace(options, split=world.broadcast(split))
-    model = HybridModel.construct(setup.build, world, options, example_inputs=setup.example_inputs)
-    loss_fn = setup.options.loss_fn
-    with errors_with_config_keys({"loss": "trainer.loss", "loss_fn": "trainer.loss"}):
-        model.resolve_loss(loss_fn)  # refuses what cannot be weighted
-    if isinstance(loss_fn, nn.Module):
-        loss_fn.to(model.pipeline.output_device)
-    return RunContext(**vars(setup), model=model)
-
-
-def join(config: Config) -> World:
+def join_processes(config: Config) -> World:
     """Joins the other processes, those that the launcher has announced."""
     if config.trainer.deterministic:
         # cuBLAS reads it with its first matrix product, and repeats its results with it alone
@@ -172,25 +98,107 @@ def join(config: Config) -> World:
     )
 
 
-def _set_numerics(deterministic: bool, tf32: bool) -> None:
+def prepare_run(
+    settings: Settings,
+    *,
+    join: Callable[[Config], World] = join_processes,
+    writes: bool = False,
+    options_of: Callable[[Config], RunOptions] = build_options,
+) -> PreparedRun:
+    """Checks the config, joins the other processes and loads the data.
+
+    Nothing is written, but the logs of a run directory that exists.
+
+    Args:
+        settings: the settings of the command.
+        join: returns the processes of the run.
+        writes: the command is going to write to the run directory (`writing`).
+        options_of: `build_options`, or a function that builds more, such as the monitors.
+
+    Raises:
+        UserError: a value of the config is wrong, or the run directory cannot be written to.
+    """
+    leave_out_leftovers(settings)
+    local_config = without_auto(settings)
+    local_options = options_of(local_config)
+
+    joined = join(local_config)
+    agreed_config = agreed(local_config, joined)  # rank 0's: another rank may not see the run
+    is_same = agreed_config == local_config
+    agreed_options = local_options if is_same else options_of(agreed_config)
+
+    directory, store = _open_directory(settings, agreed_config, joined, writes)
+    data = _load_data(agreed_config, joined)
+
+    config = with_auto_chosen(settings, agreed_config, data, joined, agreed_options)
+    is_divided = settings.config.pipeline.nb_part == AUTO
+    world = joined.divided(config.pipeline.nb_part, config.world.devices) if is_divided else joined
+    chunks, schedule = config.pipeline.chunks, config.pipeline.schedule
+    options = replace(
+        agreed_options,
+        pipeline=replace(agreed_options.pipeline, chunks=chunks, schedule=schedule),
+        loader=replace(agreed_options.loader, collate=data.collate),
+    )
+    set_numerics(config.trainer.deterministic, config.trainer.tf32)
+    torch.manual_seed(config.seed)
+    inputs, targets = _example(config, data, world)
+    build = partial(build_model, config, data)
+    return PreparedRun(
+        settings, config, directory, store, world, data, build, inputs, targets, options
+    )
+
+
+def build_run(
+    settings: Settings,
+    *,
+    writes: bool = False,
+    reuse_plan: bool = True,
+    options_of: Callable[[Config], RunOptions] = build_options,
+) -> RunContext:
+    """Prepares a run and builds its model.
+
+    Args:
+        settings: the settings of the command.
+        writes: the command is going to write to the run directory (`writing`).
+        reuse_plan: cut a resumed run by its own plan if that was made with the same settings.
+        options_of: `build_options`, or a function that builds more, such as the monitors.
+
+    Raises:
+        UserError: a value of the config is wrong, or the run directory cannot be written to.
+    """
+    prepared = prepare_run(settings, writes=writes, options_of=options_of)
+    world, options = prepared.world, prepared.options
+    split: Any = options.pipeline.split
+    if reuse_plan:
+        split = world.broadcast(world.on_main(lambda: _split_or_plan(prepared)))
+    model = HybridModel.construct(
+        prepared.build,
+        world,
+        replace(options.pipeline, split=split),
+        example_inputs=prepared.example_inputs,
+    )
+    with errors_with_config_keys({"loss": "trainer.loss", "loss_fn": "trainer.loss"}):
+        model.resolve_loss(options.loss_fn)  # refuses what cannot be weighted
+    if isinstance(options.loss_fn, nn.Module):
+        options.loss_fn.to(model.pipeline.output_device)
+    return RunContext(**vars(prepared), model=model)
+
+
+def set_numerics(deterministic: bool, tf32: bool) -> None:
+    """Sets how PyTorch computes in this process: the same bits each time, or with TF32."""
     torch.use_deterministic_algorithms(deterministic)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32  # PyTorch's own default is True
 
 
-def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool) -> Setup:
-    """Checks the config, joins the other processes by `world_of`, and loads the data.
+def _open_directory(
+    settings: Settings, config: Config, world: World, writes: bool
+) -> tuple[RunDirectory, CheckpointStore]:
+    """Returns the run directory and its checkpoints; logs, stalls and signals go there from now.
 
     Raises:
-        UserError: a value of the config is wrong, or the run directory cannot be written to.
+        UserError: the directory cannot be written to, or there are no weights at `init_from`.
     """
-    config = without_auto(settings)
-    leave_out_leftovers(settings)
-    options = checked_options(config)
-    world = world_of(config)
-    if (of_rank_0 := agreed(config, world)) != config:
-        config = of_rank_0
-        options = checked_options(config)
     directory = RunDirectory(config)
     world.watch(directory.path / "stalls")
     raise_on_signals()
@@ -208,25 +216,20 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     directory.log_to_files(world.rank, settings.quiet)
     for note in settings.notes:
         _log.info("%s", note)
+    return directory, store
+
+
+def _load_data(config: Config, world: World) -> DataSplits:
     data = load_data(config, world)
     _log.info("%s", data)
     if data.without_samples:
         _log.warning("no training sample has the class %s", ", ".join(data.without_samples[:8]))
-    config = chosen(settings, config, data, world, options.pipeline.optimizer_tensors_per_param)
-    if settings.config.data.get("batch_size") == AUTO:
-        config = with_largest_batch(config, data, world, options)
-    if settings.config.pipeline.nb_part == AUTO:
-        world = world.divided(config.pipeline.nb_part, config.world.devices)
-    options = replace(
-        options,
-        pipeline=replace(
-            options.pipeline, chunks=config.pipeline.chunks, schedule=config.pipeline.schedule
-        ),
-        loader=replace(options.loader, collate=data.collate),
-    )
-    _set_numerics(config.trainer.deterministic, config.trainer.tf32)
-    torch.manual_seed(config.seed)
-    share = -(-config.data["batch_size"] // world.replicas)  # of the same samples on every replica
+    return data
+
+
+def _example(config: Config, data: DataSplits, world: World) -> tuple[Any, Any]:
+    """Returns inputs and targets of a replica's batch, the same samples on every replica."""
+    share = -(-config.data["batch_size"] // world.replicas)
     if share < config.pipeline.chunks:
         _log.warning(
             "pipeline.chunks=%d, but a replica's batch has %d samples: it is cut into %d "
@@ -238,65 +241,20 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     draws = default_generators()
     example = example_batch(data.train, share, data.collate)
     rewind(draws)  # transforms may draw, and the model draws its values first
-
-    return Setup(
-        settings,
-        config,
-        directory,
-        store,
-        world,
-        data,
-        partial(build_model, config, data),
-        example[0],
-        example[1],
-        options,
-    )
+    return example[0], example[1]
 
 
-def checked_options(config: Config) -> RunOptions:
-    """Makes what needs neither processes nor data, and so finds what is wrong there."""
-    check(config)
-    parse_init_from(config.init_from)
-    check_choice("world.engine", config.world.engine, ENGINES)
-    check_choice("world.inner", config.world.inner, ("pp", "dp"))
-    loss_fn = build_loss(config)
-    metrics = build_metrics(config, loss_fn)
-    build_callbacks(config, RunDirectory(config))  # refuses what does not fit
-    pipeline_options = PipelineOptions(
-        **arguments_of(config, PipelineOptions),
-        seed=config.seed,
-        optimizer_tensors_per_param=optimizer_tensors_per_param(config.optim, config.allow_targets),
-    )
-    arguments = arguments_of(config, TrainerOptions)
-    arguments["checkpoint_every_steps"] = config.checkpoint.every_steps or None  # 0: no store
-    trainer_options = TrainerOptions(**arguments)
-    with errors_with_config_keys({name: f"data.{name}" for name in LOADER_OPTIONS}):
-        settings = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
-        loader_options = LoaderOptions(**settings)
-    return RunOptions(pipeline_options, trainer_options, loader_options, loss_fn, metrics)
-
-
-def build_files(directory: RunDirectory) -> Monitor:
-    """Returns the monitors of rank 0 that every run has, as one."""
-    return Monitors(
-        [
-            MetricsFile(directory.path / "metrics.jsonl"),
-            TimelineFiles(directory.path),
-            Progress(LogLines()),  # type: ignore[arg-type]
-        ]
-    )
-
-
-def _split_or_plan(settings: Settings, directory: RunDirectory, store: CheckpointStore) -> Any:
+def _split_or_plan(prepared: PreparedRun) -> Any:
     """Returns the path of a resumed run's plan if it still fits, or the config's split."""
+    settings, plan = prepared.settings, prepared.directory.plan
     split = settings.config.pipeline.split
-    if split not in ("time", "memory", "balanced") or not directory.plan.exists():
+    if split not in ("time", "memory", "balanced") or not plan.exists():
         return split
-    if settings.config.resume is None or not store.steps():
+    if settings.config.resume is None or not prepared.store.steps():
         return split
     for change in settings.changes:
         if change.key.startswith(("model.", "pipeline.")):
             _log.info("measured again: %s has changed since the plan was made", change.key)
             return split
-    _log.info("cut as in %s", directory.plan)
-    return str(directory.plan)
+    _log.info("cut as in %s", plan)
+    return str(plan)

@@ -45,7 +45,7 @@ from hybridtrain.errors import CheckpointError, ConfigError, UserError
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
-    from hybridtrain.cli.run.build import RunContext
+    from hybridtrain.cli.run.context import RunContext
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # Lines that are in the file only: the terminal has them from `Progress`.

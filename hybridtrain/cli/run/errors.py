@@ -59,7 +59,7 @@ _WAIT_FOR_RANK_0_S = 4.0
 # How long rank 0 of an interrupted run stays for the others to end.
 _WAIT_FOR_ENDS_S = 2.0
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 _OWN_MODELS = tuple(str(_PACKAGE / name) for name in ("models", "data"))
 _FOLDED = ("torch", "hydra", "omegaconf", "safetensors")
 

@@ -23,13 +23,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from uuid import uuid4
 
+from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.errors import UserError
 from hybridtrain.launch import ProcessId, has_ended, is_seen_from_here, this_process
+from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
 
@@ -293,3 +296,20 @@ def _job(environ: Mapping[str, str]) -> tuple[str, int]:
     if slurm := environ.get("SLURM_JOB_ID"):
         return f"Slurm job {slurm}", requeues * 1000 + restarts
     return "", 0
+
+
+@contextmanager
+def writing(directory: RunDirectory, world: World) -> Iterator[None]:
+    """Makes the run directory, and keeps it from other writers until the end of the block.
+
+    Raises:
+        ConfigError: it cannot be written to.
+        UserError: another process writes to it.
+    """
+    directory.create()
+    lock = RunLock(directory.path)
+    world.on_main(lock.acquire)
+    try:
+        yield
+    finally:
+        lock.release()

@@ -15,7 +15,7 @@ from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.run.components import optimizer_tensors_per_param
-from hybridtrain.cli.run.pricing import hardware_of
+from hybridtrain.cli.run.hardware import hardware_of
 from hybridtrain.data.stream import example_batch
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.partitioning import LayerCost

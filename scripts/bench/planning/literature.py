@@ -21,7 +21,7 @@ from hybridtrain._base.construction import construct_on_meta
 from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.text_table import markdown_table
 from hybridtrain.cli.config.compose import compose_config
-from hybridtrain.cli.run.pricing import hardware_of
+from hybridtrain.cli.run.hardware import hardware_of
 from hybridtrain.loss import cross_entropy
 from hybridtrain.models import gpt
 from hybridtrain.partitioning import (

@@ -25,7 +25,7 @@ from torchvision.models import resnet18
 
 from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.precision import autocast
-from hybridtrain.cli.run.pricing import measured as measured_rates
+from hybridtrain.cli.commands.measure_machine import measured as measured_rates
 from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.loss import cross_entropy
 from hybridtrain.model import HybridModel

@@ -254,7 +254,7 @@ def test_tf32_is_for_matrix_products_and_convolutions_alike(monkeypatch, tf32):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not tf32)
     before = torch.get_float32_matmul_precision()
     try:
-        build._set_numerics(deterministic=False, tf32=tf32)
+        build.set_numerics(deterministic=False, tf32=tf32)
         assert torch.backends.cudnn.allow_tf32 is tf32
         assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
     finally:
@@ -274,7 +274,7 @@ def test_a_deterministic_run_has_what_cublas_needs_before_its_first_product(monk
     )
     config = Config()
     config.trainer.deterministic = True
-    build.join(config)
+    build.join_processes(config)
     assert found == [given or ":4096:8"]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridtrain._base.hardware import Hardware
-from hybridtrain.cli.run.pricing import beside_measured, prediction_in_words
+from hybridtrain.cli.run.prediction import beside_measured, prediction_in_words
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions

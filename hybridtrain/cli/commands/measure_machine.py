@@ -1,0 +1,116 @@
+"""The command `measure-machine`: measures this machine once, for predictions of a run's time."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import yaml
+
+from hybridtrain._base.files import write_atomically
+from hybridtrain._base.hardware import GIB, Hardware, host_memory
+from hybridtrain.cli.config.compose import THIS_MACHINE, measured_file
+from hybridtrain.errors import ConfigError
+
+_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_SECONDS = 3.0  # of each measurement
+
+_MOST_RUNS = 50
+
+
+def measure_machine(words: Sequence[str] = ()) -> int:
+    """Measures this machine and writes what `hardware=this-machine` reads; returns the exit code.
+
+    Rates are those that are reached, so that the shares of them are 1. Links between nodes cannot
+    be measured on one: `hardware.network_bytes_per_s=` sets them.
+
+    Args:
+        words: of the command line: `seconds=` of each measurement.
+
+    Raises:
+        ConfigError: there are other words on the command line, or the file cannot be written.
+    """
+    seconds = _SECONDS
+    for word in words:
+        number = re.fullmatch(r"seconds=(\d+\.?\d*|\.\d+)", word)
+        if number is None:
+            raise ConfigError(
+                f"measure-machine takes seconds= (of each measurement) only, not {word!r}"
+            )
+        seconds = float(number[1])
+    rates = measured(seconds)
+    Hardware(**{name: value for name, value in rates.items() if name != "costs"})  # checks it
+    path = measured_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        header = f"# {platform.node()}, torch {torch.__version__}: measured by measure-machine\n"
+        write_atomically(path, header + yaml.safe_dump(rates, sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; set XDG_CACHE_HOME") from error
+    print(path.read_text(encoding="utf-8"), end="")
+    print(f"# in {path}; to use it: hybridtrain plan hardware={THIS_MACHINE} ...")
+    return 0
+
+
+def measured(seconds: float = _SECONDS) -> dict[str, Any]:
+    """Returns the keys of `hardware` for this machine; a CPU core is a device where no GPU is."""
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda:0" if gpus else "cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads if gpus else 1)
+    try:
+        size = 4096 if gpus else 512
+        flops = {}
+        for name, dtype in _PRECISIONS.items():
+            if not gpus and name == "fp16":
+                continue  # CPUs without instructions for it are a hundred times slower
+            matrix = torch.ones(size, size, dtype=dtype, device=device)
+            product = partial(torch.mm, matrix, matrix)
+            flops[name] = 2 * size**3 / _seconds(product, device, seconds)
+        block = torch.zeros((2**30 if gpus else 2**26) // 4, device=device)
+        copy = _seconds(lambda: block.clone(), device, seconds)
+        few = torch.zeros(1, device=device)
+        operator = _seconds(lambda: [few.neg() for _ in range(100)], device, seconds) / 100
+        memory = (
+            torch.cuda.mem_get_info(0)[1] if gpus else host_memory() // max(1, os.cpu_count() or 1)
+        )
+        link = 2 * block.nbytes / copy / 2
+        if gpus > 1:
+            link = block.nbytes / _seconds(lambda: block.to("cuda:1"), device, seconds)
+    finally:
+        torch.set_num_threads(threads)
+    return {
+        "costs": "measured",
+        "device": device.type,
+        "nodes": 1,
+        "devices_per_node": gpus or os.cpu_count() or 1,
+        "memory_gib": round(memory / GIB, 2),
+        "reserved_gib": 1.0 if gpus else 0.0,
+        "flops_per_s": {name: float(f"{rate:.3g}") for name, rate in flops.items()},
+        "flops_reached": 1.0,
+        "memory_bytes_per_s": float(f"{2 * block.nbytes / copy:.3g}"),
+        "bandwidth_reached": 1.0,
+        "node_bytes_per_s": float(f"{link:.3g}"),
+        "operator_s": float(f"{operator:.3g}"),
+    }
+
+
+def _seconds(run: Callable[[], object], device: torch.device, budget: float) -> float:
+    """Returns the median time of a run, after one that warms up."""
+    times: list[float] = []
+    begin = perf_counter()
+    while len(times) < 2 or (len(times) <= _MOST_RUNS and perf_counter() - begin < budget):
+        start = perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(perf_counter() - start)
+    return median(times[1:])

@@ -1,0 +1,166 @@
+"""The command `predict`: a line for each sample, with its class or the model's outputs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from importlib.util import find_spec
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from hybridtrain._base.files import atomic_file
+from hybridtrain._base.microbatch import batch_size
+from hybridtrain.cli.commands.result import Result
+from hybridtrain.cli.commands.trained_run import load_trained_run
+from hybridtrain.cli.config.resolve import Settings
+from hybridtrain.cli.run.context import RunContext
+from hybridtrain.cli.run.errors import finite, print_result
+from hybridtrain.data import EvalLoader, is_stream
+from hybridtrain.errors import ConfigError
+from hybridtrain.loop import predict as predict_model
+from hybridtrain.loss import LOSSES
+
+_log = logging.getLogger(__name__)
+
+
+def predict(settings: Settings) -> Result:
+    """Writes a line for each sample of `data.predict_path` or of the evaluation split, in order."""
+    output = settings.config.output
+    if output is not None:
+        check_output(output)
+    context, loader, checkpoint, _ = load_trained_run(settings, RunContext.predict_loader)
+    default = context.directory.path / "predictions" / f"{checkpoint.name}.jsonl"
+    path = Path(output or default)
+    outputs = predict_model(context.model, loader)
+
+    def write() -> None:
+        if path.suffix == ".npy":
+            write_array(path, outputs)
+        else:
+            write_samples(path, map(finite, _predictions(context, loader, outputs)))
+        _log.info("wrote %s, of %s", path, checkpoint)
+        print_result({"checkpoint": str(checkpoint), "file": str(path)})
+
+    context.world.on_main(write)
+    context.world.close()
+    return {}
+
+
+def check_output(path: str) -> None:
+    """Refuses a file of another format.
+
+    Raises:
+        ConfigError: names the suffixes that are known.
+    """
+    if Path(path).suffix not in (".jsonl", ".npy", ".parquet"):
+        raise ConfigError(f"output={path}: the suffix must be .jsonl, .npy or .parquet")
+    if Path(path).suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise ConfigError(f"output={path} needs pyarrow: pip install pyarrow")
+
+
+def _predictions(context: RunContext, loader: EvalLoader, outputs: Any) -> Iterator[dict[str, Any]]:
+    """Yields a line for each sample: its number, what the data says of it, and its result.
+
+    The result is the class and the probability of each, by name; without names of classes it is
+    the model's output.
+    """
+    dataset = loader.dataset
+    numbered = not is_stream(dataset) or context.world.replicas == 1
+    describe = getattr(dataset, "describe", None)
+    names: Sequence[str] = context.data.metadata.get("classes") or ()
+    logits = _logits(outputs, len(names), context.options.loss_fn) if names else None
+    values = _by_sample(outputs if logits is None else torch.softmax(logits.double(), 1))
+    for number, value in enumerate(values):
+        line: dict[str, Any] = {"sample": number} if numbered else {}
+        if describe is not None:
+            line |= describe(number)
+        if logits is not None:
+            name = names[max(range(len(value)), key=value.__getitem__)]
+            line |= {"class": name, "probabilities": dict(zip(names, value, strict=True))}
+        else:
+            line |= value if isinstance(value, dict) else {"output": value}
+        yield line
+
+
+def _logits(outputs: Any, classes: int, loss_fn: Any) -> Tensor | None:
+    """Returns outputs of shape (samples, classes) of which the softmax is the probability.
+
+    Log-probabilities are such outputs too. None: the model was trained with another loss, or has
+    outputs of another shape.
+    """
+    kinds = (nn.CrossEntropyLoss, nn.NLLLoss)
+    if not isinstance(loss_fn, kinds) and loss_fn not in (LOSSES["cross_entropy"], LOSSES["nll"]):
+        return None
+    logits = outputs
+    if not isinstance(outputs, Tensor):
+        fields = outputs if isinstance(outputs, dict) else getattr(outputs, "__dict__", {})
+        logits = fields.get("logits")
+    fits = isinstance(logits, Tensor) and logits.dim() == 2 and logits.shape[1] == classes
+    return logits if fits else None
+
+
+def write_array(path: Path, outputs: Any) -> None:
+    """Writes a model's outputs as one array (`.npy`), which appears whole.
+
+    Args:
+        path: of the file.
+        outputs: a tensor with the samples in dim 0.
+
+    Raises:
+        ConfigError: the outputs are not one tensor, or the file cannot be written.
+    """
+    if not isinstance(outputs, Tensor):
+        raise ConfigError(
+            f"output={path} holds one tensor, and the model gives a {type(outputs).__name__}: use "
+            f"the suffix .jsonl"
+        )
+    # numpy has no bfloat16
+    array = outputs.float() if outputs.dtype is torch.bfloat16 else outputs
+    with _written(path) as file:
+        np.save(file, array.numpy())
+
+
+def write_samples(path: Path, samples: Iterable[Mapping[str, Any]]) -> None:
+    """Writes a mapping for each sample, as lines of JSON or to a table (`.parquet`).
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    with _written(path) as file:
+        if path.suffix == ".parquet":
+            import pyarrow
+            from pyarrow.parquet import write_table
+
+            write_table(pyarrow.Table.from_pylist(list(samples)), file)
+        else:
+            file.writelines((json.dumps(x, allow_nan=False) + "\n").encode() for x in samples)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[BinaryIO]:
+    """Opens the file that `predict` writes, which appears whole."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as file:
+            yield file
+    except OSError as error:
+        raise ConfigError(f"output={path} cannot be written: {error.strerror}") from error
+
+
+def _by_sample(outputs: Any) -> Iterator[Any]:
+    """Yields the outputs for each sample as plain values."""
+    for sample in range(0 if outputs is None else batch_size(outputs)):
+        values = tree_map_only(Tensor, itemgetter(sample), outputs)
+        values = tree_map_only(Tensor, Tensor.tolist, values)
+        if is_dataclass(values):
+            values = {name: value for name, value in vars(values).items() if value is not None}
+        yield values

@@ -1,0 +1,242 @@
+"""The command `train`: trains a model, or resumes a run that was interrupted."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from hybridtrain.checkpoint import init_from, parse_init_from
+from hybridtrain.cli.commands.layout_tables import placement_tables
+from hybridtrain.cli.commands.result import Result, values_in_words
+from hybridtrain.cli.config.compose import (
+    given_keys,
+    masked,
+    read_overrides,
+    to_tree,
+    to_yaml,
+    with_later,
+)
+from hybridtrain.cli.config.resolve import Settings, in_words
+from hybridtrain.cli.config.schema import Config, with_config_keys
+from hybridtrain.cli.run.build import build_options, build_run
+from hybridtrain.cli.run.components import (
+    build_lr_schedule,
+    build_model_optimizer,
+    build_monitors,
+)
+from hybridtrain.cli.run.context import RunContext, RunOptions
+from hybridtrain.cli.run.data_record import record_of, refuse_other_data
+from hybridtrain.cli.run.directory import (
+    RESULT,
+    LogLines,
+    RunDirectory,
+    checkpoint_to_resume,
+    environment,
+)
+from hybridtrain.cli.run.lock import writing
+from hybridtrain.cli.run.prediction import beside_measured, predict_run, prediction_in_words
+from hybridtrain.cli.run.utilization import utilization
+from hybridtrain.errors import ConfigError
+from hybridtrain.loop import Monitor, Monitors, Trainer
+from hybridtrain.observe import MetricsFile, Progress, TimelineFiles, write_report
+
+_log = logging.getLogger(__name__)
+
+
+def train(settings: Settings) -> Result:
+    """Trains, or resumes training."""
+    options_of = partial(_training_options, quiet=settings.quiet)
+    context = build_run(settings, writes=True, options_of=options_of)
+    config, world, model = context.config, context.world, context.model
+    loader, options = context.train_loader(), context.options
+    total_steps = options.trainer.total_steps(loader.batches_per_epoch)
+    optimizer = build_model_optimizer(config.optim, model, config.allow_targets)
+    lr_schedule = build_lr_schedule(
+        config.lr_schedule, optimizer, total_steps, config.allow_targets
+    )
+    trainer = _Trainer(
+        model,
+        optimizer,
+        options.loss_fn,
+        loader,
+        options.trainer,
+        evaluation=context.eval_loader(),
+        metrics=options.metrics,
+        lr_schedule=lr_schedule,
+        store=None if config.checkpoint.every_steps == 0 else context.store,
+        monitor=_file_monitors(context.directory) if world.is_main else None,
+        callbacks=[*utilization(context), *options.callbacks, *options.monitors],
+    )
+    trainer.dataset = record_of(context.data)
+    with writing(context.directory, world):
+        return _train(context, trainer)
+
+
+def _training_options(config: Config, quiet: bool) -> RunOptions:
+    """Builds the options of a run with its monitors, without progress on a quiet terminal.
+
+    Raises:
+        UserError: a value of the config is wrong, or the package of a monitor is not installed.
+    """
+    monitored = config
+    if quiet:
+        monitored = replace(config, monitor=copy.copy(config.monitor))  # with the user's own keys
+        monitored.monitor.progress = False
+    monitors = build_monitors(monitored, RunDirectory(config))
+    return replace(build_options(config), monitors=monitors)
+
+
+def _file_monitors(directory: RunDirectory) -> Monitor:
+    """Returns the monitors of rank 0 that every run has, as one."""
+    return Monitors(
+        [
+            MetricsFile(directory.path / "metrics.jsonl"),
+            TimelineFiles(directory.path),
+            Progress(LogLines()),  # type: ignore[arg-type]
+        ]
+    )
+
+
+class _Trainer(Trainer):
+    """Records the data of the run in its checkpoints, and gives advice in the keys of a config."""
+
+    dataset: Mapping[str, Any]
+    """The record of the data, which goes into each checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the progress of the run, and the record of its data."""
+        return {**super().state_dict(), "dataset": dict(self.dataset)}
+
+    @property
+    def advice(self) -> list[str]:
+        """The advice in the keys of the command line."""
+        return [*map(with_config_keys, super().advice)]
+
+
+def _train(context: RunContext, trainer: Trainer) -> Result:
+    """Trains from the newest checkpoint, or from none; only one process does so in a directory."""
+    settings, config, world = context.settings, context.config, context.world
+    directory, plan, total_steps = context.directory, context.model.plan, trainer.total_steps
+    checkpoint = checkpoint_to_resume(context)
+    placement = placement_tables(plan, world)
+    _log.info("run directory %s\n%s", directory.path, placement)
+    if checkpoint is None and (initial := parse_init_from(config.init_from)) is not None:
+        init_from(context.model, **initial)
+    if checkpoint is not None:
+        allow = config.allow_changes
+        world.on_main(lambda: refuse_other_data(checkpoint, context.data, allow))
+        trainer.resume(checkpoint)
+        _log.info("resumed from %s, at step %d of %d", checkpoint, trainer.step, total_steps)
+    if trainer.finished:
+        # of rank 0, which alone has to see the run directory
+        world.on_main(lambda: _refuse_other_settings(context, trainer))
+        _log.info(
+            "the run %s; to train on, %s; to start again, set another run_name",
+            _end_of(trainer), _way_on(trainer),
+        )  # fmt: skip
+        result = {}
+        if trainer.evaluation is not None:
+            result = trainer.evaluate()
+            _log.info("%s", values_in_words(result))
+        world.close()
+        return {"step": trainer.step, **result}
+    if world.is_main:
+        _write_config(context)
+        if plan.split != str(directory.plan):
+            plan.write(directory.plan)
+    shown = to_yaml(config, settings.texts, mask=True)
+    prediction = predict_run(context) if world.is_main else None
+    texts = {"config": shown, "layout": placement, "overrides": values_to_compare(settings)}
+    summary = trainer.fit({title: text for title, text in texts.items() if text})
+    if prediction is not None:
+        compared = beside_measured(prediction, summary, context.model.options.placement)
+        directory.write_summary({**summary, **compared, "environment": environment(world)})
+        _log.info("%s", prediction_in_words(**compared))
+        for line in summary["advice"]:
+            _log.info("%s", line)
+        _log.info("run directory: %s", directory.path.resolve())
+        if config.monitor.report:
+            _write_page(directory)
+        if config.monitor.tensorboard:
+            # the folder above: of a single run's own one TensorBoard calls the run "."
+            _log.info("dashboard: tensorboard --logdir %s", directory.path.parent)
+        # last, since it is what most users look for
+        values = values_in_words(summary["eval"]) or "no evaluation"
+        _log.info("done: %d steps, %s", trainer.step, values, extra=RESULT)
+    world.close()
+    return {"step": trainer.step, **(summary["eval"] or {})}
+
+
+def _write_page(directory: RunDirectory) -> None:
+    """Writes the page of a complete run, which is not lost if that fails."""
+    try:
+        _log.info("page of the run: %s", write_report([directory.path]).resolve())
+    except Exception as error:
+        command = shlex.join(["hybridtrain", "report", str(directory.path)])
+        _log.warning(
+            "the page of the run was not written: %s: %s; the run itself is complete. To write it: "
+            "%s", type(error).__name__, error, command,
+        )  # fmt: skip
+        _log.debug("no page", exc_info=True)
+
+
+def values_to_compare(settings: Settings) -> str:
+    """Returns what the command line sets, as YAML: what a dashboard compares runs by."""
+    tree = OmegaConf.create(masked(to_tree(settings.config)))
+    values = {key: OmegaConf.select(tree, key) for key in given_keys(settings.overrides)}
+    chosen = {
+        key: OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+        for key, value in values.items()
+        if value is not None
+    }
+    return yaml.safe_dump(chosen, sort_keys=False) if chosen else ""
+
+
+def _stopped_by(trainer: Trainer) -> str:
+    """Returns the names of the callbacks that have ended a run before its last step, or ""."""
+    return " and ".join(callback.state_name for callback in trainer.callbacks if callback.stops)
+
+
+def _end_of(trainer: Trainer) -> str:
+    if callbacks := _stopped_by(trainer):
+        return f"ended early, by {callbacks} at step {trainer.step} of {trainer.total_steps}"
+    return f"is complete at step {trainer.step}"
+
+
+def _way_on(trainer: Trainer) -> str:
+    if callbacks := _stopped_by(trainer):
+        return f"set callbacks=null, or a callbacks= without {callbacks}"
+    return "raise trainer.steps= or trainer.epochs="
+
+
+def _refuse_other_settings(context: RunContext, trainer: Trainer) -> None:
+    """Ends a command that would report what a complete run has learnt with other settings."""
+    settings = context.settings
+    changes = [change for change in [*settings.changes, *settings.kept] if change.has_effect]
+    if changes:
+        raise ConfigError(
+            f"the run {context.directory.path} {_end_of(trainer)}, with {in_words(changes)}: set "
+            f"another run_name= to train with that; to train on, {_way_on(trainer)}"
+        )
+
+
+def _write_config(context: RunContext) -> None:
+    """Writes the config, which is the base of all commands on this run from now on."""
+    settings, config = context.settings, replace(context.config, allow_changes=False)
+    if settings.of_run is not None and context.store.steps():
+        config.resume = settings.of_run.resume  # where the run has begun
+        config.init_from = settings.of_run.init_from
+    if "classes" in config.data and (classes := context.data.metadata.get("classes")):
+        config.data = {**config.data, "classes": list(classes)}  # what the numbers stand for
+    overrides = settings.overrides
+    if settings.of_run is not None:
+        overrides = with_later(read_overrides(context.directory.path), overrides)
+    context.directory.write_config(config, overrides, settings.texts)

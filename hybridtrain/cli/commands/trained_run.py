@@ -1,0 +1,111 @@
+"""The objects of a run that was trained, with the weights of one of its checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from hybridtrain.checkpoint import restore_checkpoint
+from hybridtrain.cli.config.compose import given_keys
+from hybridtrain.cli.config.resolve import Settings
+from hybridtrain.cli.config.schema import AUTO, PipelineConfig, WorldConfig
+from hybridtrain.cli.run.build import build_run
+from hybridtrain.cli.run.context import RunContext
+from hybridtrain.cli.run.data_record import check_same_classes, say_other_data
+from hybridtrain.cli.run.directory import checkpoint_to_read
+from hybridtrain.data import EvalLoader
+from hybridtrain.errors import ConfigError
+from hybridtrain.launch import detect
+
+_log = logging.getLogger(__name__)
+
+AVERAGED = "weights: the moving average, which the run evaluates with (ema=false: the others)"
+
+
+class TrainedRun(NamedTuple):
+    """A run with the weights of one of its checkpoints.
+
+    Attributes:
+        context: the objects of the run.
+        loader: of the data that the command reads.
+        checkpoint: the path of the checkpoint.
+        step: of the checkpoint.
+    """
+
+    context: RunContext
+    loader: EvalLoader
+    checkpoint: Path
+    step: int
+
+
+def load_trained_run(
+    settings: Settings, loader_of: Callable[[RunContext], EvalLoader | None]
+) -> TrainedRun:
+    """Builds a run, with the devices that are there, and loads a checkpoint into its model.
+
+    Args:
+        settings: of a command that reads a run; `resume` names the checkpoint.
+        loader_of: returns the loader of the data that the command reads.
+
+    Raises:
+        ConfigError: the data has no such samples.
+        CheckpointError: there is no such checkpoint.
+    """
+    fit_to_devices(settings)
+    context = build_run(settings)
+    config = context.config
+    loader = loader_of(context)
+    if loader is None:
+        raise ConfigError(f"data._target_={config.data['_target_']} has no evaluation split")
+    checkpoint = checkpoint_to_read(config.resume, context.store, context.world)
+    context.world.on_main(lambda: check_same_classes(checkpoint, context.data))
+    context.world.on_main(lambda: say_other_data(checkpoint, context.data))
+    saved = restore_checkpoint(checkpoint, context.model, evaluated=config.ema)
+    if saved.get("averaged"):
+        _log.info(AVERAGED)
+    return TrainedRun(context, loader, checkpoint, saved["step"])
+
+
+def fit_to_devices(settings: Settings) -> None:
+    """Changes how a run's model is spread to what the devices and processes that are there can do.
+
+    What the command line says stays. A line of the log says what the run had and what it gets.
+
+    Args:
+        settings: of a command that evaluates; their config may be changed.
+    """
+    if settings.of_run is None or settings.config.pipeline.nb_part == AUTO:
+        return
+    config, set_keys = settings.config, set(given_keys(settings.overrides))
+    launch = detect(os.environ)
+    world, pipeline = replace(config.world), replace(config.pipeline)
+    gpus = torch.cuda.device_count()
+    if "world.devices" not in set_keys and world.devices not in (None, "auto", "cpu"):
+        world.devices = None  # the GPUs that there are, or the CPU
+    on_gpus = gpus > 0 and world.devices != "cpu"
+    if world.backend == "nccl" and not on_gpus and "world.backend" not in set_keys:
+        world.backend = None
+    if "world.engine" not in set_keys and launch.size % pipeline.nb_part:
+        world.engine = "local"
+    missing = on_gpus and launch.local_size * pipeline.nb_part > gpus
+    if world.engine == "local" and missing and "pipeline.nb_part" not in set_keys:
+        pipeline.nb_part = max(1, gpus // launch.local_size)
+        # what goes with another number of stages
+        pipeline.split, pipeline.schedule, pipeline.stages_per_device = "uniform", "1f1b", 1
+    pipeline.sync_batch_norm = False  # of training
+    if (spread := _spread(world, pipeline)) != _spread(config.world, config.pipeline):
+        of_run = _spread(settings.of_run.world, settings.of_run.pipeline)
+        settings.notes.append(f"the run has {of_run}; here it is {spread}")
+    settings.config = replace(config, world=world, pipeline=pipeline)
+
+
+def _spread(world: WorldConfig, pipeline: PipelineConfig) -> str:
+    devices = world.devices or ("cuda" if torch.cuda.device_count() else "cpu")
+    stages = f"{pipeline.nb_part} stage{'s' * (pipeline.nb_part > 1)}"
+    return f"{stages} (world.engine={world.engine}, world.devices={devices})"

@@ -1,0 +1,275 @@
+"""The keys of a config that are `auto`, chosen when a run begins.
+
+`pipeline.nb_part`, `pipeline.chunks` and `pipeline.schedule` are chosen by the predicted time of a
+step, `data.batch_size` by its memory. A run that is resumed keeps the values that were chosen when
+it began, so that its steps stay the same: its config has them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from hybridtrain._base.construction import construct_on_meta
+from hybridtrain._base.hardware import GIB
+from hybridtrain._base.text_table import counted, with_unit
+from hybridtrain.cli.config.resolve import Settings
+from hybridtrain.cli.config.schema import (
+    AUTO,
+    Config,
+    PipelineConfig,
+    auto_keys,
+    with_auto_replaced,
+)
+from hybridtrain.cli.run.components import build_model
+from hybridtrain.cli.run.context import RunOptions
+from hybridtrain.cli.run.hardware import hardware_of_run
+from hybridtrain.cli.run.prediction import predict_step_of_run, without_errors_of_fake_tensors
+from hybridtrain.cli.run.run_model import SAMPLES, model_of_run
+from hybridtrain.data import DataSplits, example_batch, length_of
+from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.launch import detect
+from hybridtrain.loss import resolve
+from hybridtrain.partitioning import CostTable, Planner
+from hybridtrain.price import (
+    Choices,
+    Price,
+    StepWork,
+    divisors,
+    find_layouts,
+    model_costs,
+    proposed,
+    why_not_priced,
+)
+from hybridtrain.schedule import SCHEDULES
+from hybridtrain.world import World
+
+_log = logging.getLogger(__name__)
+
+# What chooses the number of stages by itself; a list, a plan or marks give it.
+_SPLITS = ("uniform", "size", "time", "memory", "balanced")
+
+
+def without_auto(settings: Settings) -> Config:
+    """Returns the config with defaults in the place of `auto`.
+
+    Raises:
+        ConfigError: `pipeline.nb_part` is `auto`, and another key decides it.
+    """
+    config = settings.config
+    defaults = PipelineConfig()
+    if config.pipeline.nb_part == AUTO:
+        split, devices = config.pipeline.split, config.world.devices
+        if split not in _SPLITS:
+            raise ConfigError(
+                f"pipeline.nb_part=auto chooses the number of stages, and pipeline.split={split} "
+                f"gives it: set pipeline.nb_part= to that number, or pipeline.split=balanced"
+            )
+        if isinstance(devices, list):
+            raise ConfigError(
+                f"pipeline.nb_part=auto chooses the number of devices, and world.devices={devices} "
+                f"gives it: set pipeline.nb_part= to that number, or world.devices=cuda"
+            )
+    if (keys := auto_keys(config.pipeline)) and config.data.get("batch_size") == AUTO:
+        raise ConfigError(
+            f"data.batch_size=auto and pipeline.{keys[0]}=auto depend on each other: give one "
+            f"of them a number"
+        )
+    if config.data.get("batch_size") == AUTO:  # until `with_auto_chosen` has chosen
+        config = replace(config, data={**config.data, "batch_size": SAMPLES})
+    return replace(config, pipeline=with_auto_replaced(config.pipeline, defaults))
+
+
+def with_auto_chosen(
+    settings: Settings, config: Config, data: DataSplits, world: World, options: RunOptions
+) -> Config:
+    """Returns `config` with the best values for the keys that are `auto`.
+
+    Rank 0 chooses, and logs its choice and the reason in one line; a collective call if a key is
+    `auto`. The fastest values are chosen for keys of `pipeline`, and for `data.batch_size` the
+    largest batch that should fit.
+
+    Args:
+        settings: of the command, where keys are `auto`.
+        config: with values in their place, see `without_auto`.
+        data: of the run.
+        world: its processes.
+        options: as `config` has them.
+
+    Raises:
+        ConfigError, SplitError: there is nothing to choose from (see `find_layouts`), the memory of
+            a device is not known, or one sample per micro-batch does not fit.
+    """
+    if keys := auto_keys(settings.config.pipeline):
+        sizes = _pipeline_sizes(config, world) if "nb_part" in keys else [world.nb_part]
+        tensors = options.pipeline.optimizer_tensors_per_param
+        values = world.broadcast(
+            world.on_main(lambda: _choose(keys, sizes, config, data, world, tensors))
+        )
+        assert values is not None
+        return replace(config, pipeline=replace(config.pipeline, **values))
+    if settings.config.data.get("batch_size") == AUTO:
+        size = world.broadcast(world.on_main(lambda: _largest_batch(config, data, world, options)))
+        return replace(config, data={**config.data, "batch_size": size})
+    return config
+
+
+def _largest_batch(config: Config, data: DataSplits, world: World, options: RunOptions) -> int:
+    """Returns the samples of the largest batch that should fit.
+
+    It doubles the samples of a micro-batch, from one on, while the memory of a step as the run cuts
+    the model fits and the training split has as many.
+    """
+    device, pipeline = world.devices[0], options.pipeline
+    if (reason := why_not_priced(pipeline)) is not None:
+        raise ConfigError(f"data.batch_size=auto: {reason}: set a number of samples")
+    memory_is_set = config.hardware is not None or config.pipeline.memory_limit_gib is not None
+    if device.type not in ("cpu", "cuda") and not memory_is_set:
+        raise ConfigError(
+            f"data.batch_size=auto: the memory of {device} is not known: set "
+            f"pipeline.memory_limit_gib="
+        )
+    hardware = hardware_of_run(config, device, world.nb_part * world.replicas)
+    net = construct_on_meta(lambda: build_model(config, data))
+    loss_fn = resolve(options.loss_fn, net).function
+    least, most = world.replicas * pipeline.chunks, length_of(data.train)
+    size, fits, limit = least, 0, "the training split has no more"
+    while size <= (most or size):
+        share = size // world.replicas
+        example = example_batch(data.train, share, data.collate)
+        planner = Planner(net, pipeline, example[0], world.stage_owners, costs="estimated")
+        stages = planner.layers_of(planner.plan()).stages
+        with without_errors_of_fake_tensors():
+            prediction = predict_step_of_run(
+                config, world, pipeline, data, stages, example, size, loss_fn
+            )
+        assert prediction.memory_bytes is not None
+        most_bytes = max(prediction.memory_bytes)
+        if most_bytes > hardware.usable_bytes:
+            limit = f"{size} would take {with_unit(most_bytes)}"
+            break
+        fits, memory, size = size, most_bytes, 2 * size
+    usable = with_unit(round(hardware.usable_bytes))
+    if not fits:
+        raise SplitError(
+            f"data.batch_size=auto: {limit} of the {usable} that may be used"
+            if size <= (most or size)
+            else f"data.batch_size=auto: a sample for each of {least} micro-batches is more than "
+            f"the {most} of the training split: lower pipeline.chunks="
+        )
+    _log.info(
+        "data.batch_size=%d: %s per micro-batch, %s of %s predicted per device; %s",
+        fits,
+        counted(fits // least, "sample"),
+        with_unit(memory),
+        usable,
+        limit,
+    )
+    return fits
+
+
+def _pipeline_sizes(config: Config, world: World) -> list[int]:
+    """Returns the numbers of devices that a pipeline may have; a collective call.
+
+    All processes of a pipeline share them with `engine=distributed`; otherwise each process may
+    use an equal share of its node's, and a divisor of that.
+    """
+    if world.engine == "distributed":
+        return divisors(world.size)
+    launch = detect(os.environ)
+    if world.devices[0].type == "cuda":
+        there = torch.cuda.device_count()
+        if launch.local_size * there <= launch.node_gpus:  # Slurm shows each task its own alone
+            there *= launch.local_size
+    elif config.hardware is not None and config.hardware.device == "cpu":
+        there = config.hardware.devices_per_node
+    else:
+        there = len(os.sched_getaffinity(0))
+    return divisors(min(world.gather(max(1, there // launch.local_size))))
+
+
+def _choose(
+    keys: list[str],
+    sizes: list[int],
+    config: Config,
+    data: DataSplits,
+    world: World,
+    tensors: int,
+) -> dict[str, Any]:
+    """Returns the fastest values of `keys`, with pipelines of one of `sizes` devices."""
+    run = model_of_run(config, data)
+    distributed = world.engine == "distributed"
+    device = world.devices[0]
+
+    @cache
+    def costs(sharing: int) -> CostTable:
+        return model_costs(
+            run.net,
+            run.inputs,
+            hardware_of_run(config, device, world.size),
+            costs=config.hardware.costs if config.hardware is not None else "measured",
+            precision=config.trainer.precision,
+            tf32=config.trainer.tf32,
+            sharing=sharing,
+            loss=run.loss,
+        )
+
+    priced: list[tuple[Price, str]] = []
+    problems: list[ConfigError | SplitError] = []
+    for nb_part in sizes:
+        replicas = world.size // nb_part if distributed else world.size
+        share = -(-config.data["batch_size"] // replicas)
+        work = StepWork(share * replicas, config.trainer.accumulate, tensors, run.load_ms)
+        hardware = hardware_of_run(config, device, nb_part * replicas)
+        # CPU stages of a process share its threads
+        sharing = 1 if distributed or device.type == "cuda" else nb_part
+        choices = _choices(keys, nb_part, share, config)
+        try:
+            table = costs(sharing)
+            prices = find_layouts(table, hardware, work, choices)
+            priced += [(price, table.costs_from) for price in prices]
+        except (ConfigError, SplitError) as error:
+            problems.append(error)
+    if not priced:
+        auto = ", ".join(f"pipeline.{key}=auto" for key in keys)
+        raise type(problems[0])(f"{auto}: {problems[0]}") from problems[0]
+    priced.sort(key=lambda entry: entry[0].step_ms)
+    best = proposed([price for price, _ in priced])
+    costs_from = next(source for price, source in priced if price is best)
+    values = {key: getattr(best.layout, key) for key in keys}
+    slower = [price for price, _ in priced if price.step_ms > best.step_ms]
+    _log.info("%s", _why(values, best, slower, costs_from))
+    return values
+
+
+def _choices(keys: list[str], nb_part: int, share: int, config: Config) -> Choices:
+    """Returns what a search may choose from; `share` is a replica's part of a batch."""
+    pipeline = config.pipeline
+    return Choices(
+        nb_part=[nb_part],
+        engine=[config.world.engine],
+        chunks=None if "chunks" in keys else [min(pipeline.chunks, share)],
+        schedule=SCHEDULES if "schedule" in keys else [pipeline.schedule],
+        stages_per_device=[pipeline.stages_per_device],
+        # single layers cost about what whole stages do
+        checkpoint=[pipeline.checkpoint if isinstance(pipeline.checkpoint, str) else "always"],
+        shard=[config.world.shard],
+    )
+
+
+def _why(values: dict[str, Any], best: Price, slower: list[Price], costs_from: str) -> str:
+    """Returns what was chosen, and what it is better than, in one line."""
+    choice = ", ".join(f"pipeline.{key}={value}" for key, value in values.items())
+    why = (
+        f"{choice}: {best.step_ms:.1f} ms per step, predicted from {costs_from} costs; "
+        f"idle {best.bubble:.0%}, {best.peak_bytes / GIB:.2f} GiB per device"
+    )
+    if slower:
+        next_best = ", ".join(f"{key}={getattr(slower[0].layout, key)}" for key in values)
+        why += f"; the next best has {slower[0].step_ms:.1f} ms ({next_best})"
+    return why

@@ -1,0 +1,58 @@
+"""The trial of `train --dry-run`: a short run whose directory is removed at its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hybridtrain.cli.config.compose import compose_config, with_later
+from hybridtrain.cli.config.resolve import settle
+from hybridtrain.cli.run.sweep import Run
+from hybridtrain.launch import detect
+
+
+def dry_run(overrides: Sequence[str], config_dir: str | None, run: Run) -> int:
+    """Trains two steps, evaluates two batches and saves, in a folder that is removed again.
+
+    Args:
+        overrides: of the command `train`.
+        config_dir: a folder with more groups and options.
+        run: runs one command with its settings.
+    """
+    config = compose_config(overrides, config_dir)
+    folder = Path(config.output_dir) / dry_run_name(os.environ)
+    # what others would see, or what the log would lead to after its removal
+    shown = [f"monitor.{name}=false" for name in ("tensorboard", "report", "wandb", "mlflow")]
+    short = ["trainer.epochs=null", "trainer.steps=2", "trainer.log_every=1", *shown]
+    short += ["++data.first_batches=2", "++lr_schedule.warmup_steps=0", f"output_dir={folder}"]
+    is_main = detect(os.environ).rank == 0
+    try:
+        if is_main:
+            shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
+        settings = settle("train", with_later(overrides, short), config_dir)
+        evaluated = run("train", settings).keys() - {"step"}
+    finally:
+        if is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+    if is_main:
+        tried = ["two steps"]
+        tried += ["an evaluation"] if evaluated else []
+        tried += ["a save"] if settings.config.checkpoint.every_steps != 0 else []
+        parts = " and ".join([*([", ".join(tried[:-1])] if tried[1:] else []), tried[-1]])
+        print(f"dry run: {parts} went well; nothing is kept", file=sys.stderr, flush=True)
+    return 0
+
+
+def dry_run_name(environ: Mapping[str, str]) -> str:
+    """Returns the name of a dry run's folder: one for all processes of a launch, and no other."""
+    launch = detect(environ)
+    words = [launch.run, environ.get("TORCHELASTIC_RUN_ID", "")]
+    words += map(str, launch.master or [os.getpid()])
+    if launch.local_size == launch.size:  # other machines may share the folder
+        words.append(socket.gethostname())
+    return re.sub(r"[^\w.]+", "_", "-".join([".dry_run", *filter(None, words)]))

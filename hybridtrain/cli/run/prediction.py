@@ -1,0 +1,176 @@
+"""The prediction of a run's step, before it runs and compared with what was measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from hybridtrain._base.construction import default_generators, rewind
+from hybridtrain._base.microbatch import chunk_sizes
+from hybridtrain._base.microbatch import split as split_batch
+from hybridtrain._base.text_table import with_unit
+from hybridtrain.cli.config.schema import Config
+from hybridtrain.cli.run.context import RunContext
+from hybridtrain.cli.run.hardware import hardware_of_run
+from hybridtrain.data import DataSplits, largest_batch, length_of
+from hybridtrain.graph import Layer
+from hybridtrain.loss import LossFn
+from hybridtrain.options import PipelineOptions
+from hybridtrain.partitioning import LayerCost, LossOfStep, Plan
+from hybridtrain.pipeline import checkpoint_policy
+from hybridtrain.price import Layout, Prediction, StepWork, predict_step, why_not_priced
+from hybridtrain.schedule import Placement, place_of
+from hybridtrain.world import World
+
+_log = logging.getLogger(__name__)
+
+
+def predict_run(context: RunContext) -> Prediction:
+    """Returns what a step of the run should take, before it runs; rank 0 alone needs it.
+
+    From the costs that were measured for the split, or else from FLOPs and bytes. Nothing that goes
+    wrong here ends the run.
+    """
+    if (reason := why_not_priced(context.model.options)) is not None:
+        return Prediction(reason=reason)
+    try:
+        with without_errors_of_fake_tensors():
+            return _prediction_of(context)
+    except Exception as error:  # of the user's layers too, which run on fake tensors
+        _log.debug("no prediction", exc_info=True)
+        message = str(error).partition("\n")[0]
+        return Prediction(reason=f"{type(error).__name__}: {message}")
+
+
+def _prediction_of(context: RunContext) -> Prediction:
+    model, samples = context.model, context.config.data["batch_size"]
+    if there := length_of(context.data.train):
+        samples = min(samples, there)  # a data set that is smaller is one batch
+    return predict_step_of_run(
+        context.config,
+        context.world,
+        model.options,
+        context.data,
+        model.planned.stages,
+        (context.example_inputs, context.example_targets),
+        samples,
+        model.resolve_loss(context.options.loss_fn).function,
+        _measured_costs(context),
+    )
+
+
+def predict_step_of_run(
+    config: Config,
+    world: World,
+    options: PipelineOptions,
+    data: DataSplits,
+    stages: Sequence[Sequence[Layer]],
+    example: tuple[Any, Any],
+    samples: int,
+    loss_fn: LossFn,
+    measured: Sequence[LayerCost] | None = None,
+) -> Prediction:
+    """Predicts a step with batches of `samples`, of which `example` is a replica's share."""
+    sizes = chunk_sizes(-(-samples // world.replicas), options.chunks)
+    layout = Layout(
+        nb_part=world.nb_part,
+        replicas=world.replicas,
+        engine=world.engine,
+        chunks=len(sizes),
+        schedule=options.schedule,
+        stages_per_device=options.stages_per_device,
+        checkpoint=options.checkpoint if isinstance(options.checkpoint, str) else "layers",
+        shard=options.shard if world.replicas > 1 else "none",
+    )
+    names = [layer.name for stage in stages for layer in stage]
+    first = tuple(split_batch(tree, sizes)[0] for tree in example)
+    draws = default_generators()
+    inputs, targets = largest_batch(data.train, sizes[0], data.collate, first)
+    rewind(draws)  # transforms may draw
+    return predict_step(
+        stages,
+        inputs,
+        hardware_of_run(config, world.devices[0], world.nb_part * world.replicas),
+        StepWork(samples, config.trainer.accumulate, options.optimizer_tensors_per_param),
+        layout,
+        measured,
+        precision=options.precision,
+        tf32=config.trainer.tf32,
+        loss=LossOfStep(loss_fn, targets),
+        recomputed=checkpoint_policy(options.checkpoint, names).layers,
+    )
+
+
+def _measured_costs(context: RunContext) -> list[LayerCost] | None:
+    """Returns the plan's costs if they were measured for micro-batches like those of the run."""
+    plan = context.model.plan
+    split = context.model.options.split
+    if plan.costs_from != "measured":
+        return None
+    if isinstance(split, str) and split.endswith((".yaml", ".yml")):  # of another run, or before
+        batch_has_changed = any(c.key == "data.batch_size" for c in context.settings.changes)
+        if batch_has_changed or Plan.read(split).chunks != plan.chunks:
+            return None
+    return plan.costs
+
+
+@contextmanager
+def without_errors_of_fake_tensors() -> Iterator[None]:
+    """Silences the log of fake tensors: a layer that fails raises its error when it runs."""
+    fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled = fake_tensors.disabled
+    fake_tensors.disabled = True
+    try:
+        yield
+    finally:
+        fake_tensors.disabled = was_disabled
+
+
+def beside_measured(
+    prediction: Prediction, summary: Mapping[str, Any], placement: Placement = "loop"
+) -> dict[str, Any]:
+    """Returns `predicted` and `measured` with the same keys, for `summary.json`."""
+    measured = {
+        "step_ms": summary["step_ms"]["p50"],
+        "bubble": summary["bubble_fraction"],
+        "memory_bytes": _by_device(summary, placement),
+    }
+    return {"predicted": asdict(prediction), "measured": measured}
+
+
+def _by_device(summary: Mapping[str, Any], placement: Placement) -> list[int]:
+    """Returns the peak bytes of each device.
+
+    Of CPU stages the bytes are counted, and those of a device add up; of a GPU all its stages have
+    the peak of the allocator.
+    """
+    together = max if summary["device_memory"] else sum
+    peaks = [stage["peak_memory_bytes"] for stage in summary["stages"]]
+    nb_part = summary["world"]["nb_part"]
+    by_device: list[list[int]] = [[] for _ in range(nb_part)]
+    for stage, peak in enumerate(peaks):
+        by_device[place_of(stage, nb_part, placement)].append(peak)
+    return [together(peaks_here) for peaks_here in by_device]
+
+
+def prediction_in_words(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
+    """Returns both in one line."""
+    parts = []
+    pairs = {key: (predicted[key], measured[key]) for key in measured}
+    if None not in (steps := pairs["step_ms"]):
+        parts.append("predicted {:.1f} ms, measured {:.1f} ms per step".format(*steps))
+    if None not in (bubbles := pairs["bubble"]):
+        parts.append("idle {:.0%} predicted, {:.0%} measured".format(*bubbles))
+    if None not in (memory := pairs["memory_bytes"]):
+        fullest = max(range(len(memory[1])), key=memory[1].__getitem__)
+        expected, peak = (with_unit(by_device[fullest]) for by_device in memory)
+        parts.append(f"memory of device {fullest}: {expected} predicted, {peak} measured")
+    if predicted["costs_from"] is not None:
+        parts.append(f"from {predicted['costs_from']} costs")
+    if predicted["reason"] is not None:
+        missing = "no prediction" if not parts else "no prediction of the time"
+        parts.append(f"{missing}: {predicted['reason']}")
+    return "; ".join(parts)
