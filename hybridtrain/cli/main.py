@@ -30,8 +30,8 @@ from hybridtrain.cli.config.compose import (
     with_later,
 )
 from hybridtrain.cli.config.project import with_project
-from hybridtrain.cli.config.resolve import Settings, settle
-from hybridtrain.cli.config.schema import errors_with_config_keys, with_new_keys
+from hybridtrain.cli.config.resolve import Settings, resolve_settings
+from hybridtrain.cli.config.schema import errors_with_config_keys
 from hybridtrain.cli.run.errors import lasting_streams, report, versions
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.launch import detect, end_with_parent
@@ -99,7 +99,7 @@ def _dispatch(arguments: list[str]) -> int:
         return sweep(command, overrides, config_dir, run)
     if dry_run:
         return _try_out(overrides, config_dir)
-    run(command, settle(command, overrides, config_dir), quiet)
+    run(command, resolve_settings(command, overrides, config_dir), quiet)
     return 0
 
 
@@ -132,7 +132,7 @@ def _command(words: Sequence[str]) -> tuple[str, list[str]]:
             )
     if len(commands) > 1:
         raise ConfigError(f"one command at a time, not {' and '.join(commands)}")
-    overrides = with_new_keys([word for word in words if word not in commands])
+    overrides = [word for word in words if word not in commands]
     return (commands or ["train"])[0], overrides
 
 
@@ -179,7 +179,7 @@ def _try_out(overrides: Sequence[str], config_dir: str | None) -> int:
     try:
         if is_main:
             shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
-        settings = settle("train", with_later(overrides, short), config_dir)
+        settings = resolve_settings("train", with_later(overrides, short), config_dir)
         evaluated = run("train", settings).keys() - {"step"}
     finally:
         if is_main:

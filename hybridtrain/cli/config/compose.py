@@ -44,10 +44,8 @@ from hybridtrain.cli.config.schema import (
     HardwareConfig,
     flat_keys,
     is_own,
-    rename_old_keys,
     shortened,
     text_keys,
-    with_new_keys,
 )
 from hybridtrain.cli.config.targets import unknown_key
 from hybridtrain.errors import ConfigError, closest, did_you_mean
@@ -298,7 +296,7 @@ class _Recipes(dict[str, ConfigNode]):
 
 def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> Config:
     """Returns the config of `compose_settings`."""
-    return compose_settings(with_new_keys(overrides), config_dir).config
+    return compose_settings(overrides, config_dir).config
 
 
 def compose_settings(
@@ -459,7 +457,7 @@ def read_overrides(run: Path) -> list[str]:
             return []
         if not isinstance(found, list):
             raise TypeError("it is not a list")
-    return with_new_keys([str(word) for word in found])
+    return [str(word) for word in found]
 
 
 def given_recipe(overrides: Sequence[str]) -> str | None:
@@ -518,8 +516,8 @@ def register_file(override: str) -> str:
     Any other override is returned unchanged.
 
     Raises:
-        ConfigError: the file cannot be read or is not YAML, a cluster is a list or mapping, or this
-            machine has not been measured.
+        ConfigError: the file cannot be read or is not YAML, `hardware` is a list or mapping, or
+            this machine has not been measured.
     """
     key, _, value = override.partition("=")
     group = key.lstrip("+")
@@ -565,7 +563,6 @@ def _parsed(text: str, override: str = "") -> DictConfig:
         raise ConfigError(f"{override} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(node, DictConfig):
         raise ConfigError(f"{override} must be a mapping of keys to values")
-    rename_old_keys(node)
     return node
 
 
@@ -630,7 +627,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
             group, _, chosen = (cause.missing_cfg_file or "").lstrip("/").rpartition("/")
             known = GlobalHydra.instance().config_loader().get_group_options(group)
             return f"{group}={chosen} is unknown: {did_you_mean(chosen, known)}"
-    machine = [override for override in overrides if override.startswith("cluster.")]
+    machine = [override for override in overrides if override.startswith("hardware.")]
     if machine and "NoneType" in str(error):  # the group is null
         return f"{machine[0]} changes a machine, but none is named: add hardware=h100, say"
     return (

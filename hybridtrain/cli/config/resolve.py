@@ -5,17 +5,19 @@ the base, not the recipe's or the defaults: whoever trained with `data.max_len=6
 with the recipe alone would otherwise get the numbers of another data set. Every difference is
 listed; one that makes another model or other data ends the command.
 
-    overrides  -> `settle` ->  Settings  -> `leave_out_leftovers` -> `agreed` ->  rank 0's Config
+    overrides
+        -> `resolve_settings` -> Settings -> `leave_out_leftovers`
+        -> `agreed` -> rank 0's Config
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -28,10 +30,8 @@ from hybridtrain.cli.config.compose import (
     compose_settings,
     from_environment,
     given_keys,
-    given_recipe,
     masked,
     parse_overrides,
-    read_overrides,
     to_config,
     to_tree,
 )
@@ -42,9 +42,6 @@ from hybridtrain.cli.config.schema import (
     OPEN_GROUPS,
     Config,
     check_run_name,
-    groups,
-    is_own,
-    rename_old_keys,
     with_auto_replaced,
 )
 from hybridtrain.errors import ConfigError
@@ -177,7 +174,7 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-# What the config of a run has, of whatever version; the groups after these have good defaults.
+# The groups that the config of a run has if it is whole.
 _GROUPS = (*OPEN_GROUPS, "pipeline", "world", "trainer", "checkpoint")
 
 # What an option that is chosen is composed with, beside its group and the recipe.
@@ -216,7 +213,7 @@ class Settings:
     quiet: bool = False
 
 
-def settle(
+def resolve_settings(
     command: str,
     overrides: Sequence[str],
     config_dir: str | None = None,
@@ -262,7 +259,7 @@ def settle(
             given.config, list(overrides), texts, given.leftovers, config_dir=config_dir
         )
     if "recipe" in keys:
-        _check_recipe(named.recipe, _recipe_of_run(saved, run), run)
+        _check_recipe(named.recipe, _recipe_of_run(saved), run)
     if command != "export":  # which runs no code of the run's
         _refuse_untrusted_code(saved, run, keys)
     settings = _on_top_of(saved, run, overrides, config_dir)
@@ -318,7 +315,7 @@ def _on_top_of(
 ) -> Settings:
     """Returns the config of the run with `overrides` on top of it."""
     of_run = _config_of_run(saved, run)
-    recipe = _recipe_of_run(saved, run)
+    recipe = _recipe_of_run(saved)
     keys = given_keys(overrides)
     base = {
         name: saved.get(name, value)  # with its interpolations
@@ -420,12 +417,11 @@ def _read(path: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} is not a config: restore it, or set another run_name=")
-    rename_old_keys(tree)
     return {str(key): value for key, value in tree.items()}
 
 
 def _config_of_run(saved: Mapping[str, Any], run: Path) -> Config:
-    """Returns the config of a run, also of one that another version has begun."""
+    """Returns the config of a run."""
     missing = [name for name in _GROUPS if not isinstance(saved.get(name), dict)]
     missing += [f"{name}._target_" for name in OPEN_GROUPS if "_target_" not in saved.get(name, {})]
     if missing:
@@ -433,14 +429,8 @@ def _config_of_run(saved: Mapping[str, Any], run: Path) -> Config:
             f"{run}/config.yaml has no {missing[0]}: it was emptied or cut short; restore it, or "
             f"set another run_name="
         )
-    known = dict(saved)
-    for name, group in groups().items():
-        if isinstance(known.get(name), dict):
-            names = {key.name for key in fields(group)}  # type: ignore[arg-type]
-            known[name] = {k: v for k, v in known[name].items() if k in names or is_own(v)}
-    known = {key: value for key, value in known.items() if key in get_type_hints(Config)}
     try:
-        return to_config(known)
+        return to_config(saved)
     except OmegaConfBaseException as error:
         raise _wrong_value(run, error) from error
 
@@ -449,11 +439,9 @@ def _wrong_value(run: Path, error: OmegaConfBaseException) -> ConfigError:
     return ConfigError(f"{run}/config.yaml: {str(error).strip().splitlines()[0]}")
 
 
-def _recipe_of_run(saved: Mapping[str, Any], run: Path) -> str | None:
-    if "recipe" in saved:
-        recipe = saved["recipe"]
-        return None if recipe is None else str(recipe)
-    return given_recipe(read_overrides(run))  # a run of version 0.1
+def _recipe_of_run(saved: Mapping[str, Any]) -> str | None:
+    recipe = saved.get("recipe")
+    return None if recipe is None else str(recipe)
 
 
 def _check_recipe(given: str | None, of_run: str | None, run: Path) -> None:

@@ -20,7 +20,7 @@ import hashlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
@@ -501,35 +501,6 @@ def shortened(name: str, longest: int = 140) -> str:
     digest = hashlib.blake2b(encoded, digest_size=4).hexdigest()
     start = encoded[: longest - len(digest) - 1].decode(errors="ignore").rstrip("-_. ")
     return f"{start}-{digest}"
-
-
-_OLD_KEYS = {"checkpoint.async": "checkpoint.background"}
-"""Keys by the names that they had until 0.1; these go with 0.3."""
-
-
-def with_new_keys(overrides: Sequence[str]) -> list[str]:
-    """Returns overrides with the present names of keys that have had others."""
-    for old, new in _OLD_KEYS.items():
-        overrides = [re.sub(rf"^([+~]*){re.escape(old)}\b", rf"\1{new}", o) for o in overrides]
-    data = "data._target_="
-    return [data + _new_target(o[len(data) :]) if o.startswith(data) else o for o in overrides]
-
-
-def rename_old_keys(tree: Any) -> None:
-    """Gives keys of a recipe, or of the config of a run, their present names."""
-    for old, new in _OLD_KEYS.items():
-        group, _, key = old.partition(".")
-        if isinstance(tree.get(group), MutableMapping) and key in tree[group]:
-            tree[group][new.partition(".")[2]] = tree[group].pop(key)
-    data = tree.get("data")
-    if isinstance(data, MutableMapping) and isinstance(data.get("_target_"), str):
-        data["_target_"] = _new_target(data["_target_"])
-
-
-def _new_target(path: str) -> str:
-    """Returns the present name of a data set that was in `hybridtrain.data` until 0.1."""
-    old = r"^hybridtrain\.data\.(?=(digits|imdb|mnist|python_source)$)"
-    return re.sub(old, "hybridtrain.datasets.", path)
 
 
 def is_own(value: Any) -> bool:

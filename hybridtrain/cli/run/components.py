@@ -452,9 +452,8 @@ def build_monitors(config: Config, directory: RunDirectory) -> list[Callback]:
     if config.monitor.report:
         check_installed()
     run, chosen = directory.path, config.monitor.chosen()
-    before = run / "tensorboard"  # where version 0.1 began the event files
     places: dict[str, dict[str, Any]] = {
-        "tensorboard": {"directory": before if before.exists() else run, "title": run.name},
+        "tensorboard": {"directory": run, "title": run.name},
         "csv": {"path": run / "metrics.csv"},
         "profile": {"directory": run / "profile"},
     }
