@@ -19,19 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from hybridtrain.cli.commands.table import COMMANDS, check_keys, help_of, overview
-from hybridtrain.cli.config.compose import (
-    CONFIG_MODULE,
-    compose_config,
-    compose_settings,
-    config_text,
-    given_keys,
-    register,
-    register_file,
-    with_later,
-)
+from hybridtrain.cli.config.compose import CONFIG_MODULE, compose_config, compose_settings
+from hybridtrain.cli.config.keys import errors_with_config_keys
+from hybridtrain.cli.config.option_files import register, register_file
+from hybridtrain.cli.config.overrides import given_keys, with_later
 from hybridtrain.cli.config.project import with_project
 from hybridtrain.cli.config.resolve import Settings, resolve_settings
-from hybridtrain.cli.config.schema import errors_with_config_keys
+from hybridtrain.cli.config.show import config_text
 from hybridtrain.cli.run.errors import lasting_streams, report, versions
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.launch import detect, end_with_parent

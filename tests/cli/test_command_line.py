@@ -18,9 +18,10 @@ from support.launch import SMALL, environment
 import hybridtrain
 from hybridtrain.cli import main as cli
 from hybridtrain.cli.config import targets as instantiate
-from hybridtrain.cli.config.compose import compose_config, compose_settings, sweep_choices
+from hybridtrain.cli.config.compose import compose_config, compose_settings
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import Config
+from hybridtrain.cli.config.sweeps import sweep_choices
 from hybridtrain.cli.main import main
 from hybridtrain.cli.run.errors import LastingStream
 from hybridtrain.cli.run.sweep import names_of

@@ -19,9 +19,10 @@ from hybridtrain.cli.commands.table import (
     check_changes,
     help_of,
 )
+from hybridtrain.cli.config.changes import OF_THE_COMMAND
 from hybridtrain.cli.config.compose import compose_config
-from hybridtrain.cli.config.resolve import OF_THE_COMMAND
-from hybridtrain.cli.config.schema import Config, flat_keys
+from hybridtrain.cli.config.schema import Config
+from hybridtrain.cli.config.tree import flat_keys
 from hybridtrain.cli.main import main
 from hybridtrain.errors import ConfigError
 

@@ -8,17 +8,9 @@ import pytest
 
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.cli.config.compose import compose_settings
-from hybridtrain.cli.config.schema import (
-    KEYS,
-    LOADER_KEYS,
-    OTHER_NAMES,
-    Config,
-    HardwareConfig,
-    arguments_of,
-    errors_with_config_keys,
-    flat_keys,
-    with_config_keys,
-)
+from hybridtrain.cli.config.keys import KEYS, OTHER_NAMES, errors_with_config_keys, with_config_keys
+from hybridtrain.cli.config.schema import LOADER_KEYS, Config, HardwareConfig, arguments_of
+from hybridtrain.cli.config.tree import flat_keys
 from hybridtrain.cli.run.directory import RunLog
 from hybridtrain.data.fetch import worker_hangs
 from hybridtrain.errors import DataError, SplitError, WorldError

@@ -12,8 +12,10 @@ from omegaconf import OmegaConf
 from support.cases import thorough
 from support.launch import SMALL
 
-from hybridtrain.cli.config.compose import compose_config, hydra_quoted, to_yaml
+from hybridtrain.cli.config.compose import compose_config
+from hybridtrain.cli.config.overrides import hydra_quoted
 from hybridtrain.cli.config.resolve import resolve_settings
+from hybridtrain.cli.config.tree import to_yaml
 from hybridtrain.cli.main import main
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.lock import RunLock

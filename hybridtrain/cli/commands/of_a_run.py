@@ -40,22 +40,13 @@ from hybridtrain.cli.commands.plan import (
     plan_alone,
     plan_for_hardware,
 )
-from hybridtrain.cli.config.compose import (
-    given_keys,
-    masked,
-    read_overrides,
-    to_tree,
-    to_yaml,
-    with_later,
-)
-from hybridtrain.cli.config.resolve import Settings, in_words
-from hybridtrain.cli.config.schema import (
-    AUTO,
-    Config,
-    PipelineConfig,
-    WorldConfig,
-    with_config_keys,
-)
+from hybridtrain.cli.config.changes import in_words
+from hybridtrain.cli.config.keys import with_config_keys
+from hybridtrain.cli.config.overrides import given_keys, read_overrides, with_later
+from hybridtrain.cli.config.resolve import Settings
+from hybridtrain.cli.config.schema import AUTO, Config, PipelineConfig, WorldConfig
+from hybridtrain.cli.config.secrets import masked
+from hybridtrain.cli.config.tree import to_tree, to_yaml
 from hybridtrain.cli.run.build import RunContext, build_files, setup_run, writing
 from hybridtrain.cli.run.components import (
     build_callbacks,

@@ -16,7 +16,7 @@ from hybridtrain._base.devices import choose_devices
 from hybridtrain._base.files import atomic_file
 from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.text_table import Block
-from hybridtrain.cli.config.compose import given_keys, hydra_quoted, with_later
+from hybridtrain.cli.config.overrides import given_keys, hydra_quoted, with_later
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import AUTO, Config
 from hybridtrain.cli.run.build import Setup, checked_options, set_up, writing

@@ -19,9 +19,11 @@ from torch.nn.parameter import Parameter
 from hybridtrain._base.files import write_atomically
 from hybridtrain.cli.commands.results import SWEEP_FILE, read_sweep
 from hybridtrain.cli.config import targets as instantiate
-from hybridtrain.cli.config.compose import given_keys, hydra_quoted
-from hybridtrain.cli.config.resolve import Settings, leave_out_leftovers, resolve_settings
-from hybridtrain.cli.config.schema import LOADER_KEYS, SubmitConfig, errors_with_config_keys
+from hybridtrain.cli.config.keys import errors_with_config_keys
+from hybridtrain.cli.config.leftovers import leave_out_leftovers
+from hybridtrain.cli.config.overrides import given_keys, hydra_quoted
+from hybridtrain.cli.config.resolve import Settings, resolve_settings
+from hybridtrain.cli.config.schema import LOADER_KEYS, SubmitConfig
 from hybridtrain.cli.run.build import checked_options
 from hybridtrain.cli.run.components import build_lr_schedule, build_optimizer, check_tokenizer
 from hybridtrain.cli.run.directory import RunDirectory

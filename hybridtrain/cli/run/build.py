@@ -15,15 +15,12 @@ from torch import nn
 
 from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain.checkpoint import CheckpointStore, find_weights, parse_init_from
-from hybridtrain.cli.config.resolve import Settings, agreed, leave_out_leftovers
-from hybridtrain.cli.config.schema import (
-    AUTO,
-    LOADER_OPTIONS,
-    Config,
-    arguments_of,
-    check,
-    errors_with_config_keys,
-)
+from hybridtrain.cli.config.agreement import agreed
+from hybridtrain.cli.config.check import check_config
+from hybridtrain.cli.config.keys import errors_with_config_keys
+from hybridtrain.cli.config.leftovers import leave_out_leftovers
+from hybridtrain.cli.config.resolve import Settings
+from hybridtrain.cli.config.schema import AUTO, LOADER_OPTIONS, Config, arguments_of
 from hybridtrain.cli.run.components import (
     build_callbacks,
     build_loss,
@@ -255,7 +252,7 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
 
 def checked_options(config: Config) -> RunOptions:
     """Makes what needs neither processes nor data, and so finds what is wrong there."""
-    check(config)
+    check_config(config)
     parse_init_from(config.init_from)
     check_choice("world.engine", config.world.engine, ENGINES)
     check_choice("world.inner", config.world.inner, ("pp", "dp"))

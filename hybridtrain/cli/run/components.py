@@ -17,12 +17,8 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from hybridtrain._base.rank_differences import RankFacts
 from hybridtrain.cli.config import targets as instantiate
-from hybridtrain.cli.config.schema import (
-    GROUP_KEYS,
-    LOADER_KEYS,
-    Config,
-    errors_with_config_keys,
-)
+from hybridtrain.cli.config.keys import errors_with_config_keys, unknown_key
+from hybridtrain.cli.config.schema import GROUP_KEYS, LOADER_KEYS, Config
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.run_facts import check_facts, facts_of, place_of_data
 from hybridtrain.data import DataSplits
@@ -318,7 +314,7 @@ def _check_rules(
         for key in rule:
             if "_target_" not in rule and key not in ("match", "name", *known):
                 raise ConfigError(
-                    instantiate.unknown_key(
+                    unknown_key(
                         f"optim.groups.{number}.{key}",
                         [f"optim.groups.{number}.{name}" for name in known],
                     )

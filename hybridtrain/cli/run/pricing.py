@@ -33,7 +33,7 @@ from hybridtrain._base.hardware import GIB, Hardware, host_memory
 from hybridtrain._base.microbatch import batch_size, chunk_sizes
 from hybridtrain._base.microbatch import split as split_batch
 from hybridtrain._base.text_table import counted, with_unit
-from hybridtrain.cli.config.compose import THIS_MACHINE, measured_file
+from hybridtrain.cli.config.option_files import THIS_MACHINE, measured_file
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import (
     AUTO,

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from hybridtrain.cli.commands.results import best_run, runs_of, table, write_table
-from hybridtrain.cli.config.compose import compose_settings, given_keys, sweep_choices
+from hybridtrain.cli.config.compose import compose_settings
+from hybridtrain.cli.config.overrides import given_keys
 from hybridtrain.cli.config.resolve import resolve_settings
-from hybridtrain.cli.config.schema import shortened
+from hybridtrain.cli.config.run_name import shortened
+from hybridtrain.cli.config.sweeps import sweep_choices
 from hybridtrain.cli.run.errors import report_and_go_on
 from hybridtrain.errors import ConfigError, Interrupted
 from hybridtrain.launch import current, detect
