@@ -67,6 +67,8 @@ def test_what_the_recipe_alone_would_change_is_kept_and_said(begun: Path) -> Non
 def test_the_same_command_again_says_nothing(begun: Path) -> None:
     again = ["recipe=imdb_transformer", "data.max_len=64", "optim.lr=0.01"]
     assert resolve_settings("train", again).notes == []
+    write_config(begun, [*again, "trainer.steps=8"])  # in place of the recipe's epochs
+    assert resolve_settings("train", [*again, "trainer.steps=8"]).notes == []
     again += ["+model.width=3", "~optim.eps", "~model.pad_index", "monitor=default"]
     again += ["lr_schedule=linear", "lr_schedule.end_factor=0.5"]
     write_config(begun, again)

@@ -98,8 +98,11 @@ def resolve_settings(
         ConfigError: an override is wrong, or would make another run of the one that is there.
     """
     keys = given_keys(overrides)
-    # The other overrides may be about keys that only the run's config has.
-    named = compose_settings(naming_overrides(overrides), config_dir)
+    error = None
+    try:
+        named = compose_settings(overrides, config_dir)
+    except ConfigError as problem:  # some overrides may be about keys that only a run's config has
+        named, error = compose_settings(naming_overrides(overrides), config_dir), problem
     if run_name is not None:
         named.config.run_name = run_name
     else:
@@ -112,18 +115,17 @@ def resolve_settings(
         from hybridtrain.checkpoint import CheckpointStore  # which imports torch
 
         begun = bool(CheckpointStore(run / "checkpoints").steps())
-    except OSError as error:  # a name that is too long, say
+    except OSError as problem:  # a name that is too long, say
         raise ConfigError(
-            f"cannot read the run directory {run}: {error.strerror}; set run_name= or output_dir="
-        ) from error
+            f"cannot read the run directory {run}: {problem.strerror}; set run_name= or output_dir="
+        ) from problem
     saved = read_config(run / "config.yaml")
     if saved is None or (command == "train" and not begun and "recipe" in keys):
-        given = compose_settings(overrides, config_dir)
-        given.config.run_name = str(named.config.run_name)
-        given.config.output_dir = named.config.output_dir
-        texts = from_environment(given.tree)
+        if error is not None:
+            raise error
+        texts = from_environment(named.tree)
         return Settings(
-            given.config, list(overrides), texts, given.leftovers, config_dir=config_dir
+            named.config, list(overrides), texts, named.leftovers, config_dir=config_dir
         )
     of_run = config_of_run(saved, run)
     if "recipe" in keys:
