@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-MASK = "***"
+_MASK = "***"
 
 # Whole words of a key: `hub_token` and `api_key`, but neither `tokenizer` nor `monkey`.
 _SECRET_KEY = re.compile(
@@ -51,7 +51,7 @@ def masked(value: Any, name: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [masked(inner, name) for inner in value]
     if isinstance(value, str) and value and _SECRET_KEY.search(name) and "${" not in value:
-        return MASK
+        return _MASK
     return value
 
 

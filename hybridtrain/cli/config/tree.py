@@ -46,13 +46,13 @@ def to_yaml(
     """
     tree = to_tree(config)
     for path, text in texts.items():
-        put(tree, path, text)
+        _put(tree, path, text)
     if mask:
         tree = masked(tree)
     return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
-def put(tree: Any, path: tuple[str | int, ...], value: Any) -> None:
+def _put(tree: Any, path: tuple[str | int, ...], value: Any) -> None:
     """Sets the value at `path` of nested dicts and lists, if it is still there."""
     *above, leaf = path
     try:
