@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import math
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
@@ -31,8 +30,8 @@ SHARD_MODES = ("none", "optimizer")
 CHECKPOINT_MODES = ("never", "except_last", "always")
 
 _NO_HYPERPARAMETERS = re.compile(
-    r"run_name|recipe|output_dir|resume|init_from|allow_.*|monitor\b.*|(submit|search)\..*|cluster.*"
-    r"|checkpoint\..*|trainer\.\w+_every"
+    r"run_name|recipe|output_dir|resume|init_from|allow_.*|monitor\b.*|(submit|search)\..*"
+    r"|hardware.*|checkpoint\..*|trainer\.\w+_every"
 )
 
 # Names that other libraries have for arguments of this one.
@@ -135,8 +134,6 @@ class PipelineOptions:
         return placement_of(self.schedule)
 
     def __post_init__(self) -> None:
-        if self.schedule in ("search", "search-v"):
-            raise ConfigError(f"schedule={self.schedule} was removed: take zb-v")
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("batch_norm", self.batch_norm, BATCH_NORM_MODES)
         check_choice("precision", self.precision, PRECISIONS)
@@ -278,35 +275,6 @@ def _check_checkpoint(spec: Any) -> None:
         raise ConfigError(f"checkpoint={spec!r}: use a mode, {{every: k}} or a list of layer names")
 
 
-# Arguments by the names that they had until 0.1; these go with 0.3.
-_OLD_NAMES = {"checkpoint_every": "checkpoint_every_steps"}
-
-
-def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `settings` with the present names of arguments that have had others.
-
-    Warns where the function was called that calls this.
-    """
-    new = dict(settings)
-    for name in _OLD_NAMES.keys() & new:
-        known = _OLD_NAMES[name]
-        warnings.warn(f"{name}= is called {known}= now", DeprecationWarning, stacklevel=3)
-        new[known] = new.pop(name)
-    return new
-
-
-def _takes_old_names(kind: type[Options]) -> type[Options]:
-    """Decorates a dataclass: it takes arguments by their old names too."""
-    init = kind.__init__
-
-    @wraps(init)
-    def renaming(self: Any, *args: Any, **settings: Any) -> None:
-        init(self, *args, **with_new_names(settings))
-
-    kind.__init__ = renaming
-    return kind
-
-
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WHOLE = (
     "steps",
@@ -323,7 +291,6 @@ _WHOLE = (
 _POSITIVE = ("clip_norm", "loss_scale", "checkpoint_every_minutes")
 
 
-@_takes_old_names
 @dataclass(frozen=True)
 class TrainerOptions:
     """The length of a training run, and when to log, evaluate, save and stop.
@@ -398,11 +365,6 @@ class TrainerOptions:
         if self.best_mode is not None:
             check_choice("best_mode", self.best_mode, ("min", "max"))
         seconds(self.max_time)
-
-    @property
-    def checkpoint_every(self) -> int | None:
-        """`checkpoint_every_steps` by its old name."""
-        return self.checkpoint_every_steps
 
     @property
     def max_seconds(self) -> float | None:

@@ -14,7 +14,7 @@ A directory cannot be renamed onto another that has files, so a step that is sav
 resumed from an earlier checkpoint reaches it again) is first published beside the old one:
 
     step_00000100  step_00000100.1      published: the highest generation of a step counts
-    .tmp-<uuid>    step_00000100.1      settle: the old one hidden, and
+    .tmp-<uuid>    step_00000100.1      tidy: the old one hidden, and
                    step_00000100        the new one renamed, the hidden files removed
 
 Every line of this picture has a complete checkpoint of step 100, and each is on disk before the
@@ -80,7 +80,7 @@ def rename_into_place(root: Path, temporary: Path, step: int) -> Path:
     return target
 
 
-def settle(root: Path, step: int, newest: Path) -> None:
+def tidy(root: Path, step: int, newest: Path) -> None:
     """Removes the older generations of `step` and gives the newest the plain name."""
     if retired := [_retire(root, p) for p in generations(root, step) if p != newest]:
         # the old one has left its name on disk before the new one takes it

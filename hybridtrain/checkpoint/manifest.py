@@ -172,9 +172,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{file} was altered after it was saved: its crc32 of {found_crc32!r} is wrong"
         )
     if version != FORMAT:
-        other = "version 0.1.0 writes and reads it" if version == 1 else "a later version reads it"
         raise CheckpointError(
-            f"{file} has format {version}, and this version of hybridtrain reads {FORMAT}: {other}"
+            f"{file} has format {version}, and this version of hybridtrain reads {FORMAT}: "
+            f"load it with the version that saved it"
         )
     for name in content["files"]:  # anybody can make the checksum fit: nothing elsewhere is read
         try:

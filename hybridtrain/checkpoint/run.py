@@ -1,6 +1,6 @@
 """A run and its checkpoints: save it, find the newest checkpoint, restore it and go on.
 
-    save_run      settles the step, checks that its weights are finite, saves
+    save_run      awaits the step, checks that its weights are finite, saves
     resume_run    find_checkpoint -> restore_run -> the learning-rate schedule is stepped on
 
 `Trainer`, `Session` and loops written by hand use these. A step in progress is known here by what

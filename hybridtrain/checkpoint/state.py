@@ -247,11 +247,9 @@ def evaluated_average(path: Path, files: Mapping[str, Any]) -> dict[str, Tensor]
         files: of its manifest.
     """
     states = read_tree(path, "callbacks", files) if "callbacks.json" in files else {}
-    for name, state in states.items():
+    for state in states.values():
         if isinstance(state, Mapping) and {"average", "updates", "evaluates"} <= state.keys():
             return dict(state["average"]) if state["evaluates"] else {}
-        if name == "ema":  # of an earlier version, which had nothing but the average
-            return dict(state)
     return {}
 
 

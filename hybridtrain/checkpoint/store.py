@@ -34,7 +34,7 @@ from hybridtrain.checkpoint.directory import (
     remove,
     remove_steps,
     rename_into_place,
-    settle,
+    tidy,
     write_best,
 )
 from hybridtrain.checkpoint.manifest import (
@@ -310,7 +310,7 @@ class CheckpointStore:
         # the checkpoint is on disk: errors from here on must not look like a failed save
         with self._lock:
             try:
-                settle(self.root, step, path)
+                tidy(self.root, step, path)
                 # the mark before the prune: the best one before may go only then
                 if (best := self._unsaved_best) is not None and best.step == step:
                     self.mark_best(step, best.value, best.criterion)

@@ -17,18 +17,13 @@ from typing import Any
 
 from hybridtrain.cli.commands.help import help_of, overview
 from hybridtrain.cli.commands.table import COMMANDS, check_keys
-from hybridtrain.cli.config.compose import (
-    CONFIG_MODULE,
-    compose_config,
-    compose_settings,
-    config_text,
-    given_keys,
-    register,
-    register_file,
-)
+from hybridtrain.cli.config.compose import CONFIG_MODULE, compose_config, compose_settings
+from hybridtrain.cli.config.keys import errors_with_config_keys
+from hybridtrain.cli.config.option_files import register, register_file
+from hybridtrain.cli.config.overrides import given_keys
 from hybridtrain.cli.config.project import with_project
-from hybridtrain.cli.config.resolve import Settings, settle
-from hybridtrain.cli.config.schema import errors_with_config_keys, with_new_keys
+from hybridtrain.cli.config.resolve import Settings, resolve_settings
+from hybridtrain.cli.config.show import config_text
 from hybridtrain.cli.run.errors import lasting_streams, report, versions
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.launch import detect, end_with_parent
@@ -96,7 +91,7 @@ def _dispatch(arguments: list[str]) -> int:
         from hybridtrain.cli.run.dry_run import dry_run as try_out
 
         return try_out(overrides, config_dir, run)
-    run(command, settle(command, overrides, config_dir), quiet)
+    run(command, resolve_settings(command, overrides, config_dir), quiet)
     return 0
 
 
@@ -129,7 +124,7 @@ def _command(words: Sequence[str]) -> tuple[str, list[str]]:
             )
     if len(commands) > 1:
         raise ConfigError(f"one command at a time, not {' and '.join(commands)}")
-    overrides = with_new_keys([word for word in words if word not in commands])
+    overrides = [word for word in words if word not in commands]
     return (commands or ["train"])[0], overrides
 
 

@@ -283,21 +283,14 @@ class Loader:
         Raises:
             CheckpointError: the states of the data set are of other replicas or workers.
         """
-        source: Any = state_dict
-        if "source" in state_dict:
-            # counted in batches of then
-            sample = state_dict["batch"] * state_dict.get("batch_size", self.batch_size)
-            self.seek(state_dict["epoch"], sample)
-            source = state_dict["source"]
-            same = self.sample == sample
-            ended = source is not None and source["epoch"] < state_dict["epoch"]
-        else:  # the data set's part alone, as a Trainer saved it once, which has called `seek`
-            ended = (self.epoch, self.batch) == (source["epoch"] + 1, 0)
-            same = ended or (self.epoch, self.batch) == (source["epoch"], source["batch"])
+        sample = state_dict["batch"] * state_dict["batch_size"]
+        self.seek(state_dict["epoch"], sample)
+        source: Any = state_dict["source"]
         if source is None or not self.has_state:
             return
         states, worker = self._own_states(source["states"])
-        if same:  # else the data set is read again up to there
+        if self.sample == sample:  # else the data set is read again up to there
+            ended = source["epoch"] < state_dict["epoch"]
             here = Position(source["epoch"], source["batch"], True) if ended else self.position
             self.position = replace(here, states=states, worker=worker)
 

@@ -106,9 +106,9 @@ class BestCheckpoint:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a `state_dict`, unless it is of another value; earlier versions have none."""
-        self.step, self.value = state.get("best_step"), state.get("best_value")
-        criterion = state.get("best_criterion")
+        """Loads a `state_dict`, unless it is of another value."""
+        self.step, self.value = state["best_step"], state["best_value"]
+        criterion = state["best_criterion"]
         if self._criterion is None or self.step is None or criterion in (None, self._criterion):
             return
         _log.warning(

@@ -45,7 +45,7 @@ from hybridtrain.loop.run_stats import RunStats
 from hybridtrain.loop.throughput import Throughput
 from hybridtrain.loss import LossFn, Metric, StepWeights
 from hybridtrain.model import HybridModel, TrainStepResult
-from hybridtrain.options import TrainerOptions, check_names, with_new_names
+from hybridtrain.options import TrainerOptions, check_names
 from hybridtrain.step import OptimizerStep, check_sharded, learning_rates
 
 if TYPE_CHECKING:
@@ -118,7 +118,6 @@ class Trainer:
         training_step: Callable[..., list[TrainStepResult]] | None = None,
         **settings: Any,
     ) -> None:
-        settings = with_new_names(settings)
         check_names(TrainerOptions, settings, list(inspect.signature(Trainer).parameters))
         self.options = replace(options, **settings) if options else TrainerOptions(**settings)
         callbacks = check_arguments(model, optimizer, evaluation, metrics, callbacks)
@@ -452,7 +451,7 @@ class Trainer:
         self.train.seek(state_dict["epoch"], state_dict["row"])  # words: ok
         self._step.load_state_dict(state_dict)
         self._best.load_state_dict(state_dict)
-        self._evaluated = state_dict.get("evaluated_step", self.step), None
+        self._evaluated = state_dict["evaluated_step"], None
 
     def summary(self) -> dict[str, Any]:
         """Returns the results of the run, as they are written to `summary.json`.
@@ -652,7 +651,7 @@ class Trainer:
             save |= self._ended_epoch(self.options.checkpoint_every_epochs)
         evaluates = self._evaluation_is_due()
         if save or evaluates or self._ended:
-            self._step.settle()
+            self._step.await_device_verdict()
         self._save_in_run(save)
         if not evaluates:
             return

@@ -152,10 +152,6 @@ _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
 }
 
 
-# Keys that plans did not have from the beginning.
-_LATER = {"temporary_bytes": 0}
-
-
 def _parsed(kind: Any, given: Any, where: str) -> Any:
     """Returns `given`, from a YAML file, as a `kind`; a mapping may have other keys too."""
     if get_origin(kind) is list:
@@ -173,10 +169,9 @@ def _parsed(kind: Any, given: Any, where: str) -> Any:
         raise SplitError(f"split=: {where} must have the keys {keys} of a plan; {_NEW_PLAN}")
     values = {}
     for name, kind_of_value in kinds.items():
-        if name not in given and name not in _LATER:
+        if name not in given:
             raise SplitError(f"split=: {where} lacks the key {name!r}; {_NEW_PLAN}")
-        value = given.get(name, _LATER.get(name))
-        values[name] = _parsed(kind_of_value, value, f"{where}: {name}")
+        values[name] = _parsed(kind_of_value, given[name], f"{where}: {name}")
     return kind(**values)
 
 

@@ -226,10 +226,10 @@ class FiniteCheck:
         return {**self.counts(), "skipping": skipping if self.skipping else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a `state_dict`; checkpoints of earlier versions have none."""
-        self.skipped = state.get("skipped_steps", 0)
-        self.overflows = state.get("overflow_steps", 0)
-        self.empty = state.get("empty_steps", 0)
-        skipping = state.get("skipping") or {"steps": 0, "first": 0, "origin": ""}
+        """Loads a `state_dict`."""
+        self.skipped = state["skipped_steps"]
+        self.overflows = state["overflow_steps"]
+        self.empty = state["empty_steps"]
+        skipping = state["skipping"] or {"steps": 0, "first": 0, "origin": ""}
         self._consecutive = skipping["steps"]
         self._began = skipping["first"], skipping["origin"]

@@ -78,6 +78,6 @@ class LossMean:
         return {"loss_sum": self._gathered[0], "loss_samples": self._gathered[1]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a `state_dict` on every process; checkpoints of earlier versions have none."""
+        """Loads a `state_dict` on every process."""
         self._added, self._sum, self._count = [], 0.0, 0.0
-        self._gathered = state.get("loss_sum", 0.0), state.get("loss_samples", 0.0)
+        self._gathered = state["loss_sum"], state["loss_samples"]

@@ -408,7 +408,7 @@ class OptimizerStep:
     def _is_allowed(self) -> bool:
         """Returns whether the optimizers may step; the first call in a step waits for a device."""
         if self._may_step is None:
-            self.settle()
+            self.await_device_verdict()
             trained, norm = self._trained, self.norm()
             if self.weights is not None and not self.weights.total:
                 self.finite.skip_empty(trained.number)  # no target of any replica counts
@@ -438,10 +438,12 @@ class OptimizerStep:
     def _take_on_device(self, optimizer: Any, norm: Tensor) -> None:
         """Has `optimizer` step where `norm` is finite, without the host's knowing.
 
-        The host is told one step later, and words and counts follow then: see `settle`.
+        The host is told one step later, and words and counts follow then: see
+        `await_device_verdict`.
         """
         if self._undecided is None or self._undecided.trained is not self._trained:
-            self.settle()  # the step before: it is done by now, and its batches can be run again
+            # of the step before: it is done by now, and its batches can be run again
+            self.await_device_verdict()
             self._undecided = _Undecided(PendingNumbers([norm]), self._trained)
             self.finite.restore_where_not_finite(norm)
         # as GradScaler does for these optimizers: a fused kernel does nothing where this is 1
@@ -453,7 +455,7 @@ class OptimizerStep:
         finally:
             del optimizer.found_inf, optimizer.grad_scale
 
-    def settle(self) -> None:
+    def await_device_verdict(self) -> None:
         """Waits for what a device has decided of the last step, and counts it; all together.
 
         Raises:
@@ -493,7 +495,7 @@ class OptimizerStep:
         with step.evaluation_weights():
             evaluate(model, loader, loss_fn, metrics)
         """
-        self.settle()
+        self.await_device_verdict()
         before = self._trains
         self.show_weights(training=False)
         try:
@@ -507,7 +509,7 @@ class OptimizerStep:
 
         Of the steps that were taken; NaN if there were none.
         """
-        self.settle()
+        self.await_device_verdict()
         return self.losses.read()
 
     def state_dict(self) -> dict[str, Any]:
@@ -551,7 +553,7 @@ class OptimizerStep:
             DivergedError: weights or moments are not finite.
             UserError: the replicas' weights are apart.
         """
-        self.settle()
+        self.await_device_verdict()
         self.finite.check_weights(self.number, self.optimizer)
         check_replicas(self.model.net, self.model.world)
         self.losses.gather()

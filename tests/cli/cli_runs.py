@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 
 LAST = "step_00000006"
 # The values that differ between two equal runs.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.launch import SMALL, logging_as_before
 
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from cli_runs import fail, metrics, succeed
 
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 
 DIGITS = [
     *("recipe=digits", "world.devices=cpu", "trainer.epochs=null", "trainer.steps=20"),

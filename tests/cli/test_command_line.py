@@ -16,11 +16,12 @@ from omegaconf import OmegaConf
 from support.launch import SMALL, environment
 
 import hybridtrain
+from hybridtrain.cli import main
 from hybridtrain.cli.config import targets as instantiate
-from hybridtrain.cli.config.compose import compose_config, compose_settings, sweep_choices
+from hybridtrain.cli.config.compose import compose_config, compose_settings
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import Config
-from hybridtrain.cli.main import main
+from hybridtrain.cli.config.sweeps import sweep_choices
 from hybridtrain.cli.run.dry_run import dry_run, dry_run_name
 from hybridtrain.cli.run.errors import LastingStream
 from hybridtrain.cli.run.sweep import names_of
@@ -239,7 +240,7 @@ def test_a_package_of_ones_own_is_a_search_path_of_the_console_script() -> None:
     Path("my_conf/model").mkdir(parents=True)
     Path("my_conf/__init__.py").touch()
     Path("my_conf/model/wide.yaml").write_text("_target_: my.wide\nwidth: 3\n")
-    script = "import sys; sys.path.remove(''); from hybridtrain.cli.main import main; "
+    script = "import sys; sys.path.remove(''); from hybridtrain.cli import main; "
     script += "sys.exit(main(['--cfg', 'job', 'hydra.searchpath=[pkg://my_conf]', 'model=wide']))"
     shown = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment()

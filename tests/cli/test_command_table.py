@@ -12,6 +12,7 @@ import pytest
 from cli_runs import fail
 from support.launch import SMALL, environment
 
+from hybridtrain.cli import main
 from hybridtrain.cli.commands.help import help_of
 from hybridtrain.cli.commands.table import (
     COMMANDS,
@@ -19,10 +20,10 @@ from hybridtrain.cli.commands.table import (
     NOT_OF_EVERY_COMMAND,
     check_changes,
 )
+from hybridtrain.cli.config.changes import OF_THE_COMMAND
 from hybridtrain.cli.config.compose import compose_config
-from hybridtrain.cli.config.resolve import OF_THE_COMMAND
-from hybridtrain.cli.config.schema import Config, flat_keys
-from hybridtrain.cli.main import main
+from hybridtrain.cli.config.schema import Config
+from hybridtrain.cli.config.tree import flat_keys
 from hybridtrain.errors import ConfigError
 
 SCRIPT = Path(sys.executable).with_name("hybridtrain")

@@ -19,7 +19,7 @@ from hybridtrain import World, models
 from hybridtrain.checkpoint.manifest import read_manifest
 from hybridtrain.checkpoint.state import read_tree
 from hybridtrain.checkpoint.tensor_files import read_tensors
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 from hybridtrain.cli.run.sweep import sweep
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch.activity import activity

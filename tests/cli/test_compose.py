@@ -12,9 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from support.cases import thinned
 from support.launch import single
 
-from hybridtrain.cli.config.compose import compose_config, to_yaml
+from hybridtrain.cli import main
+from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.config.schema import Config, HardwareConfig
-from hybridtrain.cli.main import main
+from hybridtrain.cli.config.tree import to_yaml
 from hybridtrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -317,13 +318,3 @@ def test_a_recipe_cannot_allow_packages_by_itself(tmp_path: Path) -> None:
         compose_config([f"recipe={recipe}"])
     allowed = compose_config([f"recipe={recipe}", "allow_targets=[subprocess]"])
     assert allowed.allow_targets == ["subprocess"]
-
-
-def test_the_names_of_the_last_release_are_taken_on_the_command_line_and_in_recipes(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("checkpoint: {async: true}\ndata: {_target_: hybridtrain.data.mnist}\n")
-    config = compose_config([f"recipe={path}", "run_name=a"])
-    assert config.checkpoint.background
-    assert config.data["_target_"] == "hybridtrain.datasets.mnist"
-    config = compose_config(["recipe=digits", "checkpoint.async=true"])
-    assert config.checkpoint.background

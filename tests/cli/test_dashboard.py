@@ -7,7 +7,7 @@ import pytest
 from support.browser import BrowserPage, tensorboard
 from support.launch import SMALL, logging_as_before
 
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 from hybridtrain.schedule import Account
 
 pytestmark = pytest.mark.thorough

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from support.launch import torchrun_script
 from support.small_hub import write_bert, write_reviews, write_t5
 
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 
 BERT = [
     *("model=transformers", "data=datasets", "data.path=train.jsonl", "data.tokenizer=./bert"),

@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from support.launch import SMALL
 from torch import nn
 
+from hybridtrain.cli import main
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.compose import compose_config
-from hybridtrain.cli.main import main
 from hybridtrain.cli.run.components import (
     build_lr_schedule,
     build_optimizer,
@@ -74,7 +74,7 @@ def refusal(call: Callable[[], object]) -> str:
         ("model", "torch.nn.init.torch.load"),
         ("model", "torch.nn.modules.module.torch.hub.load"),
         ("model", "torch.optim.AdamW"),
-        ("model", "hybridtrain.cli.main.main"),
+        ("model", "hybridtrain.cli.command_line.main"),
         ("model", "hybridtrain.models.basicnet.__globals__"),
         ("data", "hybridtrain.datasets.digits.__builtins__"),
         ("data", "pathlib.Path"),

@@ -5,23 +5,12 @@ import logging
 from pathlib import Path
 
 import pytest
-import yaml
 
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.cli.config.compose import compose_settings
-from hybridtrain.cli.config.resolve import settle
-from hybridtrain.cli.config.schema import (
-    KEYS,
-    LOADER_KEYS,
-    OTHER_NAMES,
-    Config,
-    HardwareConfig,
-    arguments_of,
-    errors_with_config_keys,
-    flat_keys,
-    with_config_keys,
-    with_new_keys,
-)
+from hybridtrain.cli.config.keys import KEYS, OTHER_NAMES, errors_with_config_keys, with_config_keys
+from hybridtrain.cli.config.schema import LOADER_KEYS, Config, HardwareConfig, arguments_of
+from hybridtrain.cli.config.tree import flat_keys
 from hybridtrain.cli.run.directory import RunLog
 from hybridtrain.data.fetch import worker_hangs
 from hybridtrain.errors import DataError, SplitError, WorldError
@@ -131,17 +120,3 @@ def test_a_key_has_the_name_and_the_default_of_the_option_that_it_sets(options: 
     assert given.keys() == defaults.keys() - of_the_run
     for name, value in given.items():
         assert value == defaults[name] or defaults[name] is dataclasses.MISSING
-
-
-def test_the_old_name_of_a_key_works_in_an_override_a_recipe_and_an_older_run() -> None:
-    assert with_new_keys(["checkpoint.async=true"]) == ["checkpoint.background=true"]
-    assert with_new_keys(["++checkpoint.async=1", "a=b"]) == ["++checkpoint.background=1", "a=b"]
-    Path("mine.yaml").write_text("checkpoint: {async: true}\n")
-    assert compose_settings(["recipe=mine.yaml"]).config.checkpoint.background
-    run = Path("outputs/run")
-    (run / "checkpoints").mkdir(parents=True)
-    tree = {**compose_settings([]).tree, "run_name": "run"}
-    del tree["checkpoint"]["background"]
-    tree["checkpoint"]["async"] = True
-    (run / "config.yaml").write_text(yaml.safe_dump(tree))
-    assert settle("evaluate", []).config.checkpoint.background

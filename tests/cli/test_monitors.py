@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from support.launch import SMALL, torchrun
 from support.wandb_files import offline_runs
 
+from hybridtrain.cli import main
 from hybridtrain.cli.config.compose import compose_config
-from hybridtrain.cli.main import main
 
 QUICK = [*SMALL, "trainer.steps=2"]
 RUN = Path("outputs/digits")

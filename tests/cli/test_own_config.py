@@ -12,9 +12,11 @@ from omegaconf import OmegaConf
 from support.cases import thorough
 from support.launch import SMALL
 
-from hybridtrain.cli.config.compose import compose_config, hydra_quoted, to_yaml
-from hybridtrain.cli.config.resolve import settle
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
+from hybridtrain.cli.config.compose import compose_config
+from hybridtrain.cli.config.overrides import hydra_quoted
+from hybridtrain.cli.config.resolve import resolve_settings
+from hybridtrain.cli.config.tree import to_yaml
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.lock import RunLock
 from hybridtrain.cli.run.sweep import sweep_of
@@ -36,14 +38,14 @@ def begun(tmp_path: Path) -> Path:
 
 def write_config(run: Path, overrides: list[str]) -> None:
     (run / "config.yaml").unlink(missing_ok=True)
-    settings = settle("train", overrides)
+    settings = resolve_settings("train", overrides)
     run.mkdir(parents=True, exist_ok=True)
     RunDirectory(settings.config).write_config(settings.config, overrides, settings.texts)
 
 
 @pytest.mark.parametrize("command", ["evaluate", "train", *thorough(["export", "plan"])])
 def test_the_name_alone_is_enough(command: str, begun: Path) -> None:
-    settings = settle(command, ["run_name=imdb_transformer"])
+    settings = resolve_settings(command, ["run_name=imdb_transformer"])
     assert settings.config.data["max_len"] == 64
     assert settings.config.model["_target_"] == "hybridtrain.models.transformer"
     assert settings.config.optim["lr"] == 0.01
@@ -52,7 +54,7 @@ def test_the_name_alone_is_enough(command: str, begun: Path) -> None:
 
 
 def test_what_the_recipe_alone_would_change_is_kept_and_said(begun: Path) -> None:
-    settings = settle("evaluate", ["recipe=imdb_transformer"])
+    settings = resolve_settings("evaluate", ["recipe=imdb_transformer"])
     assert (settings.config.data["max_len"], settings.config.optim["lr"]) == (64, 0.01)
     assert settings.notes == [
         "kept as in outputs/imdb_transformer/config.yaml, although the recipe imdb_transformer "
@@ -64,11 +66,13 @@ def test_what_the_recipe_alone_would_change_is_kept_and_said(begun: Path) -> Non
 
 def test_the_same_command_again_says_nothing(begun: Path) -> None:
     again = ["recipe=imdb_transformer", "data.max_len=64", "optim.lr=0.01"]
-    assert settle("train", again).notes == []
+    assert resolve_settings("train", again).notes == []
+    write_config(begun, [*again, "trainer.steps=8"])  # in place of the recipe's epochs
+    assert resolve_settings("train", [*again, "trainer.steps=8"]).notes == []
     again += ["+model.width=3", "~optim.eps", "~model.pad_index", "monitor=default"]
     again += ["lr_schedule=linear", "lr_schedule.end_factor=0.5"]
     write_config(begun, again)
-    settings = settle("train", again)
+    settings = resolve_settings("train", again)
     assert settings.notes == []
     assert settings.config.model["width"] == 3
     assert settings.config.lr_schedule["warmup_steps"] == 200  # the recipe's
@@ -76,7 +80,7 @@ def test_the_same_command_again_says_nothing(begun: Path) -> None:
 
 def test_every_change_that_is_allowed_is_listed(begun: Path) -> None:
     changed = ["optim.lr=0.1", "pipeline.nb_part=3", "optim=sgd", "data.workers=2"]
-    settings = settle("train", ["run_name=imdb_transformer", *changed])
+    settings = resolve_settings("train", ["run_name=imdb_transformer", *changed])
     assert settings.config.optim["_target_"] == "torch.optim.SGD"
     assert settings.notes == [
         "settings are those of outputs/imdb_transformer/config.yaml, except for:\n"
@@ -101,17 +105,17 @@ def test_another_model_other_data_or_another_seed_is_refused(
     command: str, override: str, words: str, begun: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        settle(command, ["recipe=imdb_transformer", override])
+        resolve_settings(command, ["recipe=imdb_transformer", override])
     message = str(caught.value)
     assert message.startswith(f"outputs/imdb_transformer is a run with {words}: ")
     assert "\n" not in message
-    allowed = settle(command, ["recipe=imdb_transformer", override, "allow_changes=true"])
+    allowed = resolve_settings(command, ["recipe=imdb_transformer", override, "allow_changes=true"])
     assert len(allowed.changes) >= 1
 
 
 def test_a_batch_size_and_the_place_of_the_data_may_be_others(begun: Path) -> None:
     others = ["data.batch_size=8", "data.root=/elsewhere"]
-    settings = settle("evaluate", ["run_name=imdb_transformer", *others])
+    settings = resolve_settings("evaluate", ["run_name=imdb_transformer", *others])
     assert not any(change.is_identity for change in settings.changes)
     assert (settings.config.data["batch_size"], settings.config.data["root"]) == (8, "/elsewhere")
 
@@ -120,31 +124,33 @@ def test_the_recipe_of_another_run_is_refused_and_the_runs_own_config_is_a_recip
     begun: Path,
 ) -> None:
     with pytest.raises(ConfigError, match="is a run of recipe=imdb_transformer, not of recipe=dig"):
-        settle("evaluate", ["recipe=digits", "run_name=imdb_transformer"])
-    settings = settle("evaluate", ["recipe=outputs/imdb_transformer/config.yaml"])
+        resolve_settings("evaluate", ["recipe=digits", "run_name=imdb_transformer"])
+    settings = resolve_settings("evaluate", ["recipe=outputs/imdb_transformer/config.yaml"])
     assert (settings.changes, settings.kept) == ([], [])
     assert settings.config.recipe == "imdb_transformer"
 
 
 def test_a_run_without_a_checkpoint_begins_with_the_recipe_of_now(begun: Path) -> None:
     shutil.rmtree(begun / "checkpoints")
-    again = settle("train", ["recipe=imdb_transformer", "model.nhead=2"])
+    again = resolve_settings("train", ["recipe=imdb_transformer", "model.nhead=2"])
     assert (again.config.model["nhead"], again.config.data["max_len"]) == (2, 256)
-    by_name = settle("train", ["run_name=imdb_transformer", "model.nhead=2"])
+    by_name = resolve_settings("train", ["run_name=imdb_transformer", "model.nhead=2"])
     assert (by_name.config.model["nhead"], by_name.config.data["max_len"]) == (2, 64)
 
 
-def test_a_run_of_an_older_version_has_the_defaults_for_what_its_config_lacks(begun: Path) -> None:
+def test_a_run_has_the_defaults_for_what_its_config_lacks(begun: Path) -> None:
     saved = OmegaConf.load(begun / "config.yaml")
-    del saved["recipe"], saved["monitor"], saved["trainer"]["log_every"]
-    saved["trainer"]["no_longer_there"] = 3
-    saved["removed"] = 1
+    del saved["monitor"], saved["trainer"]["log_every"]
     (begun / "config.yaml").write_text(OmegaConf.to_yaml(saved))
-    settings = settle("evaluate", ["recipe=imdb_transformer", "data.max_len=64", "optim.lr=0.01"])
+    again = ["recipe=imdb_transformer", "data.max_len=64", "optim.lr=0.01"]
+    settings = resolve_settings("evaluate", again)
     assert settings.config.trainer.log_every == 10
-    assert settings.config.recipe == "imdb_transformer"  # out of overrides.yaml
+    saved["trainer"]["log_evry"] = 3
+    (begun / "config.yaml").write_text(OmegaConf.to_yaml(saved))
+    with pytest.raises(ConfigError, match=r"imdb_transformer/config\.yaml: Key 'log_evry' not in"):
+        resolve_settings("evaluate", ["recipe=imdb_transformer"])
     (begun / "config.yaml").unlink()
-    assert settle("evaluate", ["recipe=imdb_transformer"]).config.data["max_len"] == 256
+    assert resolve_settings("evaluate", ["recipe=imdb_transformer"]).config.data["max_len"] == 256
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
@@ -155,7 +161,7 @@ def test_a_config_of_a_run_that_was_emptied_or_cut_short_is_named(
     lines = config.read_text().splitlines(keepends=True)
     config.write_text("".join(lines[: int(share * len(lines))]))
     with pytest.raises(ConfigError, match=r"imdb_transformer/config\.yaml has no [a-z_.]+: it was"):
-        settle("evaluate", ["run_name=imdb_transformer"])
+        resolve_settings("evaluate", ["run_name=imdb_transformer"])
 
 
 def test_a_run_name_that_no_file_system_takes_is_one_line(
@@ -187,12 +193,12 @@ def test_a_run_name_that_no_file_system_takes_is_one_line(
 @pytest.mark.parametrize("name", ["1e3", "true", "1_000", "nan", "0.10", "007", "off"])
 def test_a_run_name_that_looks_like_a_number_stays_as_it_was_typed(name: str) -> None:
     overrides = ["recipe=digits", f"run_name={name}", f"monitor.group={name}", "output_dir=1e3"]
-    config = settle("train", overrides).config
+    config = resolve_settings("train", overrides).config
     assert (config.run_name, config.monitor.group, config.output_dir) == (name, name, "1e3")
     run = Path("1e3") / name
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(to_yaml(config))
-    found = settle("evaluate", [f"run_name={name}", "output_dir=1e3"])
+    found = resolve_settings("evaluate", [f"run_name={name}", "output_dir=1e3"])
     assert found.of_run is not None
     assert (found.config.run_name, found.config.monitor.group) == (name, name)
     points = sweep_of(["recipe=digits", f"run_name={name},b"]).points
@@ -220,8 +226,8 @@ def test_the_packages_of_a_run_are_allowed_on_the_command_line_only(begun: Path)
     ]
     write_config(begun, with_code)
     with pytest.raises(ConfigError, match=r"a run with code of my_nets: .*=\[my_nets\]"):
-        settle("evaluate", ["run_name=imdb_transformer"])
-    trusted = settle("evaluate", ["run_name=imdb_transformer", "allow_targets=[my_nets]"])
+        resolve_settings("evaluate", ["run_name=imdb_transformer"])
+    trusted = resolve_settings("evaluate", ["run_name=imdb_transformer", "allow_targets=[my_nets]"])
     assert trusted.config.allow_targets == ["my_nets"]
 
 
@@ -235,10 +241,10 @@ def test_a_secret_of_the_environment_is_not_written_but_found_again(
     (run / "checkpoints" / "step_00000001").mkdir(parents=True)
     for path in (run / "config.yaml", run / "overrides.yaml"):
         assert "hunter2" not in path.read_text()
-    settings = settle("evaluate", ["run_name=digits"])
+    settings = resolve_settings("evaluate", ["run_name=digits"])
     assert (settings.config.model["key"], settings.config.model["copy"]) == ("hunter2", "hunter2")
     monkeypatch.setenv("MY_KEY", "hunter3")
-    assert settle("evaluate", ["run_name=digits"]).config.model["key"] == "hunter3"
+    assert resolve_settings("evaluate", ["run_name=digits"]).config.model["key"] == "hunter3"
     capfd.readouterr()
     assert main(["--cfg", "job", "recipe=digits", *secret]) == 0
     shown = capfd.readouterr().out

@@ -13,8 +13,8 @@ from PIL import Image
 from support.cases import thinned
 from support.launch import SMALL
 
+from hybridtrain.cli import main
 from hybridtrain.cli.config.schema import HardwareConfig
-from hybridtrain.cli.main import main
 from hybridtrain.cli.run import auto
 from hybridtrain.partitioning import LayerCost
 from hybridtrain.partitioning.cost_table import given_costs

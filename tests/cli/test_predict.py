@@ -13,7 +13,7 @@ from cli_runs import fail, succeed
 from PIL import Image
 from support.small_data import write_images, write_tokenizer
 
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 
 IMAGES = [
     *("recipe=image_folder_vit", "data.root=pets", "model=timm", "model.name=resnet10t"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 
 SHORT = ["world.devices=cpu", "trainer.epochs=1"]
 

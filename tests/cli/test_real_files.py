@@ -13,7 +13,7 @@ from support.small_data import write_images, write_tokenizer
 from support.small_hub import write_bert
 
 import hybridtrain.datasets.images as images
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 
 BERT = "model.config={model_type: bert, hidden_size: 16, num_hidden_layers: 1, " \
     "num_attention_heads: 2, intermediate_size: 16}"  # fmt: skip

@@ -12,7 +12,7 @@ import yaml
 from support.browser import BrowserPage
 from support.launch import SMALL
 
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 from hybridtrain.errors import DataError
 from hybridtrain.observe import RunRecord, write_report
 

@@ -10,8 +10,8 @@ import pytest
 from cli_runs import fail
 from support.launch import SMALL
 
+from hybridtrain.cli import main
 from hybridtrain.cli.commands.results import SWEEP_FILE, results
-from hybridtrain.cli.main import main
 
 QUICK = [*SMALL, "monitor.tensorboard=false", "trainer.steps=2"]
 

@@ -11,8 +11,8 @@ from cli_runs import LAST, assert_same, assert_same_checkpoint, contents, fail, 
 from safetensors.torch import load_file
 from support.launch import SMALL
 
-from hybridtrain.cli.config.compose import with_later
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
+from hybridtrain.cli.config.overrides import with_later
 from hybridtrain.model import HybridModel
 
 

@@ -8,7 +8,7 @@ import pytest
 from cli_runs import LAST, assert_same_checkpoint, learned, succeed
 from support.launch import SMALL
 
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 from hybridtrain.loop import evaluate as evaluate_model
 
 

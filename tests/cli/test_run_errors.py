@@ -10,8 +10,8 @@ from cli_runs import fail
 from support.cases import thinned
 from support.launch import SMALL
 
+from hybridtrain.cli import main
 from hybridtrain.cli.config.compose import compose_config
-from hybridtrain.cli.main import main
 from hybridtrain.cli.run import build
 
 

@@ -24,10 +24,10 @@ from optuna.distributions import (
 from optuna.trial import TrialState
 from support.launch import SMALL, environment
 
+from hybridtrain.cli import main
 from hybridtrain.cli.commands.search import _space
-from hybridtrain.cli.config.compose import parse_overrides
+from hybridtrain.cli.config.overrides import parse_overrides
 from hybridtrain.cli.config.schema import SearchConfig
-from hybridtrain.cli.main import main
 from hybridtrain.errors import DivergedError
 
 TRIAL = """

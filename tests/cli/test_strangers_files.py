@@ -10,7 +10,7 @@ import pytest
 import yaml
 from support.launch import SMALL
 
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 
 EVIL = "\x1b]0;title\x07\x1b[2J"
 HUGE = "9" * 400

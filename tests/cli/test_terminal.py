@@ -7,7 +7,7 @@ from contextlib import redirect_stderr
 import pytest
 from support.launch import SMALL
 
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 
 RED_ERROR = "\x1b[1;31merror:\x1b[0m "
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from support import forked
 from support.launch import COMMAND_LINE, SMALL, environment, forked_command, torchrun
 
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 
 QUICK = [*SMALL, "monitor.tensorboard=false"]
 

@@ -147,7 +147,7 @@ def test_the_console_script_lists_the_recipes(installed: Environment) -> None:
 
 
 HELP_OF_EACH = """
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 from hybridtrain.cli.commands.table import COMMANDS
 for name, command in COMMANDS.items():
     command.load()

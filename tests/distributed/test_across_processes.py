@@ -9,7 +9,7 @@ from support.launch import SMALL, each_cell, forked_command, forked_script
 from support.small_data import write_images
 
 from hybridtrain.checkpoint.tensor_files import read_tensors
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 
 QUICK = [*SMALL, "monitor.tensorboard=false", "pipeline.nb_part=2"]
 ACROSS = "world.engine=distributed"

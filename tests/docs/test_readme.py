@@ -10,9 +10,11 @@ import pytest
 from pages import PAGES, ROOT, blocks, name
 from support.cases import thinned
 
-from hybridtrain.cli.config.compose import compose_config, sweep_choices
+from hybridtrain.cli import main
+from hybridtrain.cli.commands.table import COMMANDS
+from hybridtrain.cli.config.compose import compose_config
+from hybridtrain.cli.config.sweeps import sweep_choices
 from hybridtrain.cli.config.targets import TARGETS
-from hybridtrain.cli.main import COMMANDS, main
 from hybridtrain.world import World
 
 RECIPE = ROOT / "recipes" / "python_source_gpt.yaml"

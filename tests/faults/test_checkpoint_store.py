@@ -201,9 +201,9 @@ def test_a_directory_renamed_to_another_step_is_refused_but_other_names_are_allo
 
 @pytest.mark.parametrize(
     ("number", "message"),
-    [(1, "format 1, .* reads 2: version 0.1.0 writes and reads it"), (9, "format 9, .* a later")],
+    [(1, "format 1, .* reads 2: load it with the version"), (9, "format 9, .* reads 2: load it")],
 )
-def test_another_format_is_refused_with_the_version_that_reads_it(
+def test_another_format_is_refused_by_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, message: str
 ) -> None:
     monkeypatch.setattr(store_module, "FORMAT", number)

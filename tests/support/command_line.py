@@ -2,7 +2,7 @@
 
 import sys
 
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[2:]))

@@ -16,7 +16,7 @@ import yaml
 
 from hybridtrain._base.files import write_atomically
 from hybridtrain._base.hardware import GIB, Hardware, host_memory
-from hybridtrain.cli.config.compose import THIS_MACHINE, measured_file
+from hybridtrain.cli.config.option_files import THIS_MACHINE, measured_file
 from hybridtrain.errors import ConfigError
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -18,7 +18,7 @@ from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.text_table import Block
 from hybridtrain.cli.commands.layout_tables import layout_tables, placement_tables
 from hybridtrain.cli.commands.result import Result
-from hybridtrain.cli.config.compose import given_keys, hydra_quoted, with_later
+from hybridtrain.cli.config.overrides import given_keys, hydra_quoted, with_later
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import AUTO, Config
 from hybridtrain.cli.run.auto import without_auto

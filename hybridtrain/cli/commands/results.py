@@ -20,7 +20,7 @@ import yaml
 
 from hybridtrain._base.files import json_lines, read_json, reading, write_atomically
 from hybridtrain._base.text_table import in_one_line, markdown_table, text_table
-from hybridtrain.cli.config.compose import hydra_quoted, parse_overrides, read_overrides
+from hybridtrain.cli.config.overrides import hydra_quoted, parse_overrides, read_overrides
 from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.observe import RunSettings, that_differ
 

@@ -26,14 +26,11 @@ from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Overrid
 from hybridtrain._base.files import json_lines, read_json, reading
 from hybridtrain._base.text_table import in_one_line
 from hybridtrain.cli.commands.results import best_run, lines_of, runs_of, table
-from hybridtrain.cli.config.compose import (
-    compose_settings,
-    given_keys,
-    hydra_quoted,
-    parse_overrides,
-)
-from hybridtrain.cli.config.resolve import OF_THE_COMMAND
-from hybridtrain.cli.config.schema import Config, SearchConfig, check_run_name, shortened
+from hybridtrain.cli.config.changes import OF_THE_COMMAND
+from hybridtrain.cli.config.compose import compose_settings
+from hybridtrain.cli.config.overrides import given_keys, hydra_quoted, parse_overrides
+from hybridtrain.cli.config.run_name import check_run_name, shortened
+from hybridtrain.cli.config.schema import Config, SearchConfig
 from hybridtrain.cli.run.lock import RunLock
 from hybridtrain.errors import ConfigError, DivergedError, Interrupted, UserError
 

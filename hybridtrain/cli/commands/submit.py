@@ -19,9 +19,11 @@ from torch.nn.parameter import Parameter
 from hybridtrain._base.files import write_atomically
 from hybridtrain.cli.commands.results import SWEEP_FILE, read_sweep
 from hybridtrain.cli.config import targets as instantiate
-from hybridtrain.cli.config.compose import given_keys, hydra_quoted
-from hybridtrain.cli.config.resolve import Settings, leave_out_leftovers, settle
-from hybridtrain.cli.config.schema import LOADER_KEYS, SubmitConfig, errors_with_config_keys
+from hybridtrain.cli.config.keys import errors_with_config_keys
+from hybridtrain.cli.config.leftovers import leave_out_leftovers
+from hybridtrain.cli.config.overrides import given_keys, hydra_quoted
+from hybridtrain.cli.config.resolve import Settings, resolve_settings
+from hybridtrain.cli.config.schema import LOADER_KEYS, SubmitConfig
 from hybridtrain.cli.run.build import build_options
 from hybridtrain.cli.run.components import build_lr_schedule, build_optimizer, check_tokenizer
 from hybridtrain.cli.run.directory import RunDirectory
@@ -66,7 +68,7 @@ def submit(
     if multirun:
         run, config, layout, lines = _array(overrides, config_dir)
     else:
-        settings = settle("train", overrides, config_dir)
+        settings = resolve_settings("train", overrides, config_dir)
         check_run(settings)
         layout, config, lines = layout_of(settings.config), settings.config.submit, []
         folder = RunDirectory(settings.config).path
@@ -148,7 +150,7 @@ def _array(
         keys = given_keys(point.overrides)
         own = [o for o, key in zip(point.overrides, keys, strict=True) if key != "run_name"]
         own.append(f"run_name={hydra_quoted(point.run_name)}")
-        settings = settle("train", own, config_dir)
+        settings = resolve_settings("train", own, config_dir)
         check_run(settings)
         found.append((settings.config.submit, layout_of(settings.config)))
         if found[-1] != found[0]:

@@ -16,16 +16,13 @@ from omegaconf import OmegaConf
 from hybridtrain.checkpoint import init_from, parse_init_from
 from hybridtrain.cli.commands.layout_tables import placement_tables
 from hybridtrain.cli.commands.result import Result, values_in_words
-from hybridtrain.cli.config.compose import (
-    given_keys,
-    masked,
-    read_overrides,
-    to_tree,
-    to_yaml,
-    with_later,
-)
-from hybridtrain.cli.config.resolve import Settings, in_words
-from hybridtrain.cli.config.schema import Config, with_config_keys
+from hybridtrain.cli.config.changes import in_words
+from hybridtrain.cli.config.keys import with_config_keys
+from hybridtrain.cli.config.overrides import given_keys, read_overrides, with_later
+from hybridtrain.cli.config.resolve import Settings
+from hybridtrain.cli.config.schema import Config
+from hybridtrain.cli.config.secrets import masked
+from hybridtrain.cli.config.tree import to_tree, to_yaml
 from hybridtrain.cli.run.build import build_options, build_run
 from hybridtrain.cli.run.components import (
     build_lr_schedule,

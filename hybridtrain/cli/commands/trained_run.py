@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from hybridtrain.checkpoint import restore_checkpoint
-from hybridtrain.cli.config.compose import given_keys
+from hybridtrain.cli.config.overrides import given_keys
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import AUTO, PipelineConfig, WorldConfig
 from hybridtrain.cli.run.build import build_run

@@ -21,18 +21,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hybridtrain.cli.config.compose import (
-    compose_settings,
-    given_keys,
-    parse_overrides,
-    sweep_choices,
-)
-from hybridtrain.cli.config.resolve import name_run, naming_overrides
+from hybridtrain.cli.config.compose import SEARCH_PATH, compose_settings
+from hybridtrain.cli.config.overrides import given_keys, parse_overrides
+from hybridtrain.cli.config.run_name import name_run, naming_overrides
+from hybridtrain.cli.config.sweeps import sweep_choices
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import detect
 
 _ALLOW, _FOLDER = "allow_targets", "config_dir"
-_SEARCH_PATH = "hydra.searchpath"
 
 
 def with_project(
@@ -56,8 +52,8 @@ def with_project(
     if _ALLOW not in given and (packages := [*project.get(_ALLOW, []), *plugins]):
         added.append(f"{_ALLOW}=[{','.join(packages)}]")
     paths = [f"pkg://{name}.configs" for name in plugins if _has_configs(name)]
-    if paths and _SEARCH_PATH not in given:
-        added.append(f"{_SEARCH_PATH}=[{','.join(paths)}]")
+    if paths and SEARCH_PATH not in given:
+        added.append(f"{SEARCH_PATH}=[{','.join(paths)}]")
     words, folder = [*overrides, *added], config_dir or project.get(_FOLDER)
     if project:
         _refuse_among_runs(path, project, command, words, folder)

@@ -1,4 +1,4 @@
-"""The keys of a config: one dataclass per group, and the names of keys in messages.
+"""The keys of a config: one dataclass per group.
 
 Most keys are settings of the library: a group takes them from the option classes (`takes`), where
 each has its name, type, default and text. Beside these stand the keys that only the command line
@@ -7,50 +7,33 @@ has, each with a docstring.
 Hydra composes YAML files and overrides, and the result is merged into these classes, so that a typo
 or a wrong type is an error, whichever file or override it comes from. `model`, `data`, `optim` and
 `lr_schedule` name a `_target_`; their other keys are its arguments and are checked against its
-signature (see `hybridtrain.cli.config.targets`). This module imports neither torch nor Hydra, so
-that a config is shown quickly.
-
-The library's messages name its arguments (`chunks=3`); who runs the command line has set a key
-(`pipeline.chunks=3`), and reads that (`errors_with_config_keys`).
+signature (see `hybridtrain.cli.config.targets`). This module imports neither torch nor Hydra.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from hybridtrain._base.hardware import Hardware
-from hybridtrain.errors import (
-    QUOTE_OR_ARGUMENT,
-    ConfigError,
-    DataError,
-    check_choice,
-    reworded_errors,
-)
-from hybridtrain.options import OTHER_NAMES as ARGUMENTS
-from hybridtrain.options import (
-    LoaderOptions,
-    PipelineOptions,
-    TrainerOptions,
-    check_batch_size,
-)
+from hybridtrain.errors import check_choice
+from hybridtrain.options import LoaderOptions, PipelineOptions, TrainerOptions
 
 LOADER_OPTIONS = tuple(each.name for each in fields(LoaderOptions) if each.name != "collate")
 """The keys of `data` that are fields of `LoaderOptions`."""
 
+
 OPEN_GROUPS = ("model", "data", "optim", "lr_schedule")
 """The groups whose keys are the arguments of a `_target_`."""
 
+
 GROUP_KEYS = ("groups", "layer_decay")
 """The keys of `optim` that make parameter groups; the others are arguments of the optimizer."""
+
 
 LOADER_KEYS = ("batch_size", *LOADER_OPTIONS)
 """The keys of `data` that the loader takes; the others are arguments of the data set."""
@@ -59,26 +42,9 @@ LOADER_KEYS = ("batch_size", *LOADER_OPTIONS)
 AUTO = "auto"
 """The value of a key that is chosen at the start of a run, by the price of a step."""
 
+
 AUTO_KEYS = ("nb_part", "chunks", "schedule")
 """The keys of `pipeline` that may be `auto`."""
-
-
-RARE = {
-    "pipeline": ("max_inflight", "memory_weight", "default_partition"),
-    "world": ("inner", "broadcast_buffers", "find_unused_parameters"),
-    "submit": ("account", "qos", "constraint", "srun_args", "sbatch_args", "array_parallelism"),
-    "search": ("sampler", "pruner", "storage", "launcher", "metric", "mode"),
-    "hardware": (
-        "flops_reached",
-        "bandwidth_reached",
-        "node_latency_s",
-        "network_latency_s",
-        "operator_s",
-        "action_s",
-        "message_s",
-    ),
-}
-"""Keys by group that `--cfg job` shows only where they are set."""
 
 
 class Group:
@@ -140,8 +106,14 @@ def _known_type(hint: Any) -> Any:
 
 
 _OF_WORLD = ("broadcast_buffers", "find_unused_parameters", "shard")
+
+
 _OF_TRAINER = ("precision", "compile")
+
+
 _OF_RUN = ("seed", "optimizer_tensors_per_param")  # a key of the run; what its optimizer keeps
+
+
 _OF_CHECKPOINT = tuple(
     each.name for each in fields(TrainerOptions) if each.name.startswith(("checkpoint_", "best"))
 )
@@ -429,117 +401,9 @@ def with_auto_replaced(pipeline: PipelineConfig, known: PipelineConfig) -> Pipel
     return replace(pipeline, **{key: getattr(known, key) for key in auto_keys(pipeline)})
 
 
-def check(config: Config) -> None:
-    """Checks the values that no object of the library checks.
-
-    Raises:
-        ConfigError: names the key to change.
-    """
-    nb_part = config.pipeline.nb_part
-    if type(nb_part) is not int or nb_part < 1:
-        raise ConfigError(f"pipeline.nb_part={nb_part!r} must be a number of devices, or auto")
-    if config.world.timeout_s < 1:
-        raise ConfigError(f"world.timeout_s={config.world.timeout_s} must be at least 1")
-    if (config.world.stall_s or 0) < 0:
-        raise ConfigError(f"world.stall_s={config.world.stall_s} must be positive, or null: never")
-    checkpoint = config.checkpoint
-    if (every := checkpoint.every_steps or 0) < 0:
-        raise ConfigError(f"checkpoint.every_steps={every} must be positive, 0 for none, or null")
-    for name in ("every_minutes", "every_epochs", "best"):
-        value = getattr(checkpoint, name)
-        if value is not None and checkpoint.every_steps == 0:
-            raise ConfigError(
-                f"checkpoint.every_steps=0 makes no checkpoints, and checkpoint.{name}={value} "
-                f"asks for some: set checkpoint.every_steps=null, or checkpoint.{name}=null"
-            )
-    if config.data.get("batch_size") != AUTO:
-        check_batch_size(config.data.get("batch_size"))
-    check_run_name(config.run_name or "")
-
-
-LONGEST_NAME = 255
-"""The bytes that the name of a file has at most, on nearly every file system."""
-
-
-def check_run_name(run_name: str) -> None:
-    """Checks that a file system takes the name of a run.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    names = run_name.split("/")
-    if len(names) > 2 or any(not name or name != name.strip(". ") for name in names):
-        raise ConfigError(
-            f"run_name={run_name!r} must be the name of a folder in the one of output_dir=, "
-            f"or group/name"
-        )
-    if not run_name.isprintable():
-        raise ConfigError(
-            f"run_name={run_name!r} has a control character or an invisible one: set another name"
-        )
-    longest = max(len(os.fsencode(name)) for name in names)
-    if longest > LONGEST_NAME:
-        raise ConfigError(
-            f"run_name={run_name[:40]}... has {longest} bytes in the name of a folder, and a file "
-            f"system takes {LONGEST_NAME}: set a shorter one"
-        )
-
-
-def shortened(name: str, longest: int = 140) -> str:
-    """Returns a name of a folder, with its end replaced by a digest if it has too many bytes.
-
-    Args:
-        name: made from other names or values, so that no user has to shorten it.
-        longest: bytes. Encrypted home folders take 143, other file systems 255.
-    """
-    encoded = os.fsencode(name)
-    if len(encoded) <= longest:
-        return name
-    digest = hashlib.blake2b(encoded, digest_size=4).hexdigest()
-    start = encoded[: longest - len(digest) - 1].decode(errors="ignore").rstrip("-_. ")
-    return f"{start}-{digest}"
-
-
-_OLD_KEYS = {"checkpoint.async": "checkpoint.background"}
-"""Keys by the names that they had until 0.1; these go with 0.3."""
-
-
-def with_new_keys(overrides: Sequence[str]) -> list[str]:
-    """Returns overrides with the present names of keys that have had others."""
-    for old, new in _OLD_KEYS.items():
-        overrides = [re.sub(rf"^([+~]*){re.escape(old)}\b", rf"\1{new}", o) for o in overrides]
-    data = "data._target_="
-    return [data + _new_target(o[len(data) :]) if o.startswith(data) else o for o in overrides]
-
-
-def rename_old_keys(tree: Any) -> None:
-    """Gives keys of a recipe, or of the config of a run, their present names."""
-    for old, new in _OLD_KEYS.items():
-        group, _, key = old.partition(".")
-        if isinstance(tree.get(group), MutableMapping) and key in tree[group]:
-            tree[group][new.partition(".")[2]] = tree[group].pop(key)
-    data = tree.get("data")
-    if isinstance(data, MutableMapping) and isinstance(data.get("_target_"), str):
-        data["_target_"] = _new_target(data["_target_"])
-
-
-def _new_target(path: str) -> str:
-    """Returns the present name of a data set that was in `hybridtrain.data` until 0.1."""
-    old = r"^hybridtrain\.data\.(?=(digits|imdb|mnist|python_source)$)"
-    return re.sub(old, "hybridtrain.datasets.", path)
-
-
 def is_own(value: Any) -> bool:
     """Returns whether a value of `monitor` is a monitor of the user's own, under a free name."""
     return isinstance(value, Mapping) and "_target_" in value
-
-
-def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields every dotted key of a nested mapping, inner nodes too."""
-    for key, value in tree.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from flat_keys(value, f"{prefix}{key}.")
 
 
 @cache
@@ -566,7 +430,7 @@ def text_keys() -> frozenset[str]:
 _TEXT = (str, str | None)
 
 
-def _taken(options: type) -> Iterator[tuple[str, str, str]]:
+def taken(options: type) -> Iterator[tuple[str, str, str]]:
     """Yields argument, group and key of what the groups take from `options`."""
     for group, kind in groups().items():
         for argument, key in kind.taken.get(options, {}).items():
@@ -575,53 +439,4 @@ def _taken(options: type) -> Iterator[tuple[str, str, str]]:
 
 def arguments_of(config: Config, options: type) -> dict[str, Any]:
     """Returns what `config` says for the fields of a dataclass of options."""
-    return {name: getattr(getattr(config, group), key) for name, group, key in _taken(options)}
-
-
-KEYS: dict[str, str] = {
-    **{name: f"data.{name}" for name in LOADER_KEYS},
-    **{argument: f"{group}.{key}" for argument, group, key in _taken(TrainerOptions)},
-    **{
-        setting.name: f"{group}.{setting.name}"
-        for group, schema in groups().items()
-        if group not in ("submit", "search", "hardware")  # no arguments of the library
-        for setting in fields(schema)  # type: ignore[arg-type]
-    },
-}
-"""The config key of every argument. `timeout_s` is the world's."""
-
-_KEYS_OF_DATA = {**KEYS, "timeout_s": "data.timeout_s"}
-"""The same for errors of the data, whose `timeout_s` is the loader's."""
-
-# Well-known names of other libraries, for settings that have another one here.
-OTHER_NAMES = {
-    **{name: KEYS[argument] for name, argument in ARGUMENTS.items() if argument in KEYS},
-    **dict.fromkeys(["learning_rate", "base_lr"], "optim.lr"),
-    **dict.fromkeys(["resume_from_checkpoint", "ckpt_path"], "resume"),
-}
-
-
-def with_config_keys(message: str, keys: Mapping[str, str] = KEYS) -> str:
-    """Returns `message` with `chunks=` as `pipeline.chunks=`, and `None` as YAML's `null`.
-
-    Where the library says to start a new run, the command line says how.
-    """
-
-    def replaced(match: re.Match[str]) -> str:
-        if match[1] not in keys:
-            return match[0]
-        value = "null" if match[2] == "None" else match[2].lower()
-        return f"{keys[match[1]]}={value}"
-
-    message = QUOTE_OR_ARGUMENT.sub(replaced, message)
-    return re.sub("or start a new run( in another directory)?", "or set another run_name", message)
-
-
-def errors_with_config_keys(keys: Mapping[str, str] = KEYS) -> AbstractContextManager[None]:
-    """Applies `with_config_keys` to an error that is raised inside, and to every error's notes."""
-
-    def reword(message: str, error: Exception) -> str:
-        is_of_data = keys is KEYS and isinstance(error, DataError)
-        return with_config_keys(message, _KEYS_OF_DATA if is_of_data else keys)
-
-    return reworded_errors(reword)
+    return {name: getattr(getattr(config, group), key) for name, group, key in taken(options)}

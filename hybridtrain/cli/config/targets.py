@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from hybridtrain.cli.config.schema import OTHER_NAMES, errors_with_config_keys
+from hybridtrain.cli.config.keys import errors_with_config_keys, unknown_key
 from hybridtrain.errors import ConfigError, UserError, closest
 
 T = TypeVar("T")
@@ -290,21 +290,6 @@ def _refused_values(key: str, arguments: Mapping[str, Any], error: Exception) ->
         return f"{key}.{name}={arguments[name]}: {text}"
     given = ", ".join(f"{name}={value}" for name, value in arguments.items())
     return f"{key}: {text} (with {given})"
-
-
-def unknown_key(key: str, known: Sequence[str]) -> str:
-    """Returns the message for a key that does not exist."""
-    parent, _, leaf = key.rpartition(".")
-    siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == parent}
-    meant = OTHER_NAMES.get(leaf)
-    if meant not in known:
-        meant = siblings.get(closest(leaf, siblings) or "")
-    if meant is None:  # the right key in the wrong group, or a typo in the group
-        elsewhere = (k for k in known if k.rpartition(".")[2] == leaf)
-        meant = next(elsewhere, None) or closest(key, known, cutoff=0.8)
-    if meant is not None:
-        return f"{key}: unknown key; did you mean {meant}?"
-    return f"{key}: unknown key; the choices are: {', '.join(siblings.values() or known)}"
 
 
 def _another_kind(key: str, config: Mapping[str, Any], kind: type, found: type) -> str:

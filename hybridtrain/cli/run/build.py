@@ -20,15 +20,12 @@ from torch import nn
 
 from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain.checkpoint import CheckpointStore, find_weights, parse_init_from
-from hybridtrain.cli.config.resolve import Settings, agreed, leave_out_leftovers
-from hybridtrain.cli.config.schema import (
-    AUTO,
-    LOADER_OPTIONS,
-    Config,
-    arguments_of,
-    check,
-    errors_with_config_keys,
-)
+from hybridtrain.cli.config.agreement import agreed
+from hybridtrain.cli.config.check import check_config
+from hybridtrain.cli.config.keys import errors_with_config_keys
+from hybridtrain.cli.config.leftovers import leave_out_leftovers
+from hybridtrain.cli.config.resolve import Settings
+from hybridtrain.cli.config.schema import AUTO, LOADER_OPTIONS, Config, arguments_of
 from hybridtrain.cli.run.auto import with_auto_chosen, without_auto
 from hybridtrain.cli.run.components import (
     build_callbacks,
@@ -59,7 +56,7 @@ def build_options(config: Config) -> RunOptions:
     Raises:
         UserError: a value of the config is wrong.
     """
-    check(config)
+    check_config(config)
     parse_init_from(config.init_from)
     check_choice("world.engine", config.world.engine, ENGINES)
     check_choice("world.inner", config.world.inner, ("pp", "dp"))

@@ -17,12 +17,8 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from hybridtrain._base.rank_differences import RankFacts
 from hybridtrain.cli.config import targets as instantiate
-from hybridtrain.cli.config.schema import (
-    GROUP_KEYS,
-    LOADER_KEYS,
-    Config,
-    errors_with_config_keys,
-)
+from hybridtrain.cli.config.keys import errors_with_config_keys, unknown_key
+from hybridtrain.cli.config.schema import GROUP_KEYS, LOADER_KEYS, Config
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.run_facts import check_facts, facts_of, place_of_data
 from hybridtrain.data import DataSplits
@@ -318,7 +314,7 @@ def _check_rules(
         for key in rule:
             if "_target_" not in rule and key not in ("match", "name", *known):
                 raise ConfigError(
-                    instantiate.unknown_key(
+                    unknown_key(
                         f"optim.groups.{number}.{key}",
                         [f"optim.groups.{number}.{name}" for name in known],
                     )
@@ -452,9 +448,8 @@ def build_monitors(config: Config, directory: RunDirectory) -> list[Callback]:
     if config.monitor.report:
         check_installed()
     run, chosen = directory.path, config.monitor.chosen()
-    before = run / "tensorboard"  # where version 0.1 began the event files
     places: dict[str, dict[str, Any]] = {
-        "tensorboard": {"directory": before if before.exists() else run, "title": run.name},
+        "tensorboard": {"directory": run, "title": run.name},
         "csv": {"path": run / "metrics.csv"},
         "profile": {"directory": run / "profile"},
     }

@@ -37,8 +37,9 @@ from tqdm.contrib import DummyTqdmFile
 from hybridtrain._base.files import open_to_append, write_atomically
 from hybridtrain._base.text_table import in_log, printable
 from hybridtrain.checkpoint import CheckpointStore, step_of
-from hybridtrain.cli.config.compose import to_yaml
-from hybridtrain.cli.config.schema import Config, with_config_keys
+from hybridtrain.cli.config.keys import with_config_keys
+from hybridtrain.cli.config.schema import Config
+from hybridtrain.cli.config.tree import to_yaml
 from hybridtrain.cli.run.colour import bold
 from hybridtrain.cli.run.errors import finite, json_line, versions
 from hybridtrain.errors import CheckpointError, ConfigError, UserError

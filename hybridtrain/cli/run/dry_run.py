@@ -10,8 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hybridtrain.cli.config.compose import compose_config, with_later
-from hybridtrain.cli.config.resolve import settle
+from hybridtrain.cli.config.compose import compose_config
+from hybridtrain.cli.config.overrides import with_later
+from hybridtrain.cli.config.resolve import resolve_settings
 from hybridtrain.cli.run.sweep import Run
 from hybridtrain.launch import detect
 
@@ -34,7 +35,7 @@ def dry_run(overrides: Sequence[str], config_dir: str | None, run: Run) -> int:
     try:
         if is_main:
             shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
-        settings = settle("train", with_later(overrides, short), config_dir)
+        settings = resolve_settings("train", with_later(overrides, short), config_dir)
         evaluated = run("train", settings).keys() - {"step"}
     finally:
         if is_main:

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from hybridtrain._base.hardware import GIB, Hardware, host_memory
-from hybridtrain.cli.config.compose import measured_file
+from hybridtrain.cli.config.option_files import measured_file
 from hybridtrain.cli.config.schema import Config, HardwareConfig
 from hybridtrain.errors import ConfigError
 

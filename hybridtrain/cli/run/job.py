@@ -19,7 +19,8 @@ import yaml
 
 from hybridtrain._base.devices import check_nb_part
 from hybridtrain._base.text_table import counted
-from hybridtrain.cli.config.schema import AUTO, Config, SubmitConfig, errors_with_config_keys
+from hybridtrain.cli.config.keys import errors_with_config_keys
+from hybridtrain.cli.config.schema import AUTO, Config, SubmitConfig
 from hybridtrain.errors import ConfigError, Interrupted, check_choice
 from hybridtrain.options import seconds
 

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from hybridtrain.cli.commands.results import best_run, runs_of, table, write_table
-from hybridtrain.cli.config.compose import compose_settings, given_keys, sweep_choices
-from hybridtrain.cli.config.resolve import settle
-from hybridtrain.cli.config.schema import shortened
+from hybridtrain.cli.config.compose import compose_settings
+from hybridtrain.cli.config.overrides import given_keys
+from hybridtrain.cli.config.resolve import resolve_settings
+from hybridtrain.cli.config.run_name import shortened
+from hybridtrain.cli.config.sweeps import sweep_choices
 from hybridtrain.cli.run.errors import report_and_go_on
 from hybridtrain.errors import ConfigError, Interrupted
 from hybridtrain.launch import current, detect
@@ -159,7 +161,7 @@ def sweep(command: str, overrides: Sequence[str], config_dir: str | None, run: R
         sys.stderr.flush()
         code, result = 0, {}
         try:
-            settings = settle(command, point.overrides, config_dir, point.run_name)
+            settings = resolve_settings(command, point.overrides, config_dir, point.run_name)
             if command == "train" and settings.config.monitor.group is None:
                 settings.config.monitor.group = planned.path.name
             settings.quiet = command == "train"  # one line for each run; its log has the others

@@ -471,10 +471,6 @@ class Freeze(Callback):
         return self._start <= step < (math.inf if self._until is None else self._until)
 
 
-# The updates of an average of which an earlier version has not saved how many it had.
-_LONG_SINCE_BEGUN = 10**6
-
-
 class EMA(Callback):
     """Keeps an exponential moving average of the parameters, and evaluates with it.
 
@@ -569,8 +565,7 @@ class EMA(Callback):
             CheckpointError: it lacks a parameter, or has one of another shape; nothing is loaded.
         """
         self._pairs()
-        self._updates = state.get("updates", _LONG_SINCE_BEGUN)
-        saved = state["average"] if isinstance(state.get("average"), Mapping) else state
+        self._updates, saved = state["updates"], state["average"]
         for name, value in self._average.items():
             if name not in saved or saved[name].shape != value.shape:
                 found = f"with shape {list(saved[name].shape)}" if name in saved else "not there"
@@ -639,7 +634,7 @@ class SWA(EMA):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a `state_dict`."""
         super().load_state_dict(state)
-        self._averaged = state.get("averaged", 0)
+        self._averaged = state["averaged"]
 
     def _decay_of(self, step: int) -> float:
         if step < self._start:

@@ -10,7 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 
 if __name__ == "__main__":
     host = f"host{os.environ['RANK']}"

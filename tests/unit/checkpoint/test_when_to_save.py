@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from contextlib import suppress
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -103,18 +102,6 @@ def test_a_time_that_cannot_be_read_is_refused(text):
 def test_settings_of_saving_that_do_not_fit_are_refused_by_name(settings, message):
     with pytest.raises(ConfigError, match=message):
         trainer(**settings)
-
-
-def test_checkpoint_every_is_the_old_name_of_checkpoint_every_steps():
-    made = [
-        lambda: TrainerOptions(steps=9, checkpoint_every=4),
-        lambda: replace(TrainerOptions(steps=9), checkpoint_every=4),
-        lambda: trainer(steps=9, checkpoint_every=4, log_every=10).options,
-    ]
-    for each in made:
-        with pytest.warns(DeprecationWarning, match="is called checkpoint_every_steps= now"):
-            options = each()
-        assert options.checkpoint_every == options.checkpoint_every_steps == 4
 
 
 def test_the_best_needs_an_evaluation():

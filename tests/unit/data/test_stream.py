@@ -247,22 +247,6 @@ def test_a_data_set_that_divides_itself_goes_on_in_every_worker(at):
         Replicas(2).run(on_other_workers)
 
 
-@pytest.mark.parametrize("at", [4, 6, 9])
-@pytest.mark.parametrize("batch_size", [4, 8])
-def test_the_data_set_part_of_an_older_checkpoint_goes_on_where_it_was(at, batch_size):
-    first = StreamLoader(Stateful(24), 4, world_of(0, 1))
-    seen = [counted(batch) for batch in take(first, at)]
-    again = StreamLoader(Stateful(24), batch_size, world_of(0, 1))
-    again.seek(first.epoch, first.sample)  # as the Trainer does, from its state.json
-    again.load_state_dict(first.state_dict()["source"])
-    seen += [counted(batch) for batch in take(again, (12 - at) * 4 // batch_size)]
-    expected = [1000 * epoch + i for epoch in range(2) for i in range(24)]
-    start = again.dataset.read[0]
-    assert start == 4 * (at % 6) if batch_size == 4 else start in (0, 4 * (at % 6))
-    if at % 2 == 0 or batch_size == 4:
-        assert list(chain.from_iterable(seen)) == expected
-
-
 def test_a_stream_that_was_left_goes_on_at_the_next_batch_and_not_where_it_had_read_ahead():
     loader = StreamLoader(Stateful(22), 4, world_of(0, 1))
     seen = [counted(batch) for number in (1, 4, 2, 5) for batch in take(loader, number)]

@@ -7,7 +7,7 @@ import torch
 from support.smp_names import CONFIG
 from torch import nn
 
-from hybridtrain.cli.main import main
+from hybridtrain.cli import main
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.smp.config import config_from_distribution, parse, read
 from hybridtrain.smp.microbatches import SplitDataset

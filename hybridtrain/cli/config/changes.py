@@ -1,0 +1,135 @@
+"""The differences between the config of a run and another one, and what they mean for the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridtrain._base.text_table import Block, in_one_line
+from hybridtrain.cli.config.schema import LOADER_KEYS, Config
+from hybridtrain.cli.config.secrets import masked
+from hybridtrain.cli.config.tree import to_tree
+
+# These belong to the command and not to the run.
+OF_THE_COMMAND = (
+    "recipe",
+    "run_name",
+    "output_dir",
+    "resume",
+    "allow_targets",
+    "allow_changes",
+    "init_from",
+    "ema",
+    "output",
+    "format",
+    "push_to",
+)
+
+# How a run is computed, watched and kept; all else decides what is learnt.
+_WITHOUT_EFFECT = (
+    "world.",
+    "monitor.",
+    "submit.",
+    "search.",
+    "checkpoint.",
+    "pipeline.",
+    "hardware",
+    "trainer.log_every",
+    "trainer.eval_every",
+    "trainer.compile",
+    "trainer.max_time",
+    "trainer.max_skipped",
+)
+_WITH_EFFECT = ("pipeline.batch_norm", "pipeline.sync_batch_norm")
+# Other samples to evaluate on, for which a run need not be another one.
+EVALUATED = ("data.eval_path", "data.eval_split")
+_PLACE_OF_DATA = (
+    "data.root",
+    "data.download",
+    "data.workers",
+    "data.timeout_s",
+    "data.predict_path",
+)
+
+_MISSING = "(not set)"  # the value of a key that is not there
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key whose value differs between the config of a run and another one."""
+
+    key: str
+    of_run: Any
+    other: Any
+
+    @property
+    def is_identity(self) -> bool:
+        """True if it makes another model, other data, or other random numbers."""
+        if self.key.startswith("data."):
+            places = (*_PLACE_OF_DATA, *(f"data.{name}" for name in LOADER_KEYS))
+            return self.key not in places
+        return self.key.startswith("model.") or self.key == "seed"
+
+    @property
+    def has_effect(self) -> bool:
+        """True if a run from the beginning would have learnt something else."""
+        if self.key.startswith(_WITH_EFFECT):
+            return True
+        return not self.key.startswith((*_WITHOUT_EFFECT, *_PLACE_OF_DATA))
+
+
+def differences(of_run: Config, other: Config) -> Iterator[Change]:
+    """Yields every key that is not the same, with values that may be shown."""
+    trees = to_tree(of_run), to_tree(other)
+    before, after = (dict(_flat(masked(tree))) for tree in trees)
+    raw_before, raw_after = (dict(_flat(tree)) for tree in trees)
+    for key in dict.fromkeys([*before, *after]):
+        if key.partition(".")[0] in OF_THE_COMMAND:
+            continue
+        one, two = raw_before.get(key, _MISSING), raw_after.get(key, _MISSING)
+        nothing = (None, _MISSING)  # a null argument and none at all are the same
+        if key == "data.classes" and two in nothing:
+            continue  # the run has written the names that it found
+        if one != two and not (one in nothing and two in nothing):
+            yield Change(key, before.get(key, _MISSING), after.get(key, _MISSING))
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value and (not key or "." not in key):
+        for name, inner in value.items():
+            yield from _flat(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def in_words(changes: Sequence[Change]) -> str:
+    """Returns changes as "model.nhead=4, not 2, and data.max_len=64, not 256"."""
+    words = [f"{c.key}={as_yaml(c.of_run)}, not {as_yaml(c.other)}" for c in _shortened(changes)]
+    return "; ".join(words[:4]) + (f"; and {len(words) - 4} more" if len(words) > 4 else "")
+
+
+def table(head: str, changes: Sequence[Change], pair: str) -> Block:
+    """Returns `head` and a line for each change, its two values in the places of `pair`."""
+    shown = _shortened(changes)
+    width = max(len(change.key) for change in shown)
+    lines = [
+        f"  {change.key:<{width}}  {pair.format(as_yaml(change.of_run), as_yaml(change.other))}"
+        for change in shown
+    ]
+    return Block("\n".join(map(in_one_line, [f"{head}:", *lines])))
+
+
+def _shortened(changes: Sequence[Change]) -> Sequence[Change]:
+    """Leaves out the arguments of a group whose `_target_` is another: they must differ."""
+    targets = {c.key.rpartition(".")[0] for c in changes if c.key.endswith("._target_")}
+    return [
+        c for c in changes if c.key.endswith("._target_") or c.key.partition(".")[0] not in targets
+    ]
+
+
+def as_yaml(value: Any) -> str:
+    """Returns a value as YAML and the command line write it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,36 @@
+"""The values of a config that no object of the library checks."""
+
+from __future__ import annotations
+
+from hybridtrain.cli.config.run_name import check_run_name
+from hybridtrain.cli.config.schema import AUTO, Config
+from hybridtrain.errors import ConfigError
+from hybridtrain.options import check_batch_size
+
+
+def check_config(config: Config) -> None:
+    """Checks the values that no object of the library checks.
+
+    Raises:
+        ConfigError: names the key to change.
+    """
+    nb_part = config.pipeline.nb_part
+    if type(nb_part) is not int or nb_part < 1:
+        raise ConfigError(f"pipeline.nb_part={nb_part!r} must be a number of devices, or auto")
+    if config.world.timeout_s < 1:
+        raise ConfigError(f"world.timeout_s={config.world.timeout_s} must be at least 1")
+    if (config.world.stall_s or 0) < 0:
+        raise ConfigError(f"world.stall_s={config.world.stall_s} must be positive, or null: never")
+    checkpoint = config.checkpoint
+    if (every := checkpoint.every_steps or 0) < 0:
+        raise ConfigError(f"checkpoint.every_steps={every} must be positive, 0 for none, or null")
+    for name in ("every_minutes", "every_epochs", "best"):
+        value = getattr(checkpoint, name)
+        if value is not None and checkpoint.every_steps == 0:
+            raise ConfigError(
+                f"checkpoint.every_steps=0 makes no checkpoints, and checkpoint.{name}={value} "
+                f"asks for some: set checkpoint.every_steps=null, or checkpoint.{name}=null"
+            )
+    if config.data.get("batch_size") != AUTO:
+        check_batch_size(config.data.get("batch_size"))
+    check_run_name(config.run_name or "")

@@ -1,0 +1,111 @@
+"""One line for what Hydra or OmegaConf found wrong, with what was probably meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, cast
+
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from hybridtrain.cli.config.keys import unknown_key
+from hybridtrain.cli.config.overrides import first_line, unreadable
+from hybridtrain.cli.config.schema import OPEN_GROUPS, Config
+from hybridtrain.cli.config.tree import flat_keys, to_config
+from hybridtrain.errors import closest, did_you_mean
+
+
+def explain(error: Exception, overrides: Sequence[str]) -> str:
+    """Returns one line that says what Hydra or OmegaConf found, and how to fix it."""
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    for cause in causes:
+        if isinstance(cause, MissingConfigException):
+            group, _, chosen = (cause.missing_cfg_file or "").lstrip("/").rpartition("/")
+            known = GlobalHydra.instance().config_loader().get_group_options(group)
+            return f"{group}={chosen} is unknown: {did_you_mean(chosen, known)}"
+    machine = [override for override in overrides if override.startswith("hardware.")]
+    if machine and "NoneType" in str(error):  # the group is null
+        return f"{machine[0]} changes a machine, but none is named: add hardware=h100, say"
+    return (
+        _wrong_override(error, overrides)
+        or _unknown_group(error)
+        or _unknown_key(causes, overrides)
+        or _wrong_value(causes)
+        or " ".join(str(error).split())
+    )
+
+
+def _wrong_override(error: Exception, overrides: Sequence[str]) -> str | None:
+    """Looks for an override that cannot be read, or gives a group a value."""
+    loader = GlobalHydra.instance().config_loader()
+    for override in overrides:
+        if problem := unreadable([override]):
+            return problem
+        key, _, value = override.partition("=")
+        if not key:
+            return f"cannot read the override {override!r}: there is no key before the ="
+        if key.startswith("+") and key.lstrip("+") in _groups():
+            return f"{override}: {key.lstrip('+')} exists already; write {override.lstrip('+')}"
+        options = loader.get_group_options(key)
+        if type(error) is ValueError and options and value not in options:  # a number, say
+            return f"{override} is unknown: {did_you_mean(value, options)}"
+    return None
+
+
+def _unknown_group(error: Exception) -> str | None:
+    if unknown := re.search(r"In '(.+)': Could not override '([^@']+)", str(error)):
+        groups = GlobalHydra.instance().config_loader().list_groups("")
+        close = closest(unknown[2].removeprefix("recipe/"), groups)
+        hint = f"; did you mean 'override /{close}'?" if close else ""
+        return f"{unknown[1]}: there is no group {unknown[2]} in the defaults list{hint}"
+    return None
+
+
+def _unknown_key(causes: Sequence[BaseException], overrides: Sequence[str]) -> str | None:
+    known = _known_keys(overrides)
+    for override in overrides:
+        key = override.partition("=")[0].lstrip("+~").partition("@")[0]
+        if not key or not known or key in known or key.startswith("hydra."):
+            continue
+        open_group = key.partition(".")[0] in OPEN_GROUPS and "." in key
+        if open_group and override.startswith("+"):
+            continue  # the target's own argument, which is right to be added
+        hint = ""
+        if open_group and not override.startswith("~"):
+            hint = f"; if your own function takes it, write +{override}"
+        return unknown_key(key, known) + hint
+    for cause in causes:
+        if isinstance(cause, ConfigKeyError) and cause.full_key:
+            return unknown_key(cause.full_key, known)
+    return None
+
+
+def _wrong_value(causes: Sequence[BaseException]) -> str | None:
+    for cause in causes:
+        if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+            return f"{cause.full_key}: {first_line(cause)}"
+    return None
+
+
+def _known_keys(overrides: Sequence[str]) -> list[str]:
+    """Returns the config's keys and groups, composed from the overrides that choose options."""
+    groups = [group for group in _groups() if group != "schema"]
+    choices = [o for o in overrides if o.partition("=")[0].lstrip("+") in groups]
+    try:
+        composed = compose("config", overrides=choices)
+        to_config(cast(dict[str, Any], OmegaConf.to_container(composed)))
+    except (HydraException, OmegaConfBaseException):
+        composed = compose("config")
+    tree = OmegaConf.to_container(composed)
+    return [*flat_keys(cast(dict[str, Any], tree)), "recipe"]
+
+
+def _groups() -> list[str]:
+    return [*(f.name for f in fields(Config)), "recipe"]

@@ -1,0 +1,71 @@
+"""Keys that were written for a `_target_` that has been replaced.
+
+`model=gpt` on top of a recipe for another model leaves the recipe's arguments of that model. Hydra
+merges them into the new group; the new target takes some of them, and the others are left out with
+a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from hybridtrain.cli.config.overrides import given_keys
+from hybridtrain.cli.config.schema import GROUP_KEYS, LOADER_KEYS, OPEN_GROUPS
+from hybridtrain.cli.config.targets import not_taken
+
+if TYPE_CHECKING:
+    from hybridtrain.cli.config.resolve import Settings
+
+
+def leftovers_of(
+    tree: Mapping[str, Any], overrides: Sequence[str], recipe: str | None
+) -> dict[str, list[str]]:
+    """Returns the keys of each open group that were not written for its `_target_`."""
+    of_recipe: Mapping[str, Any] = {}
+    if recipe is not None:
+        store = ConfigStore.instance()
+        if f"{recipe}.yaml" in store.repo["recipe"]:
+            found = store.load(f"recipe/{recipe}.yaml").node
+            of_recipe = cast(dict[str, Any], OmegaConf.to_container(found))
+    keys = given_keys(overrides)
+    leftovers = {}
+    for group in OPEN_GROUPS:
+        given = {key.split(".")[1] for key in keys if key.startswith(f"{group}.")}
+        in_recipe = of_recipe.get(group)
+        if group in keys and isinstance(in_recipe, dict) and "_target_" not in given:
+            # keys that the recipe has for the option that was replaced
+            leftovers[group] = [key for key in in_recipe if key not in given]
+            continue
+        if "_target_" not in given:
+            if not isinstance(in_recipe, dict) or "_target_" not in in_recipe or group in keys:
+                continue
+            given |= set(in_recipe)
+        leftovers[group] = [key for key in tree.get(group) or {} if key not in given]
+    return leftovers
+
+
+def leave_out_leftovers(settings: Settings) -> None:
+    """Removes the keys that were written for a `_target_` that has been replaced; notes each.
+
+    Raises:
+        ConfigError: a target is not allowed or does not exist.
+    """
+    allow = settings.config.allow_targets
+    for group, leftovers in settings.leftovers.items():
+        values: dict[str, Any] = getattr(settings.config, group)
+        kept = (*LOADER_KEYS, *GROUP_KEYS, "warmup_steps")
+        if "warmup_steps" in leftovers and (warmup := values.get("warmup_steps")):
+            settings.notes.append(
+                f"{group}.warmup_steps={warmup} is kept, in front of {values['_target_']}: to "
+                f"leave it out, set {group}.warmup_steps=0"
+            )
+        names = [name for name in leftovers if name not in kept]
+        for name in not_taken(group, values, names, allow):
+            if (value := values.pop(name, None)) is not None:
+                settings.notes.append(
+                    f"{group}.{name}={value} is left out: {values['_target_']} does not take it"
+                )

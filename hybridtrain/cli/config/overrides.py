@@ -1,0 +1,146 @@
+"""Overrides such as `optim.lr=0.1`: Hydra's grammar, the keys that they set, and quotes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import compress
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from hybridtrain._base.files import reading
+from hybridtrain.cli.config.schema import text_keys
+from hybridtrain.errors import ConfigError
+
+
+def parse_overrides(overrides: Sequence[str]) -> list[Override]:
+    """Returns Hydra's reading of `overrides`.
+
+    Raises:
+        ConfigError: one of them cannot be read.
+    """
+    try:
+        parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ConfigError(unreadable(overrides) or " ".join(str(error).split())) from error
+    return parsed
+
+
+def unreadable(overrides: Sequence[str]) -> str | None:
+    """Returns what is wrong with the first override that Hydra's grammar does not have."""
+    for override in overrides:
+        try:
+            OverridesParser.create().parse_override(override)
+        except HydraException as error:
+            return f"cannot read the override {override!r}: {first_line(error)}{_quoted(override)}"
+    return None
+
+
+def _quoted(override: str) -> str:
+    """Returns how a text, or a list of texts, with signs that mean something to Hydra is written.
+
+    It is empty where quotes around the value do not make an override of it.
+    """
+    key, sign, value = override.partition("=")
+    forms = [f"{key}={hydra_quoted(value)}"]
+    if listed := re.fullmatch(r"\[([^\[\]\"']+)\]", value):
+        texts = ", ".join(f'"{text.strip()}"' for text in listed[1].split(","))
+        forms.insert(0, f"{key}=[{texts}]")
+    for form in forms if sign and value else ():
+        with suppress(HydraException):
+            OverridesParser.create().parse_override(form)
+            return f"; texts with spaces or signs need quotes: {shell_quoted(form)}"
+    return ""
+
+
+def hydra_quoted(text: str) -> str:
+    """Returns `text` as a value that Hydra reads as a string, whatever is in it."""
+    is_value = text.lower() in ("null", "true", "false", "nan", "inf")
+    if re.fullmatch(r"[A-Za-z][\w./-]*", text, re.ASCII) and not is_value:
+        return text
+    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", text) + "'"
+
+
+def shell_quoted(word: str) -> str:
+    """Returns a word as a shell takes it, in double quotes where it has single ones."""
+    if "'" in word and not set('"$`\\!') & set(word):
+        return f'"{word}"'
+    return shlex.quote(word)
+
+
+def with_texts(overrides: Sequence[str]) -> list[str]:
+    """Returns overrides in which the values of text keys are texts: `run_name=1e3`, not 1000.0.
+
+    Overrides that cannot be read stay unchanged.
+    """
+    return [
+        _with_text(o) if o.partition("=")[0].lstrip("+") in text_keys() else o for o in overrides
+    ]
+
+
+def _with_text(override: str) -> str:
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException:
+        return override
+    key, _, text = override.partition("=")
+    value, texts = parsed.value(), [text]
+    values = [value]
+    if isinstance(value, ChoiceSweep) and value.simple_form:
+        values, texts = value.list, text.split(",")
+    if len(values) != len(texts) or not any(isinstance(v, int | float) for v in values):
+        return override
+    quoted = [
+        f"'{t.strip()}'" if isinstance(v, int | float) else t
+        for v, t in zip(values, texts, strict=True)
+    ]
+    return f"{key}={','.join(quoted)}"
+
+
+def given_keys(overrides: Sequence[str]) -> list[str]:
+    """Returns the keys and groups that `overrides` set, without their `+`, `++` and `~`."""
+    return [override.partition("=")[0].lstrip("+~") for override in overrides]
+
+
+def given_recipe(overrides: Sequence[str]) -> str | None:
+    """Returns the recipe that `overrides` name, as it is written there."""
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.lstrip("+") == "recipe" and value not in ("", "null"):
+            return value
+    return None
+
+
+def with_later(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
+    """Returns the overrides of two commands, without those whose key or group `later` sets."""
+    keys = given_keys(later)
+    kept = [not any(f"{k}.".startswith(f"{key}.") for key in keys) for k in given_keys(earlier)]
+    return [*compress(earlier, kept), *later]
+
+
+def read_overrides(run: Path) -> list[str]:
+    """Returns what the `overrides.yaml` of a run has; nothing if there is no such file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    path = run / "overrides.yaml"
+    with reading(path):
+        try:
+            found = OmegaConf.to_container(OmegaConf.load(path))
+        except FileNotFoundError:
+            return []
+        if not isinstance(found, list):
+            raise TypeError("it is not a list")
+    return [str(word) for word in found]
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of a message of Hydra's or OmegaConf's; the others repeat the key."""
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,76 @@
+"""Secrets of a config are neither written nor shown.
+
+A key such as `token: ${oc.env:MY_TOKEN}` has its value while a run lives; `config.yaml` has the
+text between the quotes, which is resolved again when it is read (`from_environment`). Values of
+keys that look like secrets by their names are shown as `***` (`masked`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+_MASK = "***"
+
+# Whole words of a key: `hub_token` and `api_key`, but neither `tokenizer` nor `monkey`.
+_SECRET_KEY = re.compile(
+    r"(?:^|_)(?:token|password|passwd|secret|credentials?|(?:api|access|secret|private)_?key)$",
+    re.IGNORECASE,
+)
+_ENVIRONMENT = "oc.env"
+
+
+def from_environment(tree: Mapping[str, Any]) -> dict[tuple[str | int, ...], str]:
+    """Returns, by path, the interpolations whose value depends on an environment variable.
+
+    Also those that take such a value over from another key: each is resolved a second time with
+    other environment variables, and compared.
+    """
+    config = OmegaConf.create(dict(tree))
+    texts = {path: text for path, text in _leaves(tree) if isinstance(text, str) and "${" in text}
+    if not any(_ENVIRONMENT in text for text in texts.values()):
+        return {}
+    now = {path: _resolved(config, path) for path in texts}
+    OmegaConf.register_new_resolver(_ENVIRONMENT, lambda *_: "another value", replace=True)
+    try:
+        others = {path: _resolved(config, path) for path in texts}
+    finally:
+        OmegaConf.register_new_resolver(_ENVIRONMENT, oc.env, replace=True)
+    return {path: text for path, text in texts.items() if now[path] != others[path]}
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """Returns a copy of `value` in which the values of keys that look like secrets are `***`."""
+    if isinstance(value, Mapping):
+        return {key: masked(inner, str(key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(inner, name) for inner in value]
+    if isinstance(value, str) and value and _SECRET_KEY.search(name) and "${" not in value:
+        return _MASK
+    return value
+
+
+def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, (*path, index))
+    else:
+        yield path, value
+
+
+def _resolved(config: Any, path: tuple[str | int, ...]) -> Any:
+    """Returns the value at `path`; an object that equals no other if it cannot be resolved."""
+    try:
+        for key in path:
+            config = config[key]
+    except OmegaConfBaseException:
+        return object()
+    return config

@@ -1,0 +1,72 @@
+"""A `Config` as plain dicts and as YAML, and back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+
+from hybridtrain.cli.config.schema import Config, is_own
+from hybridtrain.cli.config.secrets import masked
+
+
+def to_config(tree: Mapping[str, Any]) -> Config:
+    """Resolves the interpolations of `tree` and returns its values as a `Config`.
+
+    Raises:
+        OmegaConfBaseException: a key is unknown, or a value is of a wrong type.
+    """
+    plain = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True))
+    own = {}
+    if isinstance(monitors := plain.get("monitor"), dict):
+        own = {name: value for name, value in monitors.items() if is_own(value)}
+        plain["monitor"] = {name: monitors[name] for name in monitors if name not in own}
+    config = cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain)))
+    vars(config.monitor).update(own)
+    return config
+
+
+def to_tree(config: Config) -> dict[str, Any]:
+    """Returns `config` as plain dicts."""
+    tree = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config)))
+    return {**tree, "monitor": copy.deepcopy(vars(config.monitor))}
+
+
+def to_yaml(
+    config: Config, texts: Mapping[tuple[str | int, ...], str] = {}, mask: bool = False
+) -> str:
+    """Returns a config as written to the run directory.
+
+    Args:
+        config: with its interpolations resolved.
+        texts: by path, interpolations to write in the place of the values (`from_environment`).
+        mask: for people: without what looks like a secret.
+    """
+    tree = to_tree(config)
+    for path, text in texts.items():
+        _put(tree, path, text)
+    if mask:
+        tree = masked(tree)
+    return OmegaConf.to_yaml(OmegaConf.create(tree))
+
+
+def _put(tree: Any, path: tuple[str | int, ...], value: Any) -> None:
+    """Sets the value at `path` of nested dicts and lists, if it is still there."""
+    *above, leaf = path
+    try:
+        for key in above:
+            tree = tree[key]
+        tree[leaf]
+    except (KeyError, IndexError, TypeError):
+        return
+    tree[leaf] = value
+
+
+def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yields every dotted key of a nested mapping, inner nodes too."""
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from flat_keys(value, f"{prefix}{key}.")
