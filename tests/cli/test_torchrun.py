@@ -92,7 +92,7 @@ def test_a_mistake_is_reported_once_and_not_by_every_rank(arguments: list[str], 
     errors = [text for text in ended.stderr.splitlines() if text.startswith("error: ")]
     assert len(errors) == 1
     assert re.match(line, errors[0])
-    assert "hybridtrain/cli/main.py" not in ended.stderr  # no traceback of the ranks
+    assert "hybridtrain/cli/command_line.py" not in ended.stderr  # no traceback of the ranks
     assert not Path("outputs").exists()
 
 

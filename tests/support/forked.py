@@ -26,7 +26,7 @@ from hybridtrain.launch import free_port
 
 PRELOADED = [
     *("torch", "torch._dynamo", "pytest"),
-    *("hybridtrain.loop.trainer", "hybridtrain.smp", "hybridtrain.cli.main"),
+    *("hybridtrain.loop.trainer", "hybridtrain.smp", "hybridtrain.cli.command_line"),
 ]
 
 # How long the others have to end by themselves after one has failed.
