@@ -43,7 +43,7 @@ def test_keys_mean_what_they_mean_in_smp():
     assert config.engine == "distributed"
     assert parse({"pipeline_parallel_degree": 1}).engine == "local"
     assert parse({"pipeline_parallel_degree": 1}).memory_weight == 0.8
-    for strategy, inner in (("hardware", "pp"), ("DPT", "pp"), ("TPD", "dp"), ("PTD", "dp")):
+    for strategy, inner in (("cluster", "pp"), ("DPT", "pp"), ("TPD", "dp"), ("PTD", "dp")):
         assert parse({"partitions": 2, "placement_strategy": strategy}).inner == inner
     manual = parse({"partitions": 2, "auto_partition": False, "default_partition": 1})
     assert (manual.options(0).split, manual.options(0).default_partition) == ("manual", 1)
