@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import os
@@ -61,7 +60,7 @@ from hybridtrain.cli.run.components import (
     build_callbacks,
     build_lr_schedule,
     build_model_optimizer,
-    build_monitors,
+    build_trackers,
 )
 from hybridtrain.cli.run.data_record import (
     check_same_classes,
@@ -86,7 +85,7 @@ from hybridtrain.cli.run.pricing import (
 from hybridtrain.data import EvalLoader, is_stream
 from hybridtrain.errors import ConfigError, NotExactError
 from hybridtrain.launch import detect
-from hybridtrain.loop import Trainer, generate
+from hybridtrain.loop import Callback, Trainer, generate
 from hybridtrain.loop import evaluate as evaluate_model
 from hybridtrain.loop import predict as predict_model
 from hybridtrain.loss import LOSSES
@@ -108,7 +107,7 @@ Result: TypeAlias = dict[str, Any]
 def train(settings: Settings) -> Result:
     """Trains, or resumes training."""
     config = settings.config
-    build_monitors(settings.config, RunDirectory(settings.config))  # refuses what does not fit
+    _trackers(settings, settings.config, RunDirectory(settings.config))  # refuses what does not fit
     context = setup_run(settings, writes=True)
     config, world, model = context.config, context.world, context.model
     loader, options = context.train_loader(), context.options
@@ -127,11 +126,11 @@ def train(settings: Settings) -> Result:
         metrics=options.metrics,
         lr_schedule=lr_schedule,
         store=None if config.checkpoint.every_steps == 0 else context.store,
-        monitor=build_files(context.directory) if world.is_main else None,
         callbacks=[
             *utilization(context),
             *build_callbacks(config, context.directory),
-            *build_monitors(_on_terminal(settings, config), context.directory),
+            *_trackers(settings, config, context.directory),
+            *build_files(context.directory),
         ],
     )
     trainer.dataset = record_of(context.data)
@@ -139,13 +138,9 @@ def train(settings: Settings) -> Result:
         return _train(context, trainer)
 
 
-def _on_terminal(settings: Settings, config: Config) -> Config:
-    """Returns the config, without the progress on the terminal if the command is quiet."""
-    if not settings.quiet:
-        return config
-    monitor = copy.copy(config.monitor)
-    monitor.progress = False
-    return replace(config, monitor=monitor)
+def _trackers(settings: Settings, config: Config, directory: RunDirectory) -> list[Callback]:
+    """Returns the trackers of the config that this command reports to."""
+    return build_trackers(config, directory, quiet=settings.quiet, dry_run=settings.dry_run)
 
 
 class _Trainer(Trainer):
@@ -204,9 +199,9 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
         for line in summary["advice"]:
             _log.info("%s", line)
         _log.info("run directory: %s", directory.path.resolve())
-        if config.monitor.report:
+        if config.monitor.report and not settings.dry_run:
             _write_page(directory)
-        if config.monitor.tensorboard:
+        if config.monitor.tensorboard and not settings.dry_run:
             # the folder above: of a single run's own one TensorBoard calls the run "."
             _log.info("dashboard: tensorboard --logdir %s", directory.path.parent)
         # last, since it is what most users look for

@@ -1,4 +1,4 @@
-"""Builds the objects of a run from its config: world, data, model, loaders, metrics, monitors."""
+"""Builds the objects of a run from its config: world, data, model, loaders, metrics, trackers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from hybridtrain.data import (
 )
 from hybridtrain.errors import check_choice
 from hybridtrain.launch import raise_on_signals
-from hybridtrain.loop import Monitor, Monitors, TrainerOptions
+from hybridtrain.loop import Tracker, TrainerOptions
 from hybridtrain.loss import LossFn
 from hybridtrain.model import HybridModel
 from hybridtrain.observe import MetricsFile, Progress, TimelineFiles
@@ -276,15 +276,13 @@ def checked_options(config: Config) -> RunOptions:
     return RunOptions(pipeline_options, trainer_options, loader_options, loss_fn, metrics)
 
 
-def build_files(directory: RunDirectory) -> Monitor:
-    """Returns the monitors of rank 0 that every run has, as one."""
-    return Monitors(
-        [
-            MetricsFile(directory.path / "metrics.jsonl"),
-            TimelineFiles(directory.path),
-            Progress(LogLines()),  # type: ignore[arg-type]
-        ]
-    )
+def build_files(directory: RunDirectory) -> list[Tracker]:
+    """Returns the trackers that every run has, which write its files."""
+    return [
+        MetricsFile(directory.path / "metrics.jsonl"),
+        TimelineFiles(directory.path),
+        Progress(LogLines()),  # type: ignore[arg-type]
+    ]
 
 
 def _split_or_plan(settings: Settings, directory: RunDirectory, store: CheckpointStore) -> Any:
