@@ -479,10 +479,10 @@ def build_trackers(
         key, defaults = f"monitor.{name}", places.get(name, others)
         arguments = _with_target(key, None if settings is True else settings, named)
         if name == "progress":
-            left_out = quiet
+            skipped = quiet
         else:
-            left_out = dry_run and _makes_tracker(key, arguments, config, defaults)
-        if not left_out:
+            skipped = dry_run and _makes_tracker(key, arguments, config, defaults)
+        if not skipped:
             callbacks.append(
                 instantiate.build(key, arguments, Callback, config.allow_targets, defaults=defaults)
             )
@@ -492,7 +492,7 @@ def build_trackers(
 def _makes_tracker(
     key: str, arguments: Mapping[str, Any], config: Config, defaults: Mapping[str, Any]
 ) -> bool:
-    """Returns whether the target of `arguments` makes a tracker; of a function nobody knows."""
+    """Returns whether the target of `arguments` is a tracker, or a function that may make one."""
     target, _ = instantiate.check(key, arguments, Callback, config.allow_targets, defaults=defaults)
     return not isinstance(target, type) or issubclass(target, Tracker)
 
