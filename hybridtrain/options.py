@@ -57,7 +57,7 @@ OTHER_NAMES = {
     **dict.fromkeys(["train_dataset", "train_data"], "train"),
     **dict.fromkeys(["eval_dataset", "val_dataset", "eval_data", "val_data"], "evaluation"),
     **dict.fromkeys(["scheduler", "lr_scheduler"], "lr_schedule"),
-    **dict.fromkeys(["logger", "loggers", "monitors"], "monitor"),
+    **dict.fromkeys(["logger", "loggers", "trackers"], "callbacks"),
     **dict.fromkeys(["criterion", "loss"], "loss_fn"),
     "compute_metrics": "metrics",
     "monitor": "value",

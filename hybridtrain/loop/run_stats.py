@@ -187,7 +187,7 @@ class RunStats:
         self._recorded: dict[bool, _Recorded] = {}  # by whether one thread ran all lanes
         self._model = model
         self._train = train
-        self._advice: list[str] | None = None  # of all monitors, until the next recorded step
+        self._advice: list[str] | None = None  # for all trackers, until the next recorded step
         self._samples = 0
         self._timelines: list[Timeline] = []
         self._phases: Phases | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ from hybridtrain.data import (
     take,
 )
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError, DataError
-from hybridtrain.loop.callbacks.monitor import Monitor, Monitors
+from hybridtrain.loop.callbacks.tracker import Tracker, call_hook
 from hybridtrain.loss import LossFn
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.options import PipelineOptions, with_settings
@@ -310,6 +310,19 @@ def keep_own_parameters(optimizer: Optimizer, model: HybridModel, before: Collec
             group["params"] = kept or [Parameter(torch.empty(0))]
 
 
+@dataclass(frozen=True)
+class _SessionRun:
+    """The `Run` of a script's own loop, which knows the number of steps alone."""
+
+    step: int
+    total_steps: int | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
+    account: Mapping[str, Any] | None = None
+    advice: Sequence[str] = ()
+    finished: bool = False
+    results: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Session:
     """Runs a training script unchanged on any number of processes and stages.
 
@@ -335,7 +348,7 @@ class Session:
         accumulate: batches per optimizer step. `optimizer.step` and `scheduler.step` do nothing
             until the last of them, as `sync_gradients` says, and `zero_grad` nothing in between.
         seed: of the order of the samples.
-        monitors: receive what `log` is given, on rank 0, such as `TensorBoard(directory)`.
+        trackers: receive what `log` is given, on rank 0, such as `TensorBoard(directory)`.
         options: how the model is cut and run; see `PipelineOptions`.
         **settings: fields of `options` to change.
 
@@ -357,7 +370,7 @@ class Session:
         accumulate: int = 1,
         max_skipped: int | None = 10,
         seed: int = 0,
-        monitors: Sequence[Monitor] = (),
+        trackers: Sequence[Tracker] = (),
         options: PipelineOptions | None = None,
         **settings: Any,
     ) -> None:
@@ -376,14 +389,16 @@ class Session:
         self._optimizer_step: OptimizerStep | None = None
         self._schedulers: list[PreparedScheduler] = []
         self._loaders: list[Loader] = []
-        self._monitor = Monitors(monitors if self.world.is_main else ())
+        self._trackers = tuple(trackers if self.world.is_main else ())
         self._logs = False
 
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._monitor.close()
+    def __exit__(self, kind: type[BaseException] | None, error: Any, _: object) -> None:
+        if error is not None:
+            self._tell("on_exception", error)
+        self._tell("on_end")
         if kind is None:  # an error is told to the other processes first; see `launch.failure`
             self.close()
 
@@ -551,11 +566,17 @@ class Session:
             print(*values, **options)
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Hands values by tag, such as `train/loss`, to the monitors on rank 0."""
+        """Hands values by tag, such as `train/loss`, to the trackers on rank 0."""
         if not self._logs:
             self._logs = True
-            self._monitor.start(total_steps=None, first_step=self.steps, texts={})
-        self._monitor.scalars(self.steps, values)
+            self._tell("on_start")
+        self._tell("on_log", dict(values))
+
+    def _tell(self, hook: str, *args: object) -> None:
+        """Calls a hook of all trackers."""
+        run = _SessionRun(self.steps)
+        for tracker in self._trackers:
+            call_hook(tracker, hook, run, *args)
 
     def unwrap(self, model: PreparedModel) -> nn.Module:
         """Returns the user's module; with stages in several processes, other stages' are empty."""
@@ -655,8 +676,8 @@ class Session:
         self._step.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """Closes the monitors and leaves the other processes; the session cannot be used again."""
-        self._monitor.close()
+        """Ends the trackers and leaves the other processes; the session cannot be used again."""
+        self._tell("on_end")
         self._optimizer_step = None
         self.world.close()
 

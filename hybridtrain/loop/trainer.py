@@ -29,13 +29,12 @@ from hybridtrain.data import Batch, EvalLoader, Loader, as_loader, take
 from hybridtrain.errors import CheckpointError, ConfigError, DivergedError, Interrupted
 from hybridtrain.launch import activity
 from hybridtrain.loop.callbacks.base import Callback, CallbackStates
-from hybridtrain.loop.callbacks.monitor import Monitor, call_hook
+from hybridtrain.loop.callbacks.tracker import Tracker, call_hook
 from hybridtrain.loop.checkpoints import BestCheckpoint, RunCheckpoints
 from hybridtrain.loop.checks import (
     batch_norms_watched,
     check_arguments,
     check_eval_loader,
-    check_hooks,
     check_last_batch,
     check_state_names,
 )
@@ -60,7 +59,7 @@ _WAIT_FOR_OTHERS_S = 10.0
 
 
 class Trainer:
-    """Trains a `HybridModel`. Every process runs it, with a store; rank 0 alone has a monitor.
+    """Trains a `HybridModel`. Every process runs it, with a store.
 
     Args:
         model: the model to train.
@@ -80,10 +79,8 @@ class Trainer:
         states: what else is saved and restored, by name: anything with `state_dict` and
             `load_state_dict` of tensors and plain values, such as a moving average of the weights.
             Rank 0's state counts; every process calls `state_dict`, so that one may gather.
-        monitor: receives what is logged; one more callback, after all others. One that raises is
-            left out for the rest of the run.
         callbacks: follow the run; see `Callback`. Every process has them, with their states in the
-            checkpoint; those that are `main_only` run on rank 0.
+            checkpoint; those that are `main_only`, such as each `Tracker`, run on rank 0.
         training_step: in place of the method of that name, with this trainer as first argument.
         settings: fields of `TrainerOptions`, in place of or on top of `options`.
 
@@ -113,7 +110,6 @@ class Trainer:
         scaler: GradScaler | None = None,
         store: CheckpointStore | None = None,
         states: Mapping[str, Stateful] | None = None,
-        monitor: Monitor | None = None,
         callbacks: Iterable[Callback] = (),
         training_step: Callable[..., list[TrainStepResult]] | None = None,
         **settings: Any,
@@ -122,7 +118,6 @@ class Trainer:
         self.options = replace(options, **settings) if options else TrainerOptions(**settings)
         callbacks = check_arguments(model, optimizer, evaluation, metrics, callbacks)
         check_sharded(model, optimizer)
-        check_hooks(monitor or Monitor())
         self.model = model
         self.world = model.world
         self._step = OptimizerStep(
@@ -149,10 +144,9 @@ class Trainer:
         check_state_names(self.states)
         if self.train.has_state:
             self.states["data"] = self.train
-        self.monitor = monitor or Monitor()
         self.callbacks = sorted(
             (each for each in callbacks if self.world.is_main or not each.main_only),
-            key=lambda each: each.main_only,
+            key=lambda each: (isinstance(each, Tracker), each.main_only),
         )
         self.texts: Mapping[str, str] = {}
         self.logging = False
@@ -198,7 +192,7 @@ class Trainer:
         SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 are listened to meanwhile, in the main thread.
 
         Args:
-            texts: shown by the monitors beside the curves, by title.
+            texts: shown by the trackers beside the curves, by title.
 
         Raises:
             Interrupted: a signal came, or `max_time` is over; the step was finished and saved.
@@ -274,8 +268,8 @@ class Trainer:
         ]
 
     def _tell(self, hook: str, *args: object) -> None:
-        """Calls a hook of all callbacks; the monitor, which may be replaced, is the last."""
-        for callback in (*self.callbacks, self.monitor):
+        """Calls a hook of all callbacks, the trackers last."""
+        for callback in self.callbacks:
             call_hook(callback, hook, self, *args)
 
     @contextmanager
@@ -289,7 +283,7 @@ class Trainer:
             yield
         except BaseException as error:
             interrupted = isinstance(error, Interrupted)
-            for callback in (*self.callbacks, self.monitor):
+            for callback in self.callbacks:
                 try:
                     call_hook(callback, "on_exception", self, error)
                 except Exception:  # which must not take the place of the run's own
@@ -299,7 +293,7 @@ class Trainer:
             activity.now(phase_before)
             stream.close()
             with ExitStack() as ends:  # all of them, even if one fails
-                for callback in reversed((*self.callbacks, self.monitor)):
+                for callback in reversed(self.callbacks):
                     ends.callback(call_hook, callback, "on_end", self)
             if interrupted:
                 self.world.all_arrive(_WAIT_FOR_OTHERS_S)
@@ -356,7 +350,8 @@ class Trainer:
         with ExitStack() as contexts:
             contexts.enter_context(self._step.evaluation_weights())
             for callback in self.callbacks:
-                contexts.enter_context(callback.evaluation_context(self))
+                if not isinstance(callback, Tracker):
+                    contexts.enter_context(callback.evaluation_context(self))
             yield
 
     def save(self, required: bool = True) -> None:
@@ -545,7 +540,9 @@ class Trainer:
     @property
     def _ended(self) -> bool:
         """True if no step is left, or a callback has ended the run."""
-        return self.step >= self.total_steps or any(each.stops for each in self.callbacks)
+        return self.step >= self.total_steps or any(
+            callback.stops for callback in self.callbacks if not isinstance(callback, Tracker)
+        )
 
     @property
     def account(self) -> dict[str, Any] | None:

@@ -203,7 +203,7 @@ class CheckpointConfig(Group):
 class MonitorConfig(Group):
     """The reports of a run while it trains.
 
-    Each is true, false, or for some a mapping of its arguments. Any other key is a monitor of the
+    Each is true, false, or for some a mapping of its arguments. Any other key is a tracker of the
     user's own, a mapping with a `_target_`.
     """
 
@@ -230,7 +230,7 @@ class MonitorConfig(Group):
         return isinstance(other, MonitorConfig) and vars(self) == vars(other)
 
     def chosen(self) -> dict[str, Any]:
-        """Returns the monitors that are not off, with their arguments or True."""
+        """Returns the trackers that are not off, with their arguments or True."""
         settings = ("group", "report", "timeline_every")
         return {
             name: value
@@ -402,7 +402,7 @@ def with_auto_replaced(pipeline: PipelineConfig, known: PipelineConfig) -> Pipel
 
 
 def is_own(value: Any) -> bool:
-    """Returns whether a value of `monitor` is a monitor of the user's own, under a free name."""
+    """Returns whether a value of `monitor` is a tracker of the user's own, under a free name."""
     return isinstance(value, Mapping) and "_target_" in value
 
 

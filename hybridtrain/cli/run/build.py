@@ -110,7 +110,7 @@ def prepare_run(
         settings: the settings of the command.
         join: returns the processes of the run.
         writes: the command is going to write to the run directory (`writing`).
-        options_of: `build_options`, or a function that builds more, such as the monitors.
+        options_of: `build_options`, or a function that builds more, such as the trackers.
 
     Raises:
         UserError: a value of the config is wrong, or the run directory cannot be written to.
@@ -158,7 +158,7 @@ def build_run(
         settings: the settings of the command.
         writes: the command is going to write to the run directory (`writing`).
         reuse_plan: cut a resumed run by its own plan if that was made with the same settings.
-        options_of: `build_options`, or a function that builds more, such as the monitors.
+        options_of: `build_options`, or a function that builds more, such as the trackers.
 
     Raises:
         UserError: a value of the config is wrong, or the run directory cannot be written to.

@@ -24,11 +24,11 @@ from hybridtrain.cli.run.run_facts import check_facts, facts_of, place_of_data
 from hybridtrain.data import DataSplits
 from hybridtrain.datasets import STANDARD_INPUT
 from hybridtrain.errors import ConfigError, DataError, UserError, check_choice
-from hybridtrain.loop import CALLBACKS, Callback
+from hybridtrain.loop import CALLBACKS, Callback, Tracker
 from hybridtrain.loss import LOSSES, METRICS, LossFn, direction, resolve
 from hybridtrain.model import HybridModel
 from hybridtrain.models import loss_of_model
-from hybridtrain.observe import MONITORS, check_installed
+from hybridtrain.observe import TRACKERS, check_installed
 from hybridtrain.step import (
     CombinedOptimizer,
     ShardedOptimizer,
@@ -432,15 +432,28 @@ def build_callbacks(config: Config, directory: RunDirectory) -> list[Callback]:
         chosen = dict.fromkeys(chosen)
     _refuse_nameless("callbacks", "callback", chosen)
     return [
-        _build(
-            f"callbacks.{name}", settings, CALLBACKS, config, {"directory": directory.path / name}
+        instantiate.build(
+            f"callbacks.{name}",
+            _with_target(f"callbacks.{name}", settings, CALLBACKS),
+            Callback,
+            config.allow_targets,
+            defaults={"directory": directory.path / name},
         )
         for name, settings in chosen.items()
     ]
 
 
-def build_monitors(config: Config, directory: RunDirectory) -> list[Callback]:
-    """Returns the monitors that `monitor` names; each is for all processes, see `Callback`.
+def build_trackers(
+    config: Config, directory: RunDirectory, *, quiet: bool = False, dry_run: bool = False
+) -> list[Callback]:
+    """Returns the trackers that `monitor` names, and the profile, for all processes.
+
+    Args:
+        config: of the run.
+        directory: of the run.
+        quiet: leave out the progress on the terminal.
+        dry_run: leave out all other trackers, the user's too, after a check of their keys. They are
+            not called, since some would report a run as soon as they are made.
 
     Raises:
         ConfigError: a name is unknown, a key does not fit, or a package is not installed.
@@ -453,18 +466,30 @@ def build_monitors(config: Config, directory: RunDirectory) -> list[Callback]:
         "csv": {"path": run / "metrics.csv"},
         "profile": {"directory": run / "profile"},
     }
-    _refuse_nameless("monitor", "monitor", chosen)
+    _refuse_nameless("monitor", "tracker", chosen)
     others: dict[str, Any] = {"directory": run, "group": config.monitor.group}
-    return [
-        _build(
-            f"monitor.{name}",
-            None if settings is True else settings,
-            MONITORS,
-            config,
-            places.get(name, others),
-        )
-        for name, settings in chosen.items()
-    ]
+    named = {**TRACKERS, "profile": CALLBACKS["profile"]}
+    callbacks: list[Callback] = []
+    for name, settings in chosen.items():
+        key, defaults = f"monitor.{name}", places.get(name, others)
+        arguments = _with_target(key, None if settings is True else settings, named)
+        if name == "progress":
+            skipped = quiet
+        else:
+            skipped = dry_run and _makes_tracker(key, arguments, config, defaults)
+        if not skipped:
+            callbacks.append(
+                instantiate.build(key, arguments, Callback, config.allow_targets, defaults=defaults)
+            )
+    return callbacks
+
+
+def _makes_tracker(
+    key: str, arguments: Mapping[str, Any], config: Config, defaults: Mapping[str, Any]
+) -> bool:
+    """Returns whether the target of `arguments` is a tracker, or a function that may make one."""
+    target, _ = instantiate.check(key, arguments, Callback, config.allow_targets, defaults=defaults)
+    return not isinstance(target, type) or issubclass(target, Tracker)
 
 
 def _refuse_nameless(key: str, what: str, chosen: Mapping[str, Any]) -> None:
@@ -476,24 +501,20 @@ def _refuse_nameless(key: str, what: str, chosen: Mapping[str, Any]) -> None:
         )
 
 
-def _build(
-    key: str,
-    settings: Any,
-    named: Mapping[str, type[Callback]],
-    config: Config,
-    defaults: Mapping[str, Any],
-) -> Callback:
-    """Returns the callback that the last part of `key` names among `named`, or its `_target_`."""
+def _with_target(key: str, settings: Any, named: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the arguments of a callback, with the `_target_` of the name in `key` if it has none.
+
+    Args:
+        key: the group and the name.
+        settings: the arguments; None: no arguments.
+        named: the callbacks of the group by name, as `module:class`.
+    """
     if settings is not None and not isinstance(settings, Mapping):
         switch = "true, false or " if key.startswith("monitor.") else ""
         raise ConfigError(f"{key}={settings} must be {switch}a mapping of its arguments")
-    settings = dict(settings or {})
-    if "_target_" not in settings:
+    arguments: dict[str, Any] = dict(settings or {})
+    if "_target_" not in arguments:
         group, _, name = key.partition(".")
         check_choice(group, name, named)
-        known = named[name]
-        settings["_target_"] = f"{known.__module__}.{known.__name__}"
-    made: Callback = instantiate.build(
-        key, settings, Callback, config.allow_targets, defaults=defaults
-    )
-    return made
+        arguments["_target_"] = named[name].replace(":", ".")
+    return arguments

@@ -31,7 +31,7 @@ class RunOptions:
         loss_fn: the loss of `trainer.loss`.
         metrics: of an evaluation, by name.
         callbacks: those of the group `callbacks`.
-        monitors: those of the group `monitor`; none for a command that does not train.
+        trackers: those of the group `monitor`; none for a command that does not train.
     """
 
     pipeline: PipelineOptions
@@ -40,7 +40,7 @@ class RunOptions:
     loss_fn: LossFn
     metrics: dict[str, Any]
     callbacks: Sequence[Callback]
-    monitors: Sequence[Callback] = ()
+    trackers: Sequence[Callback] = ()
 
 
 @dataclass(frozen=True)

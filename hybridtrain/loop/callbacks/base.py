@@ -27,16 +27,17 @@ class Callback:
     """Follows the run of a `Trainer`; the defaults do nothing.
 
     Every process calls every hook at the same place of the loop, in the order of `callbacks=`, with
-    those that are `main_only` last. So a hook may communicate, and must do so on all processes or
-    on none. An exception of a hook ends the run, in one process after a save of the last complete
-    step.
+    those that are `main_only` after the others, and each `Tracker` last. So a hook may communicate,
+    and must do so on all processes or on none. An exception of a hook ends the run, in one process
+    after a save of the last complete step.
 
     What a callback keeps from step to step, and a resumed run needs, is its `state_dict`, which
     goes into the checkpoint under `state_name`. A checkpoint without it is resumed with a warning:
     the callback begins anew with what `on_init` makes of the resumed weights.
 
     Attributes:
-        main_only: True to run on rank 0 alone, as what writes files does; it has no state then.
+        main_only: True to run on rank 0 alone, as a callback that writes files does; it has no
+            state then.
         stops: set it to True, on all processes in the same step, to end the run after this step.
             The run then evaluates and saves as at its last step.
     """

@@ -355,7 +355,7 @@ def _overflow(world):
         ours.fit()
         own = {name for name, _ in ours.model.named_parameters()}
         for step in range(1, 7):
-            moved = ours.monitor.moved(step) & own
+            moved = ours.recorder.moved(step) & own
             assert moved == (set() if step == 3 else own), f"step {step}"
         assert world.gather(ours.scaler.get_scale()) == [LOSS_SCALE / 2] * 2
 

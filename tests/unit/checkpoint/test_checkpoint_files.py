@@ -289,14 +289,14 @@ def with_states(net, **options):
     ours = trainer(net, **options)
     ema = AveragedModel(ours.model.net, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     ours.states = {"ema": ema, "stream": Stream(options.get("batch_size", 4))}
-    record = ours.monitor.step
+    record = ours.recorder.on_step
 
-    def after_step(step, samples):
-        record(step, samples)
+    def after_step(run, samples):
+        record(run, samples)
         ema.update_parameters(ours.model.net)
         ours.states["stream"].draw()
 
-    ours.monitor.step = after_step
+    ours.recorder.on_step = after_step
     return ours
 
 

@@ -108,11 +108,13 @@ def trainer(kind, **options):
     model = HybridModel(rich_net(), world, chunks=1, seed=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     options = {"steps": 9, "log_every": 2, **options}
-    monitor = Recorder()
-    return Trainer(
-        model, optimizer, cross_entropy, TRAIN[kind](world), monitor=monitor, accumulate=2,
+    recorder = Recorder()
+    trainer = Trainer(
+        model, optimizer, cross_entropy, TRAIN[kind](world), callbacks=[recorder], accumulate=2,
         evaluation=EvalLoader(Plain(), 4, world), **options,
     )  # fmt: skip
+    trainer.recorder = recorder
+    return trainer
 
 
 @pytest.mark.parametrize("step", [3, 7])
@@ -192,7 +194,7 @@ def test_a_step_does_not_reach_into_the_next_epoch_of_a_stream():
     ours = trainer("stream")
     ours.fit()
     # 22 samples an epoch, two batches of 4 a step; the last batch of an epoch has 2
-    assert [samples for _, samples in ours.monitor.steps] == [8, 8, 6] * 3
+    assert [samples for _, samples in ours.recorder.steps] == [8, 8, 6] * 3
     assert (ours.epoch, ours.batch) == (3, 0)
 
 

@@ -16,7 +16,7 @@ from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.checkpoint.tensor_files import read_tensors
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.errors import CheckpointError, ConfigError
-from hybridtrain.loop import (
+from hybridtrain.loop.callbacks import (
     EMA,
     SWA,
     BestWeights,
@@ -28,6 +28,7 @@ from hybridtrain.loop import (
     LearningRates,
     Mfu,
     Plateau,
+    Tracker,
 )
 from hybridtrain.loss import cross_entropy
 from hybridtrain.model import TrainStepResult
@@ -124,16 +125,29 @@ def test_a_start_that_fails_ends_the_callbacks_that_have_started():
     assert [line[0] for line in diary.lines] == ["init", "start", "exception", "end"]
 
 
-def test_what_a_callback_adds_to_the_log_reaches_the_monitor():
+def test_what_a_callback_adds_to_the_log_reaches_the_trackers():
     ours = trainer(steps=3, callbacks=[GradientNorms(), LearningRates()], lr=cosine(2, 3))
     ours.fit()
-    values = ours.monitor.values
+    values = ours.recorder.values
     for step in (1, 2, 3):
         assert values[step, "lr/0"] == values[step, "train/lr"]
         parts = [v for (s, tag), v in values.items() if s == step and tag.startswith("grad_norm/")]
         assert len(parts) == 3
         total = sum(part**2 for part in parts) ** 0.5
         assert total == pytest.approx(values[step, "train/grad_norm"], rel=1e-5)
+
+
+def test_a_tracker_gets_what_every_callback_adds_and_cannot_end_the_run():
+    class Hasty(Tracker):
+        stops = True
+
+        def on_log(self, run, values):
+            self.tags = set(values)
+
+    tracker = Hasty()
+    ours = trainer(steps=3, callbacks=[tracker, Mfu(flops_per_sample=3e6, peak_flops_per_s=1e12)])
+    assert ours.fit()["steps"] == 3
+    assert "train/mfu" in tracker.tags
 
 
 def test_rates_of_groups_are_logged_without_a_callback_where_they_differ():
@@ -143,14 +157,14 @@ def test_rates_of_groups_are_logged_without_a_callback_where_they_differ():
     ours.optimizer = torch.optim.SGD(groups, lr=0.5)
     ours.lr_schedule = None
     ours.fit()
-    values = ours.monitor.values
+    values = ours.recorder.values
     assert [values[1, tag] for tag in ("train/lr", "lr/head", "lr/1")] == [1.0, 1.0, 0.5]
 
 
 def test_the_mfu_is_the_share_of_the_peak_of_all_devices():
     ours = trainer(steps=2, callbacks=[Mfu(flops_per_sample=3e6, peak_flops_per_s=1e12)])
     ours.fit()
-    values, devices = ours.monitor.values, ours.world.replicas * ours.world.nb_part
+    values, devices = ours.recorder.values, ours.world.replicas * ours.world.nb_part
     for step in (1, 2):
         rate = values[step, "train/samples_per_second"] * 3e6 / 1e12
         assert values[step, "train/mfu"] == pytest.approx(rate / devices)
@@ -179,7 +193,7 @@ def test_a_run_stops_early_and_a_longer_patience_trains_on(tmp_path):
     whole = trainer(steps=9, eval_every=2)
     whole.fit()
     for step in (2, 4, 6):
-        assert ours.monitor.values[step, "eval/loss"] == whole.monitor.values[step, "eval/loss"]
+        assert ours.recorder.values[step, "eval/loss"] == whole.recorder.values[step, "eval/loss"]
 
 
 @pytest.mark.parametrize("nb_part", [1, 2])
@@ -188,21 +202,21 @@ def test_the_average_is_the_formula_and_evaluations_use_it(nb_part):
     ours = trainer(nb_part=nb_part, steps=3, eval_every=3, callbacks=[ema])
     expected = {n: p.detach().clone() for n, p in plain_net().named_parameters()}
     plain = trainer(nb_part=nb_part, steps=3)
-    step = plain.monitor.step
+    step = plain.recorder.on_step
 
-    def follow(number, samples):
-        step(number, samples)
+    def follow(run, samples):
+        step(run, samples)
         for name, parameter in plain.model.named_parameters():
             expected[name].lerp_(parameter.detach(), 0.5)
 
-    plain.monitor.step = follow
+    plain.recorder.on_step = follow
     plain.fit()
     ours.fit()
     assert_same(ema.average(), expected, "average")
     assert_same(ours.model.state_dict(), plain.model.state_dict(), "weights")
     plain.model.load_state_dict(expected)
     assert plain.evaluate() == ours.evaluate()
-    assert ours.monitor.values[3, "eval/loss"] == plain.evaluate()["loss"]
+    assert ours.recorder.values[3, "eval/loss"] == plain.evaluate()["loss"]
     assert_same(ours.model.state_dict(), trainer_after(3, nb_part), "weights after evaluating")
 
 
@@ -252,7 +266,7 @@ def test_the_average_resumes_exactly_and_begins_anew_without_a_state(tmp_path, c
     again = resumed(first, trainer(callbacks=[EMA(0.9)], eval_every=3), store)
     assert_same_run(again, whole)
     assert_same(again.callbacks[0].average(), whole.callbacks[0].average(), "average")
-    assert again.monitor.values[9, "eval/loss"] == whole.monitor.values[9, "eval/loss"]
+    assert again.recorder.values[9, "eval/loss"] == whole.recorder.values[9, "eval/loss"]
 
     bare = CheckpointStore(tmp_path / "bare")
     trainer(steps=4, store=bare).fit()
@@ -272,13 +286,13 @@ def test_a_run_that_freezes_and_frees_resumes_exactly(cut, tmp_path):
     store = CheckpointStore(tmp_path)
     whole = trainer(callbacks=callbacks(), lr=cosine(0, 9))
     seen = []
-    step = whole.monitor.step
+    step = whole.recorder.on_step
 
-    def watch(number, samples):
-        step(number, samples)
+    def watch(run, samples):
+        step(run, samples)
         seen.append({n: p.detach().clone() for n, p in whole.model.named_parameters()})
 
-    whole.monitor.step = watch
+    whole.recorder.on_step = watch
     whole.fit()
     first = trainer(callbacks=callbacks(), lr=cosine(0, 9), store=store, checkpoint_every_steps=1)
     first.total_steps = cut
@@ -313,15 +327,15 @@ def test_the_best_weights_are_kept_and_the_others_removed(tmp_path):
     best = BestWeights(tmp_path, k=2)
     ours = trainer(steps=6, eval_every=1, callbacks=[best])
     states = {}
-    step = ours.monitor.step
+    step = ours.recorder.on_step
 
-    def watch(number, samples):
-        step(number, samples)
-        states[number] = {n: v.clone() for n, v in ours.model.state_dict().items()}
+    def watch(run, samples):
+        step(run, samples)
+        states[run.step] = {n: v.clone() for n, v in ours.model.state_dict().items()}
 
-    ours.monitor.step = watch
+    ours.recorder.on_step = watch
     ours.fit()
-    losses = {s: v for (s, tag), v in ours.monitor.values.items() if tag == "eval/loss"}
+    losses = {s: v for (s, tag), v in ours.recorder.values.items() if tag == "eval/loss"}
     order = sorted(losses, key=losses.get)[:2]
     assert sorted(tmp_path.glob("*")) == sorted(best.paths())
     assert [int(path.stem[5:]) for path in best.paths()] == order
@@ -461,8 +475,8 @@ def test_rates_that_a_plateau_has_lowered_resume_exactly(lr, cut, tmp_path):
     plain.fit()
     lowered = [max(0, (step - 2) // 2) for step in range(1, 10)]  # after steps 3, 5, 7 and 9
     for step, times in zip(range(1, 10), lowered, strict=True):
-        expected = plain.monitor.values[step, "train/lr"] * 0.3**times
-        assert whole.monitor.values[step, "train/lr"] == pytest.approx(expected, rel=1e-6)
+        expected = plain.recorder.values[step, "train/lr"] * 0.3**times
+        assert whole.recorder.values[step, "train/lr"] == pytest.approx(expected, rel=1e-6)
     store = CheckpointStore(tmp_path)
     first = trainer(**options(), store=store, checkpoint_every_steps=1)
     first.total_steps = cut
@@ -492,8 +506,8 @@ def test_a_lowered_rate_stays_the_same_share_of_what_the_schedule_gives(schedule
         each.fit()
     for step in range(1, 10):
         share = 0.3 ** max(0, (step - 2) // 2)  # lowered after steps 3, 5, 7 and 9
-        expected = plain.monitor.values[step, "train/lr"] * share
-        assert ours.monitor.values[step, "train/lr"] == pytest.approx(expected, rel=1e-6)
+        expected = plain.recorder.values[step, "train/lr"] * share
+        assert ours.recorder.values[step, "train/lr"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_plateau_waits_as_that_of_pytorch_does():
@@ -538,7 +552,7 @@ def test_the_norm_in_the_log_is_of_the_elements_that_were_clipped():
     before, after = type("Before", (Norms,), {})(), type("After", (Norms,), {})()
     ours = trainer(steps=1, clip_norm=1e-3, callbacks=[before, ClipValue(0.01), after])
     ours.fit()
-    logged = ours.monitor.values[1, "train/grad_norm"]
+    logged = ours.recorder.values[1, "train/grad_norm"]
     assert logged == pytest.approx(float(after.norm), rel=1e-6)
     assert float(before.norm) > logged > 1e-3
 
@@ -555,13 +569,13 @@ def test_a_gradient_that_is_not_finite_is_not_made_finite_by_clipping():
 def test_the_average_of_swa_is_the_mean_of_the_steps_that_count(cut, tmp_path):
     whole = trainer(callbacks=[SWA(start=4, every=2)], eval_every=9)
     seen = []
-    step = whole.monitor.step
+    step = whole.recorder.on_step
 
-    def watch(number, samples):
-        step(number, samples)
+    def watch(run, samples):
+        step(run, samples)
         seen.append({n: p.detach().clone() for n, p in whole.model.named_parameters()})
 
-    whole.monitor.step = watch
+    whole.recorder.on_step = watch
     whole.fit()
     for name, average in whole.callbacks[0].average().items():
         expected = torch.stack([seen[step - 1][name] for step in (4, 6, 8)]).mean(0)
@@ -572,7 +586,7 @@ def test_the_average_of_swa_is_the_mean_of_the_steps_that_count(cut, tmp_path):
     again = resumed(first, trainer(callbacks=[SWA(start=4, every=2)], eval_every=9), store)
     assert_same_run(again, whole)
     assert_same(again.callbacks[0].average(), whole.callbacks[0].average(), "average")
-    assert again.monitor.values[9, "eval/loss"] == whole.monitor.values[9, "eval/loss"]
+    assert again.recorder.values[9, "eval/loss"] == whole.recorder.values[9, "eval/loss"]
 
 
 @pytest.mark.parametrize("kept", [[], [EMA(0.9)]], ids=["nothing", "another average"])
@@ -582,13 +596,13 @@ def test_an_swa_that_a_resumed_run_adds_is_the_mean_of_the_steps_it_saw(kept, tm
     late = trainer(steps=9, callbacks=[SWA(start=2)])
     late.resume(store.newest())
     seen = []
-    step = late.monitor.step
+    step = late.recorder.on_step
 
-    def watch(number, samples):
-        step(number, samples)
+    def watch(run, samples):
+        step(run, samples)
         seen.append({n: p.detach().clone() for n, p in late.model.named_parameters()})
 
-    late.monitor.step = watch
+    late.recorder.on_step = watch
     late.fit()
     assert len(seen) == 3
     for name, average in late.callbacks[0].average().items():

@@ -138,8 +138,8 @@ def test_an_evaluation_that_fails_leaves_the_model_in_its_mode():
     assert all(module.training for module in ours.model.net.modules())
 
 
-def test_a_trainer_evaluates_again_after_its_monitor_is_closed(tmp_path):
-    ours = trainer(rich_net(), monitor=MetricsFile(tmp_path / "metrics.jsonl"))
+def test_a_trainer_evaluates_again_after_its_run_has_ended(tmp_path):
+    ours = trainer(rich_net(), callbacks=[MetricsFile(tmp_path / "metrics.jsonl")])
     ours.fit()
     lines = (tmp_path / "metrics.jsonl").read_text()
     assert "eval/loss" in lines

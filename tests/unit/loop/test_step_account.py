@@ -11,7 +11,7 @@ from torch import nn
 
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data import TrainLoader
-from hybridtrain.loop import Monitor, Throughput, advice, run_stats
+from hybridtrain.loop import Throughput, Tracker, advice, run_stats
 from hybridtrain.loop.run_stats import DeviceAccount, around_pipeline, own_times, slow_replica
 from hybridtrain.loss import cross_entropy
 from hybridtrain.observe import TensorBoard, TimelineFiles
@@ -44,22 +44,22 @@ def mean_of(trainer):
     return Account(*(trainer.account["mean"][name] for name in Account._fields))
 
 
-class Kept(Monitor):
+class Kept(Tracker):
     def __init__(self):
         self.reports = []
         self.values = []
 
-    def scalars(self, step, values):
-        self.values.append((step, dict(values)))
+    def on_log(self, run, values):
+        self.values.append((run.step, dict(values)))
 
-    def account(self, step, account, advice):
-        self.reports.append((step, account, advice))
+    def on_timeline(self, run, predicted, measured):
+        self.reports.append((run.step, run.account, run.advice))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_parts_of_each_device_are_not_negative_and_add_up_to_one_step(accumulate):
     kept = Kept()
-    trainer = trained(monitor=kept, accumulate=accumulate)
+    trainer = trained(callbacks=[kept], accumulate=accumulate)
     account = json.loads(json.dumps(trainer.summary()["account"]))
     assert [device["device"] for device in account["devices"]] == [0, 1]
     for device in account["devices"]:
@@ -77,7 +77,7 @@ def test_the_parts_of_each_device_are_not_negative_and_add_up_to_one_step(accumu
 
 def test_a_step_that_is_not_recorded_is_in_no_account():
     kept = Kept()
-    trained(monitor=kept, log_every=100, steps=3)
+    trained(callbacks=[kept], log_every=100, steps=3)
     assert [step for step, _ in kept.values] == [3]
     assert [step for step, *_ in kept.reports] == [3]
 
@@ -266,24 +266,24 @@ def test_advice_is_of_no_step_that_was_interrupted_and_of_none_with_a_short_batc
     assert recorded.typical is step
 
 
-def test_monitors_take_a_directory_as_text_and_make_it(tmp_path, caplog):
+def test_trackers_take_a_directory_as_text_and_make_it(tmp_path, caplog):
     directory = tmp_path / "runs" / "a"
-    monitors = [TensorBoard(str(directory)), TimelineFiles(str(directory / "timelines"))]
-    trained(callbacks=monitors, timeline_every=2)
+    trackers = [TensorBoard(str(directory)), TimelineFiles(str(directory / "timelines"))]
+    trained(callbacks=trackers, timeline_every=2)
     assert not caplog.messages
     assert (directory / "timelines" / "timeline.png").exists()
 
 
-class Pictures(Monitor):
-    """A monitor that takes 100 seconds to draw a timeline."""
+class Pictures(Tracker):
+    """A tracker that takes 100 seconds to draw a timeline."""
 
     seconds = 0.0
 
-    def timeline(self, step, predicted, measured):
+    def on_timeline(self, run, predicted, measured):
         Pictures.seconds += 100
 
 
-def test_the_advice_of_a_recorded_step_is_found_once_for_all_monitors(monkeypatch):
+def test_the_advice_of_a_recorded_step_is_found_once_for_all_trackers(monkeypatch):
     found = []
 
     def advise(step):
@@ -291,7 +291,7 @@ def test_the_advice_of_a_recorded_step_is_found_once_for_all_monitors(monkeypatc
         return []
 
     monkeypatch.setattr(run_stats, "advise", advise)
-    trained(callbacks=[Monitor(), Monitor()], timeline_every=2)
+    trained(callbacks=[Kept(), Kept()], timeline_every=2)
     assert len(found) == 2
 
 
