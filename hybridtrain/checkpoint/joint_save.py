@@ -28,7 +28,6 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -39,41 +38,16 @@ from torch import Tensor
 from torch.utils._pytree import KeyPath, tree_map_with_path
 
 from hybridtrain._base.files import make_directory
+from hybridtrain._base.problem import Problem, first_problem
 from hybridtrain.checkpoint.directory import TEMPORARY
 from hybridtrain.checkpoint.manifest import FileWriter
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.checkpoint.tensor_files import broadcast_tree
-from hybridtrain.errors import CheckpointError, UserError
+from hybridtrain.errors import CheckpointError
 from hybridtrain.world import World
 
 T = TypeVar("T")
 _Entries = dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """An exception of one process, as the others are told of it."""
-
-    rank: int
-    kind: str
-    message: str
-
-    @classmethod
-    def of(cls, rank: int, error: BaseException) -> Problem:
-        """Returns the problem that `error` on `rank` is."""
-        if isinstance(error, NoSpaceError):
-            return cls(rank, "space", str(error))
-        if isinstance(error, UserError):
-            return cls(rank, "user", str(error))
-        return cls(rank, "other", f"{type(error).__name__}: {error}")
-
-    def error(self) -> Exception:
-        """Returns the exception for a process that it did not happen in."""
-        if self.kind == "space":
-            return NoSpaceError(f"rank {self.rank}: {self.message}")
-        if self.kind == "user":
-            return CheckpointError(f"rank {self.rank}: {self.message}")
-        return RuntimeError(f"rank {self.rank} failed: {self.message}")
 
 
 def worst(problems: list[Problem]) -> Problem | None:
@@ -81,30 +55,8 @@ def worst(problems: list[Problem]) -> Problem | None:
 
     A run may go on after a full disk, but not after anything else.
     """
-    return min(problems, key=lambda each: (each.kind == "space", each.rank), default=None)
-
-
-def on_each(world: World, action: Callable[[], T]) -> T:
-    """Returns what `action` returns, on every process; a collective call.
-
-    Raises:
-        Exception: that of the first process in which it fails; on the others one of its kind.
-    """
-    failure: Exception | None = None
-    try:
-        result = action()
-    except Exception as error:
-        failure = error
-    own = None if failure is None else Problem.of(world.rank, failure)
-    problem = worst([each for each in world.gather(own) if each is not None])
-    try:
-        if problem is not None:
-            if failure is not None and problem.rank == world.rank:
-                raise failure
-            raise problem.error()
-    finally:
-        del failure  # its traceback holds the caller's frames
-    return result
+    others = [problem for problem in problems if problem.kind is not NoSpaceError]
+    return first_problem(others or problems)
 
 
 class JointSave:
@@ -318,7 +270,7 @@ class Source:
             return self.world.on_main(action)
         # rank 0 first: what is wrong with the files is said once
         own = self.world.on_main(action)
-        return on_each(self.world, lambda: action() if own is None else own)
+        return self.world.on_all(lambda: action() if own is None else own)
 
     def tree(
         self, tree: Any, move: Callable[[KeyPath, Tensor], Tensor] = lambda _, value: value

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hybridtrain.checkpoint.joint_save import Source, on_each, same_files
+from hybridtrain.checkpoint.joint_save import Source, same_files
 from hybridtrain.checkpoint.manifest import MANIFEST, FileWriter, read_manifest, verify
 from hybridtrain.checkpoint.state_table import (
     HostCopies,
@@ -212,7 +212,7 @@ def restore_checkpoint(
 
     # From here on every process makes the same calls in the same order: each of them communicates.
     if source.shared:  # each process a part of the files
-        on_each(world, lambda: verify(path, world.rank, world.size))
+        world.on_all(lambda: verify(path, world.rank, world.size))
     weights, extra, trees, saved = source.read(read) or ({}, {}, {}, {})
     saved = world.broadcast(saved)
     for entry in progress.values():  # first, because it refuses a run of another kind

@@ -146,7 +146,6 @@ class _Part:
     aliases: dict[Key, str]
     extra: dict[str, Any]
     optimizer: Any
-    problem: str | None = None
 
 
 class StateTable:
@@ -185,17 +184,17 @@ class StateTable:
         self.form, self._group = form, group
         self.rank = 0 if form == "alone" else model.world.rank
         self._own: dict[Key, Tensor] = {}
-        own: dict[str, Any] = {}
-        # a problem here is told to all: none may be missing from the gather below
-        try:
+
+        def describe() -> tuple[dict[str, Any], _Part]:
             own = optimizer_by_name(model, optimizer)
-            part = self._describe(model, own)
-        except CheckpointError as error:
-            part = _Part({}, {}, {}, None, str(error))
-        parts = [part] if form == "alone" else model.world.gather(part)
-        for problem in (part.problem for part in parts):
-            if problem is not None:
-                raise CheckpointError(problem)
+            return own, self._describe(model, own)
+
+        if form == "alone":
+            own, part = describe()
+            parts = [part]
+        else:
+            own, part = model.world.on_all(describe)
+            parts = model.world.gather(part)
         self.extra = {k: v for part in reversed(parts) for k, v in part.extra.items()}
         trees = [
             tree_map_only(TensorInfo, lambda info: info.empty("meta"), part.optimizer)
