@@ -59,7 +59,10 @@ _WAITS = (
 )
 # Here it may: a backward ends with the all-reduce of a stage, without any frame that says so.
 _MAY_WAIT = (
-    *(str(_LIBRARY / name) for name in ("pipeline", "_torch_private.py", "checkpoint/state.py")),
+    *(
+        str(_LIBRARY / name)
+        for name in ("pipeline", "_base/torch_private.py", "checkpoint/state.py")
+    ),
     str(_TORCH / "nn/parallel"),
     str(_TORCH / "autograd"),
 )
