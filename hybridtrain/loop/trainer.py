@@ -43,7 +43,7 @@ from hybridtrain.loop.evaluation import evaluate, predict
 from hybridtrain.loop.interruption import Interruptions
 from hybridtrain.loop.run_stats import RunStats
 from hybridtrain.loop.throughput import Throughput
-from hybridtrain.loss import LossFn, Metric, StepWeights
+from hybridtrain.loss import LossFn, Metric
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.options import TrainerOptions, check_names, with_new_names
 from hybridtrain.step import OptimizerStep, check_sharded, learning_rates
@@ -243,9 +243,7 @@ class Trainer:
         """
         raise NotImplementedError
 
-    def training_step(
-        self, batches: Sequence[Batch], weights: StepWeights, timeline: bool
-    ) -> list[TrainStepResult]:
+    def training_step(self, batches: Sequence[Batch], timeline: bool) -> list[TrainStepResult]:
         """Runs forward, loss and backward of the batches of a step; for subclasses.
 
         Whether the optimizer may step, clipping, the loss scale and the schedule stay the
@@ -253,26 +251,31 @@ class Trainer:
 
         Args:
             batches: this replica's, `accumulate` of them or fewer.
-            weights: of each batch in the step; see `HybridModel.step_weights`.
             timeline: whether to record the batches.
 
         Returns:
             the result of each batch. The gradients are in `parameter.grad`, averaged over the
             replicas.
         """
-        last = len(batches) - 1
         return [
-            self.model.train_step(
-                batch.inputs,
-                batch.targets,
-                self.loss_fn,
-                weight=weights[index],
-                sync=index == last,
-                scale_loss=self.scaler.scale,
-                timeline=timeline,
-            )
-            for index, batch in enumerate(batches)
+            self.train_step(batch.inputs, batch.targets, timeline=timeline) for batch in batches
         ]
+
+    def train_step(self, inputs: Any, targets: Any, *, timeline: bool = False) -> TrainStepResult:
+        """Runs forward, loss and backward of the next batch; for a `training_step`.
+
+        The batches of the step come in their order, with their weights in the mean of the step. The
+        last one averages the gradients over the replicas.
+
+        Args:
+            inputs: of the batch, which may be changed.
+            targets: likewise, if as many of them count.
+            timeline: whether to record the batch.
+
+        Raises:
+            BatchError: the step has no further batch.
+        """
+        return self._step.train_step(inputs, targets, timeline=timeline)
 
     def _tell(self, hook: str, *args: object) -> None:
         """Calls a hook of all callbacks; the monitor, which may be replaced, is the last."""
@@ -596,8 +599,8 @@ class Trainer:
             self._stats.end_phase("data")
             activity.now(f"step {self.step + 1}: train")
             self._between_steps = False
-            weights = self._step.begin(batches, self.loss_fn)
-            results = self._training_step(self, batches, weights, timeline)
+            self._step.begin(batches, self.loss_fn)
+            results = self._training_step(self, batches, timeline)
             if len(results) != len(batches):
                 raise ConfigError(
                     f"training_step has returned {len(results)} results for {len(batches)} "

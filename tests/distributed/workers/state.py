@@ -457,8 +457,8 @@ for chunks in (1, 4):
 
 @cells.add("a training_step that records in one process alone ends without an account")
 def _one_recorded(world):
-    def training_step(trainer, batches, weights, timeline):
-        return Trainer.training_step(trainer, batches, weights, timeline and world.is_main)
+    def training_step(trainer, batches, timeline):
+        return Trainer.training_step(trainer, batches, timeline and world.is_main)
 
     assert trained((1e-4,), 1, training_step=training_step).account is None
 
