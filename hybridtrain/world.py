@@ -47,6 +47,7 @@ from hybridtrain.errors import WorldError
 from hybridtrain.launch import (
     Job,
     Launch,
+    Phase,
     Watchdog,
     activity,
     check_interface,
@@ -246,7 +247,7 @@ class World:
         if self.watchdog is not None:
             self.watchdog.stacks = stacks
             self.watchdog.tells = False  # the processes share the terminal, and have logs
-            activity.now("setup")
+            activity.now(Phase.SETUP)
 
     def say_stages(self, stages: Sequence[int]) -> None:
         """Tells the others which stages this process has, for the reports of failures."""

@@ -27,7 +27,7 @@ from hybridtrain.checkpoint import (
 )
 from hybridtrain.data import Batch, EvalLoader, Loader, as_loader, take
 from hybridtrain.errors import CheckpointError, ConfigError, DivergedError, Interrupted
-from hybridtrain.launch import activity
+from hybridtrain.launch import Phase, activity
 from hybridtrain.loop.callbacks.base import Callback, CallbackStates
 from hybridtrain.loop.callbacks.monitor import Monitor, call_hook
 from hybridtrain.loop.checkpoints import BestCheckpoint, RunCheckpoints
@@ -288,7 +288,7 @@ class Trainer:
 
         For the launcher would send the others a signal, in the middle of their last lines.
         """
-        phase_before, interrupted = activity.phase, False
+        work_before, interrupted = activity.work, False
         try:
             yield
         except BaseException as error:
@@ -300,7 +300,7 @@ class Trainer:
                     _log.exception("on_exception of %s has failed", type(callback).__name__)
             raise
         finally:
-            activity.now(phase_before)
+            activity.set(work_before)
             stream.close()
             with ExitStack() as ends:  # all of them, even if one fails
                 for callback in reversed((*self.callbacks, self.monitor)):
@@ -382,7 +382,7 @@ class Trainer:
             return
         saved = self._checkpoints.step == self.step
         if again or not saved:
-            activity.now(f"step {self.step}: save")
+            activity.now(Phase.SAVE, self.step)
             # weights that the last step could not be taken with may be at fault
             prune = not self._finite.skipping
             required = required and not saved
@@ -594,10 +594,10 @@ class Trainer:
         start, number = self.train.position, self.step
         try:
             self._stats.begin_step(timeline)
-            activity.now(f"step {self.step + 1}: data")
+            activity.now(Phase.DATA, self.step + 1)
             batches = take(stream, self.options.accumulate)
             self._stats.end_phase("data")
-            activity.now(f"step {self.step + 1}: train")
+            activity.now(Phase.TRAIN, self.step + 1)
             self._between_steps = False
             self._step.begin(batches, self.loss_fn)
             results = self._training_step(self, batches, timeline)
@@ -706,11 +706,11 @@ class Trainer:
         """
         if self.evaluation is None or self._ended or self._evaluation_is_due():
             return
-        activity.now(f"step {self.step}: evaluate")
+        activity.now(Phase.EVALUATE, self.step)
         draws = default_generators()
         with self._evaluation_context():
             evaluate(self.model, self.evaluation, self.loss_fn, self.metrics, one_batch=True)
-        activity.forget("evaluate")
+        activity.forget(Phase.EVALUATE)
         for metric in self.metrics.values():
             metric.reset()
         rewind(draws)
@@ -718,7 +718,7 @@ class Trainer:
     def _evaluate_in_run(self) -> bool:
         """Evaluates and reports, unless somebody stops the run; returns whether to save."""
         assert self.evaluation is not None
-        activity.now(f"step {self.step}: evaluate")
+        activity.now(Phase.EVALUATE, self.step)
         share = getattr(self.evaluation, "samples", None)
         with self._evaluation_context():
             result = evaluate(

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from hybridtrain._base.accelerator import PendingNumbers, accelerator_of
 from hybridtrain.data import Batch
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.launch import activity
+from hybridtrain.launch import Phase, activity
 from hybridtrain.loss import LossFn, StepWeights
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.pipeline import check_replicas
@@ -375,16 +375,13 @@ class OptimizerStep:
             self.in_progress = self._without_batches(self.number + 1)
             self.in_progress.weights = weights
         self.in_progress.taken.append(optimizer)
-        norm, before = self.norm(), activity.phase
-        activity.now(f"step {self.in_progress.number}: optimizer")
-        try:
+        norm = self.norm()
+        with activity.during(Phase.OPTIMIZER, self.in_progress.number):
             if self._decides_on_device():  # [4]
                 self._take_on_device(optimizer, norm)
             elif self._is_allowed():
                 with closure_errors_named(optimizer):
                     self.scaler.step(optimizer)
-        finally:  # what a script does after an error need not move on
-            activity.phase = before
 
     def end(self) -> None:
         """Counts the step, once for several optimizers, and adapts the scale after the last."""

@@ -468,7 +468,7 @@ def test_signals_are_listened_to_until_an_interrupted_run_is_closed(tmp_path):
 
     class Closing(After):
         def close(self):
-            seen.append((signal.getsignal(signal.SIGTERM), activity.phase))
+            seen.append((signal.getsignal(signal.SIGTERM), activity.work))
 
     before = signal.getsignal(signal.SIGTERM)
     ours = trainer(epochs=1, store=CheckpointStore(tmp_path))
