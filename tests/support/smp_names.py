@@ -14,7 +14,7 @@ CONFIG = {
     "microbatches": 4,
     "pipeline": "interleaved",
     "optimize": "speed",
-    "placement_strategy": "hardware",
+    "placement_strategy": "cluster",
     "auto_partition": True,
     "default_partition": 0,
     "contiguous": True,
