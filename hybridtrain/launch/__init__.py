@@ -10,7 +10,7 @@ signals            what ends a command, stops a run, or ends a blocked process
 notebook           a function in new processes
 """
 
-from hybridtrain.launch.activity import LaneActivity, activity, end_process, kind_of
+from hybridtrain.launch.activity import LaneActivity, Phase, activity, end_process
 from hybridtrain.launch.environment import Launch, detect, free_port
 from hybridtrain.launch.failure import (
     exit_code,
@@ -46,6 +46,7 @@ __all__ = [
     "Job",
     "LaneActivity",
     "Launch",
+    "Phase",
     "ProcessId",
     "Watchdog",
     "activity",
@@ -63,7 +64,6 @@ __all__ = [
     "ignore_signals",
     "in_one_line",
     "is_seen_from_here",
-    "kind_of",
     "meet",
     "notebook_launcher",
     "raise_on_signals",

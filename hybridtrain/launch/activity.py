@@ -1,7 +1,7 @@
 """The record of what this process is doing, for the watchdog.
 
 Written by the training loop and by the threads of the stages with plain attribute writes, without a
-lock; read by the watchdog's thread. A reader may see a phase that has just ended, never half a one.
+lock; read by the watchdog's thread. A reader may see work that has just ended, never half of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from hybridtrain.schedule import Action
@@ -20,6 +21,27 @@ if TYPE_CHECKING:
 
 WAIT_FOR_SAVE_S = 20.0
 """Seconds that an end waits for a checkpoint that is being written; torchrun kills after 30 s."""
+
+
+class Phase(Enum):
+    """A kind of work that a run does; the watchdog has a limit for each."""
+
+    SETUP = "setup"
+    DATA = "data"
+    TRAIN = "train"
+    OPTIMIZER = "optimizer"
+    EVALUATE = "evaluate"
+    SAVE = "save"
+
+
+class Work(NamedTuple):
+    """Work of the training loop: a phase, and the step that it is of, if any."""
+
+    phase: Phase
+    step: int | None = None
+
+    def __str__(self) -> str:
+        return self.phase.value if self.step is None else f"step {self.step}: {self.phase.value}"
 
 
 class LaneActivity:
@@ -50,41 +72,58 @@ class LaneActivity:
 
 
 class Activity:
-    """The phase and the lanes of a process.
+    """The work and the lanes of a process.
 
     Attributes:
-        phase: what the training loop does, such as "step 12: data" or "evaluate"; None outside of
-            a run: nobody then expects progress.
+        work: what the training loop does; None outside of a run: nobody then expects progress.
         steps: how many steps of a pipeline have begun, so that equal actions of two steps differ.
         lanes: one record per lane of the step that runs.
-        entered: by kind of work, the `steps` when it began first; since the last setup.
+        entered: by phase, the `steps` when it began first; since the last setup.
         evaluations: how many have begun, since the last setup.
     """
 
     def __init__(self) -> None:
-        self.phase: str | None = None
+        self.work: Work | None = None
         self.steps = 0
         self.lanes: list[LaneActivity] = []
-        self.entered: dict[str, int] = {}
+        self.entered: dict[Phase, int] = {}
         self.evaluations = 0
         self._saves = 0
         self._saves_change = threading.Lock()
 
-    def now(self, phase: str | None) -> None:
-        """Sets the phase; the part after ": " says which kind of work it is."""
-        if phase is None or phase == "setup":
+    def now(self, phase: Phase, step: int | None = None) -> None:
+        """Notes that the work of `phase`, of a step, begins."""
+        self.set(Work(phase, step))
+
+    def set(self, work: Work | None) -> None:
+        """Notes that this process does `work` from now on."""
+        if work is None or work.phase is Phase.SETUP:
             self.entered = {}  # what follows is another run's
             self.evaluations = 0
         else:
-            kind = kind_of(phase)
-            self.entered.setdefault(kind, self.steps)
-            if kind == "evaluate" and not (self.phase or "").endswith(kind):
+            self.entered.setdefault(work.phase, self.steps)
+            if work.phase is Phase.EVALUATE and not self.is_in(Phase.EVALUATE):
                 self.evaluations += 1
-        self.phase = phase
+        self.work = work
 
-    def forget(self, kind: str) -> None:
-        """Takes a kind of work for one that has not begun: what was done was a trial of it."""
-        self.entered.pop(kind, None)
+    def is_in(self, phase: Phase) -> bool:
+        """Returns whether the work is of this phase."""
+        work = self.work
+        return work is not None and work.phase is phase
+
+    @contextmanager
+    def during(self, phase: Phase, step: int) -> Iterator[None]:
+        """Notes that the block does the work of `phase`; afterwards it is what it was before."""
+        before = self.work
+        self.now(phase, step)
+        try:
+            yield
+        finally:
+            self.work = before  # not by `set`: the next step is one of the same run
+
+    def forget(self, phase: Phase) -> None:
+        """Takes a phase for one that has not begun: what was done was a trial of it."""
+        self.entered.pop(phase, None)
         self.evaluations = 0
 
     @contextmanager
@@ -93,20 +132,16 @@ class Activity:
 
         So that a step of any script is expected to move on; what comes between two is not.
         """
-        before = self.phase
-        if before is not None and before != "setup":
+        if self.work is not None and not self.is_in(Phase.SETUP):
             yield
             return
-        self.now(f"step {self.steps + 1}: {'train' if trains else 'evaluate'}")
-        try:
+        with self.during(Phase.TRAIN if trains else Phase.EVALUATE, self.steps + 1):
             yield
-        finally:
-            self.phase = before  # not by `now`: the next step is one of the same run
 
     def catching_up(self) -> None:
-        """Sets the phase "setup" during a run, while a data set reads up to where it was."""
-        if self.phase is not None:
-            self.now("setup")
+        """Notes a setup during a run, while a data set reads up to where it was."""
+        if self.work is not None:
+            self.now(Phase.SETUP)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -136,11 +171,6 @@ def wait_until(holds: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.02)
-
-
-def kind_of(phase: str) -> str:
-    """Returns which kind of work a phase is: "data" of "step 12: data"."""
-    return phase.rpartition(": ")[2]
 
 
 activity = Activity()

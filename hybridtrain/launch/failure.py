@@ -23,7 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.errors import Interrupted, Rank0Error, Rank0UserError, UserError
+from hybridtrain._base.problem import copied_problem
+from hybridtrain.errors import Interrupted, UserError
 from hybridtrain.launch.job import EXIT_STALLED, Failure
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ def find_cause(error: BaseException, watchdog: Watchdog) -> Failure | None:
     """
     failure: Failure | None
     text = "" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    copied = isinstance(error, (Rank0UserError, Rank0Error))
     broken = is_broken_connection(error)
+    copied = copied_problem(error) is not None and not broken
     late = any(sign in text for sign in _TIMED_OUT)
     ended = isinstance(error, KeyboardInterrupt)  # perhaps by the launcher, as another has died
     if not (copied or broken or late or ended):

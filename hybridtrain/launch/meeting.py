@@ -27,7 +27,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.errors import Rank0UserError, WorldError
+from hybridtrain._base.problem import Problem
+from hybridtrain.errors import WorldError
 from hybridtrain.launch.activity import wait_until
 from hybridtrain.launch.environment import Launch
 
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 _POLL_S = 0.02
 # how long rank 0 waits, when the run has failed, for those who are still to hear of it
 _TELL_S = 4.0
-
-
-class _ToldByRank0(Rank0UserError, WorldError):
-    """A failure before or in a meeting, which rank 0 reports."""
 
 
 def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
@@ -58,20 +55,25 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
             prefix, outcome = _arrive(shared, launch, deadline)
     except (RuntimeError, ValueError) as error:
         raise WorldError(_not_joined(launch, timeout_s, error)) from error
-    kind = WorldError if launch.rank == 0 else _ToldByRank0
     if outcome["error"] is not None:
-        raise kind(outcome["error"])
+        raise _error(launch, outcome["error"])
     if missing := outcome["missing"]:
         several = len(missing) != 1
-        raise kind(
+        raise _error(
+            launch,
             f"rank{'s' * several} {', '.join(map(str, missing))} of the {launch.size} processes "
             f"that {launch.launcher} announced did not come within timeout_s={timeout_s:g} s: see "
             f"what {'their' if several else 'its'} own output says (under Slurm, start all with "
-            f"srun)"
+            f"srun)",
         )
     from hybridtrain._base.torch_private import PrefixStore  # which imports torch
 
     return PrefixStore(prefix, shared)
+
+
+def _error(launch: Launch, message: str) -> Exception:
+    """Returns the error of all processes, which rank 0 reports."""
+    return WorldError(message) if launch.rank == 0 else Problem(0, WorldError, message).error()
 
 
 def tell_failure(
@@ -241,8 +243,8 @@ def check_reachable(store: Store, launch: Launch, environ: Mapping[str, str]) ->
     """Checks that every host has an address for gloo that the others can reach; a collective call.
 
     Raises:
-        WorldError: one has none; names the host and the interfaces to choose from. It is a
-            Rank0UserError too on the other ranks.
+        WorldError: one has none; names the host and the interfaces to choose from. Rank 0 reports
+            it, and the other ranks raise copies.
     """
     if launch.size == launch.local_size:  # on one host
         return
@@ -253,11 +255,11 @@ def check_reachable(store: Store, launch: Launch, environ: Mapping[str, str]) ->
         return
     for host, loopback, interfaces in found:
         if loopback:
-            kind = WorldError if launch.rank == 0 else _ToldByRank0
-            raise kind(
+            raise _error(
+                launch,
                 f"the name of the host {host} stands for {loopback} there, which no other host can "
                 f"reach: set {_VARIABLE} to the network interface between the hosts (it has "
-                f"{', '.join(interfaces)}), or mend its /etc/hosts"
+                f"{', '.join(interfaces)}), or mend its /etc/hosts",
             )
 
 

@@ -38,9 +38,10 @@ from types import FrameType
 from hybridtrain.launch.activity import (
     WAIT_FOR_SAVE_S,
     Activity,
+    Phase,
+    Work,
     activity,
     end_process,
-    kind_of,
     wait_until,
 )
 from hybridtrain.launch.failure import write_error_file
@@ -59,7 +60,10 @@ _WAITS = (
 )
 # Here it may: a backward ends with the all-reduce of a stage, without any frame that says so.
 _MAY_WAIT = (
-    *(str(_LIBRARY / name) for name in ("pipeline", "_torch_private.py", "checkpoint/state.py")),
+    *(
+        str(_LIBRARY / name)
+        for name in ("pipeline", "_base/torch_private.py", "checkpoint/state.py")
+    ),
     str(_TORCH / "nn/parallel"),
     str(_TORCH / "autograd"),
 )
@@ -96,8 +100,8 @@ def report(activity: Activity) -> Report:
         if best[2] is None or (blame, bool(action)) > (best[0], bool(best[1])):
             best = blame, action, frame
     blame, action, innermost = best
-    phase = activity.phase or "no phase of training"
-    what = f"in the {action} ({phase})" if action else f"in {phase!r}"
+    work = str(activity.work or "no phase of training")
+    what = f"in the {action} ({work})" if action else f"in {work!r}"
     where = _user_frame(innermost)
     if where:
         what += f", {where}"
@@ -116,10 +120,10 @@ def stands_in_debugger() -> bool:
 
 def summary(activity: Activity) -> str:
     """Says in a few words what the training loop and the busy lanes are doing."""
-    phase = activity.phase or "no phase of training"
+    work = str(activity.work or "no phase of training")
     busy = [lane.action for lane in activity.lanes if lane.action and not lane.waiting]
     doing = " and the ".join(describe(action) for action in busy)
-    return f"in the {doing} ({phase})" if doing else f"in {phase!r}"
+    return f"in the {doing} ({work})" if doing else f"in {work!r}"
 
 
 def describe(action: tuple[str, int, int]) -> str:
@@ -236,7 +240,7 @@ _WAIT_FOR_STACKS_S = 2.0
 _FIRST_TIMES = 4.0
 _FIRST_STEPS = 2
 # Work that may take long without a sign of life, and how many times the limit it gets.
-_LONG = {"save": 10.0, "setup": float("inf")}
+_LONG = {Phase.SAVE: 10.0, Phase.SETUP: float("inf")}
 
 _log = logging.getLogger(__name__)
 
@@ -253,7 +257,7 @@ class Watchdog:
 
     Args:
         job: what the processes share.
-        stall_s: seconds without progress after which the run ends; 0: never. Only a phase of
+        stall_s: seconds without progress after which the run ends; 0: never. Only work of
             `activity` is watched: outside of a run nobody expects progress.
         timeout_s: seconds that a collective may take.
         record: what this process is doing.
@@ -312,7 +316,7 @@ class Watchdog:
             self.job.leave()
         self.end_threads()
         atexit.unregister(self.end_threads)
-        self._activity.now(None)
+        self._activity.set(None)
 
     def end_threads(self) -> None:
         """Ends the threads: from now on nobody watches this process."""
@@ -383,7 +387,7 @@ class Watchdog:
                 since = now
             before = now
             seconds = min(self._liveness.unanswered_s(), now - since)
-            if seconds <= self._liveness.timeout_s or self._activity.phase is None:
+            if seconds <= self._liveness.timeout_s or self._activity.work is None:
                 continue
             host = self._processes[0].host
             failure = Failure(
@@ -462,12 +466,12 @@ class Watchdog:
         since = before = time.monotonic()
         while not self._ended.wait(_TICK_S):
             now = time.monotonic()
-            phase = self._activity.phase
+            work = self._activity.work
             if self._job.size > 1:
                 self._liveness.beat()
             record = self._activity
             lanes = tuple((lane.action, lane.waiting) for lane in record.lanes)
-            current = record.phase, record.steps, lanes
+            current = record.work, record.steps, lanes
             if current != state or now - before > 20 * _TICK_S:  # it was stopped itself meanwhile
                 state, since = current, now
             before = now
@@ -477,7 +481,7 @@ class Watchdog:
                 return
             if (folder := self._job.stacks_asked_for()) is not None:
                 self._answer(self._job, Path(folder))
-            if phase is None:
+            if work is None:
                 continue
             if self._job.size > 1:
                 lost = self.lost_process(self._job)
@@ -485,10 +489,10 @@ class Watchdog:
                 if lost is not None:
                     self._end(lost)
                 doing = summary(self._activity)
-                if doing != published and phase != "setup":
+                if doing != published and work.phase is not Phase.SETUP:
                     self._job.say("doing", Report(doing, 0))
                     published = doing
-            if now - since >= self._limit(phase):
+            if now - since >= self._limit(work):
                 if stands_in_debugger():
                     since = now
                     continue
@@ -496,15 +500,15 @@ class Watchdog:
                 if stall is not None:
                     self._end(stall)
 
-    def _limit(self, phase: str) -> float:
-        """Returns the seconds without progress that `phase` may take."""
+    def _limit(self, work: Work) -> float:
+        """Returns the seconds without progress that `work` may take."""
         if self._stall_s <= 0:
             return float("inf")
-        kind, steps = kind_of(phase), self._activity.steps
-        first = steps - self._activity.entered.get(kind, steps) <= _FIRST_STEPS
+        phase, steps = work.phase, self._activity.steps
+        first = steps - self._activity.entered.get(phase, steps) <= _FIRST_STEPS
         # processes meet at the end of an evaluation only, and may wait there for one's first batch
-        first |= kind == "evaluate" and self._activity.evaluations <= 1
-        return self._stall_s * max(_LONG.get(kind, 1.0), _FIRST_TIMES if first else 1.0)
+        first |= phase is Phase.EVALUATE and self._activity.evaluations <= 1
+        return self._stall_s * max(_LONG.get(phase, 1.0), _FIRST_TIMES if first else 1.0)
 
     def _answer(self, job: Job, folder: Path) -> None:
         """Says what this process is doing, and writes its stacks, to `folder` if it has no own."""
@@ -555,7 +559,5 @@ class Watchdog:
         """Ends this process, and those of this host that do not answer."""
         for process in failure.unresponsive:
             kill(process)
-        stands_in_save = (
-            failure.exit_code == EXIT_STALLED and kind_of(self._activity.phase or "") == "save"
-        )
+        stands_in_save = failure.exit_code == EXIT_STALLED and self._activity.is_in(Phase.SAVE)
         end_process(self.exit_code, 0.0 if stands_in_save else WAIT_FOR_SAVE_S)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.microbatch import batch_size, merge
 from hybridtrain.data import EvalLoader
-from hybridtrain.launch import activity, kind_of
+from hybridtrain.launch import Phase, activity
 from hybridtrain.loss import BatchWeight, LogProbabilityCheck, LossFn, Metric, main_output
 from hybridtrain.model import HybridModel
 
@@ -25,13 +25,13 @@ _log = logging.getLogger(__name__)
 @contextmanager
 def _phase() -> Iterator[None]:
     """Says that this process evaluates, so that it is expected to move on."""
-    before = activity.phase
-    if before is None or kind_of(before) != "evaluate":
-        activity.now("evaluate")
+    before = activity.work
+    if not activity.is_in(Phase.EVALUATE):
+        activity.now(Phase.EVALUATE)
     try:
         yield
     finally:
-        activity.now(before)
+        activity.set(before)
 
 
 @_phase()

@@ -41,13 +41,11 @@ from hybridtrain.loop.callbacks.tracker import Tracker, call_hook
 from hybridtrain.loss import LossFn
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.options import PipelineOptions, with_settings
-from hybridtrain.step import OptimizerStep, check_steps_alone
+from hybridtrain.step import OptimizerStep, StepInProgress, check_steps_alone
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
-
-    from hybridtrain.loss import StepWeights
 
 
 class PreparedModel:
@@ -121,7 +119,7 @@ class PreparedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, unless more batches are to be accumulated to them."""
-        if not self._session.in_use.open:
+        if not self._session.in_use.is_open:
             self.optimizer.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
@@ -158,18 +156,14 @@ class StepInUse:
     Attributes:
         batches: of the step, of this replica.
         index: of the batch in use.
-        weights: of the batches, once one of them was trained on.
-        open: gradients are there of a part of its batches.
-        waits: gradients are there that no optimizer has stepped on.
+        training: the step, once one of its batches was trained on.
         stepped: an optimizer has stepped.
         looping: the loop that uses it has not been left.
     """
 
     batches: Sequence[Batch] = ()
     index: int = 0
-    weights: StepWeights | None = None
-    open: bool = False
-    waits: bool = False
+    training: StepInProgress | None = None
     stepped: bool = False
     looping: bool = False
 
@@ -177,6 +171,16 @@ class StepInUse:
     def at_last(self) -> bool:
         """Tells whether the batch in use is the last one."""
         return self.index + 1 >= len(self.batches)
+
+    @property
+    def is_open(self) -> bool:
+        """Tells whether gradients of a part of its batches are there."""
+        return self.training is not None and not self.training.is_trained
+
+    @property
+    def waits(self) -> bool:
+        """Tells whether gradients are there that no optimizer has stepped on."""
+        return self.training is not None and not self.stepped
 
 
 class PreparedLoader:
@@ -508,14 +512,11 @@ class Session:
         use = self.in_use
         if not use.batches:
             raise BatchError("a training step is for a batch of a prepared loader: none is used")
-        if use.weights is None:
-            use.weights = self._step.begin(use.batches, loss_fn)
-        if use.weights is not self._step.weights:
+        if use.training is None:
+            use.training = self._step.begin(use.batches, loss_fn)
+        if use.training is not self._step.in_progress:
             raise BatchError("another loop has trained between the batches of one step")
-        use.open = use.waits = True  # also if an error leaves a part of the gradients
-        result = self._step.train_step(inputs, targets, index=use.index)
-        use.open = not use.at_last
-        return result
+        return self._step.train_step(inputs, targets, index=use.index)
 
     def forward_backward(self, inputs: Any, targets: Any, loss_fn: LossFn) -> Tensor:
         """Returns the loss of a `train_step`: the mean of this replica, a detached 0-dim tensor.
@@ -683,7 +684,7 @@ class Session:
 
     def _leave(self, step: StepInUse, outer: StepInUse) -> None:
         """Ends the use of `step`, whose loop is left, inside that of `outer`."""
-        if step.open:
+        if step.is_open:
             self.model.zero_grad()
             for optimizer in self._step.optimizers:
                 optimizer.zero_grad()
@@ -698,4 +699,4 @@ class Session:
         self._step.take(optimizer)
         if not use.stepped:
             self._step.end()
-        use.stepped, use.waits = True, False
+        use.stepped = True

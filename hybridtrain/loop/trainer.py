@@ -27,7 +27,7 @@ from hybridtrain.checkpoint import (
 )
 from hybridtrain.data import Batch, EvalLoader, Loader, as_loader, take
 from hybridtrain.errors import CheckpointError, ConfigError, DivergedError, Interrupted
-from hybridtrain.launch import activity
+from hybridtrain.launch import Phase, activity
 from hybridtrain.loop.callbacks.base import Callback, CallbackStates
 from hybridtrain.loop.callbacks.tracker import Tracker, call_hook
 from hybridtrain.loop.checkpoints import BestCheckpoint, RunCheckpoints
@@ -42,7 +42,7 @@ from hybridtrain.loop.evaluation import evaluate, predict
 from hybridtrain.loop.interruption import Interruptions
 from hybridtrain.loop.run_stats import RunStats
 from hybridtrain.loop.throughput import Throughput
-from hybridtrain.loss import LossFn, Metric, StepWeights
+from hybridtrain.loss import LossFn, Metric
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.options import TrainerOptions, check_names
 from hybridtrain.step import OptimizerStep, check_sharded, learning_rates
@@ -236,9 +236,7 @@ class Trainer:
         """
         raise NotImplementedError
 
-    def training_step(
-        self, batches: Sequence[Batch], weights: StepWeights, timeline: bool
-    ) -> list[TrainStepResult]:
+    def training_step(self, batches: Sequence[Batch], timeline: bool) -> list[TrainStepResult]:
         """Runs forward, loss and backward of the batches of a step; for subclasses.
 
         Whether the optimizer may step, clipping, the loss scale and the schedule stay the
@@ -246,26 +244,31 @@ class Trainer:
 
         Args:
             batches: this replica's, `accumulate` of them or fewer.
-            weights: of each batch in the step; see `HybridModel.step_weights`.
             timeline: whether to record the batches.
 
         Returns:
             the result of each batch. The gradients are in `parameter.grad`, averaged over the
             replicas.
         """
-        last = len(batches) - 1
         return [
-            self.model.train_step(
-                batch.inputs,
-                batch.targets,
-                self.loss_fn,
-                weight=weights[index],
-                sync=index == last,
-                scale_loss=self.scaler.scale,
-                timeline=timeline,
-            )
-            for index, batch in enumerate(batches)
+            self.train_step(batch.inputs, batch.targets, timeline=timeline) for batch in batches
         ]
+
+    def train_step(self, inputs: Any, targets: Any, *, timeline: bool = False) -> TrainStepResult:
+        """Runs forward, loss and backward of the next batch; for a `training_step`.
+
+        The batches of the step come in their order, with their weights in the mean of the step. The
+        last one averages the gradients over the replicas.
+
+        Args:
+            inputs: of the batch, which may be changed.
+            targets: likewise, if as many of them count.
+            timeline: whether to record the batch.
+
+        Raises:
+            BatchError: the step has no further batch.
+        """
+        return self._step.train_step(inputs, targets, timeline=timeline)
 
     def _tell(self, hook: str, *args: object) -> None:
         """Calls a hook of all callbacks, the trackers last."""
@@ -278,7 +281,7 @@ class Trainer:
 
         For the launcher would send the others a signal, in the middle of their last lines.
         """
-        phase_before, interrupted = activity.phase, False
+        work_before, interrupted = activity.work, False
         try:
             yield
         except BaseException as error:
@@ -290,7 +293,7 @@ class Trainer:
                     _log.exception("on_exception of %s has failed", type(callback).__name__)
             raise
         finally:
-            activity.now(phase_before)
+            activity.set(work_before)
             stream.close()
             with ExitStack() as ends:  # all of them, even if one fails
                 for callback in reversed(self.callbacks):
@@ -373,7 +376,7 @@ class Trainer:
             return
         saved = self._checkpoints.step == self.step
         if again or not saved:
-            activity.now(f"step {self.step}: save")
+            activity.now(Phase.SAVE, self.step)
             # weights that the last step could not be taken with may be at fault
             prune = not self._finite.skipping
             required = required and not saved
@@ -587,13 +590,13 @@ class Trainer:
         start, number = self.train.position, self.step
         try:
             self._stats.begin_step(timeline)
-            activity.now(f"step {self.step + 1}: data")
+            activity.now(Phase.DATA, self.step + 1)
             batches = take(stream, self.options.accumulate)
             self._stats.end_phase("data")
-            activity.now(f"step {self.step + 1}: train")
+            activity.now(Phase.TRAIN, self.step + 1)
             self._between_steps = False
-            weights = self._step.begin(batches, self.loss_fn)
-            results = self._training_step(self, batches, weights, timeline)
+            self._step.begin(batches, self.loss_fn)
+            results = self._training_step(self, batches, timeline)
             if len(results) != len(batches):
                 raise ConfigError(
                     f"training_step has returned {len(results)} results for {len(batches)} "
@@ -699,11 +702,11 @@ class Trainer:
         """
         if self.evaluation is None or self._ended or self._evaluation_is_due():
             return
-        activity.now(f"step {self.step}: evaluate")
+        activity.now(Phase.EVALUATE, self.step)
         draws = default_generators()
         with self._evaluation_context():
             evaluate(self.model, self.evaluation, self.loss_fn, self.metrics, one_batch=True)
-        activity.forget("evaluate")
+        activity.forget(Phase.EVALUATE)
         for metric in self.metrics.values():
             metric.reset()
         rewind(draws)
@@ -711,7 +714,7 @@ class Trainer:
     def _evaluate_in_run(self) -> bool:
         """Evaluates and reports, unless somebody stops the run; returns whether to save."""
         assert self.evaluation is not None
-        activity.now(f"step {self.step}: evaluate")
+        activity.now(Phase.EVALUATE, self.step)
         share = getattr(self.evaluation, "samples", None)
         with self._evaluation_context():
             result = evaluate(

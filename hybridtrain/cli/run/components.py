@@ -15,7 +15,6 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
-from hybridtrain._base.rank_differences import RankFacts
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.keys import errors_with_config_keys, unknown_key
 from hybridtrain.cli.config.schema import GROUP_KEYS, LOADER_KEYS, Config
@@ -83,22 +82,23 @@ def load_data(config: Config, world: World) -> DataSplits:
             f"or set data.predict_path= to a file that all of them read"
         )
     download = bool(config.data.get("download"))
-    data = world.on_main(lambda: load(download))
     first_of_node = world.local_rank == 0
-    everyones: list[str | RankFacts | None] = []
-    for first in (True, False) if download else (None,):
-        failure = None
-        if not world.is_main and first in (None, first_of_node):
-            try:
-                data = load(download and first_of_node)
-            except UserError as error:
-                failure = f"rank {world.rank} on {socket.gethostname()}: {error}"
-        facts = None if first or world.size == 1 or failure else facts_of(config, data)
-        everyones = world.gather(failure or facts)
-        for failed in everyones:
-            if isinstance(failed, str):
-                raise DataError(failed)
-    check_facts([each for each in everyones if isinstance(each, RankFacts)], config)
+    data = world.on_main(lambda: load(download))
+
+    def load_here() -> DataSplits:
+        try:
+            return load(download and first_of_node)
+        except UserError as error:
+            raise DataError(f"rank {world.rank} on {socket.gethostname()}: {error}") from error
+
+    # with a download, the first process of each node loads before the others of it
+    for loads in (first_of_node, not first_of_node) if download else (True,):
+        if world.is_main or not loads:
+            world.on_all(lambda: None)
+        else:
+            data = world.on_all(load_here)
+    if world.size > 1:
+        check_facts(world.gather(facts_of(config, data)), config)
     assert data is not None
     return data
 

@@ -28,12 +28,12 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from hybridtrain import __version__
+from hybridtrain._base.problem import copied_problem
 from hybridtrain._base.text_table import printable
 from hybridtrain.cli.run.colour import with_red_error
 from hybridtrain.errors import (
     DataError,
     Interrupted,
-    Rank0UserError,
     UserError,
     WorldError,
 )
@@ -81,7 +81,7 @@ def report(error: BaseException) -> int:
         at = time.time()
         _write_to_log(error)
         if watchdog is None and launch is not None and size > 1:
-            if not isinstance(error, Rank0UserError):
+            if copied_problem(error) is None:
                 _report_before_meeting(launch, text, line, at)
         else:
             _say(text, line, at)
@@ -101,7 +101,8 @@ def report(error: BaseException) -> int:
     name = f"rank {rank}"
     with suppress(RuntimeError):  # the store has ended
         name = watchdog.short_name(watchdog.job, rank)
-    if isinstance(error, DataError):  # a file may be missing on one node alone
+    if isinstance(error, DataError) and copied_problem(error) is None:
+        # a file may be missing on one node alone
         text, line = f"{text}, on {name}", f"{line}, on {name}"
     own = Failure(rank, line if isinstance(error, UserError) else f"{name}: {line}", code)
     try:

@@ -44,7 +44,8 @@ from hybridtrain.loop import evaluate
 from hybridtrain.loss import Accuracy, cross_entropy
 from hybridtrain.pipeline import read_timelines, timeline
 from hybridtrain.schedule import Account
-from hybridtrain.step.non_finite import StepRecord, find_origin
+from hybridtrain.step.in_progress import StepInProgress
+from hybridtrain.step.non_finite import find_origin
 
 torch.set_num_threads(1)
 cells = Cells()
@@ -478,7 +479,7 @@ def _not_finite(world):
             if name == "1.linear.weight":
                 parameter[0, 0] = math.nan
     inputs, targets = tokens(4)
-    trained = StepRecord(1, [(inputs, targets)], token_loss, ours.rng.step)
+    trained = StepInProgress(1, [(inputs, targets)], token_loss, ours.rng.step)
     ours.train_step(inputs, targets, token_loss)
     where = find_origin(ours, trained, token_loss)
     assert "stage 0, layer '1.linear': its parameter 'weight' is not finite" in where

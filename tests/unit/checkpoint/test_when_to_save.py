@@ -455,7 +455,7 @@ def test_signals_are_listened_to_until_an_interrupted_run_is_closed(tmp_path):
 
     class Closing(After):
         def on_end(self, run):
-            seen.append((signal.getsignal(signal.SIGTERM), activity.phase))
+            seen.append((signal.getsignal(signal.SIGTERM), activity.work))
 
     before = signal.getsignal(signal.SIGTERM)
     closing = Closing({2}, lambda: os.kill(os.getpid(), signal.SIGTERM))

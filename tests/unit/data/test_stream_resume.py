@@ -14,7 +14,7 @@ from hybridtrain.data.agreement import OwnLoader
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.data.stream import StreamLoader
 from hybridtrain.errors import ConfigError, DataError
-from hybridtrain.launch.activity import activity
+from hybridtrain.launch.activity import Phase, activity
 from hybridtrain.loss import cross_entropy
 from hybridtrain.options import LoaderOptions
 
@@ -213,18 +213,18 @@ def test_a_resumed_stream_may_take_as_long_as_it_needs_to_its_place(own):
     class Watched(Plain):
         def __iter__(self):
             for each in super().__iter__():
-                phases.append(activity.phase)
+                phases.append(str(activity.work))
                 yield each
 
     world = World.from_env(devices="cpu")
     source = DataLoader(Watched(), 4) if own else Watched()
     loader = OwnLoader(source, world) if own else StreamLoader(source, 4, world)
     for batch, expected in ((0, "step 1: data"), (3, "setup")):
-        activity.now("step 1: data")
+        activity.now(Phase.DATA, 1)
         loader.seek(0, batch * loader.batch_size)
         stream = loader.stream()
         next(stream)
         stream.close()
         assert set(phases) == {expected}
         phases.clear()
-    activity.now(None)
+    activity.set(None)

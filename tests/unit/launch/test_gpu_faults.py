@@ -18,8 +18,8 @@ from torch import nn
 from hybridtrain import HybridModel, World
 from hybridtrain._base.accelerator import Cuda
 from hybridtrain._base.devices import check_not_shared
+from hybridtrain.checkpoint.host_copies import HostCopies
 from hybridtrain.checkpoint.state import checkpoint_files
-from hybridtrain.checkpoint.state_table import HostCopies
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.run import build
 from hybridtrain.data import as_loader

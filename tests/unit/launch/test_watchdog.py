@@ -10,7 +10,7 @@ import pytest
 from hybridtrain._base.torch_private import HashStore
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.launch import job, watchdog
-from hybridtrain.launch.activity import Activity, activity, end_process
+from hybridtrain.launch.activity import Activity, Phase, activity, end_process
 from hybridtrain.launch.job import (
     EXIT_STALLED,
     Failure,
@@ -59,15 +59,15 @@ def test_each_run_of_a_process_may_take_longer_in_its_first_steps():
     watch = Watchdog(Job(None, 0, 1), 10, 600, record)
     record.steps = 50  # of a run before, or of a user's own calls
     for again in range(2):
-        record.now("setup")
+        record.now(Phase.SETUP)
         record.steps += 100  # an evaluation before the first step
-        record.now("step 1: train")
-        assert watch._limit(record.phase) == 40, again
+        record.now(Phase.TRAIN, 1)
+        assert watch._limit(record.work) == 40, again
         record.steps += 3
-        record.now("step 4: train")
-        assert watch._limit(record.phase) == 10
-        record.now("step 4: evaluate")
-        assert watch._limit(record.phase) == 40
+        record.now(Phase.TRAIN, 4)
+        assert watch._limit(record.work) == 10
+        record.now(Phase.EVALUATE, 4)
+        assert watch._limit(record.work) == 40
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -94,7 +94,7 @@ def test_an_end_waits_for_the_checkpoint_that_is_being_written(tmp_path, ends, b
 def test_a_process_that_stands_at_a_breakpoint_does_not_stand_still(ends, monkeypatch):
     at_breakpoint, looked = threading.Event(), threading.Event()
     record, ended = Activity(), []
-    record.now("step 9: train")
+    record.now(Phase.TRAIN, 9)
     watch = Watchdog(Job(None, 0, 1), 0.01, 600, record)
     monkeypatch.setattr(watch, "_end", lambda failure: ended.append(failure) or watch._ended.set())
     monkeypatch.setattr(watchdog, "_TICK_S", 0.01)
@@ -116,10 +116,10 @@ def test_a_save_that_stands_still_is_not_waited_for(ends):
     watch = Watchdog(Job(None, 0, 1), 10, 600)
     watch.exit_code = EXIT_STALLED
     with activity.saving():
-        activity.now("step 3: save")
+        activity.now(Phase.SAVE, 3)
         with pytest.raises(Ended):
             watch.end(Failure(0, "rank 0 has stood still", EXIT_STALLED))
-    activity.now(None)
+    activity.set(None)
 
 
 def test_the_watchdog_ends_a_run_whose_terminal_is_gone(ends, monkeypatch):
@@ -169,7 +169,7 @@ def test_a_process_ends_of_a_failure_also_where_the_store_has_gone(ends, monkeyp
 def test_what_a_process_was_doing_last_is_said_in_words_of_its_schedule():
     record = Activity()
     assert summary(record) == "in 'no phase of training'"
-    record.now("step 3: train")
+    record.now(Phase.TRAIN, 3)
     lanes = record.begin_step(2)
     lanes[0].begin(Action("B", 0, 5))
     lanes[0].wait(True)
@@ -184,11 +184,11 @@ def test_the_first_evaluation_as_a_whole_may_take_longer():
     record = Activity()
     watch = Watchdog(Job(None, 0, 1), 10, 600, record)
     for limit in (40, 10):
-        record.now("step 50: train")
+        record.now(Phase.TRAIN, 50)
         record.steps += 50
-        record.now("step 50: evaluate")
+        record.now(Phase.EVALUATE, 50)
         record.steps += 20  # done with its part, it waits for the first batch of another one
-        assert watch._limit(record.phase) == limit
+        assert watch._limit(record.work) == limit
 
 
 def test_rank_0_of_an_interrupted_run_ends_after_the_others_but_does_not_wait_for_ever() -> None:

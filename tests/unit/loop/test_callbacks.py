@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -344,19 +345,31 @@ def test_the_best_weights_are_kept_and_the_others_removed(tmp_path):
 
 
 def test_a_step_of_the_users_own_that_returns_too_little_is_named():
-    def step(trainer, batches, weights, timeline):
-        return Trainer.training_step(trainer, batches, weights, timeline)[:1]
+    def step(trainer, batches, timeline):
+        return Trainer.training_step(trainer, batches, timeline)[:1]
 
     with pytest.raises(ConfigError, match="training_step has returned 1 results for 2 batches"):
         trainer(training_step=step, accumulate=2).fit()
 
 
+def test_the_results_that_a_step_of_the_users_own_returns_are_those_of_the_run():
+    def step(trainer, batches, timeline):
+        results = Trainer.training_step(trainer, batches, timeline)
+        return [replace(result, loss=2 * result.loss) for result in results]
+
+    ours, theirs = trainer(training_step=step), trainer()
+    for each in (ours, theirs):
+        each.fit()
+    assert ours.results["train_loss"] == 2 * theirs.results["train_loss"]
+    assert_same_run(ours, theirs)
+
+
 def test_a_step_of_the_users_own_need_not_record_a_timeline(tmp_path):
-    def step(trainer, batches, weights, timeline):
+    def step(trainer, batches, timeline):
         (batch,) = batches
         loss = trainer.loss_fn(trainer.model.net(batch.inputs), batch.targets)
         loss.backward()
-        return [TrainStepResult(loss.detach(), batch.samples, None, weights[0].count)]
+        return [TrainStepResult(loss.detach(), batch.samples, None, batch.samples)]
 
     ours = trainer(training_step=step, nb_part=1, chunks=1, timeline_every=2)
     theirs = trainer(nb_part=1, chunks=1, timeline_every=2)
@@ -390,9 +403,9 @@ def test_a_loss_of_a_subclass_is_that_of_the_function():
 def test_a_step_of_the_users_own_keeps_what_is_the_trainers():
     calls = []
 
-    def step(trainer, batches, weights, timeline):
+    def step(trainer, batches, timeline):
         calls.append(trainer.step)
-        return Trainer.training_step(trainer, batches, weights, timeline)
+        return Trainer.training_step(trainer, batches, timeline)
 
     ours = trainer(training_step=step, clip_norm=0.1)
     ours.fit()

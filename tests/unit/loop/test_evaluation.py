@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from hybridtrain import HybridModel, World
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.errors import ConfigError
-from hybridtrain.launch.activity import activity
+from hybridtrain.launch.activity import Phase, Work, activity
 from hybridtrain.loop import evaluate, predict
 from hybridtrain.loss import METRICS, accuracy, cross_entropy, nll
 from hybridtrain.observe import MetricsFile
@@ -147,20 +147,20 @@ def test_a_trainer_evaluates_again_after_its_run_has_ended(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == lines
 
 
-@pytest.mark.parametrize("before", ["setup", "step 4: evaluate", None])
+@pytest.mark.parametrize("before", [Work(Phase.SETUP), Work(Phase.EVALUATE, 4), None])
 def test_an_evaluation_outside_of_training_is_watched(before):
     ours = trainer()
     phases = []
 
     def loss(outputs, targets):
-        phases.append(activity.phase)
+        phases.append(activity.work.phase)
         return cross_entropy(outputs, targets)
 
-    activity.now(before)
+    activity.set(before)
     evaluate(ours.model, EvalLoader(data(4), 4, ours.world), loss, {})
-    assert activity.phase == before
-    assert {phase.rpartition(": ")[2] for phase in phases} == {"evaluate"}
-    activity.now(None)
+    assert activity.work == before
+    assert set(phases) == {Phase.EVALUATE}
+    activity.set(None)
 
 
 def test_a_metric_is_left_as_it_came():
