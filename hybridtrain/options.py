@@ -17,7 +17,7 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 from hybridtrain.errors import ConfigError, SplitError, check_choice, did_you_mean
-from hybridtrain.schedule import SCHEDULES, Placement, placement_of
+from hybridtrain.schedule import Placement, registered, schedule_names
 
 SplitSpec = str | Sequence[int] | Sequence[str] | Sequence[Sequence[str]]
 CheckpointSpec = str | Sequence[str] | Mapping[str, int]
@@ -80,7 +80,7 @@ class PipelineOptions:
     """Micro-batches that a batch is cut into along dim 0; fewer if it has fewer samples."""
     schedule: str = "1f1b"
     """The order of forwards and backwards: `1f1b`, `gpipe`; with backwards in two parts `zb-h1`,
-    and `zb-v`, which needs `stages_per_device=2`."""
+    and `zb-v`, which needs `stages_per_device=2`; or the name of a user-defined schedule."""
     split: SplitSpec = "uniform"
     """The measure that the largest stage should be small in: `uniform` (number of layers), `size`
     (parameters), `time`, `memory` or `balanced` (what each layer is measured to cost); `manual`: as
@@ -132,12 +132,12 @@ class PipelineOptions:
     @property
     def placement(self) -> Placement:
         """The layout of stages over the devices that the schedule needs."""
-        return placement_of(self.schedule)
+        return registered(self.schedule).placement
 
     def __post_init__(self) -> None:
         if self.schedule in ("search", "search-v"):
             raise ConfigError(f"schedule={self.schedule} was removed: take zb-v")
-        check_choice("schedule", self.schedule, SCHEDULES)
+        check_choice("schedule", self.schedule, schedule_names())
         check_choice("batch_norm", self.batch_norm, BATCH_NORM_MODES)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("shard", self.shard, SHARD_MODES)

@@ -9,14 +9,7 @@ from functools import lru_cache
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import SHARD_MODES
-from hybridtrain.schedule import (
-    SCHEDULES,
-    STAGES_PER_DEVICE,
-    Placement,
-    place_of,
-    placement_of,
-    splits_backwards,
-)
+from hybridtrain.schedule import SCHEDULES, Placement, place_of, registered
 
 ENGINES = ("local", "distributed")
 
@@ -68,12 +61,12 @@ class Layout:
     @property
     def splits_backwards(self) -> bool:
         """True if backwards run in two parts: what is recomputed does not."""
-        return splits_backwards(self.schedule) and self.checkpoint == "never"
+        return registered(self.schedule).splits_backward and self.checkpoint == "never"
 
     @property
     def devices(self) -> tuple[int, ...]:
         """The number of each stage's device, among those of the pipeline."""
-        return _devices(self.stages, self.nb_part, placement_of(self.schedule))
+        return _devices(self.stages, self.nb_part, registered(self.schedule).placement)
 
     @property
     def recomputed(self) -> float:
@@ -168,15 +161,15 @@ def _schedules(
         for v in choices.stages_per_device:
             if v != 1 and (nb_part == 1 or nb_part * v > layers):
                 continue
-            if STAGES_PER_DEVICE.get(schedule, v) != v:
+            if registered(schedule).stages_per_device not in (None, v):
                 continue
-            if v == 1 or placement_of(schedule) == "v" or chunks % nb_part == 0:
+            if v == 1 or registered(schedule).placement == "v" or chunks % nb_part == 0:
                 yield schedule, v
 
 
 def _checkpoints(schedule: str, choices: Choices) -> Sequence[str]:
     """Returns the modes to look at: what is recomputed gains nothing by backwards in two parts."""
-    if not splits_backwards(schedule):
+    if not registered(schedule).splits_backward:
         return choices.checkpoint
     if len(choices.schedule) > 1 and "never" in choices.checkpoint:
         return ["never"]

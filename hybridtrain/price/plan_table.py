@@ -28,7 +28,7 @@ from hybridtrain.price.fully_sharded import FullySharded, fully_sharded
 from hybridtrain.price.layout import Choices, StepWork
 from hybridtrain.price.price import ALIKE, Price, find_layouts
 from hybridtrain.price.stage_needs import planned_costs, stage_times
-from hybridtrain.schedule import Span, Spans, make_schedule, placement_of
+from hybridtrain.schedule import Span, Spans, make_schedule, registered
 
 # Models of so many parameters are trained with tensor parallelism elsewhere.
 _LARGE = 10e9
@@ -170,7 +170,7 @@ class PricedPlans:
         costs = planned_costs(table, self.hardware, self.work, layout, price.counts)
         processes = layout.nb_part if layout.engine == "distributed" else 1
         owners = StageOwners(("cpu",) * layout.nb_part, processes, layout.replicas).placed(
-            placement_of(layout.schedule)
+            registered(layout.schedule).placement
         )
         bounds = pairwise(accumulate(price.counts, initial=0))
         return Plan(

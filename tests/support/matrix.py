@@ -25,7 +25,7 @@ from hybridtrain._base.microbatch import chunk_sizes, split
 from hybridtrain._base.precision import AUTOCAST, autocast
 from hybridtrain.graph.segment import layers_of
 from hybridtrain.pipeline.layer_rng import LayerRNG
-from hybridtrain.schedule import STAGES_PER_DEVICE
+from hybridtrain.schedule import registered
 
 from .compare import micro_batches
 from .nets import CASES, Case
@@ -86,7 +86,7 @@ def cells() -> list[Cell]:
 
 def can_be(row: list[Any]) -> bool:
     """Whether the schedule of a row, which may still be incomplete, has its stages per device."""
-    return len(row) < 5 or row[2] == STAGES_PER_DEVICE.get(row[4], row[2])
+    return len(row) < 5 or registered(row[4]).stages_per_device in (None, row[2])
 
 
 def random_cells(count: int) -> list[Cell]:

@@ -46,7 +46,7 @@ def new(arguments: Sequence[str]) -> int:
 
 
 def _write(folder: Path, name: str) -> None:
-    with as_file(files("hybridtrain.cli").joinpath("template")) as template:
+    with as_file(files("hybridtrain.cli.commands").joinpath("template")) as template:
         for source in sorted(path for path in template.rglob("*") if path.is_file()):
             inner = str(source.relative_to(template)).removesuffix(".txt")
             path = folder / inner.replace("package", name, 1)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from hybridtrain.data import (
     example_batch,
     is_stream,
 )
-from hybridtrain.errors import check_choice
+from hybridtrain.errors import ConfigError, check_choice, did_you_mean
 from hybridtrain.launch import raise_on_signals
 from hybridtrain.loop import Monitor, Monitors, TrainerOptions
 from hybridtrain.loss import LossFn
@@ -51,6 +52,7 @@ from hybridtrain.model import HybridModel
 from hybridtrain.observe import MetricsFile, Progress, TimelineFiles
 from hybridtrain.options import LoaderOptions, PipelineOptions
 from hybridtrain.pipeline import ENGINES
+from hybridtrain.schedule import schedule_names
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
@@ -256,6 +258,7 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
 def checked_options(config: Config) -> RunOptions:
     """Makes what needs neither processes nor data, and so finds what is wrong there."""
     check(config)
+    _register_schedule(config)
     parse_init_from(config.init_from)
     check_choice("world.engine", config.world.engine, ENGINES)
     check_choice("world.inner", config.world.inner, ("pp", "dp"))
@@ -274,6 +277,30 @@ def checked_options(config: Config) -> RunOptions:
         settings = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
         loader_options = LoaderOptions(**settings)
     return RunOptions(pipeline_options, trainer_options, loader_options, loss_fn, metrics)
+
+
+def _register_schedule(config: Config) -> None:
+    """Imports the user's packages if the schedule must be registered by one of them.
+
+    Raises:
+        ConfigError: a package cannot be imported, or none of them registers the schedule.
+    """
+    name, packages = config.pipeline.schedule, config.allow_targets
+    if name in schedule_names():
+        return
+    for package in packages:
+        try:
+            import_module(package)
+        except ImportError as error:
+            raise ConfigError(
+                f"pipeline.schedule={name} is not a schedule of hybridtrain, and "
+                f"allow_targets={package} cannot be imported: {error}"
+            ) from error
+    if packages and name not in schedule_names():
+        raise ConfigError(
+            f"pipeline.schedule={name} is unknown, and importing {', '.join(packages)} does not "
+            f"register it (@hybridtrain.schedule.schedule): {did_you_mean(name, schedule_names())}"
+        )
 
 
 def build_files(directory: RunDirectory) -> Monitor:
