@@ -29,7 +29,6 @@ from hybridtrain.schedule import registered
 
 from .compare import micro_batches
 from .nets import CASES, Case
-from .thread_choice import InTurn, threads_of
 
 STEPS = 3
 SEED = 5
@@ -122,18 +121,17 @@ def compared(
     case = CASES[cell.case]
     device = torch.device(devices if isinstance(devices, str) else devices[0])
     base = case.net().to(device)
-    with threads_of(InTurn):
-        model = HybridModel(
-            copy.deepcopy(base),
-            World.from_env(cell.nb_part, devices, timeout_s=60, **world),
-            stages_per_device=cell.stages_per_device,
-            chunks=cell.chunks,
-            schedule=cell.schedule,
-            max_inflight=cell.max_inflight,
-            checkpoint={"every": 2} if cell.checkpoint == "every-2" else cell.checkpoint,
-            precision=cell.precision,
-            seed=SEED,
-        )
+    model = HybridModel(
+        copy.deepcopy(base),
+        World.from_env(cell.nb_part, devices, timeout_s=60, **world),
+        stages_per_device=cell.stages_per_device,
+        chunks=cell.chunks,
+        schedule=cell.schedule,
+        max_inflight=cell.max_inflight,
+        checkpoint={"every": 2} if cell.checkpoint == "every-2" else cell.checkpoint,
+        precision=cell.precision,
+        seed=SEED,
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     reference = Unsplit(base, case, cell, replicas)
     exact = replicas == 1 and cell.case != "tied_gpt" and device.type == "cpu"

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from support.slow import SlowData, SlowLinear
-from support.thread_choice import InTurn, threads_of
 from torch import nn
 
 from hybridtrain import HybridModel, Trainer, World
@@ -171,7 +170,7 @@ def test_a_bubble_is_answered_with_more_micro_batches_and_what_they_would_bring(
 
 @pytest.mark.parametrize("batches", [1, 4])
 def test_a_price_does_not_count_the_all_reduce_as_won(batches):
-    step = trained(stages=(2e-3, 2e-3), chunks=2)._stats._usual.typical
+    step = trained(stages=(2e-3, 2e-3), chunks=2)._stats._recorded.typical
     won = step.account.total - advice._smaller_microbatches(step).seconds
     wait, last = 0.5, step.schedule.chunks - 1
     spans = [
@@ -183,34 +182,6 @@ def test_a_price_does_not_count_the_all_reduce_as_won(batches):
     price = advice._smaller_microbatches(step).seconds
     # of each batch as much as before
     assert account.total - price == pytest.approx(batches * won, rel=0.3)
-
-
-def test_one_thread_for_all_lanes_is_no_waiting_of_devices():
-    trainer = trained(stages=(1e-4, 1e-4))
-    timeline = trainer._stats._timelines[-1]
-    timeline.in_one_thread = True
-    first, second = trainer._stats._accounts_in_pipeline(timeline)
-    assert first == second
-    assert first.bubble == first.imbalance == first.messages == 0
-
-
-class Changing(InTurn):
-    """One thread, and a thread for each lane, in turn, in recorded steps too."""
-
-    def one_thread_for(self, recorded):
-        return self.one_thread
-
-
-def test_the_means_are_of_steps_that_ran_as_most_did():
-    with threads_of(Changing):
-        trainer = trained(steps=10, log_every=2)  # the others change the way to run
-    recorded = trainer._stats._recorded
-    assert {way: len(of.bubbles) for way, of in recorded.items()} == {True: 3, False: 2}
-    usual = recorded[True]
-    assert trainer.summary()["bubble_fraction"] == pytest.approx(sum(usual.bubbles) / 3)
-    total = sum(device.account.total for device in usual.accounts) / 2  # of three steps
-    assert trainer.account["step_ms"] == pytest.approx(total / 3 * 1e3)
-    assert trainer.account["mean"]["bubble"] == 0
 
 
 def test_an_error_in_the_advice_costs_a_sentence_and_no_run(monkeypatch):
@@ -244,7 +215,7 @@ CASES = {
 
 @pytest.mark.parametrize("part", advice._PROPOSALS)
 def test_every_kind_of_advice_says_what_a_step_takes_with_it_and_without(part):
-    step = trained(**CASES[part])._stats._usual.typical
+    step = trained(**CASES[part])._stats._recorded.typical
     (proposal,) = [each for each in advice.advise(step) if each.part == part]
     now, then = step.account.total * 1e3, proposal.seconds * 1e3
     assert f"{then:.4g} ms instead of {now:.4g}" in proposal.text
@@ -256,7 +227,7 @@ def test_a_run_in_which_all_is_well_is_told_nothing():
 
 
 def test_advice_is_of_no_step_that_was_interrupted_and_of_none_with_a_short_batch():
-    step = trained(stages=(2e-3,), chunks=1)._stats._usual.typical
+    step = trained(stages=(2e-3,), chunks=1)._stats._recorded.typical
     late = replace(step, account=step.account._replace(data=step.account.data + 0.5))
     assert any("waiting for data" in proposal.text for proposal in advice.advise(late))
     recorded = run_stats._Recorded()
