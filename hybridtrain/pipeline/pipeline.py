@@ -25,7 +25,6 @@ from hybridtrain.graph import Segment, VariantCut
 from hybridtrain.launch import activity, second_signal_ends
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import Plan, PlannedLayers
-from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy, whole_stages
 from hybridtrain.pipeline.agreement import check_frozen_alike
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.engine import Head, Source, Step
@@ -42,6 +41,7 @@ from hybridtrain.pipeline.placement import (
     tied_parameters,
     ties_of,
 )
+from hybridtrain.pipeline.recompute import recompute_policy, whole_stages
 from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.ties import tied_uses
@@ -98,7 +98,7 @@ class Pipeline:
         self._net = net
         self._world = world
         self._options = options
-        self._policy = checkpoint_policy(options.checkpoint, [layer.name for layer in layers])
+        self._policy = recompute_policy(options.recompute, [layer.name for layer in layers])
         shared = len(set(world.devices)) < len(world.devices) or world.devices[0].type != "cuda"
         self.rng = LayerRNG(
             options.seed,
@@ -224,10 +224,10 @@ class Pipeline:
         """
         if self._options.broadcast_buffers:
             self.sync_buffers()
-        checkpointed = whole_stages(self._policy.mode, schedule.chunks)
+        recomputed = whole_stages(self._policy.mode, schedule.chunks)
         training = self._net.training
         state = ThreadState.capture()
-        step = Step(schedule, source, head, state, checkpointed, reduce, timeline, training)
+        step = Step(schedule, source, head, state, recomputed, reduce, timeline, training)
         for stage in self.stages:
             if self.watches_state:
                 stage.begin_step((schedule.chunks, training), self._policy.is_active)

@@ -12,10 +12,10 @@ from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer, Segment, SegmentGraph, VariantCut, works_in_place
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import StageOwners
-from hybridtrain.pipeline.activation_checkpoint import CheckpointPolicy
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import Link
+from hybridtrain.pipeline.recompute import RecomputePolicy
 from hybridtrain.pipeline.reducer import StageReducer
 from hybridtrain.pipeline.stage import Connection, Stage
 from hybridtrain.pipeline.ties import (
@@ -37,7 +37,7 @@ def build_stages(
     options: PipelineOptions,
     groups: Sequence[ProcessGroup | None],
     rng: LayerRNG,
-    policy: CheckpointPolicy,
+    policy: RecomputePolicy,
 ) -> list[Stage]:
     """Brings the layers of this process's stages to their devices, and rank 0's values to all."""
     owners = world.stage_owners.placed(options.placement)
@@ -85,7 +85,7 @@ def connections_of(
     options: PipelineOptions,
     groups: Sequence[ProcessGroup | None],
     rng: LayerRNG,
-    policy: CheckpointPolicy,
+    policy: RecomputePolicy,
     tied: Collection[int],
 ) -> list[Connection]:
     """Returns how the layers of each stage run, and what crosses its borders."""

@@ -40,7 +40,7 @@ class Layout:
     Attributes:
         nb_part: devices of a pipeline.
         replicas: copies of the pipeline.
-        checkpoint: `never`, `always` or `layers`, of which a price says the layers; `except_last`
+        recompute: `never`, `always` or `layers`, of which a price says the layers; `except_last`
             is priced too.
     """
 
@@ -50,7 +50,7 @@ class Layout:
     chunks: int = 1
     schedule: str = "1f1b"
     stages_per_device: int = 1
-    checkpoint: str = "never"
+    recompute: str = "never"
     shard: str = "none"
 
     @property
@@ -61,7 +61,7 @@ class Layout:
     @property
     def splits_backwards(self) -> bool:
         """True if backwards run in two parts: what is recomputed does not."""
-        return registered(self.schedule).splits_backward and self.checkpoint == "never"
+        return registered(self.schedule).splits_backward and self.recompute == "never"
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -71,9 +71,9 @@ class Layout:
     @property
     def recomputed(self) -> float:
         """The forwards that a backward computes again, on average over the micro-batches."""
-        if self.checkpoint == "except_last":
+        if self.recompute == "except_last":
             return (self.chunks - 1) / self.chunks
-        return float(self.checkpoint == "always")
+        return float(self.recompute == "always")
 
     @property
     def communicators(self) -> int:
@@ -106,7 +106,7 @@ class Choices:
     chunks: Sequence[int] | None = None
     schedule: Sequence[str] = SCHEDULES
     stages_per_device: Sequence[int] = (1, 2, 4)
-    checkpoint: Sequence[str] = ("never", "layers", "always")
+    recompute: Sequence[str] = ("never", "layers", "always")
     shard: Sequence[str] = SHARD_MODES
 
 
@@ -147,10 +147,10 @@ def _all(hardware: Hardware, work: StepWork, layers: int, choices: Choices) -> I
                 if choices.chunks is None and of_replica % chunks:
                     continue
                 for schedule, v in _schedules(nb_part, chunks, layers, choices):
-                    for checkpoint in _checkpoints(schedule, choices):
+                    for recompute in _recompute_modes(schedule, choices):
                         for shard in choices.shard if replicas > 1 else ("none",):
                             yield Layout(
-                                nb_part, replicas, engine, chunks, schedule, v, checkpoint, shard
+                                nb_part, replicas, engine, chunks, schedule, v, recompute, shard
                             )
 
 
@@ -167,13 +167,13 @@ def _schedules(
                 yield schedule, v
 
 
-def _checkpoints(schedule: str, choices: Choices) -> Sequence[str]:
+def _recompute_modes(schedule: str, choices: Choices) -> Sequence[str]:
     """Returns the modes to look at: what is recomputed gains nothing by backwards in two parts."""
     if not registered(schedule).splits_backward:
-        return choices.checkpoint
-    if len(choices.schedule) > 1 and "never" in choices.checkpoint:
+        return choices.recompute
+    if len(choices.schedule) > 1 and "never" in choices.recompute:
         return ["never"]
-    return [mode for mode in choices.checkpoint if mode != "layers"]
+    return [mode for mode in choices.recompute if mode != "layers"]
 
 
 def divisors(number: int) -> list[int]:

@@ -61,7 +61,7 @@ class PricedPlans:
         lines: list[tuple[str, ...]] = [
             (
                 *("step ms", "samples/s", "idle", "memory", "nb_part", "replicas", "chunks"),
-                *("stages/device", "schedule", "engine", "checkpoint", "shard", "binds"),
+                *("stages/device", "schedule", "engine", "recompute", "shard", "binds"),
             )
         ]
         for price in self.prices:
@@ -180,7 +180,7 @@ class PricedPlans:
             chunks=layout.chunks,
             nb_part=layout.nb_part,
             stages_per_device=layout.stages_per_device,
-            checkpoint=self.checkpoint(number),
+            recompute=self.recompute(number),
             expand=[],
             costs_from=table.costs_from,
             stages=[
@@ -196,11 +196,11 @@ class PricedPlans:
             ],
         )
 
-    def checkpoint(self, number: int = 0) -> str | list[str]:
-        """Returns the option `checkpoint` of the layout `number`: a mode, or names of layers."""
+    def recompute(self, number: int = 0) -> str | list[str]:
+        """Returns the option `recompute` of the layout `number`: a mode, or names of layers."""
         price = self.prices[number]
         costs = self.table.costs_at(1)
-        return [costs[index].name for index in price.recomputed] or price.layout.checkpoint
+        return [costs[index].name for index in price.recomputed] or price.layout.recompute
 
     def timeline(self, chunks: int) -> Spans:
         """Returns when the actions of `chunks` micro-batches run in the first layout, in s."""
@@ -315,7 +315,7 @@ def in_words(price: Price) -> str:
 
 
 def _recomputed_in_words(price: Price) -> str:
-    return counted(len(price.recomputed), "layer") if price.recomputed else price.layout.checkpoint
+    return counted(len(price.recomputed), "layer") if price.recomputed else price.layout.recompute
 
 
 def _duration(hours: float) -> str:

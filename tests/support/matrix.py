@@ -45,7 +45,7 @@ class Cell:
     chunks: int
     schedule: str
     max_inflight: int | None
-    checkpoint: Any
+    recompute: Any
     precision: str
     rows: int
     accumulate: int
@@ -128,7 +128,7 @@ def compared(
         chunks=cell.chunks,
         schedule=cell.schedule,
         max_inflight=cell.max_inflight,
-        checkpoint={"every": 2} if cell.checkpoint == "every-2" else cell.checkpoint,
+        recompute={"every": 2} if cell.recompute == "every-2" else cell.recompute,
         precision=cell.precision,
         seed=SEED,
     )

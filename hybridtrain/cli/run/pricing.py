@@ -67,7 +67,7 @@ from hybridtrain.partitioning import (
     Planner,
     count_layers,
 )
-from hybridtrain.pipeline import checkpoint_policy
+from hybridtrain.pipeline import recompute_policy
 from hybridtrain.price import (
     Choices,
     Layout,
@@ -424,7 +424,7 @@ def _choices(keys: list[str], nb_part: int, share: int, config: Config) -> Choic
         schedule=SCHEDULES if "schedule" in keys else [pipeline.schedule],
         stages_per_device=[pipeline.stages_per_device],
         # single layers cost about what whole stages do
-        checkpoint=[pipeline.checkpoint if isinstance(pipeline.checkpoint, str) else "always"],
+        recompute=[pipeline.recompute if isinstance(pipeline.recompute, str) else "always"],
         shard=[config.world.shard],
     )
 
@@ -496,7 +496,7 @@ def _predict(
         chunks=len(sizes),
         schedule=options.schedule,
         stages_per_device=options.stages_per_device,
-        checkpoint=options.checkpoint if isinstance(options.checkpoint, str) else "layers",
+        recompute=options.recompute if isinstance(options.recompute, str) else "layers",
         shard=options.shard if world.replicas > 1 else "none",
     )
     names = [layer.name for stage in stages for layer in stage]
@@ -514,7 +514,7 @@ def _predict(
         precision=options.precision,
         tf32=config.trainer.tf32,
         loss=LossOfStep(loss_fn, targets),
-        recomputed=checkpoint_policy(options.checkpoint, names).layers,
+        recomputed=recompute_policy(options.recompute, names).layers,
     )
 
 

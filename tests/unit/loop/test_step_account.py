@@ -20,15 +20,15 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 def trained(
-    stages=(1e-4, 1e-4), loading=0.0, chunks=4, batch_size=16, checkpoint="never", **settings
+    stages=(1e-4, 1e-4), loading=0.0, chunks=4, batch_size=16, recompute="never", **settings
 ):
     """A trainer that has trained four steps, of which it has recorded all."""
     world = World.from_env(len(stages), "cpu")
     net = nn.Sequential(*map(SlowLinear, stages))
     samples = SlowData(loading)
-    split = "uniform" if checkpoint == "never" else "balanced"  # measures what layers keep
+    split = "uniform" if recompute == "never" else "balanced"  # measures what layers keep
     model = HybridModel(
-        net, world, chunks=chunks, split=split, checkpoint=checkpoint,
+        net, world, chunks=chunks, split=split, recompute=recompute,
         example_inputs=samples.inputs[:batch_size],
     )  # fmt: skip
     data = TrainLoader(samples, batch_size, world)
@@ -121,7 +121,7 @@ def test_a_bubble_of_one_micro_batch_is_larger_than_one_of_many():
 def test_a_forward_that_is_run_again_is_recomputation():
     world = World.from_env(2, "cpu")
     net = nn.Sequential(SlowLinear(1e-3), SlowLinear(1e-3))
-    model = HybridModel(net, world, chunks=4, split="uniform", checkpoint="always")
+    model = HybridModel(net, world, chunks=4, split="uniform", recompute="always")
     data = TrainLoader(SlowData(0.0), 16, world)
     trainer = Trainer(
         model, torch.optim.SGD(net.parameters(), 0.1), cross_entropy, data, steps=2, log_every=2
@@ -199,9 +199,9 @@ def test_uneven_stages_are_answered_with_a_split_by_time():
 
 
 def test_recomputation_is_answered_with_keeping_the_activations_and_what_they_take():
-    trainer = trained(stages=(1e-3, 1e-3), chunks=8, checkpoint="always")
+    trainer = trained(stages=(1e-3, 1e-3), chunks=8, recompute="always")
     (line,) = lines_with("recomputation takes", trainer)
-    assert "checkpoint=never would take" in line
+    assert "recompute=never would take" in line
     assert line.endswith(" KiB more on a device")
 
 
@@ -209,7 +209,7 @@ CASES = {
     "data": {"loading": 5e-3},
     "bubble": {"stages": (2e-3, 2e-3), "chunks": 2},
     "imbalance": {"stages": (2e-4, 2e-3), "chunks": 8},
-    "recompute": {"stages": (1e-3, 1e-3), "chunks": 8, "checkpoint": "always"},
+    "recompute": {"stages": (1e-3, 1e-3), "chunks": 8, "recompute": "always"},
 }
 
 

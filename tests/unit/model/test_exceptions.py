@@ -78,12 +78,12 @@ class Layer(nn.Module):
         return x, number
 
 
-def make(nb_part, schedule="1f1b", checkpoint="never", stages_per_device=1):
+def make(nb_part, schedule="1f1b", recompute="never", stages_per_device=1):
     torch.manual_seed(0)
     switch = Switch()
     net = nn.Sequential(*[Layer(i, switch) for i in range(4)])
     spare = copy.deepcopy(net)
-    model = hybrid(net, nb_part, stages_per_device, schedule=schedule, checkpoint=checkpoint)
+    model = hybrid(net, nb_part, stages_per_device, schedule=schedule, recompute=recompute)
     return model, spare, switch
 
 
@@ -160,7 +160,7 @@ def test_a_model_trains_as_before_after_each_failure(nb_part):
 
 @pytest.mark.parametrize("nb_part", [1, 2])
 def test_an_exception_while_activations_are_recomputed_is_raised_as_itself(nb_part):
-    model, spare, switch = make(nb_part, checkpoint="always")
+    model, spare, switch = make(nb_part, recompute="always")
     layer = model.net[0]
     passes = []
 
