@@ -14,12 +14,10 @@ from torch import Tensor
 from hybridtrain.errors import SplitError, closest
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning.costs import LayerCost
+from hybridtrain.partitioning.recompute import recomputes_stages
 
 GIB = 2**30
 INFINITY = float("inf")
-
-# The modes of recomputation in which whole stages are recomputed.
-WHOLE_STAGES = ("always", "except_last")
 
 MEASURED_SPLITS = ("time", "memory", "balanced")
 SPLITS = ("uniform", "size", *MEASURED_SPLITS, "manual")
@@ -75,7 +73,7 @@ class Objective:
         return cls(
             memory_weight={"time": 0.0, "memory": 1.0}.get(split, options.memory_weight),
             memory_limit=(options.memory_limit_gib or INFINITY) * GIB,
-            recomputes=options.recompute in WHOLE_STAGES,
+            recomputes=recomputes_stages(options.recompute),
             stages_per_device=options.stages_per_device,
         )
 

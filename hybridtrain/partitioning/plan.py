@@ -15,7 +15,8 @@ from hybridtrain._base.text_table import text_table, with_unit
 from hybridtrain.errors import SplitError, closest
 from hybridtrain.options import RecomputeSpec
 from hybridtrain.partitioning.costs import LayerCost
-from hybridtrain.partitioning.objective import WHOLE_STAGES, StageCost, stage_costs
+from hybridtrain.partitioning.objective import StageCost, stage_costs
+from hybridtrain.partitioning.recompute import recomputes_stages
 
 _HEADER = """\
 # Where a model is cut into stages, and what its layers cost for one micro-batch.
@@ -100,7 +101,7 @@ class Plan:
 
     def stage_costs(self) -> list[StageCost]:
         """Returns what each stage costs, by the costs of its layers."""
-        recomputes = self.recompute in WHOLE_STAGES
+        recomputes = recomputes_stages(self.recompute)
         return stage_costs(self.costs, self.counts, self.in_flight, recomputes)
 
     def to_yaml(self) -> str:

@@ -36,7 +36,6 @@ from hybridtrain.pipeline.layer_rng import (
 )
 from hybridtrain.pipeline.own_stages import construct_own_stages, plan_without_values
 from hybridtrain.pipeline.pipeline import Pipeline
-from hybridtrain.pipeline.recompute import recompute_policy
 from hybridtrain.pipeline.reducer import unscale_
 from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Phases, Timeline, read_timelines, stage_times
@@ -58,7 +57,6 @@ __all__ = [
     "default_generator_lock",
     "plan_without_values",
     "read_timelines",
-    "recompute_policy",
     "remove_aliases",
     "seed_of",
     "stage_times",

@@ -24,7 +24,7 @@ from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.graph import Segment, VariantCut
 from hybridtrain.launch import activity, second_signal_ends
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import Plan, PlannedLayers
+from hybridtrain.partitioning import Plan, PlannedLayers, recompute_policy, whole_stages
 from hybridtrain.pipeline.agreement import check_frozen_alike
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.engine import Head, Source, Step
@@ -41,7 +41,6 @@ from hybridtrain.pipeline.placement import (
     tied_parameters,
     ties_of,
 )
-from hybridtrain.pipeline.recompute import recompute_policy, whole_stages
 from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.ties import tied_uses
@@ -416,17 +415,8 @@ class Pipeline:
 
         Of single layers it is their share of the stage's time, as far as the plan knows it.
         """
-        whole = whole_stages(self._policy.mode, chunks)
-        shares, first = [], 0
-        for stage in self.plan.stages:
-            times = [cost.forward_ms for cost in stage.layers]
-            if not any(times):  # not known
-                times = [1.0] * len(times)
-            again = [t for n, t in enumerate(times, first) if n in self._policy.layers]
-            first += len(times)
-            share = sum(again) / sum(times)
-            shares.append([1.0 if i in whole else share for i in range(chunks)])
-        return shares
+        times = [[cost.forward_ms for cost in stage.layers] for stage in self.plan.stages]
+        return self._policy.shares(times, chunks)
 
     @property
     def has_ties(self) -> bool:

@@ -11,11 +11,10 @@ from torch.nn.parameter import Parameter
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer, Segment, SegmentGraph, VariantCut, works_in_place
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import StageOwners
+from hybridtrain.partitioning import RecomputePolicy, StageOwners
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import Link
-from hybridtrain.pipeline.recompute import RecomputePolicy
 from hybridtrain.pipeline.reducer import StageReducer
 from hybridtrain.pipeline.stage import Connection, Stage
 from hybridtrain.pipeline.ties import (

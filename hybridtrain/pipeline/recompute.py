@@ -9,10 +9,9 @@ change is restored by `layer_state`, and `recomputation_proof` compares the two 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,63 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from hybridtrain._base.microbatch import map_tensors
 from hybridtrain._base.torch_private import StopRecomputation, allowing_torch_func
-from hybridtrain.errors import ConfigError, UserError, did_you_mean
-from hybridtrain.options import RecomputeSpec
+from hybridtrain.errors import UserError
 from hybridtrain.pipeline.layer_state import Snapshot
 from hybridtrain.pipeline.recomputation_proof import Record
-
-
-@dataclass(frozen=True)
-class RecomputePolicy:
-    """The recomputed parts: whole stages for some micro-batches, or some layers for all of them.
-
-    Attributes:
-        mode: for which micro-batches whole stages are: `never`, `except_last` or `always`.
-        layers: the numbers of the layers that are recomputed one by one.
-    """
-
-    mode: str = "never"
-    layers: frozenset[int] = frozenset()
-
-    @property
-    def is_active(self) -> bool:
-        """True if anything is recomputed."""
-        return self != RecomputePolicy()
-
-
-@cache
-def whole_stages(mode: str, chunks: int) -> frozenset[int]:
-    """Returns the micro-batches, of `chunks`, whose stages are recomputed as a whole."""
-    if mode == "never":
-        return frozenset()
-    return frozenset(range(chunks if mode == "always" else chunks - 1))
-
-
-def recompute_policy(spec: RecomputeSpec, names: Sequence[str]) -> RecomputePolicy:
-    """Reads the option `recompute`.
-
-    Args:
-        spec: as in `PipelineOptions`; a name in a list stands for a layer, or for a group of layers
-            (`blocks` for `blocks.0`, ...), or for the layer around it (`blocks.0.attention`).
-        names: the names of the model's layers.
-
-    Raises:
-        ConfigError: there is no such layer.
-    """
-    if isinstance(spec, str):
-        return RecomputePolicy(spec)
-    if isinstance(spec, Mapping):
-        return RecomputePolicy(layers=frozenset(range(0, len(names), spec["every"])))
-    chosen: set[int] = set()
-    for wanted in spec:
-        found = {i for i, name in enumerate(names) if f"{name}.".startswith(f"{wanted}.")}
-        # or the layer that it is a part of
-        found = found or {i for i, name in enumerate(names) if str(wanted).startswith(f"{name}.")}
-        if not found:
-            hint = did_you_mean(str(wanted), names, "layers")
-            raise ConfigError(f"recompute={list(spec)}: there is no layer {wanted!r}; {hint}")
-        chosen |= found
-    return RecomputePolicy(layers=frozenset(chosen))
 
 
 @dataclass

@@ -9,6 +9,7 @@ from functools import lru_cache
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import SHARD_MODES
+from hybridtrain.partitioning import whole_stages
 from hybridtrain.schedule import SCHEDULES, Placement, place_of, registered
 
 ENGINES = ("local", "distributed")
@@ -71,9 +72,7 @@ class Layout:
     @property
     def recomputed(self) -> float:
         """The forwards that a backward computes again, on average over the micro-batches."""
-        if self.recompute == "except_last":
-            return (self.chunks - 1) / self.chunks
-        return float(self.recompute == "always")
+        return len(whole_stages(self.recompute, self.chunks)) / self.chunks
 
     @property
     def communicators(self) -> int:

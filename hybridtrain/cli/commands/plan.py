@@ -32,6 +32,7 @@ from hybridtrain.cli.run.pricing import (
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.launch import detect
 from hybridtrain.observe import NodesPoint, draw_plan, in_ms
+from hybridtrain.options import RECOMPUTE_MODES
 from hybridtrain.partitioning import (
     Plan,
     Planner,
@@ -184,7 +185,7 @@ def _fixed(settings: Settings) -> Choices:
     for key in ("engine", "shard"):
         if f"world.{key}" in given:
             values[key] = [getattr(settings.config.world, key)]
-    if values.get("recompute", ["never"])[0] not in ("never", "always", "except_last"):
+    if values.get("recompute", ["never"])[0] not in RECOMPUTE_MODES:
         raise ConfigError(
             f"pipeline.recompute={values['recompute'][0]} is not priced: use never, except_last "
             f"or always, or leave it to the search"

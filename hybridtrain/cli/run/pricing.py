@@ -66,8 +66,8 @@ from hybridtrain.partitioning import (
     Plan,
     Planner,
     count_layers,
+    recompute_policy,
 )
-from hybridtrain.pipeline import recompute_policy
 from hybridtrain.price import (
     Choices,
     Layout,

@@ -22,7 +22,7 @@ from torch import nn
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph.segment import layers_of
-from hybridtrain.pipeline.recompute import recompute_policy, whole_stages
+from hybridtrain.partitioning import recompute_policy, whole_stages
 
 RECOMPUTING = ["except_last", "always", {"every": 1}, {"every": 2}, ["1"]]
 NB_PARTS = [1, 2, 4]
