@@ -1,4 +1,4 @@
-"""What the option `recompute` has recomputed: whole stages of some micro-batches, or single layers.
+"""The stages and layers that the option `recompute` has recomputed, by micro-batch.
 
 The pipeline runs by it, the planner weighs memory by it, and the price of a step counts it.
 """
