@@ -849,8 +849,8 @@ class HybridModel:
     def __repr__(self) -> str:
         options, replicas = self.options, self.world.replicas
         head = f"{type(self.net).__name__}, chunks={options.chunks}, schedule={options.schedule}"
-        if options.checkpoint != "never":
-            head += f", checkpoint={options.checkpoint}"
+        if options.recompute != "never":
+            head += f", recompute={options.recompute}"
         if options.precision != "fp32":
             head += f", precision={options.precision}"
         if replicas > 1:

@@ -14,12 +14,10 @@ from torch import Tensor
 from hybridtrain.errors import SplitError, closest
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning.costs import LayerCost
+from hybridtrain.partitioning.recompute import recomputes_stages
 
 GIB = 2**30
 INFINITY = float("inf")
-
-# The modes of activation checkpointing in which whole stages are recomputed.
-WHOLE_STAGES = ("always", "except_last")
 
 MEASURED_SPLITS = ("time", "memory", "balanced")
 SPLITS = ("uniform", "size", *MEASURED_SPLITS, "manual")
@@ -75,7 +73,7 @@ class Objective:
         return cls(
             memory_weight={"time": 0.0, "memory": 1.0}.get(split, options.memory_weight),
             memory_limit=(options.memory_limit_gib or INFINITY) * GIB,
-            recomputes=options.checkpoint in WHOLE_STAGES,
+            recomputes=recomputes_stages(options.recompute),
             stages_per_device=options.stages_per_device,
         )
 
@@ -234,8 +232,8 @@ def _why_nothing_fits(
     return (
         f"no cut into {stages} stages fits under {limit}: each has a stage of {_gib(needed)} or "
         f"more{culprit}. Set memory_limit_gib= to {_gib(needed * per_device)} or more, or lower "
-        f"what a stage holds: more stages (nb_part=), smaller micro-batches (chunks=), activation "
-        f"checkpointing (checkpoint='always')"
+        f"what a stage holds: more stages (nb_part=), smaller micro-batches (chunks=), "
+        f"recomputation (recompute='always')"
     )
 
 

@@ -13,9 +13,10 @@ import yaml
 from hybridtrain._base.files import write_atomically
 from hybridtrain._base.text_table import text_table, with_unit
 from hybridtrain.errors import SplitError, closest
-from hybridtrain.options import CheckpointSpec
+from hybridtrain.options import RecomputeSpec
 from hybridtrain.partitioning.costs import LayerCost
-from hybridtrain.partitioning.objective import WHOLE_STAGES, StageCost, stage_costs
+from hybridtrain.partitioning.objective import StageCost, stage_costs
+from hybridtrain.partitioning.recompute import recomputes_stages
 
 _HEADER = """\
 # Where a model is cut into stages, and what its layers cost for one micro-batch.
@@ -63,7 +64,7 @@ class Plan:
     chunks: int
     nb_part: int
     stages_per_device: int
-    checkpoint: CheckpointSpec
+    recompute: RecomputeSpec
     expand: list[str]
     costs_from: str
     stages: list[StagePlan]
@@ -100,13 +101,13 @@ class Plan:
 
     def stage_costs(self) -> list[StageCost]:
         """Returns what each stage costs, by the costs of its layers."""
-        recomputes = self.checkpoint in WHOLE_STAGES
+        recomputes = recomputes_stages(self.recompute)
         return stage_costs(self.costs, self.counts, self.in_flight, recomputes)
 
     def to_yaml(self) -> str:
         """Returns the content of a file that `read` reads, with one line per layer."""
         content = asdict(self)
-        content["checkpoint"] = _plain(self.checkpoint)
+        content["recompute"] = _plain(self.recompute)
         for stage in content["stages"]:
             for cost in stage["layers"]:
                 cost |= {k: round(v, 3) for k, v in cost.items() if isinstance(v, float)}
@@ -137,18 +138,18 @@ class Plan:
         return plan
 
 
-def _plain(checkpoint: CheckpointSpec) -> Any:
-    """Returns `checkpoint` in the types of a YAML file."""
-    if isinstance(checkpoint, str):
-        return checkpoint
-    return dict(checkpoint) if isinstance(checkpoint, Mapping) else list(checkpoint)
+def _plain(recompute: RecomputeSpec) -> Any:
+    """Returns `recompute` in the types of a YAML file."""
+    if isinstance(recompute, str):
+        return recompute
+    return dict(recompute) if isinstance(recompute, Mapping) else list(recompute)
 
 
 _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     str: ((str,), "a text (in quotes)"),
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
-    CheckpointSpec: ((str, list, dict), "a mode, {every: k} or a list of layer names"),
+    RecomputeSpec: ((str, list, dict), "a mode, {every: k} or a list of layer names"),
 }
 
 

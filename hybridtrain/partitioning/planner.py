@@ -197,7 +197,7 @@ class Planner:
             chunks=chunks,
             nb_part=nb_part,
             stages_per_device=per_device,
-            checkpoint=options.checkpoint,
+            recompute=options.recompute,
             expand=sorted(decision.expand),
             costs_from=decision.costs_from,
             stages=[

@@ -9,14 +9,8 @@ from functools import lru_cache
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import SHARD_MODES
-from hybridtrain.schedule import (
-    SCHEDULES,
-    STAGES_PER_DEVICE,
-    Placement,
-    place_of,
-    placement_of,
-    splits_backwards,
-)
+from hybridtrain.partitioning import whole_stages
+from hybridtrain.schedule import SCHEDULES, Placement, place_of, registered
 
 ENGINES = ("local", "distributed")
 
@@ -47,7 +41,7 @@ class Layout:
     Attributes:
         nb_part: devices of a pipeline.
         replicas: copies of the pipeline.
-        checkpoint: `never`, `always` or `layers`, of which a price says the layers; `except_last`
+        recompute: `never`, `always` or `layers`, of which a price says the layers; `except_last`
             is priced too.
     """
 
@@ -57,7 +51,7 @@ class Layout:
     chunks: int = 1
     schedule: str = "1f1b"
     stages_per_device: int = 1
-    checkpoint: str = "never"
+    recompute: str = "never"
     shard: str = "none"
 
     @property
@@ -68,19 +62,17 @@ class Layout:
     @property
     def splits_backwards(self) -> bool:
         """True if backwards run in two parts: what is recomputed does not."""
-        return splits_backwards(self.schedule) and self.checkpoint == "never"
+        return registered(self.schedule).splits_backward and self.recompute == "never"
 
     @property
     def devices(self) -> tuple[int, ...]:
         """The number of each stage's device, among those of the pipeline."""
-        return _devices(self.stages, self.nb_part, placement_of(self.schedule))
+        return _devices(self.stages, self.nb_part, registered(self.schedule).placement)
 
     @property
     def recomputed(self) -> float:
         """The forwards that a backward computes again, on average over the micro-batches."""
-        if self.checkpoint == "except_last":
-            return (self.chunks - 1) / self.chunks
-        return float(self.checkpoint == "always")
+        return len(whole_stages(self.recompute, self.chunks)) / self.chunks
 
     @property
     def communicators(self) -> int:
@@ -113,7 +105,7 @@ class Choices:
     chunks: Sequence[int] | None = None
     schedule: Sequence[str] = SCHEDULES
     stages_per_device: Sequence[int] = (1, 2, 4)
-    checkpoint: Sequence[str] = ("never", "layers", "always")
+    recompute: Sequence[str] = ("never", "layers", "always")
     shard: Sequence[str] = SHARD_MODES
 
 
@@ -154,10 +146,10 @@ def _all(hardware: Hardware, work: StepWork, layers: int, choices: Choices) -> I
                 if choices.chunks is None and of_replica % chunks:
                     continue
                 for schedule, v in _schedules(nb_part, chunks, layers, choices):
-                    for checkpoint in _checkpoints(schedule, choices):
+                    for recompute in _recompute_modes(schedule, choices):
                         for shard in choices.shard if replicas > 1 else ("none",):
                             yield Layout(
-                                nb_part, replicas, engine, chunks, schedule, v, checkpoint, shard
+                                nb_part, replicas, engine, chunks, schedule, v, recompute, shard
                             )
 
 
@@ -168,19 +160,19 @@ def _schedules(
         for v in choices.stages_per_device:
             if v != 1 and (nb_part == 1 or nb_part * v > layers):
                 continue
-            if STAGES_PER_DEVICE.get(schedule, v) != v:
+            if registered(schedule).stages_per_device not in (None, v):
                 continue
-            if v == 1 or placement_of(schedule) == "v" or chunks % nb_part == 0:
+            if v == 1 or registered(schedule).placement == "v" or chunks % nb_part == 0:
                 yield schedule, v
 
 
-def _checkpoints(schedule: str, choices: Choices) -> Sequence[str]:
+def _recompute_modes(schedule: str, choices: Choices) -> Sequence[str]:
     """Returns the modes to look at: what is recomputed gains nothing by backwards in two parts."""
-    if not splits_backwards(schedule):
-        return choices.checkpoint
-    if len(choices.schedule) > 1 and "never" in choices.checkpoint:
+    if not registered(schedule).splits_backward:
+        return choices.recompute
+    if len(choices.schedule) > 1 and "never" in choices.recompute:
         return ["never"]
-    return [mode for mode in choices.checkpoint if mode != "layers"]
+    return [mode for mode in choices.recompute if mode != "layers"]
 
 
 def divisors(number: int) -> list[int]:

@@ -28,7 +28,7 @@ from hybridtrain.price.fully_sharded import FullySharded, fully_sharded
 from hybridtrain.price.layout import Choices, StepWork
 from hybridtrain.price.price import ALIKE, Price, find_layouts
 from hybridtrain.price.stage_needs import planned_costs, stage_times
-from hybridtrain.schedule import Span, Spans, make_schedule, placement_of
+from hybridtrain.schedule import Span, Spans, make_schedule, registered
 
 # Models of so many parameters are trained with tensor parallelism elsewhere.
 _LARGE = 10e9
@@ -61,7 +61,7 @@ class PricedPlans:
         lines: list[tuple[str, ...]] = [
             (
                 *("step ms", "samples/s", "idle", "memory", "nb_part", "replicas", "chunks"),
-                *("stages/device", "schedule", "engine", "checkpoint", "shard", "binds"),
+                *("stages/device", "schedule", "engine", "recompute", "shard", "binds"),
             )
         ]
         for price in self.prices:
@@ -170,7 +170,7 @@ class PricedPlans:
         costs = planned_costs(table, self.hardware, self.work, layout, price.counts)
         processes = layout.nb_part if layout.engine == "distributed" else 1
         owners = StageOwners(("cpu",) * layout.nb_part, processes, layout.replicas).placed(
-            placement_of(layout.schedule)
+            registered(layout.schedule).placement
         )
         bounds = pairwise(accumulate(price.counts, initial=0))
         return Plan(
@@ -180,7 +180,7 @@ class PricedPlans:
             chunks=layout.chunks,
             nb_part=layout.nb_part,
             stages_per_device=layout.stages_per_device,
-            checkpoint=self.checkpoint(number),
+            recompute=self.recompute(number),
             expand=[],
             costs_from=table.costs_from,
             stages=[
@@ -196,11 +196,11 @@ class PricedPlans:
             ],
         )
 
-    def checkpoint(self, number: int = 0) -> str | list[str]:
-        """Returns the option `checkpoint` of the layout `number`: a mode, or names of layers."""
+    def recompute(self, number: int = 0) -> str | list[str]:
+        """Returns the option `recompute` of the layout `number`: a mode, or names of layers."""
         price = self.prices[number]
         costs = self.table.costs_at(1)
-        return [costs[index].name for index in price.recomputed] or price.layout.checkpoint
+        return [costs[index].name for index in price.recomputed] or price.layout.recompute
 
     def timeline(self, chunks: int) -> Spans:
         """Returns when the actions of `chunks` micro-batches run in the first layout, in s."""
@@ -315,7 +315,7 @@ def in_words(price: Price) -> str:
 
 
 def _recomputed_in_words(price: Price) -> str:
-    return counted(len(price.recomputed), "layer") if price.recomputed else price.layout.checkpoint
+    return counted(len(price.recomputed), "layer") if price.recomputed else price.layout.recompute
 
 
 def _duration(hours: float) -> str:

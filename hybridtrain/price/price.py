@@ -16,7 +16,7 @@ which makes its bound larger, and goes back into the queue:
 
 So a result is never slower than a layout that was not simulated. Where a model can be cut in few
 ways all of them go into the queue; else the most even one does, improved step by step. With
-`checkpoint="layers"` a cut says which layers are recomputed: as few as memory asks for.
+`recompute="layers"` a cut says which layers are recomputed: as few as memory asks for.
 
 `predict_step` prices the one layout that a run has.
 """
@@ -523,7 +523,7 @@ def proposed(prices: Sequence[Price]) -> Price:
             layout.stages,
             layout.engine != "local",
             layout.splits_backwards,
-            layout.checkpoint != "never",
+            layout.recompute != "never",
             layout.shard != "none",
             one.peak_bytes,
             one.step_ms,
@@ -580,7 +580,7 @@ class _Search:
 
     def bound(self, layout: Layout) -> float:
         """Returns what no cut of the model is faster than, in milliseconds."""
-        whole, largest = self._times(layout.samples(self._job), layout.checkpoint)
+        whole, largest = self._times(layout.samples(self._job), layout.recompute)
         busy = max(whole / layout.nb_part, largest) * layout.chunks
         if layout.stages_per_device == 1 and not layout.splits_backwards:
             busy = max(busy, _least_with_idle_time(whole, layout.nb_part, layout.chunks))
@@ -608,12 +608,12 @@ class _Search:
         return [one for one in counts if self._fits(layout, one)]
 
     def _fits(self, layout: Layout, counts: Sequence[int]) -> bool:
-        if layout.checkpoint == "layers":  # with none it is that of "never"
+        if layout.recompute == "layers":  # with none it is that of "never"
             return bool(self._recomputed(layout, tuple(counts)))
         return not any(map(self._is_over, device_memory(self._table, self._job, layout, counts)))
 
     def _table_of(self, layout: Layout, counts: Sequence[int]) -> CostTable:
-        if layout.checkpoint != "layers":
+        if layout.recompute != "layers":
             return self._table
         return self._table.recomputing(self._recomputed(layout, tuple(counts)) or frozenset())
 
@@ -694,10 +694,10 @@ class _Search:
             return None
         limit = self._machine.usable_bytes
         try:
-            counts = self._cut(layout.samples(self._job), layout.checkpoint, layout.stages)
+            counts = self._cut(layout.samples(self._job), layout.recompute, layout.stages)
             if self._fits(layout, counts):
                 return counts
-            single = layout.checkpoint == "layers"
+            single = layout.recompute == "layers"
             if single and self._recomputed(layout, tuple(counts)) == frozenset():
                 return None  # nothing has to be recomputed
             if not self._may_fit(layout, limit / layout.stages_per_device):
@@ -735,7 +735,7 @@ class _Search:
                 counts = self._cut_for_memory(layout, memory_weight=1.0)
             except SplitError:
                 continue
-            table = self._most_recomputed if layout.checkpoint == "layers" else self._table
+            table = self._most_recomputed if layout.recompute == "layers" else self._table
             memory = device_memory(table, self._job, layout, counts)
             device, nbytes = max(enumerate(m.total for m in memory), key=lambda pair: pair[1])
             found.append((nbytes, device, layout))
@@ -746,11 +746,11 @@ class _Search:
             )
         nbytes, device, layout = min(found, key=lambda entry: entry[0])
         usable = self._machine.usable_bytes
-        checkpoint = {"layers": "of single layers"}.get(layout.checkpoint, layout.checkpoint)
+        recompute = {"layers": "of single layers"}.get(layout.recompute, layout.recompute)
         return (
             f"no plan fits: {(nbytes - usable) / GIB:.1f} GiB are missing on device {device}; the "
             f"least memory is {nbytes / GIB:.1f} GiB of {usable / GIB:.1f} GiB that may be used "
-            f"(nb_part={layout.nb_part}, chunks={layout.chunks}, checkpoint {checkpoint}, "
+            f"(nb_part={layout.nb_part}, chunks={layout.chunks}, recompute {recompute}, "
             f"shard={layout.shard}): more devices (hardware.nodes=), larger ones "
             f"(hardware.memory_gib=) or a smaller model would do"
         )
@@ -764,7 +764,7 @@ class _Search:
 
     def _weighed(self, layout: Layout) -> list[LayerCost]:
         """Returns the costs with the bytes of weights, and the least of activations."""
-        single = layout.checkpoint == "layers"
+        single = layout.recompute == "layers"
         return self._weighed_at(layout.samples(self._job), layout.replicas, layout.shard, single)
 
     def _weighed_of(self, samples: int, replicas: int, shard: str, single: bool) -> list[LayerCost]:
@@ -781,17 +781,17 @@ class _Search:
         in_flight = most_in_flight(layout)
         return cut_by_costs(self._weighed(layout), in_flight, objective, self._table.no_cut_before)
 
-    def _cut_by_time(self, samples: int, checkpoint: str, stages: int) -> list[int]:
-        again = 1 if checkpoint in ("never", "layers") else 2
+    def _cut_by_time(self, samples: int, recompute: str, stages: int) -> list[int]:
+        again = 1 if recompute in ("never", "layers") else 2
         costs = [
             replace(cost, forward_ms=again * cost.forward_ms, crossing_ms=0.0)
             for cost in self._table.costs_at(samples)
         ]
         return cut_by_costs(costs, [1] * stages, Objective(), self._table.no_cut_before)
 
-    def _whole_times(self, samples: int, checkpoint: str) -> tuple[float, float]:
+    def _whole_times(self, samples: int, recompute: str) -> tuple[float, float]:
         """Returns the milliseconds of all layers for a micro-batch, and of the largest one."""
-        again = checkpoint == "always"
+        again = recompute == "always"
         times = [
             cost.forward_ms * (1 + again) + cost.backward_ms
             for cost in self._table.costs_at(samples)

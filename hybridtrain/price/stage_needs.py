@@ -15,11 +15,20 @@ from hybridtrain.partitioning import (
     LayerSize,
 )
 from hybridtrain.price.layout import Layout, StepWork
-from hybridtrain.schedule import Durations, make_schedule, peak_in_flight, peak_waiting
+from hybridtrain.schedule import (
+    Durations,
+    RegisteredSchedule,
+    peak_in_flight,
+    peak_waiting,
+    registered,
+)
 
 # What a micro-batch holds in addition between the two parts of its backward, over its activations:
 # gradients, less the activations that only the first part needs. Counted for blocks of a GPT.
 WAITING = 0.3
+
+# Groups of `nb_part` micro-batches after which each further one changes a peak by as much.
+_GROUPS_UNTIL_STEADY = 2
 
 
 @dataclass(frozen=True)
@@ -102,44 +111,59 @@ def most_temporary(costs: Sequence[LayerCost]) -> int:
 
 def most_in_flight(layout: Layout) -> tuple[int, ...]:
     """Returns the most micro-batches that each stage keeps alive at one time."""
-    return _most_in_flight(layout.schedule, *_shape(layout))
+    return _peaks(registered(layout.schedule), *_shape(layout)).in_flight
 
 
 def _most_waiting(layout: Layout) -> tuple[int, ...]:
     """Returns how many micro-batches of each stage are between the parts of their backward."""
     if not layout.splits_backwards:
         return (0,) * layout.stages
-    return _waiting_of(layout.schedule, *_shape(layout))
+    return _peaks(registered(layout.schedule), *_shape(layout)).waiting
 
 
 def _shape(layout: Layout) -> tuple[int, int, int]:
     return layout.nb_part, layout.chunks, layout.stages_per_device
 
 
-@lru_cache(maxsize=4096)
-def _most_in_flight(
-    schedule: str, nb_part: int, chunks: int, stages_per_device: int
-) -> tuple[int, ...]:
-    """Returns `peak_in_flight`, of few micro-batches where more would hold as many."""
-    if schedule == "gpipe":
-        return (chunks,) * (nb_part * stages_per_device)
-    if schedule == "1f1b" and stages_per_device == 1:
-        return tuple(min(chunks, nb_part - stage) for stage in range(nb_part))
-    if schedule == "zb-h1":
-        return (min(chunks, nb_part),) * nb_part
-    if schedule == "zb-v":
-        chunks = min(chunks, 2 * nb_part)
-    elif chunks % nb_part == 0:  # groups of `nb_part`, of which a device holds at most three
-        chunks = min(chunks, 4 * nb_part)
-    return peak_in_flight(make_schedule(schedule, nb_part, chunks, stages_per_device))
+class _Peaks(NamedTuple):
+    """The most micro-batches of each stage at one time.
+
+    Attributes:
+        in_flight: begun and not finished.
+        waiting: between the two parts of their backward.
+    """
+
+    in_flight: tuple[int, ...]
+    waiting: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
-def _waiting_of(
-    schedule: str, nb_part: int, chunks: int, stages_per_device: int
-) -> tuple[int, ...]:
-    few = min(chunks, 2 * nb_part)
-    return peak_waiting(make_schedule(schedule, nb_part, few, stages_per_device))
+def _peaks(
+    schedule: RegisteredSchedule, nb_part: int, chunks: int, stages_per_device: int
+) -> _Peaks:
+    """Returns the peaks of a schedule's table, by those of smaller tables if it is large.
+
+    After some groups of `nb_part` micro-batches a schedule repeats itself, and each further group
+    adds as much to a peak as the one before: nothing with 1F1B, all its micro-batches with GPipe.
+    """
+
+    def count(chunks: int) -> _Peaks:
+        table = schedule.build(nb_part, chunks, stages_per_device)
+        return _Peaks(peak_in_flight(table), peak_waiting(table))
+
+    # interleaved stages share the rest out over the groups, which then differ in size at first
+    rest = chunks % nb_part
+    few = (_GROUPS_UNTIL_STEADY + rest) * nb_part + rest
+    groups = (chunks - few) // nb_part
+    if groups <= 1:
+        return count(chunks)
+    before, after = count(few), count(few + nb_part)
+    return _Peaks(
+        *(
+            tuple(first + (then - first) * groups for first, then in zip(*peak, strict=True))
+            for peak in zip(before, after, strict=True)
+        )
+    )
 
 
 def with_weight_bytes(

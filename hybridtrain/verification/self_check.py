@@ -331,7 +331,7 @@ class _Run:
             broadcast_buffers=False,
         )
         if symbolic:  # a recomputation would draw anew, and a deferred batch norm computes another
-            self._options = replace(self._options, checkpoint="never", batch_norm="micro_batch")
+            self._options = replace(self._options, recompute="never", batch_norm="micro_batch")
         self._check_modules()
 
     def mismatch(self, sample: _Sample) -> str | None:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -39,12 +40,13 @@ from hybridtrain.cli.run.context import PreparedRun, RunContext, RunOptions
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.lock import RunLock
 from hybridtrain.data import DataSplits, example_batch
-from hybridtrain.errors import check_choice
+from hybridtrain.errors import ConfigError, check_choice, did_you_mean
 from hybridtrain.launch import raise_on_signals
 from hybridtrain.loop import TrainerOptions
 from hybridtrain.model import HybridModel
 from hybridtrain.options import LoaderOptions, PipelineOptions
 from hybridtrain.pipeline import ENGINES
+from hybridtrain.schedule import schedule_names
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ def build_options(config: Config) -> RunOptions:
         UserError: a value of the config is wrong.
     """
     check_config(config)
+    _register_schedule(config)
     parse_init_from(config.init_from)
     check_choice("world.engine", config.world.engine, ENGINES)
     check_choice("world.inner", config.world.inner, ("pp", "dp"))
@@ -239,6 +242,30 @@ def _example(config: Config, data: DataSplits, world: World) -> tuple[Any, Any]:
     example = example_batch(data.train, share, data.collate)
     rewind(draws)  # transforms may draw, and the model draws its values first
     return example[0], example[1]
+
+
+def _register_schedule(config: Config) -> None:
+    """Imports the user's packages if the schedule must be registered by one of them.
+
+    Raises:
+        ConfigError: a package cannot be imported, or none of them registers the schedule.
+    """
+    name, packages = config.pipeline.schedule, config.allow_targets
+    if name in schedule_names():
+        return
+    for package in packages:
+        try:
+            import_module(package)
+        except ImportError as error:
+            raise ConfigError(
+                f"pipeline.schedule={name} is not a schedule of hybridtrain, and "
+                f"allow_targets={package} cannot be imported: {error}"
+            ) from error
+    if packages and name not in schedule_names():
+        raise ConfigError(
+            f"pipeline.schedule={name} is unknown, and importing {', '.join(packages)} does not "
+            f"register it (@hybridtrain.schedule.schedule): {did_you_mean(name, schedule_names())}"
+        )
 
 
 def _split_or_plan(prepared: PreparedRun) -> Any:

@@ -19,8 +19,7 @@ from hybridtrain.data import DataSplits, largest_batch, length_of
 from hybridtrain.graph import Layer
 from hybridtrain.loss import LossFn
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import LayerCost, LossOfStep, Plan
-from hybridtrain.pipeline import checkpoint_policy
+from hybridtrain.partitioning import LayerCost, LossOfStep, Plan, recompute_policy
 from hybridtrain.price import Layout, Prediction, StepWork, predict_step, why_not_priced
 from hybridtrain.schedule import Placement, place_of
 from hybridtrain.world import World
@@ -82,7 +81,7 @@ def predict_step_of_run(
         chunks=len(sizes),
         schedule=options.schedule,
         stages_per_device=options.stages_per_device,
-        checkpoint=options.checkpoint if isinstance(options.checkpoint, str) else "layers",
+        recompute=options.recompute if isinstance(options.recompute, str) else "layers",
         shard=options.shard if world.replicas > 1 else "none",
     )
     names = [layer.name for stage in stages for layer in stage]
@@ -100,7 +99,7 @@ def predict_step_of_run(
         precision=options.precision,
         tf32=config.trainer.tf32,
         loss=LossOfStep(loss_fn, targets),
-        recomputed=checkpoint_policy(options.checkpoint, names).layers,
+        recomputed=recompute_policy(options.recompute, names).layers,
     )
 
 

@@ -83,14 +83,14 @@ class Run:
     def layout(self) -> Layout:
         """What is priced, unless it is sharded."""
         chunks = self.samples // self.microbatch
-        checkpoint = "always" if self.recomputes else "never"
+        recompute = "always" if self.recomputes else "never"
         if self.spread == "DDP":
-            return Layout(replicas=self.gpus, chunks=chunks // self.gpus, checkpoint=checkpoint)
+            return Layout(replicas=self.gpus, chunks=chunks // self.gpus, recompute=recompute)
         # the first and the last stage have a block less
         blocks = SIZES[self.size][0] + 2
         v = blocks // self.gpus if self.spread == "interleaved" else 1
         schedule = "1f1b" if self.spread == "interleaved" else self.spread
-        return Layout(self.gpus, 1, "distributed", chunks, schedule, v, checkpoint)
+        return Layout(self.gpus, 1, "distributed", chunks, schedule, v, recompute)
 
     @property
     def counts(self) -> list[int]:

@@ -125,10 +125,10 @@ def distributed_step(
 
 def real_layouts() -> Iterator[Layout]:
     """Yields 12 configurations of two CPU stages."""
-    for schedule, chunks, checkpoint in itertools.product(
+    for schedule, chunks, recompute in itertools.product(
         ("1f1b", "gpipe"), (2, 4, 8), ("never", "always")
     ):
-        yield Layout(2, 1, "local", chunks, schedule, 1, checkpoint)
+        yield Layout(2, 1, "local", chunks, schedule, 1, recompute)
 
 
 def real(options: argparse.Namespace) -> list[Row]:
@@ -150,7 +150,7 @@ def real(options: argparse.Namespace) -> list[Row]:
 
 def named(layout: Layout) -> str:
     """Returns what differs among the configurations."""
-    return f"{layout.schedule} m={layout.chunks} checkpoint={layout.checkpoint}"
+    return f"{layout.schedule} m={layout.chunks} recompute={layout.recompute}"
 
 
 def memory() -> list[Row]:
@@ -162,7 +162,7 @@ def memory() -> list[Row]:
     rows = []
     for layout in real_layouts():
         # the count on a CPU leaves out what a backward recomputes
-        if layout.checkpoint != "never":
+        if layout.recompute != "never":
             continue
         model, counts = model_of(layout)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -257,7 +257,7 @@ def model_of(layout: Layout) -> tuple[HybridModel, list[int]]:
         World.from_env(layout.nb_part, devices="cpu"),
         chunks=layout.chunks,
         schedule=layout.schedule,
-        checkpoint=layout.checkpoint,
+        recompute=layout.recompute,
     )
     return model, model.plan.counts
 

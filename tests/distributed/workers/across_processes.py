@@ -75,7 +75,7 @@ def _(world):
         net = case.net()
         plain, other = copy.deepcopy(net), copy.deepcopy(net)
         across = World.from_env(2, "cpu", timeout_s=30, engine="distributed")
-        model = HybridModel(net, across, chunks=4, checkpoint="except_last")
+        model = HybridModel(net, across, chunks=4, recompute="except_last")
         batch = case.batch(10, 1)
         found = model.verify(*batch, case.loss, reference=plain)
         assert found.exact, found
@@ -142,13 +142,13 @@ for _v in (1, 2, 4):
         F.cross_entropy,
         stages_per_device=_v,
     )
-for _checkpoint in ("never", "always"):
+for _recompute in ("never", "always"):
     add_equal(
-        f"layers with state, recomputed {_checkpoint}",
+        f"layers with state, recomputed {_recompute}",
         stateful_net,
         classification,
         F.cross_entropy,
-        checkpoint=_checkpoint,
+        recompute=_recompute,
     )
 add_equal(
     "a tied weight in both processes",

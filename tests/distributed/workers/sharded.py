@@ -48,7 +48,7 @@ def add_case(shard, name, nb_part=1, optimizer="adamw", **options):
 for _optimizer in OPTIMIZERS:
     add_case("optimizer", "linear", nb_part=2, optimizer=_optimizer)
 add_case("optimizer", "conv", optimizer="momentum", clip=0.1)
-add_case("optimizer", "tied_gpt", nb_part=2, checkpoint="always")
+add_case("optimizer", "tied_gpt", nb_part=2, recompute="always")
 add_case("optimizer", "dropout", accumulate=2, stages_per_device=2)
 
 

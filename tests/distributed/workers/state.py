@@ -119,19 +119,19 @@ class MovingMean(nn.Linear):
 def _replaced_buffers(world):
     torch.manual_seed(0)
     net = nn.Sequential(MovingMean(), nn.Tanh(), MovingMean())
-    model = hybrid(net, chunks=2, checkpoint="always")
+    model = hybrid(net, chunks=2, recompute="always")
     for seed in (0, 1, 2):
         replica_step(model, (floats(14, seed=seed), floats(14, seed=9)), ROWS, F.mse_loss)
         model.sync_buffers()
         assert_same_on_all_ranks(world, buffers(net), f"step {seed}")
 
 
-def deferred(checkpoint):
+def deferred(recompute):
     def check(world):
         torch.manual_seed(0)
         net = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 3))
         plain = nn.BatchNorm1d(6)
-        model = hybrid(net, chunks=3, batch_norm="deferred", checkpoint=checkpoint)
+        model = hybrid(net, chunks=3, batch_norm="deferred", recompute=recompute)
         for seed in range(3):
             everyones = [floats(7 + r, seed=10 * seed + r) + r for r in range(2)]
             x = everyones[world.rank]
@@ -150,9 +150,9 @@ def deferred(checkpoint):
     return check
 
 
-for _checkpoint in ("never", "always"):
-    cells.add(f"deferred statistics are rank 0's, once per step: checkpoint {_checkpoint}")(
-        deferred(_checkpoint)
+for _recompute in ("never", "always"):
+    cells.add(f"deferred statistics are rank 0's, once per step: recompute {_recompute}")(
+        deferred(_recompute)
     )
 
 

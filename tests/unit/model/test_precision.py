@@ -59,11 +59,11 @@ def seen_by_all(net):
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
-def test_the_precision_reaches_the_thread_of_every_stage(nb_part, precision, checkpoint):
-    net, model = probed(nb_part, precision=precision, checkpoint=checkpoint)
+def test_the_precision_reaches_the_thread_of_every_stage(nb_part, precision, recompute):
+    net, model = probed(nb_part, precision=precision, recompute=recompute)
     training = {
         "autocast": precision != "fp32",
         "dtype": DTYPES[precision],

@@ -56,12 +56,12 @@ def test_a_tied_parameter_is_one_and_has_one_name(split, uses):
     assert dict(model.named_parameters())["0.weight"] is net[0].weight
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always", {"every": 1}], ids=str)
+@pytest.mark.parametrize("recompute", ["never", "always", {"every": 1}], ids=str)
 @pytest.mark.parametrize("uses", [2, 3])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_the_gradient_of_a_tied_parameter_is_the_sum_over_its_uses(split, uses, checkpoint):
+def test_the_gradient_of_a_tied_parameter_is_the_sum_over_its_uses(split, uses, recompute):
     net, untied = gpt(uses), gpt(uses, tied=False)
-    model = hybrid(net, *split, checkpoint=checkpoint)
+    model = hybrid(net, *split, recompute=recompute)
     for seed in range(2):  # the second step adds to the gradient of the first
         x, y = tokens(8, seed)
         plain_step(untied, x, y, token_loss)

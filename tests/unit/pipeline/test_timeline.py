@@ -164,13 +164,13 @@ def hybrid(nb_part=2, chunks=4, **options):
     )
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("nb_part", "v"), [(1, 1), (2, 1), (4, 1), (2, 2), (1, 4), (2, 4)])
 def test_the_spans_of_a_step_follow_the_schedule_and_what_it_waits_for(
-    nb_part, v, schedule, checkpoint
+    nb_part, v, schedule, recompute
 ):
-    model = hybrid(nb_part, stages_per_device=v, schedule=schedule, checkpoint=checkpoint)
+    model = hybrid(nb_part, stages_per_device=v, schedule=schedule, recompute=recompute)
     x = torch.randn(16, 32)
     for samples in (16, 3):  # a short batch has fewer micro-batches
         spans = model.train_step(

@@ -102,7 +102,7 @@ def uneven(samples):
 
 
 def test_as_few_layers_are_recomputed_as_memory_asks_for_the_most_useful_first():
-    choices = Choices(nb_part=[1], chunks=[2], checkpoint=["never", "layers"])
+    choices = Choices(nb_part=[1], chunks=[2], recompute=["never", "layers"])
     found = {}
     for gib in (29, 20, 19, 17):
         hardware = Hardware(devices_per_node=1, memory_gib=gib, reserved_gib=0)

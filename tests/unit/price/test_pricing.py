@@ -41,8 +41,8 @@ from hybridtrain.schedule import (
     divided_backwards,
     make_schedule,
     peak_in_flight,
+    registered,
     simulate,
-    splits_backwards,
 )
 
 few = settings(max_examples=8, suppress_health_check=list(HealthCheck))
@@ -184,7 +184,7 @@ def test_what_is_fixed_never_makes_the_best_step_faster(problem, data):
     except SplitError:
         return
     one = data.draw(st.sampled_from(layouts(hardware, job, len(table.sizes), Choices())))
-    names = ("nb_part", "engine", "chunks", "schedule", "stages_per_device", "checkpoint", "shard")
+    names = ("nb_part", "engine", "chunks", "schedule", "stages_per_device", "recompute", "shard")
     fixed = replace(
         Choices(), **{name: [getattr(one, name)] for name in names if data.draw(st.booleans())}
     )
@@ -242,7 +242,9 @@ def test_no_simulated_step_is_faster_than_the_bound(problem):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize(("nb_part", "chunks", "v"), [(2, 3, 1), (4, 16, 2), (4, 24, 4), (3, 9, 2)])
+@pytest.mark.parametrize(
+    ("nb_part", "chunks", "v"), [(2, 3, 1), (4, 64, 2), (4, 24, 4), (3, 60, 2), (4, 35, 3)]
+)
 def test_micro_batches_in_flight_are_those_of_the_whole_schedule(schedule, nb_part, chunks, v):
     one = Layout(nb_part, chunks=chunks, schedule=schedule, stages_per_device=v)
     assert most_in_flight(one) == peak_in_flight(make_schedule(schedule, nb_part, chunks, v))
@@ -254,32 +256,29 @@ def test_micro_batches_in_flight_of_split_backwards_are_counted_in_full(
     schedule, v, nb_part, chunks
 ):
     one = Layout(nb_part, chunks=chunks, schedule=schedule, stages_per_device=v)
-    whole = peak_in_flight(make_schedule(schedule, nb_part, chunks, v))
-    counted = most_in_flight(one)
-    assert all(mine >= theirs for mine, theirs in zip(counted, whole, strict=True))
-    assert max(counted) == max(whole)
+    assert most_in_flight(one) == peak_in_flight(make_schedule(schedule, nb_part, chunks, v))
 
 
 def chosen_schedule(table, **hardware):
     """The schedule of the fastest plan for 4 devices and 8 micro-batches."""
-    choices = Choices(nb_part=[4], chunks=[8], engine=["local"], checkpoint=["never"])
+    choices = Choices(nb_part=[4], chunks=[8], engine=["local"], recompute=["never"])
     hardware = Hardware(devices_per_node=4, memory_gib=64, node_bytes_per_s=1e15, **hardware)
     return find_layouts(table, hardware, StepWork(8), choices)[0].layout.schedule
 
 
 def test_backwards_are_split_where_devices_compute_and_not_where_the_host_is_the_limit():
     table = table_of([3.0] * 8)
-    assert splits_backwards(chosen_schedule(table))
+    assert registered(chosen_schedule(table)).splits_backward
     assert chosen_schedule(replace(table, host_ms=[(6.0, 9.0)] * 8)) in ("1f1b", "gpipe")
 
 
 def test_what_is_recomputed_is_priced_as_a_whole_backward():
     table, hardware = table_of([1.0] * 8), Hardware(devices_per_node=4, node_bytes_per_s=1e15)
-    one = Layout(4, chunks=8, schedule="zb-h1", checkpoint="always")
+    one = Layout(4, chunks=8, schedule="zb-h1", recompute="always")
     steps = [price(table, hardware, StepWork(8), replace(one, schedule=name), [2] * 4).step_ms
              for name in ("zb-h1", "1f1b")]  # fmt: skip
     assert steps[0] == pytest.approx(steps[1])
-    never = replace(one, checkpoint="never")
+    never = replace(one, recompute="never")
     assert price(table, hardware, StepWork(8), never, [2] * 4).step_ms < 0.75 * steps[0]
 
 
@@ -382,7 +381,7 @@ def test_shards_take_less_memory_and_recomputation_too():
         return device_memory(table, job, replace(base, **changes), [2, 2])[0].total
 
     assert total() - total(shard="optimizer") == 2 * 2 * 100 * MIB * 3 // 4
-    assert total(checkpoint="always") < total()
+    assert total(recompute="always") < total()
 
 
 def test_equal_layers_are_counted_as_if_each_was_run():
