@@ -27,7 +27,7 @@ from hybridtrain.observe.timeline import TimelineFiles, spans_of_trace
 from hybridtrain.observe.trackers import MONITORS
 from hybridtrain.observe.trackers.files import CSVFile, MetricsFile
 from hybridtrain.observe.trackers.mlflow import MLflow
-from hybridtrain.observe.trackers.progress import Progress, format_value
+from hybridtrain.observe.trackers.progress import Progress, describe_values
 from hybridtrain.observe.trackers.tensorboard import TensorBoard
 from hybridtrain.observe.trackers.tracker import Tracker
 from hybridtrain.observe.trackers.wandb import WandB
@@ -54,11 +54,11 @@ __all__ = [
     "accounts_of",
     "check_installed",
     "curves_of",
+    "describe_values",
     "draw_accounts",
     "draw_curves",
     "draw_plan",
     "draw_timelines",
-    "format_value",
     "in_ms",
     "spans_of_trace",
     "that_differ",

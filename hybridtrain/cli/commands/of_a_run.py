@@ -90,7 +90,7 @@ from hybridtrain.loop import Trainer, generate
 from hybridtrain.loop import evaluate as evaluate_model
 from hybridtrain.loop import predict as predict_model
 from hybridtrain.loss import LOSSES
-from hybridtrain.observe import format_value, write_report
+from hybridtrain.observe import describe_values, write_report
 from hybridtrain.partitioning import Plan, table
 from hybridtrain.verification import verify as verify_model
 from hybridtrain.world import World
@@ -445,7 +445,7 @@ def _write_config(context: RunContext) -> None:
 def _values(evaluation: Mapping[str, float] | None) -> str:
     values = dict(evaluation or {})
     values.pop("samples", None)
-    return "  ".join(f"{name} {format_value(value)}" for name, value in values.items())
+    return "  ".join(describe_values(values))
 
 
 def _placement(plan: Plan, world: World) -> Block:

@@ -29,7 +29,7 @@ from hybridtrain.data import DataSplits
 from hybridtrain.datasets import STANDARD_INPUT
 from hybridtrain.errors import ConfigError, DataError, UserError, check_choice
 from hybridtrain.loop import CALLBACKS, Callback
-from hybridtrain.loss import LOSSES, METRICS, LossFn, direction, resolve
+from hybridtrain.loss import LOSSES, METRICS, LossFn, direction, metric_of, resolve
 from hybridtrain.model import HybridModel
 from hybridtrain.models import loss_of_model
 from hybridtrain.observe import MONITORS, check_installed
@@ -236,12 +236,13 @@ def direction_of(
         ConfigError: see `loss.metrics.direction`; or the metric's target is not allowed.
     """
     names = metrics if isinstance(metrics, Mapping) else {}
-    described = names.get(value, value)
+    name = metric_of(value, names) or value
+    described = names.get(name, name)
     metric: Any = (
         METRICS[described]() if isinstance(described, str) and described in METRICS else None
     )
     if isinstance(described, Mapping) and mode is None:
-        where = f"trainer.metrics.{value}"
+        where = f"trainer.metrics.{name}"
         metric = instantiate.resolve(where, described.get("_target_"), allow)
     return direction(key, value, metric, mode)
 
