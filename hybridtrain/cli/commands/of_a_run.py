@@ -83,7 +83,7 @@ from hybridtrain.cli.run.pricing import (
     prediction_in_words,
     utilization,
 )
-from hybridtrain.data import EvalLoader, is_stream
+from hybridtrain.data import EvalLoader, is_stream, length_of
 from hybridtrain.errors import ConfigError, NotExactError
 from hybridtrain.launch import detect
 from hybridtrain.loop import Trainer, generate
@@ -325,7 +325,7 @@ def predict(settings: Settings) -> Result:
     output = settings.config.output
     if output is not None:
         check_output(output)
-    context, loader, checkpoint, _ = _trained(settings, RunContext.predict_loader)
+    context, loader, checkpoint, _ = _trained(settings, RunContext.predict_loader, predicts=True)
     default = context.directory.path / "predictions" / f"{checkpoint.name}.jsonl"
     path = Path(output or default)
     outputs, texts = None, None
@@ -382,18 +382,21 @@ def _agreement(pairs: list[tuple[str, str | None]]) -> dict[str, float]:
 
 
 def _trained(
-    settings: Settings, loader_of: Callable[[RunContext], EvalLoader | None]
+    settings: Settings,
+    loader_of: Callable[[RunContext], EvalLoader | None],
+    predicts: bool = False,
 ) -> tuple[RunContext, EvalLoader, Path, int]:
     """Returns the objects of a run, the loader of its data, and the checkpoint that is loaded."""
     fit_to_devices(settings)
-    context = setup_run(settings)
+    context = setup_run(settings, predicts=predicts)
     config = context.config
     loader = loader_of(context)
     if loader is None:
         raise ConfigError(f"data._target_={config.data['_target_']} has no evaluation split")
     checkpoint = checkpoint_to_read(config.resume, context.store, context.world)
     context.world.on_main(lambda: check_same_classes(checkpoint, context.data))
-    context.world.on_main(lambda: say_other_data(checkpoint, context.data))
+    if length_of(context.data.train) != 0:  # else it was not loaded
+        context.world.on_main(lambda: say_other_data(checkpoint, context.data))
     saved = restore_checkpoint(checkpoint, context.model, evaluated=config.ema)
     if saved.get("averaged"):
         _log.info(AVERAGED)

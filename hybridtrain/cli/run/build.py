@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Subset
 
 from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain.checkpoint import CheckpointStore, find_weights, parse_init_from
@@ -30,9 +31,10 @@ from hybridtrain.cli.run.components import (
     build_metrics,
     build_model,
     load_data,
+    load_for_trained,
     optimizer_tensors_per_param,
 )
-from hybridtrain.cli.run.directory import LogLines, RunDirectory
+from hybridtrain.cli.run.directory import LogLines, RunDirectory, checkpoint_to_read
 from hybridtrain.cli.run.lock import RunLock
 from hybridtrain.cli.run.pricing import chosen, with_largest_batch, without_auto
 from hybridtrain.data import (
@@ -40,8 +42,11 @@ from hybridtrain.data import (
     EvalLoader,
     StreamLoader,
     TrainLoader,
+    WithoutTargets,
+    already_batched,
     example_batch,
     is_stream,
+    length_of,
 )
 from hybridtrain.errors import check_choice
 from hybridtrain.launch import raise_on_signals
@@ -134,7 +139,9 @@ def writing(directory: RunDirectory, world: World) -> Iterator[None]:
         lock.release()
 
 
-def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = True) -> RunContext:
+def setup_run(
+    settings: Settings, *, writes: bool = False, reuse_plan: bool = True, predicts: bool = False
+) -> RunContext:
     """Checks the config, joins the other processes, loads the data and builds the model.
 
     Nothing is written, but the logs of a run directory that exists.
@@ -143,11 +150,13 @@ def setup_run(settings: Settings, *, writes: bool = False, reuse_plan: bool = Tr
         settings: the settings of the command.
         writes: the command is going to write to the run directory (`writing`).
         reuse_plan: cut a resumed run by its own plan if that was made with the same settings.
+        predicts: the command is going to predict `data.predict_path`, for which training data is
+            loaded only if it must be.
 
     Raises:
         UserError: a value of the config is wrong, or the run directory cannot be written to.
     """
-    setup = set_up(settings, join, writes)
+    setup = set_up(settings, join, writes, predicts)
     world, options = setup.world, setup.options.pipeline
     if reuse_plan:
         split: Any = world.on_main(lambda: _split_or_plan(settings, setup.directory, setup.store))
@@ -183,7 +192,9 @@ def _set_numerics(deterministic: bool, tf32: bool) -> None:
     torch.backends.cudnn.allow_tf32 = tf32  # PyTorch's own default is True
 
 
-def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool) -> Setup:
+def set_up(
+    settings: Settings, world_of: Callable[[Config], World], writes: bool, predicts: bool = False
+) -> Setup:
     """Checks the config, joins the other processes by `world_of`, and loads the data.
 
     Raises:
@@ -213,7 +224,11 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
     directory.log_to_files(world.rank, settings.quiet)
     for note in settings.notes:
         _log.info("%s", note)
-    data = load_data(config, world)
+    if predicts and config.data.get("predict_path") is not None:
+        checkpoint = checkpoint_to_read(config.resume, store, world)
+        data = load_for_trained(settings, world, checkpoint, samples=True)
+    else:
+        data = load_data(config, world)
     _log.info("%s", data)
     if data.without_samples:
         _log.warning("no training sample has the class %s", ", ".join(data.without_samples[:8]))
@@ -241,7 +256,7 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
             share,
         )
     draws = default_generators()
-    example = example_batch(data.train, share, data.collate)
+    example = _example(data, share)
     rewind(draws)  # transforms may draw, and the model draws its values first
 
     return Setup(
@@ -256,6 +271,17 @@ def set_up(settings: Settings, world_of: Callable[[Config], World], writes: bool
         example[1],
         options,
     )
+
+
+def _example(data: DataSplits, samples: int) -> Any:
+    """Returns a batch of training samples, or of those to predict if there are no others."""
+    if data.predict is None or length_of(data.train) != 0:
+        return example_batch(data.train, samples, data.collate)
+    inputs: Any = data.predict
+    collate = WithoutTargets(data.predict_collate or data.collate or already_batched)
+    if length := length_of(inputs):
+        inputs = Subset(inputs, [number % length for number in range(samples)])
+    return example_batch(inputs, samples, collate)
 
 
 def checked_options(config: Config) -> RunOptions:
