@@ -25,9 +25,11 @@ from hybridtrain.data.loader import (
 from hybridtrain.data.splits import (
     DataSplits,
     InMemoryDataset,
+    WithoutTargets,
     already_batched,
     below_common_folder,
     digest_of_files,
+    for_trained_models,
     length_of,
 )
 from hybridtrain.data.stream import StreamLoader, example_batch, largest_batch
@@ -42,6 +44,7 @@ __all__ = [
     "Position",
     "StreamLoader",
     "TrainLoader",
+    "WithoutTargets",
     "already_batched",
     "as_loader",
     "batches_in",
@@ -49,6 +52,7 @@ __all__ = [
     "digest_of_files",
     "example_batch",
     "first_samples",
+    "for_trained_models",
     "is_stream",
     "largest_batch",
     "length_of",

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -385,9 +385,12 @@ class EvalLoader:
         world: tells which replica this process belongs to.
         options: how batches are loaded.
         inputs_alone: the data set gives inputs without targets, for `predict`.
+        classes: the names of the classes in the order of their numbers, which name the values of
+            metrics that have one per class.
 
     Attributes:
         dataset: the data set.
+        classes: as given.
         samples: of this replica; None if it is not known.
 
     Raises:
@@ -403,9 +406,11 @@ class EvalLoader:
         *,
         options: LoaderOptions | None = None,
         inputs_alone: bool = False,
+        classes: Sequence[str] | None = None,
     ) -> None:
         check_batch_size(batch_size)
         self.dataset = dataset
+        self.classes = classes
         self._batch_size = max(1, batch_size // world.replicas)
         self._world = world
         self._options = options or LoaderOptions()

@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -84,6 +84,8 @@ class DataSplits:
 
     def __str__(self) -> str:
         train, evaluation = length_of(self.train), length_of(self.eval)
+        if train == 0 and self.predict is not None:
+            return f"data: {length_of(self.predict):,} samples to predict"
         what = "windows" if "seq_len" in self.metadata else "samples"
         parts = [f"{train:,} {what}" if train is not None else f"{what}, as many as come"]
         if evaluation is not None:
@@ -97,6 +99,28 @@ class DataSplits:
             noun = ("number", "s") if self.metadata.get("task") == "regression" else ("class", "es")
             parts.append(counted(number, *noun) + " per sample" * (noun[0] == "number"))
         return "data: " + "; ".join([*parts, *self.notes])
+
+
+DataFunction = TypeVar("DataFunction", bound=Callable[..., DataSplits])
+
+
+def for_trained_models(
+    load: Callable[..., DataSplits],
+) -> Callable[[DataFunction], DataFunction]:
+    """Decorates a data function with one for models that are trained, which reads no training data.
+
+    `predict data.predict_path=` and `export` call it, so that they need no training data.
+
+    Args:
+        load: takes the metadata of the data that the model was trained on, and the arguments of the
+            data function by name; returns splits whose `train` is empty.
+    """
+
+    def decorate(function: DataFunction) -> DataFunction:
+        function.for_trained_models = load  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def length_of(dataset: Any) -> int | None:

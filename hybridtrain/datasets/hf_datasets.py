@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from hybridtrain.data import DataSplits
+from hybridtrain.data import DataSplits, for_trained_models
 from hybridtrain.datasets.held_out import check_share, held_out
 from hybridtrain.datasets.split_names import SPLITS, check_classes, class_numbers, listed
 from hybridtrain.datasets.standard_input import STANDARD_INPUT, read_lines
@@ -58,6 +58,66 @@ _TEXTS_AT_A_TIME = 1000
 Item = tuple[dict[str, Tensor], Tensor]
 
 
+def _for_trained_models(
+    metadata: Mapping[str, Any],
+    tokenizer: str,
+    task: str = "classification",
+    name: str | None = None,
+    classes: list[str] | None = None,
+    text: str = "text",
+    text_pair: str | None = None,
+    max_len: int = 128,
+    pad: str = "longest",
+    decoder_start: str | None = None,
+    predict_path: str | None = None,
+    **of_training: Any,
+) -> DataSplits:
+    """Returns the texts of `predict_path` alone, and the tokenizer; see `for_trained_models`."""
+    tok = load_tokenizer(tokenizer)
+    given: dict[str, Any] = {"vocab_size": len(tok), "max_len": max_len}
+    if classes is not None:
+        given["classes"] = classes
+    encode = _Encoder(tok, text, text_pair, max_len)
+    start = _start(tok, tokenizer, decoder_start) if task == "seq2seq" else -1
+    to_predict = None
+    if predict_path is not None:
+        to_predict = _texts_to_predict(predict_path, name, encode, task, start)
+        if "longest" in metadata:
+            lengths, complete = _lengths(
+                to_predict.samples, tok, to_predict.texts, task != "causal_lm"
+            )
+            given["longest"] = max([metadata["longest"], *lengths]) if complete else None
+    return DataSplits(
+        train=(),
+        eval=None,
+        predict=to_predict,
+        predict_collate=_padded(tok, max_len, pad).of_inputs,
+        metadata={**metadata, **given},
+        tokenizer=tok,
+        vocabulary=vocabulary_digest(tok),
+    )
+
+
+def _padded(tokenizer: Any, max_len: int, pad: str) -> Padded:
+    return Padded(_padding(tokenizer) or 0, max_len if pad == "max_len" else None)
+
+
+def _texts_to_predict(
+    path: str, name: str | None, encode: _Encoder, task: str, start: int
+) -> Encoded:
+    """Returns the texts of `predict_path`, or those on standard input."""
+    texts = [encode.text, *([encode.text_pair] if encode.text_pair is not None else [])]
+    if path == STANDARD_INPUT:
+        table = _of_standard_input(texts)
+    else:
+        table = read_table("predict_path", path, name)
+    check_complete(table, texts, "text")
+    alone = table.splits[next(s for s in ("test", *table.splits) if s in table.splits)]
+    _check_columns({"predict": alone}, "text", [encode.text], "text")
+    return Encoded(alone, partial(_alone, encode, task, start), texts)
+
+
+@for_trained_models(_for_trained_models)
 def hf_datasets(
     path: str,
     tokenizer: str,
@@ -164,25 +224,16 @@ def hf_datasets(
     metadata |= {"special_tokens": _special_tokens(tok)}
     if pad_id is not None:
         metadata |= {"pad_index": pad_id}
-    pad_id = pad_id or 0
     encode = _Encoder(tok, text, text_pair, max_len)
     start = _start(tok, tokenizer, decoder_start) if task == "seq2seq" else -1
     if task == "seq2seq":
         metadata["special_tokens"] |= {"decoder_start_token_id": start}
-    if predict_path is None:
-        to_predict = None
-    else:
-        if predict_path == STANDARD_INPUT:
-            table = _of_standard_input(texts)
-        else:
-            table = read_table("predict_path", predict_path, name)
-        check_complete(table, texts, "text")
-        alone = table.splits[next(s for s in ("test", *table.splits) if s in table.splits)]
-        _check_columns({"predict": alone}, "text", [text], "text")
-        to_predict = Encoded(alone, partial(_alone, encode, task, start), texts)
+    to_predict = None
+    if predict_path is not None:
+        to_predict = _texts_to_predict(predict_path, name, encode, task, start)
     others: dict[str, Any] = {
         "predict": to_predict,
-        "predict_collate": Padded(pad_id, max_len if pad == "max_len" else None).of_inputs,
+        "predict_collate": _padded(tok, max_len, pad).of_inputs,
         "tokenizer": tok,
         "vocabulary": vocabulary_digest(tok),
         "held_out": source.held_out,
@@ -229,7 +280,7 @@ def hf_datasets(
     return DataSplits(
         train=Encoded(samples["train"], items["train"], texts),
         eval=Encoded(samples["eval"], items["eval"], texts),
-        collate=Padded(pad_id, max_len if pad == "max_len" else None),
+        collate=_padded(tok, max_len, pad),
         metadata=metadata,
         **others,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hybridtrain.data import DataSplits, digest_of_files
+from hybridtrain.data import DataSplits, digest_of_files, for_trained_models
 from hybridtrain.datasets.held_out import held_out
 from hybridtrain.datasets.images import (
     IMAGENET_MEAN,
@@ -79,6 +79,23 @@ class UnlabelledImages(Dataset[Any]):
         return {"file": self.files[index]}
 
 
+def _for_trained_models(
+    metadata: Mapping[str, Any],
+    image_size: int = 224,
+    classes: list[str] | None = None,
+    predict_path: str | None = None,
+    **of_training: Any,
+) -> DataSplits:
+    """Returns the images of `predict_path` alone; see `for_trained_models`."""
+    to_predict = None
+    if predict_path is not None:
+        transform = _transform(image_size, augment=False)
+        to_predict = UnlabelledImages(_files_to_predict(predict_path), transform)
+    given = _of_images(image_size) | ({"classes": classes} if classes is not None else {})
+    return DataSplits(train=(), eval=None, predict=to_predict, metadata={**metadata, **given})
+
+
+@for_trained_models(_for_trained_models)
 def image_folder(
     root: str | Path = "data",
     image_size: int = 224,
@@ -101,7 +118,8 @@ def image_folder(
     to 256/224 of `image_size` and the middle is taken, as in torchvision's reference training.
     `hybridtrain.datasets.images` says how files are read: orientation, 16 bits, transparency.
 
-    Metadata: `num_classes`, `classes` (their names), `image_size`, `channels` 3.
+    Metadata: `num_classes`, `classes` (their names), `image_size`, `channels` 3, and how an
+    evaluation prepares an image: `image_resize`, `image_mean`, `image_std`.
 
     Args:
         root: the folder.
@@ -171,14 +189,29 @@ def image_folder(
         metadata={
             "num_classes": len(names),
             "classes": names,
-            "image_size": image_size,
-            "channels": 3,
+            **_of_images(image_size),
         },
         held_out=len(folders) == 1 and bool(of_eval),
         notes=notes,
         digest=digest_of_files(os.path.relpath(path, root) for path, _ in [*of_train, *of_eval]),
         without_samples=_without_samples(names, of_train),
     )
+
+
+def _of_images(image_size: int) -> dict[str, Any]:
+    """Returns the metadata of the images as an evaluation prepares them."""
+    return {
+        "image_size": image_size,
+        "channels": 3,
+        "image_resize": _resized(image_size),
+        "image_mean": IMAGENET_MEAN,
+        "image_std": IMAGENET_STD,
+    }
+
+
+def _resized(image_size: int) -> int:
+    """Returns the pixels of the smaller side, of which the middle is cut out."""
+    return round(image_size * _RESIZED)
 
 
 def _files_to_predict(path: str) -> list[str]:
@@ -268,7 +301,7 @@ def _transform(image_size: int, augment: bool) -> Any:
     """Returns the preset of torchvision's reference training, or of its evaluation."""
     from torchvision.transforms import v2
 
-    first = [v2.Resize(round(image_size * _RESIZED)), v2.CenterCrop(image_size)]
+    first = [v2.Resize(_resized(image_size)), v2.CenterCrop(image_size)]
     if augment:
         first = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
     return v2.Compose([*first, *normalised(IMAGENET_MEAN, IMAGENET_STD)])

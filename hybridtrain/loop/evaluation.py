@@ -16,7 +16,14 @@ from torch.utils._pytree import tree_map_only
 from hybridtrain._base.microbatch import batch_size, merge
 from hybridtrain.data import EvalLoader
 from hybridtrain.launch import Phase, activity
-from hybridtrain.loss import BatchWeight, LogProbabilityCheck, LossFn, Metric, main_output
+from hybridtrain.loss import (
+    BatchWeight,
+    LogProbabilityCheck,
+    LossFn,
+    Metric,
+    main_output,
+    named_values,
+)
 from hybridtrain.model import HybridModel
 
 _log = logging.getLogger(__name__)
@@ -63,10 +70,12 @@ def evaluate(
             that needs more samples, is a warning.
 
     Returns:
-        `loss`, each metric, and `samples`, on every process.
+        `loss`, each metric, and `samples`, on every process. A metric with a value per class has
+        `metric/class` for each, by the names in `data.classes` or else by number.
 
     Raises:
-        ConfigError: the loss is an nll, and the model returns logits.
+        ConfigError: the loss is an nll, and the model returns logits; or a metric returns neither
+            a number nor one per class.
     """
     model.sync_buffers()
     world, device = model.world, model.pipeline.output_device
@@ -111,7 +120,7 @@ def evaluate(
         for name, metric in metrics.items():
             try:
                 with _errors_of(name):
-                    result[name] = float(metric.compute())
+                    result |= named_values(name, metric.compute(), data.classes)
             except Exception as error:
                 if not one_batch:
                     raise

@@ -42,7 +42,7 @@ from hybridtrain.loop.evaluation import evaluate, predict
 from hybridtrain.loop.interruption import Interruptions
 from hybridtrain.loop.run_stats import RunStats
 from hybridtrain.loop.throughput import Throughput
-from hybridtrain.loss import LossFn, Metric
+from hybridtrain.loss import LossFn, Metric, check_reported
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.options import TrainerOptions, check_names
 from hybridtrain.step import OptimizerStep, check_sharded, learning_rates
@@ -90,6 +90,7 @@ class Trainer:
         total_steps: the length of the run; may be set between two calls of `fit`.
         logging: whether the step in progress will be logged.
         texts: those of `fit`.
+        compared: the values of the evaluation that `best` and callbacks compare.
 
     Raises:
         ConfigError: see `TrainerOptions`; `best` is not a value of the evaluation; `optimizer` is
@@ -136,6 +137,7 @@ class Trainer:
         self.train = as_loader(train, self.world)
         self.evaluation = evaluation
         self.metrics = metrics or {}
+        self.compared = {self.options.best} if self.options.best else set()
         self.samples = 0
         self.total_steps = self.options.total_steps(self.train.batches_per_epoch)
         check_last_batch(model, self.train)
@@ -705,11 +707,26 @@ class Trainer:
         activity.now(Phase.EVALUATE, self.step)
         draws = default_generators()
         with self._evaluation_context():
-            evaluate(self.model, self.evaluation, self.loss_fn, self.metrics, one_batch=True)
+            result = evaluate(
+                self.model, self.evaluation, self.loss_fn, self.metrics, one_batch=True
+            )
         activity.forget(Phase.EVALUATE)
+        self._check_compared(result)
         for metric in self.metrics.values():
             metric.reset()
         rewind(draws)
+
+    def _check_compared(self, result: Mapping[str, float]) -> None:
+        """Checks that an evaluation has all values that are compared; a collective call.
+
+        How many values a metric has is known from its first result.
+        """
+
+        def check() -> None:
+            for value in sorted(self.compared):
+                check_reported(value, ["loss", *self.metrics], result)
+
+        self.world.on_main(check)  # where all callbacks are
 
     def _evaluate_in_run(self) -> bool:
         """Evaluates and reports, unless somebody stops the run; returns whether to save."""
@@ -727,6 +744,8 @@ class Trainer:
             )
             # the same on all ranks to the last bit: all must agree on whether it is the best
             result = self.world.broadcast(result)
+            if self._evaluated[1] is None:
+                self._check_compared(result)
             wanted = self._wanted()
             if "stop" not in wanted:  # else the result may be of a part of the samples
                 self._evaluated = self.step, result

@@ -18,7 +18,16 @@ from hybridtrain.loss.by_name import (
 )
 from hybridtrain.loss.captures import SeenLosses
 from hybridtrain.loss.counted import CountedLoss, MeanLoss, SumLoss, resolve, zero_of
-from hybridtrain.loss.metrics import IGNORED, Accuracy, Metric, direction, main_output
+from hybridtrain.loss.metrics import (
+    IGNORED,
+    Accuracy,
+    Metric,
+    check_reported,
+    direction,
+    main_output,
+    metric_of,
+    named_values,
+)
 from hybridtrain.loss.proof import (
     LogProbabilityCheck,
     ModelLossProof,
@@ -46,13 +55,16 @@ __all__ = [
     "StepWeights",
     "SumLoss",
     "accuracy",
+    "check_reported",
     "count_of_output",
     "cross_entropy",
     "direction",
     "is_of_model",
     "main_output",
+    "metric_of",
     "model_output",
     "mse",
+    "named_values",
     "nll",
     "prove_in_training",
     "resolve",

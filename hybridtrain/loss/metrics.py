@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +64,70 @@ def direction(key: str, value: str, metric: Any, mode: str | None) -> str:
             f"{value} does not say whether a larger value is better: set {key}=min or {key}=max"
         )
     return "max" if higher else "min"
+
+
+def named_values(name: str, value: Any, classes: Sequence[str] | None = None) -> dict[str, float]:
+    """Returns the values of a metric by name, as an evaluation reports them.
+
+    A number has the metric's name. A tensor of one value per class, as metrics of torchmetrics with
+    `average=None` return it, has a name for each: `f1/cat`, or `f1/0` where the classes have no
+    names. A mapping, as a `MetricCollection` returns it, has `name/key`.
+
+    Args:
+        name: of the metric.
+        value: what its `compute` returns.
+        classes: the names of the classes, in the order of their numbers.
+
+    Raises:
+        ConfigError: the value is a tensor of several dimensions, or several tensors.
+    """
+    if isinstance(value, Mapping):
+        parts = [named_values(f"{name}/{key}", part, classes) for key, part in value.items()]
+        return {key: number for part in parts for key, number in part.items()}
+    if isinstance(value, Tensor) and value.dim() == 1 and len(value) > 1:
+        known = classes is not None and len(classes) == len(value)
+        labels: Sequence[Any] = classes if known and classes else range(len(value))
+        return {f"{name}/{x}": number for x, number in zip(labels, value.tolist(), strict=True)}
+    returned = None
+    if isinstance(value, Tensor) and value.numel() != 1:
+        returned = f"tensor of shape {tuple(value.shape)}"
+    elif isinstance(value, list | tuple):
+        returned = type(value).__name__
+    if returned is not None:
+        raise ConfigError(
+            f"the metric {name!r} returns a {returned}: a metric of an evaluation must "
+            f"return a number, or one number per class"
+        )
+    return {name: float(value)}
+
+
+def metric_of(value: str, metrics: Iterable[str]) -> str | None:
+    """Returns the name of the metric that reports `value`, such as f1 for f1/cat, or None.
+
+    Args:
+        value: of an evaluation, as `named_values` names it.
+        metrics: their names.
+    """
+    names = [name for name in metrics if value == name or value.startswith(f"{name}/")]
+    return max(names, key=len, default=None)
+
+
+def check_reported(value: str, metrics: Iterable[str], result: Mapping[str, float]) -> None:
+    """Checks that an evaluation reports `value`, a metric or one of the values of a metric.
+
+    Args:
+        value: that runs are compared by.
+        metrics: the names of all metrics.
+        result: of an evaluation; a metric that could not be computed is not in it.
+
+    Raises:
+        ConfigError: the metric reports others; lists some of them.
+    """
+    metric = metric_of(value, metrics)
+    reported = [name for name in result if metric_of(name, metrics) == metric]
+    if metric is not None and reported and value not in reported:
+        few = ", ".join(reported[:8]) + (", ..." if len(reported) > 8 else "")
+        raise ConfigError(f"{value} is not a value of the evaluation: {metric} has {few}")
 
 
 class Accuracy(nn.Module):

@@ -82,7 +82,8 @@ def transformers_model(
 
     Raises:
         ConfigError: transformers is not installed, an argument is unknown, or the data has tokens
-            that the model does not, longer texts, or no padding where the model needs one.
+            that the model does not, longer texts, no padding where the model needs one, images of
+            another size, or texts for a model of images or the reverse.
     """
     transformers = _transformers()
     check_choice("task", task, list(TASKS))
@@ -136,6 +137,9 @@ def transformers_model(
             f"{name} of {made.model_type}: {_first_line(error)} task={task} may be another one of "
             f"{', '.join(TASKS)}"
         ) from error
+    _check_kind_of_data(model, vocab_size, image_size)
+    if image_size is not None:
+        _check_images(kind, made, how, image_size, channels or 3)
     length, positions = longest if longest is not None else max_len, _positions(model)
     if length is not None and max_len is not None and positions is not None:
         length = min(length, max_len)
@@ -145,6 +149,43 @@ def transformers_model(
                 f"data.max_len={positions} or less"
             )
     return model
+
+
+def _check_kind_of_data(model: nn.Module, vocab_size: int | None, image_size: int | None) -> None:
+    """Refuses texts for a model of images, and images for one of texts."""
+    takes = getattr(model, "main_input_name", None)
+    if takes == "pixel_values" and vocab_size is not None and image_size is None:
+        raise ConfigError(
+            f"{type(model).__name__} takes images, and the data set has texts: choose a model of "
+            f"texts, or a data set of images"
+        )
+    if takes == "input_ids" and image_size is not None and vocab_size is None:
+        raise ConfigError(
+            f"{type(model).__name__} takes token ids, and the data set has images: choose a model "
+            f"of images, with task=image_classification, or a data set of texts"
+        )
+
+
+def _check_images(kind: Any, config: Any, how: Mapping[str, Any], side: int, channels: int) -> None:
+    """Refuses images that the model does not take, which it says in its forward alone.
+
+    Some models take images of other sizes than that of their configuration.
+    """
+    size = getattr(config, "image_size", side)
+    sizes = {*size} if isinstance(size, list | tuple) else {size}
+    if sizes == {side} and getattr(config, "num_channels", channels) == channels:
+        return
+    with torch.random.fork_rng([]), torch.device("meta"):
+        net = kind.from_config(config, trust_remote_code=False, **how)
+        images = torch.empty(2, channels, side, side, dtype=how["dtype"])
+        try:
+            net(pixel_values=images)
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"{type(net).__name__} does not take the images of the data set, {side} x {side} "
+                f"pixels in {channels} colours: {_first_line(error)} Set data.image_size= to the "
+                f"size of the model; or leave image_size and num_channels out of config="
+            ) from error
 
 
 def _take_special_tokens(

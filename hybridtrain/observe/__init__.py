@@ -28,7 +28,7 @@ from hybridtrain.observe.report.record import Curves, RunRecord, accounts_of, cu
 from hybridtrain.observe.report.settings import RunSettings, that_differ
 from hybridtrain.observe.timeline import TimelineFiles, spans_of_trace
 from hybridtrain.observe.trackers import TRACKERS
-from hybridtrain.observe.trackers.progress import format_value
+from hybridtrain.observe.trackers.progress import describe_values
 
 if TYPE_CHECKING:
     from hybridtrain.observe.trackers import (
@@ -65,11 +65,11 @@ __all__ = [
     "accounts_of",
     "check_installed",
     "curves_of",
+    "describe_values",
     "draw_accounts",
     "draw_curves",
     "draw_plan",
     "draw_timelines",
-    "format_value",
     "in_ms",
     "spans_of_trace",
     "that_differ",

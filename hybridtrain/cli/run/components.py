@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +18,16 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.keys import errors_with_config_keys, unknown_key
+from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import GROUP_KEYS, LOADER_KEYS, Config
+from hybridtrain.cli.run.data_record import trained_on
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.run_facts import check_facts, facts_of, place_of_data
 from hybridtrain.data import DataSplits
 from hybridtrain.datasets import STANDARD_INPUT
 from hybridtrain.errors import ConfigError, DataError, UserError, check_choice
 from hybridtrain.loop import CALLBACKS, Callback, Tracker
-from hybridtrain.loss import LOSSES, METRICS, LossFn, direction, resolve
+from hybridtrain.loss import LOSSES, METRICS, LossFn, direction, metric_of, resolve
 from hybridtrain.model import HybridModel
 from hybridtrain.models import loss_of_model
 from hybridtrain.observe import TRACKERS, check_installed
@@ -76,11 +79,7 @@ def load_data(config: Config, world: World) -> DataSplits:
                 + (f" ({where})" if where else "")
             ) from error
 
-    if config.data.get("predict_path") == STANDARD_INPUT and world.size > 1:
-        raise ConfigError(
-            f"data.predict_path=- is read by one process, and there are {world.size}: start one, "
-            f"or set data.predict_path= to a file that all of them read"
-        )
+    _check_standard_input(config, world)
     download = bool(config.data.get("download"))
     first_of_node = world.local_rank == 0
     data = world.on_main(lambda: load(download))
@@ -101,6 +100,52 @@ def load_data(config: Config, world: World) -> DataSplits:
         check_facts(world.gather(facts_of(config, data)), config)
     assert data is not None
     return data
+
+
+def load_for_trained(
+    settings: Settings, world: World, checkpoint: Path, *, samples: bool
+) -> DataSplits:
+    """Returns what a trained model needs of its data, without the training data if possible.
+
+    That needs a checkpoint that has the metadata of its data, and a data function
+    `for_trained_models`. Otherwise, this is `load_data`.
+
+    Args:
+        settings: of the command.
+        world: the processes.
+        checkpoint: the one that is read.
+        samples: the command needs samples, those of `data.predict_path`.
+    """
+    config, of_run = settings.config, settings.of_run
+    same = of_run is not None and all(
+        of_run.data.get(key) == config.data.get(key) for key in ("_target_", "task")
+    )
+    metadata, has_tokenizer = world.broadcast(
+        world.on_main(lambda: trained_on(checkpoint) if same else None)
+    ) or (None, False)
+    if metadata is None or (samples and config.data.get("predict_path") is None):
+        return load_data(config, world)
+    check_tokenizer(config)
+    target, arguments = instantiate.check(
+        "data", config.data, DataSplits, config.allow_targets, ignore=LOADER_KEYS
+    )
+    load = getattr(target, "for_trained_models", None)
+    if load is None:
+        if samples or has_tokenizer:
+            return load_data(config, world)
+        return DataSplits(train=(), eval=None, metadata=metadata)
+    _check_standard_input(config, world)
+    with errors_with_config_keys({name: f"data.{name}" for name in arguments}):
+        data: DataSplits = load(metadata, **arguments)
+    return data
+
+
+def _check_standard_input(config: Config, world: World) -> None:
+    if config.data.get("predict_path") == STANDARD_INPUT and world.size > 1:
+        raise ConfigError(
+            f"data.predict_path=- is read by one process, and there are {world.size}: start one, "
+            f"or set data.predict_path= to a file that all of them read"
+        )
 
 
 # Settings of PyTorch's losses that are tensors, one number for each class.
@@ -232,12 +277,13 @@ def direction_of(
         ConfigError: see `loss.metrics.direction`; or the metric's target is not allowed.
     """
     names = metrics if isinstance(metrics, Mapping) else {}
-    described = names.get(value, value)
+    name = metric_of(value, names) or value
+    described = names.get(name, name)
     metric: Any = (
         METRICS[described]() if isinstance(described, str) and described in METRICS else None
     )
     if isinstance(described, Mapping) and mode is None:
-        where = f"trainer.metrics.{value}"
+        where = f"trainer.metrics.{name}"
         metric = instantiate.resolve(where, described.get("_target_"), allow)
     return direction(key, value, metric, mode)
 

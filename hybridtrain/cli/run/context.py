@@ -97,5 +97,10 @@ class RunContext(PreparedRun):
         """Returns the loader of the evaluation split, if there is one."""
         if self.data.eval is None:
             return None
-        batch_size = self.config.data["batch_size"]
-        return EvalLoader(self.data.eval, batch_size, self.world, options=self.options.loader)
+        return EvalLoader(
+            self.data.eval,
+            self.config.data["batch_size"],
+            self.world,
+            options=self.options.loader,
+            classes=self.data.metadata.get("classes"),
+        )

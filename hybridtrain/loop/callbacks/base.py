@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridtrain.errors import ConfigError, check_choice, did_you_mean
-from hybridtrain.loss import direction
+from hybridtrain.loss import direction, metric_of
 from hybridtrain.schedule import Spans
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Comparison:
     """
 
     value: str
-    """`loss`, or the name of a metric."""
+    """`loss`, or the name of a metric; of a metric with a value per class `metric/class`."""
     mode: str | None
     """`min` if the smallest value is best, `max` if the largest is; None: `check` finds it out."""
 
@@ -134,12 +134,14 @@ class Comparison:
         if trainer.evaluation is None:
             raise ConfigError(f"value={self.value} needs an evaluation, and this run has none")
         known = ("loss", *trainer.metrics)
-        if self.value not in known:
+        metric = metric_of(self.value, known)
+        if metric is None:
             raise ConfigError(
                 f"value={self.value} is not a value of the evaluation: "
                 f"{did_you_mean(self.value, known)}"
             )
-        self.mode = direction("mode", self.value, trainer.metrics.get(self.value), self.mode)
+        self.mode = direction("mode", self.value, trainer.metrics.get(metric), self.mode)
+        trainer.compared.add(self.value)
 
     def of(self, values: Mapping[str, float]) -> float:
         """Returns the value of an evaluation as a number of which the smallest is best.

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TextIO
@@ -17,6 +18,9 @@ _NO_BAR = "{n_fmt}/{total_fmt}  {desc}"
 _NO_END = "{n_fmt} steps  {desc}"
 _LEFT, _RUNNING = "  left {remaining}", "  running for {elapsed}"
 _LEAST_BAR = 6  # columns of the shortest bar, with its ends
+
+# Values of one metric in a line; of classification with many classes, there are as many values.
+_MOST_CLASSES = 12
 
 # What a narrow terminal leaves out of the line, first to last; the loss stays.
 _LEFT_OUT = ("account", "tokens", "epoch", "time", "samples", "lr")
@@ -164,11 +168,24 @@ def _describe_account(values: Mapping[str, float]) -> dict[str, str]:
 
 
 def _describe_evaluation(values: Mapping[str, float]) -> list[str]:
-    return [
-        f"{tag.removeprefix('eval/')} {format_value(value)}"
-        for tag, value in values.items()
-        if tag.startswith("eval/")
-    ]
+    return describe_values(
+        {tag.removeprefix("eval/"): v for tag, v in values.items() if tag.startswith("eval/")}
+    )
+
+
+def describe_values(values: Mapping[str, float]) -> list[str]:
+    """Returns names and values of an evaluation; of a metric of many classes the first values."""
+    counts = Counter(name.partition("/")[0] for name in values if "/" in name)
+    shown: Counter[str] = Counter()
+    parts = []
+    for name, value in values.items():
+        metric = name.partition("/")[0]
+        shown[metric] += 1
+        if counts[metric] <= _MOST_CLASSES or shown[metric] <= _MOST_CLASSES:
+            parts.append(f"{name} {format_value(value)}")
+        elif shown[metric] == counts[metric]:
+            parts.append(f"... ({counts[metric]} values of {metric})")
+    return parts
 
 
 def format_value(value: float) -> str:

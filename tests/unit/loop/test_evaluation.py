@@ -216,3 +216,20 @@ def test_inputs_without_targets_are_predicted_in_their_order(kind):
         data = EvalLoader(kind(inputs), 4, world, inputs_alone=True)
         found = predict(model, data)
     torch.testing.assert_close(found, net(inputs).detach())
+
+
+def test_a_metric_with_a_value_per_class_has_a_name_for_each():
+    ours = trainer(rich_net())
+    world, samples = ours.model.world, data(11, seed=9)
+    recall = torchmetrics.classification.MulticlassRecall(3, average=None)
+    both = torchmetrics.MetricCollection({"a": recall, "b": recall.clone()})
+    names = ["x", "y/z", "0"]
+    loader = EvalLoader(samples, 4, world, classes=names)
+    found = evaluate(ours.model, loader, cross_entropy, {"r": recall, "both": both})
+    values = recall.compute().tolist()
+    assert [found[f"r/{name}"] for name in names] == values
+    assert [found[f"both/b/{name}"] for name in names] == values
+    for classes in (None, names[:2]):  # a metric of other classes than the data
+        loader = EvalLoader(samples, 4, world, classes=classes)
+        found = evaluate(ours.model, loader, cross_entropy, {"r": recall})
+        assert [found[f"r/{number}"] for number in range(3)] == values
