@@ -444,14 +444,14 @@ class HybridModel:
         elif weight.microbatches != len(sizes):
             raise BatchError("weight= is one of another batch: pass step_weights in order")
         batch_weight = weight
-        is_whole = batch_weight.is_whole_step
+        is_whole = batch_weight.is_single_microbatch
         proof = self._proof(loss, inputs, targets, sizes, is_whole)
 
         def head(microbatch: int, output: Any) -> HeadOutput:
             if proof is not None:
-                proof.look(microbatch, output)
+                proof.observe(microbatch, output)
             # the mean of nothing is not a number
-            factor = batch_weight.factors[microbatch]
+            factor = batch_weight.weights[microbatch]
             value = loss(output, target_parts[microbatch]) if factor else zero_of(output)
             root = value if scale_loss is None else scale_loss(value)
             value = value.detach()
@@ -474,7 +474,7 @@ class HybridModel:
         mean = batch_weight.mean(losses)
         if type(mean) is Tensor:
             mean = mean.as_subclass(StepLoss)
-        return TrainStepResult(mean, samples, recorded, batch_weight.count_in_step)
+        return TrainStepResult(mean, samples, recorded, batch_weight.counted)
 
     def _proof(
         self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int], is_whole: bool
@@ -490,18 +490,18 @@ class HybridModel:
             sizes: of its micro-batches.
             is_whole: the step is one micro-batch, so that no mean is taken of several.
         """
-        if loss.trusted and not loss.takes_log_probabilities:
+        if loss.is_known_reduction and not loss.takes_log_probabilities:
             return None
         is_one = is_whole or sum(sizes) == 1
         if not self._seen_losses.is_new(loss, divided=not is_one):
             return None
         if is_one and is_of_model(loss, targets):
             return None
-        if loss.trusted or is_one:
+        if loss.is_known_reduction or is_one:
             return LogProbabilityCheck(loss, targets, sum(sizes))
 
         def warn(text: str, *args: object) -> None:
-            if self.world.replica == 0 and self._seen_losses.says(loss):
+            if self.world.replica == 0 and self._seen_losses.should_warn(loss):
                 log.warning(text, *args)
 
         if not is_of_model(loss, targets):

@@ -86,7 +86,7 @@ def evaluate(
 
     def measure(output: Any, targets: Any) -> Tensor:
         if loss.takes_log_probabilities and not done:
-            LogProbabilityCheck(loss, targets, batch_size(targets)).look(0, output)
+            LogProbabilityCheck(loss, targets, batch_size(targets)).observe(0, output)
         for name, metric in metrics.items():
             with _errors_of(name):
                 whole = isinstance(targets, Mapping)  # as a detector has them
@@ -105,7 +105,7 @@ def evaluate(
                 weight = BatchWeight(loss, (inputs, targets), model.options.chunks)
                 count += weight.count
                 samples += size
-                for value, factor in zip(losses, weight.factors, strict=True):
+                for value, factor in zip(losses, weight.weights, strict=True):
                     if factor:  # the mean of nothing is not a number
                         loss_sum.add_(value, alpha=factor)
             on_batch(done)

@@ -278,7 +278,7 @@ def _origin_in_forward(
                     continue
                 if loss_fn is not None:
                     loss, batch = model.resolve_loss(loss_fn), (inputs, targets)
-                    factors = iter(BatchWeight(loss, batch, model.options.chunks).factors)
+                    factors = iter(BatchWeight(loss, batch, model.options.chunks).weights)
                 model.map_outputs(inputs, targets, measure)
     finally:
         hook.remove()

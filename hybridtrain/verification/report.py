@@ -359,8 +359,8 @@ class _Comparison:
         name, weights = batch.name, batch.weights
         model, net = self._model, self._net
         recorded = _Recorded(self._loss)
-        # trusted: the proof of the first step would call it once more
-        loss = self._loss.of(recorded, trusted=True)
+        # a known reduction: else the check of the first step would call it again
+        loss = self._loss.of(recorded, is_known_reduction=True)
         self._set_modes(training=True)
         model.zero_grad()
         net.zero_grad()
@@ -370,7 +370,7 @@ class _Comparison:
         values: list[Tensor] = []
         seen = iter(zip(recorded.outputs, recorded.losses, strict=True))
         for number, (part, target) in enumerate(batch.parts):
-            if not weights.factors[number]:
+            if not weights.weights[number]:
                 # the loss is not called without samples
                 values.append(torch.zeros((), device=self._device))
                 continue
@@ -470,12 +470,12 @@ class _Comparison:
         for number, output in enumerate(mine.outputs):
             where = f"{name}, micro-batch {number}"
             self._add("output in evaluation", where, output, plain.outputs[number])
-            if weights.factors[number]:  # else it is the mean of nothing
+            if weights.weights[number]:  # else it is the mean of nothing
                 loss = mine.losses[number]
                 self._add("loss in evaluation", where, loss, plain.losses[number])
         values = [
             value if factor else torch.zeros_like(value)
-            for value, factor in zip(mine.losses, weights.factors, strict=True)
+            for value, factor in zip(mine.losses, weights.weights, strict=True)
         ]
         # a forward that draws, or goes on from the one before, gives a whole batch other outputs
         if any(seeds) or not self._repeats_itself(batch.parts[0][0], plain.outputs[0]):
