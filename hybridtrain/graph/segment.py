@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
-from hybridtrain._base.skip import pop, stash, take
+from hybridtrain._base.skip import pop, pop_last, stash
 from hybridtrain._base.torch_private import operator_overloads, operator_schema
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.call_signature import CallSignature
@@ -345,7 +345,7 @@ class Segment(nn.Module):
         else:
             arguments = [value] if graph.takes_main else []
             for name in graph.inputs:
-                arguments.append(take(name) if name in graph.last_uses else pop(name))
+                arguments.append(pop_last(name) if name in graph.last_uses else pop(name))
         # not the module's own call, which would print its code when a layer in it raises
         run = graph.module.forward
         if graph.compiled is not None and self.uses_compiled:
