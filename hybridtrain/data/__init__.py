@@ -1,11 +1,11 @@
-"""Loaders of batches, and what a data set function returns.
+"""Data sets and loaders of batches.
 
-loader             `Loader` and its `Position`, which alone says where a run is in its data
-stream             iterable data sets
-same_data          the comparison of data sets over the ranks
-agreement          loaders of replicas that agree on each batch, such as one of the user's own
-fetch              batches ahead of the step, by threads or workers
-splits             `DataSplits`: the data sets of a training
+loader             `Loader` and its `Position`, which tracks where a run is in its data
+stream             loaders of iterable data sets
+same_data          checks that all ranks have the same data set
+agreement          loaders whose replicas agree on each batch, such as a user's loader
+fetch              makes batches ahead of the step, in threads or worker processes
+splits             `DataSplits`: the data sets of a run, as a data set function returns them
 """
 
 from hybridtrain.data.agreement import OwnLoader, as_loader
@@ -19,8 +19,8 @@ from hybridtrain.data.loader import (
     batches_in,
     first_samples,
     is_stream,
+    next_step,
     share_of,
-    take,
 )
 from hybridtrain.data.splits import (
     DataSplits,
@@ -57,6 +57,6 @@ __all__ = [
     "largest_batch",
     "length_of",
     "name_of",
+    "next_step",
     "share_of",
-    "take",
 ]

@@ -33,8 +33,8 @@ from hybridtrain.data import (
     TrainLoader,
     example_batch,
     name_of,
+    next_step,
     share_of,
-    take,
 )
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError, DataError
 from hybridtrain.loop.callbacks.tracker import Tracker, call_hook
@@ -207,7 +207,7 @@ class PreparedLoader:
         outer, step = session.in_use, StepInUse()
         try:
             with closing(self.loader.batches()) as batches:
-                while group := take(batches, session.accumulate):
+                while group := next_step(batches, session.accumulate):
                     session.in_use = step = StepInUse(group, looping=True)
                     for index, batch in enumerate(group):
                         session.in_use, step.index = step, index

@@ -25,7 +25,7 @@ from hybridtrain.checkpoint import (
     finishing_saves,
     restore_run,
 )
-from hybridtrain.data import Batch, EvalLoader, Loader, as_loader, take
+from hybridtrain.data import Batch, EvalLoader, Loader, as_loader, next_step
 from hybridtrain.errors import CheckpointError, ConfigError, DivergedError, Interrupted
 from hybridtrain.launch import Phase, activity
 from hybridtrain.loop.callbacks.base import Callback, CallbackStates
@@ -593,7 +593,7 @@ class Trainer:
         try:
             self._stats.begin_step(timeline)
             activity.now(Phase.DATA, self.step + 1)
-            batches = take(stream, self.options.accumulate)
+            batches = next_step(stream, self.options.accumulate)
             self._stats.end_phase("data")
             activity.now(Phase.TRAIN, self.step + 1)
             self._between_steps = False
