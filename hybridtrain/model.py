@@ -283,7 +283,7 @@ class HybridModel:
         if world.processes_per_replica > 1 and example_inputs is not None:
             # later no process has the whole model
             check = SelfCheck(CutModel(net, plan, planned, options, world))
-            world.on_main(partial(check.look_at_construction, example_inputs))
+            world.on_main(partial(check.check_at_construction, example_inputs))
         self._begin(net, world, options, plan, planned)
 
     @classmethod
@@ -432,7 +432,7 @@ class HybridModel:
         samples = batch_size(inputs, targets)
         sizes = self._sizes(samples)
         self._check_synchronised(len(sizes))
-        self._self_check.look(inputs, sizes, trains=True)
+        self._self_check.check_batch(inputs, sizes, trains=True)
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
         loss = self.resolve_loss(loss_fn)
@@ -644,7 +644,7 @@ class HybridModel:
         self._follow_changes(trains=False)
         self._batch_check.begin(inputs, targets)
         sizes = self._sizes(batch_size(inputs, targets))
-        self._self_check.look(inputs, sizes, trains=False)
+        self._self_check.check_batch(inputs, sizes, trains=False)
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
 
