@@ -40,7 +40,7 @@ from hybridtrain.partitioning import (
     StageOwners,
 )
 from hybridtrain.pipeline import plan_without_values
-from hybridtrain.price import Choices, Layout, PricedPlans, find_layouts, find_plans
+from hybridtrain.price import Choices, ParallelLayout, PricedPlans, find_layouts, find_plans
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
@@ -146,7 +146,9 @@ def _batches_per_epoch(config: Config, data: DataSplits, options: RunOptions) ->
     return batches_in(first_samples(samples, size, options.loader), size, options.loader)
 
 
-def _command(settings: Settings, hardware: Hardware, layout: Layout, keys: Sequence[str]) -> str:
+def _command(
+    settings: Settings, hardware: Hardware, layout: ParallelLayout, keys: Sequence[str]
+) -> str:
     """Returns the command that trains with a plan."""
     per_node = hardware.devices_per_node
     words = with_later(settings.overrides, keys)
@@ -195,7 +197,7 @@ def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
     return NodesPoint(nodes, price.step_ms, f"{layout.replicas} x {layout.nb_part}")
 
 
-def overrides_of(layout: Layout, recompute: str | list[str]) -> list[str]:
+def overrides_of(layout: ParallelLayout, recompute: str | list[str]) -> list[str]:
     """Returns the overrides that a run of this layout needs, beside the split."""
     if not isinstance(recompute, str):
         recompute = f"[{','.join(map(hydra_quoted, recompute))}]"

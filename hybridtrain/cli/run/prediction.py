@@ -20,7 +20,7 @@ from hybridtrain.graph import Layer
 from hybridtrain.loss import LossFn
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import LayerCost, LossOfStep, Plan, recompute_policy
-from hybridtrain.price import Layout, Prediction, StepWork, predict_step, why_not_priced
+from hybridtrain.price import ParallelLayout, Prediction, StepWork, predict_step, why_not_priced
 from hybridtrain.schedule import Placement, place_of
 from hybridtrain.world import World
 
@@ -74,7 +74,7 @@ def predict_step_of_run(
 ) -> Prediction:
     """Predicts a step with batches of `samples`, of which `example` is a replica's share."""
     sizes = chunk_sizes(-(-samples // world.replicas), options.chunks)
-    layout = Layout(
+    layout = ParallelLayout(
         nb_part=world.nb_part,
         replicas=world.replicas,
         engine=world.engine,

@@ -13,11 +13,11 @@ from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import LayerCost
-from hybridtrain.price.layout import Layout, StepWork
+from hybridtrain.price.layout import ParallelLayout, StepWork
 from hybridtrain.price.price import Prediction, predict_step, why_not_priced
 from hybridtrain.world import World
 
-LAYOUT = Layout(2, chunks=4)
+LAYOUT = ParallelLayout(2, chunks=4)
 
 
 @pytest.fixture(scope="module")

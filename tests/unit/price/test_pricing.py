@@ -25,7 +25,7 @@ from hybridtrain.partitioning import (
 from hybridtrain.partitioning.cost_table import counted_costs, given_costs
 from hybridtrain.partitioning.costs import LayerSize
 from hybridtrain.partitioning.estimates import count_chain
-from hybridtrain.price.layout import Choices, Layout, StepWork, layouts
+from hybridtrain.price.layout import Choices, ParallelLayout, StepWork, layouts
 from hybridtrain.price.plan_table import find_plans
 from hybridtrain.price.price import (
     ALIKE,
@@ -33,7 +33,7 @@ from hybridtrain.price.price import (
     find_layouts,
     least_step_ms,
     price,
-    spread_of,
+    simulated_step,
 )
 from hybridtrain.price.stage_needs import device_memory, most_in_flight, stage_times
 from hybridtrain.schedule import (
@@ -246,7 +246,7 @@ def test_no_simulated_step_is_faster_than_the_bound(problem):
     ("nb_part", "chunks", "v"), [(2, 3, 1), (4, 64, 2), (4, 24, 4), (3, 60, 2), (4, 35, 3)]
 )
 def test_micro_batches_in_flight_are_those_of_the_whole_schedule(schedule, nb_part, chunks, v):
-    one = Layout(nb_part, chunks=chunks, schedule=schedule, stages_per_device=v)
+    one = ParallelLayout(nb_part, chunks=chunks, schedule=schedule, stages_per_device=v)
     assert most_in_flight(one) == peak_in_flight(make_schedule(schedule, nb_part, chunks, v))
 
 
@@ -255,7 +255,7 @@ def test_micro_batches_in_flight_are_those_of_the_whole_schedule(schedule, nb_pa
 def test_micro_batches_in_flight_of_split_backwards_are_counted_in_full(
     schedule, v, nb_part, chunks
 ):
-    one = Layout(nb_part, chunks=chunks, schedule=schedule, stages_per_device=v)
+    one = ParallelLayout(nb_part, chunks=chunks, schedule=schedule, stages_per_device=v)
     assert most_in_flight(one) == peak_in_flight(make_schedule(schedule, nb_part, chunks, v))
 
 
@@ -274,7 +274,7 @@ def test_backwards_are_split_where_devices_compute_and_not_where_the_host_is_the
 
 def test_what_is_recomputed_is_priced_as_a_whole_backward():
     table, hardware = table_of([1.0] * 8), Hardware(devices_per_node=4, node_bytes_per_s=1e15)
-    one = Layout(4, chunks=8, schedule="zb-h1", recompute="always")
+    one = ParallelLayout(4, chunks=8, schedule="zb-h1", recompute="always")
     steps = [price(table, hardware, StepWork(8), replace(one, schedule=name), [2] * 4).step_ms
              for name in ("zb-h1", "1f1b")]  # fmt: skip
     assert steps[0] == pytest.approx(steps[1])
@@ -286,7 +286,7 @@ def test_what_is_recomputed_is_priced_as_a_whole_backward():
 def test_only_the_backwards_that_a_schedule_divides_are_priced_as_divided(chunks):
     table, cut = replace(table_of([0.01] * 8), host_ms=[(1.0, 1.0)] * 8), [1] * 8
     hardware = Hardware(devices_per_node=4, node_bytes_per_s=1e15, action_s=0.0)
-    layout = Layout(4, 1, "local", chunks, "zb-v", 2, "never")
+    layout = ParallelLayout(4, 1, "local", chunks, "zb-v", 2, "never")
     divided = sum(divided_backwards(make_schedule("zb-v", 4, chunks, 2)))
     # the host is the limit: 8 layers of 2 ms for each micro-batch, and 1.5 ms for each divided one
     found = price(table, hardware, StepWork(chunks), layout, cut)
@@ -294,7 +294,11 @@ def test_only_the_backwards_that_a_schedule_divides_are_priced_as_divided(chunks
 
 
 def test_a_backward_in_two_parts_takes_longer_on_a_cpu():
-    table, job, layout = table_of([4.0] * 4), StepWork(8), Layout(4, chunks=8, schedule="zb-h1")
+    table, job, layout = (
+        table_of([4.0] * 4),
+        StepWork(8),
+        ParallelLayout(4, chunks=8, schedule="zb-h1"),
+    )
     cpu, gpu = (stage_times(table, Hardware(devices_per_node=4, device=device, action_s=0.0), job,
                             layout, [1] * 4) for device in ("cpu", "cuda"))  # fmt: skip
     assert gpu.in_parts == gpu.backward == cpu.backward
@@ -305,7 +309,7 @@ def test_a_backward_in_two_parts_takes_longer_on_a_cpu():
 def test_the_devices_of_a_v_have_the_memory_of_both_their_stages():
     table = table_of([1.0] * 8, weights=MIB)
     sizes = [LayerSize(weights * MIB, 0) for weights in (1, 2, 4, 8, 16, 32, 64, 128)]
-    one = Layout(2, chunks=4, schedule="zb-v", stages_per_device=2)
+    one = ParallelLayout(2, chunks=4, schedule="zb-v", stages_per_device=2)
     memory = device_memory(replace(table, sizes=sizes), StepWork(4), one, [2] * 4)
     assert [each.weights // MIB for each in memory] == [1 + 2 + 64 + 128, 4 + 8 + 16 + 32]
 
@@ -314,7 +318,7 @@ def test_the_devices_of_a_v_have_the_memory_of_both_their_stages():
 def test_a_long_schedule_is_priced_as_if_it_was_simulated_as_a_whole(v):
     times = [1.0, 1.3, 0.7, 1.1, 1.0, 0.9, 1.2, 1.0]
     table, hardware = table_of(times), Hardware(devices_per_node=4, action_s=0.0)
-    one = Layout(4, chunks=1536, stages_per_device=v, engine="distributed")
+    one = ParallelLayout(4, chunks=1536, stages_per_device=v, engine="distributed")
     cut = [8 // (4 * v)] * 4 * v
     job = StepWork(1536)
     stages = stage_times(table, hardware, job, one, cut)
@@ -331,7 +335,7 @@ def test_a_long_schedule_with_slow_messages_takes_as_long_as_the_whole(schedule,
     # the last device but one, which holds two micro-batches, waits longest
     messages = [0.1] * (devices - 2) + [12.5]
     durations = Durations.of(times, [2 * one for one in times], messages)
-    found = spread_of(Layout(devices, chunks=chunks, schedule=schedule), durations)
+    found = simulated_step(ParallelLayout(devices, chunks=chunks, schedule=schedule), durations)
     whole = durations.length(make_schedule(schedule, devices, chunks))
     assert found.length == pytest.approx(whole, rel=1e-6)
 
@@ -345,7 +349,7 @@ def test_a_message_delays_its_receiver_alone():
 
 def test_devices_that_slow_each_other_down_do_so_while_both_are_busy():
     table = replace(table_of([1.0, 1.0]), contention_at=lambda samples: 2.0)
-    layout = Layout(2, chunks=2, schedule="gpipe")
+    layout = ParallelLayout(2, chunks=2, schedule="gpipe")
     hardware = Hardware(device="cpu", devices_per_node=2, action_s=0.0)
     found = price(table, hardware, StepWork(2), layout, [1, 1])
     alone = price(
@@ -355,7 +359,7 @@ def test_devices_that_slow_each_other_down_do_so_while_both_are_busy():
     assert alone.bubble == pytest.approx(6 / 18)
     assert found.pipeline_ms == pytest.approx(9 + 3)
     assert found.bubble == pytest.approx(6 / 24)
-    whole = price(table, hardware, StepWork(2), Layout(1, chunks=2), [2])
+    whole = price(table, hardware, StepWork(2), ParallelLayout(1, chunks=2), [2])
     assert whole.pipeline_ms == pytest.approx(12)
 
 
@@ -365,7 +369,7 @@ def test_devices_that_slow_each_other_down_do_so_while_both_are_busy():
 )
 def test_the_host_adds_its_time_to_a_cpu_and_hides_behind_a_gpu(device, engine, more):
     hardware = Hardware(device=device, devices_per_node=3, action_s=1e-4, message_s=1e-4)
-    layout = Layout(3, chunks=3, engine=engine)
+    layout = ParallelLayout(3, chunks=3, engine=engine)
     times = stage_times(table_of([1.0] * 3), hardware, StepWork(3), layout, [1, 1, 1])
     assert times.forward[1] == pytest.approx(1.0 + more)
     assert times.backward[1] == pytest.approx(2.0 + more)
@@ -375,7 +379,7 @@ def test_the_host_adds_its_time_to_a_cpu_and_hides_behind_a_gpu(device, engine, 
 
 def test_shards_take_less_memory_and_recomputation_too():
     table, job = table_of([1.0] * 4, weights=100 * MIB), StepWork(16)
-    base = Layout(2, 4, chunks=2)
+    base = ParallelLayout(2, 4, chunks=2)
 
     def total(**changes):
         return device_memory(table, job, replace(base, **changes), [2, 2])[0].total

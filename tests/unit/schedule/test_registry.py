@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 
 from hybridtrain import HybridModel, World
 from hybridtrain.errors import ConfigError, ScheduleError
-from hybridtrain.price import Layout
+from hybridtrain.price import ParallelLayout
 from hybridtrain.price.stage_needs import most_in_flight
 from hybridtrain.schedule import (
     SCHEDULES,
@@ -84,7 +84,7 @@ def test_a_users_schedule_trains_exactly(name, per_device, held, samples):
 @pytest.mark.parametrize("name", ["in-pairs", "v-in-turn"])
 @pytest.mark.parametrize("chunks", [1, 7, 48, 51])
 def test_a_users_schedule_is_priced_with_what_its_table_holds(name, chunks):
-    layout = Layout(3, chunks=chunks, schedule=name, stages_per_device=2)
+    layout = ParallelLayout(3, chunks=chunks, schedule=name, stages_per_device=2)
     assert most_in_flight(layout) == peak_in_flight(make_schedule(name, 3, chunks, 2))
 
 
