@@ -45,9 +45,9 @@ from hybridtrain._base.problem import Problem, first_problem
 from hybridtrain._base.torch_private import get_default_store
 from hybridtrain.errors import WorldError
 from hybridtrain.launch import (
-    Job,
     Launch,
     Phase,
+    ProcessStore,
     Watchdog,
     activity,
     check_interface,
@@ -223,12 +223,12 @@ class World:
     def _watched(self) -> World:
         """Adds a watchdog, which runs from now on, and returns this World."""
         running = current()
-        if self.size > 1 and running is not None and running.job.size > 1:
+        if self.size > 1 and running is not None and running.store.size > 1:
             self.watchdog = running  # of another World of these processes
             return self
         store = get_default_store() if self.size > 1 else None
-        job = Job(store, self.rank, self.size)
-        self.watchdog = Watchdog(job, self.stall_s, self.timeout_s)
+        process_store = ProcessStore(store, self.rank, self.size)
+        self.watchdog = Watchdog(process_store, self.stall_s, self.timeout_s)
         self.watchdog.start()
         if self.size > 1:
             tell_uncaught_errors()
@@ -246,14 +246,14 @@ class World:
         """
         if self.watchdog is not None:
             self.watchdog.stacks = stacks
-            self.watchdog.tells = False  # the processes share the terminal, and have logs
+            self.watchdog.prints_failures = False  # the processes share the terminal, and have logs
             activity.now(Phase.SETUP)
 
     def say_stages(self, stages: Sequence[int]) -> None:
         """Tells the others which stages this process has, for the reports of failures."""
         if self.watchdog is not None and self.processes_per_replica > 1:
             several = "s" * (len(stages) > 1)
-            self.watchdog.job.say_place(f"stage{several} {', '.join(map(str, stages))}")
+            self.watchdog.store.set_place(f"stage{several} {', '.join(map(str, stages))}")
 
     @property
     def nb_part(self) -> int:

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 WAIT_FOR_SAVE_S = 20.0
-"""Seconds that an end waits for a checkpoint that is being written; torchrun kills after 30 s."""
+"""Seconds that a process waits before it ends while a checkpoint is being written.
+
+torchrun kills its workers after 30 s."""
 
 
 class Phase(Enum):
@@ -45,11 +47,11 @@ class Work(NamedTuple):
 
 
 class LaneActivity:
-    """The activity of a lane of the schedule: its action, and whether it waits for another lane.
+    """The activity of a lane, which is a device's list of actions in a schedule.
 
     Attributes:
-        action: the action (kind, stage, micro-batch) that is being executed; None between steps.
-        waiting: True while it waits for what another stage sends.
+        action: the action (kind, stage, micro-batch) that is running; None between steps.
+        waiting: True while the action waits for a message from another stage.
     """
 
     __slots__ = ("action", "waiting")
@@ -59,15 +61,15 @@ class LaneActivity:
         self.waiting = False
 
     def begin(self, action: Action) -> None:
-        """Notes that the lane executes `action`."""
+        """Records that the lane executes `action`."""
         self.action = action
 
     def wait(self, waiting: bool) -> None:
-        """Notes that the lane begins to wait for another one, or goes on."""
+        """Records that the lane begins or ends waiting for another lane."""
         self.waiting = waiting
 
     def end(self) -> None:
-        """Notes that the lane has done its step."""
+        """Records that the lane has finished its step."""
         self.action, self.waiting = None, False
 
 
@@ -128,9 +130,9 @@ class Activity:
 
     @contextmanager
     def step(self, trains: bool) -> Iterator[None]:
-        """Notes that a pipeline runs, where no `Trainer` or evaluation has said what it is for.
+        """Sets a phase while a pipeline runs, if no `Trainer` or evaluation has set one.
 
-        So that a step of any script is expected to move on; what comes between two is not.
+        The watchdog then expects progress within a step of any script, but not between steps.
         """
         if self.work is not None and not self.is_in(Phase.SETUP):
             yield
@@ -145,7 +147,7 @@ class Activity:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Notes that a checkpoint is written while the block runs, in any thread."""
+        """Records that a checkpoint is being written while the block runs, in any thread."""
         with self._saves_change:
             self._saves += 1
         try:
@@ -155,11 +157,11 @@ class Activity:
                 self._saves -= 1
 
     def wait_for_save(self, seconds: float) -> None:
-        """Returns when no checkpoint is being written, or after so many seconds."""
+        """Waits until no checkpoint is being written, at most `seconds`."""
         wait_until(lambda: not self._saves, seconds)
 
     def begin_step(self, lanes: int) -> list[LaneActivity]:
-        """Returns the records of a pipeline step's lanes, which its threads write to."""
+        """Returns the records of the step's lanes, which the stages' threads write."""
         self.steps += 1
         if len(self.lanes) != lanes:
             self.lanes = [LaneActivity() for _ in range(lanes)]
@@ -167,7 +169,7 @@ class Activity:
 
 
 def wait_until(holds: Callable[[], bool], seconds: float) -> None:
-    """Returns when `holds` does, or after so many seconds."""
+    """Waits until `holds()` is true, at most `seconds`."""
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -178,10 +180,11 @@ activity = Activity()
 
 
 def end_process(code: int, wait_for_save: float = WAIT_FOR_SAVE_S) -> None:
-    """Ends this process, without waiting for its threads and connections.
+    """Ends this process without waiting for its threads and connections.
 
-    A checkpoint that is being written is finished first, if that takes no longer than
-    `wait_for_save` seconds.
+    Args:
+        code: the exit code.
+        wait_for_save: seconds to wait for a checkpoint that is being written.
     """
     activity.wait_for_save(wait_for_save)
     try:

@@ -26,7 +26,7 @@ from torch.distributed import HashStore
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.errors import ConfigError, Interrupted
 from hybridtrain.launch.activity import activity
-from hybridtrain.launch.job import Job
+from hybridtrain.launch.process_store import ProcessStore
 from hybridtrain.loop import interruption
 from hybridtrain.loop.checkpoints import BestCheckpoint
 from hybridtrain.loop.interruption import Interruptions
@@ -430,7 +430,9 @@ def test_a_stop_that_one_process_knows_of_ends_the_evaluation_of_all(monkeypatch
     store = HashStore()
     both = [
         Interruptions(
-            World(rank=rank, size=2, watchdog=SimpleNamespace(job=Job(store, rank, 2))), None, None
+            World(rank=rank, size=2, watchdog=SimpleNamespace(job=ProcessStore(store, rank, 2))),
+            None,
+            None,
         )
         for rank in (0, 1)
     ]
