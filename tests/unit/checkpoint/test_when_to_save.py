@@ -430,7 +430,7 @@ def test_a_stop_that_one_process_knows_of_ends_the_evaluation_of_all(monkeypatch
     store = HashStore()
     both = [
         Interruptions(
-            World(rank=rank, size=2, watchdog=SimpleNamespace(job=ProcessStore(store, rank, 2))),
+            World(rank=rank, size=2, watchdog=SimpleNamespace(store=ProcessStore(store, rank, 2))),
             None,
             None,
         )
