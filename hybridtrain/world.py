@@ -337,6 +337,8 @@ class World:
         Raises:
             Exception: rank 0's error, on every rank, so that none waits for ever; see `on_all`.
         """
+        if self.size == 1:
+            return action()
         return self._all_or_none(lambda: action() if self.is_main else None, self.broadcast)
 
     def on_all(self, action: Callable[[], T]) -> T:
