@@ -19,9 +19,12 @@ class UserError(Exception):
 
     Attributes:
         exit_code: of the command line, when this error ends it.
+        copy_of: the `Problem` of the process that has found the mistake and reports it; None: it is
+            this process.
     """
 
     exit_code = 2
+    copy_of: object = None
 
 
 class ConfigError(UserError):
@@ -32,12 +35,10 @@ class WorldError(UserError):
     """The processes, devices or backend asked for are not there."""
 
 
-class Rank0UserError(UserError):
-    """A mistake that rank 0 has found, as the other processes are told of it."""
+class OtherProcessError(RuntimeError):
+    """Another process has failed, other than by a `UserError`; the message has its error."""
 
-
-class Rank0Error(RuntimeError):
-    """An error of rank 0, as the other processes are told of it."""
+    copy_of: object = None
 
 
 class ProcessFailedError(RuntimeError):

@@ -283,7 +283,7 @@ class HybridModel:
         if world.processes_per_replica > 1 and example_inputs is not None:
             # later no process has the whole model
             check = SelfCheck(CutModel(net, plan, planned, options, world))
-            world.on_main(partial(check.look_at_construction, example_inputs))
+            world.on_main(partial(check.check_at_construction, example_inputs))
         self._begin(net, world, options, plan, planned)
 
     @classmethod
@@ -432,7 +432,7 @@ class HybridModel:
         samples = batch_size(inputs, targets)
         sizes = self._sizes(samples)
         self._check_synchronised(len(sizes))
-        self._self_check.look(inputs, sizes, trains=True)
+        self._self_check.check_batch(inputs, sizes, trains=True)
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
         loss = self.resolve_loss(loss_fn)
@@ -444,14 +444,14 @@ class HybridModel:
         elif weight.microbatches != len(sizes):
             raise BatchError("weight= is one of another batch: pass step_weights in order")
         batch_weight = weight
-        is_whole = batch_weight.is_whole_step
+        is_whole = batch_weight.is_single_microbatch
         proof = self._proof(loss, inputs, targets, sizes, is_whole)
 
         def head(microbatch: int, output: Any) -> HeadOutput:
             if proof is not None:
-                proof.look(microbatch, output)
+                proof.observe(microbatch, output)
             # the mean of nothing is not a number
-            factor = batch_weight.factors[microbatch]
+            factor = batch_weight.weights[microbatch]
             value = loss(output, target_parts[microbatch]) if factor else zero_of(output)
             root = value if scale_loss is None else scale_loss(value)
             value = value.detach()
@@ -474,7 +474,7 @@ class HybridModel:
         mean = batch_weight.mean(losses)
         if type(mean) is Tensor:
             mean = mean.as_subclass(StepLoss)
-        return TrainStepResult(mean, samples, recorded, batch_weight.count_in_step)
+        return TrainStepResult(mean, samples, recorded, batch_weight.counted)
 
     def _proof(
         self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int], is_whole: bool
@@ -490,18 +490,18 @@ class HybridModel:
             sizes: of its micro-batches.
             is_whole: the step is one micro-batch, so that no mean is taken of several.
         """
-        if loss.trusted and not loss.takes_log_probabilities:
+        if loss.is_known_reduction and not loss.takes_log_probabilities:
             return None
         is_one = is_whole or sum(sizes) == 1
         if not self._seen_losses.is_new(loss, divided=not is_one):
             return None
         if is_one and is_of_model(loss, targets):
             return None
-        if loss.trusted or is_one:
+        if loss.is_known_reduction or is_one:
             return LogProbabilityCheck(loss, targets, sum(sizes))
 
         def warn(text: str, *args: object) -> None:
-            if self.world.replica == 0 and self._seen_losses.says(loss):
+            if self.world.replica == 0 and self._seen_losses.should_warn(loss):
                 log.warning(text, *args)
 
         if not is_of_model(loss, targets):
@@ -644,7 +644,7 @@ class HybridModel:
         self._follow_changes(trains=False)
         self._batch_check.begin(inputs, targets)
         sizes = self._sizes(batch_size(inputs, targets))
-        self._self_check.look(inputs, sizes, trains=False)
+        self._self_check.check_batch(inputs, sizes, trains=False)
         input_parts = split(inputs, sizes)
         target_parts = split(self.pipeline.to_output_device(targets), sizes)
 
@@ -849,8 +849,8 @@ class HybridModel:
     def __repr__(self) -> str:
         options, replicas = self.options, self.world.replicas
         head = f"{type(self.net).__name__}, chunks={options.chunks}, schedule={options.schedule}"
-        if options.checkpoint != "never":
-            head += f", checkpoint={options.checkpoint}"
+        if options.recompute != "never":
+            head += f", recompute={options.recompute}"
         if options.precision != "fp32":
             head += f", precision={options.precision}"
         if replicas > 1:

@@ -16,10 +16,10 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 from hybridtrain.errors import ConfigError, SplitError, check_choice, did_you_mean
-from hybridtrain.schedule import SCHEDULES, Placement, placement_of
+from hybridtrain.schedule import Placement, registered, schedule_names
 
 SplitSpec = str | Sequence[int] | Sequence[str] | Sequence[Sequence[str]]
-CheckpointSpec = str | Sequence[str] | Mapping[str, int]
+RecomputeSpec = str | Sequence[str] | Mapping[str, int]
 
 Options = TypeVar("Options", bound=Any)
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -27,7 +27,7 @@ Init = TypeVar("Init", bound=Callable[..., None])
 PRECISIONS = ("fp32", "bf16", "fp16")
 BATCH_NORM_MODES = ("micro_batch", "deferred")
 SHARD_MODES = ("none", "optimizer")
-CHECKPOINT_MODES = ("never", "except_last", "always")
+RECOMPUTE_MODES = ("never", "except_last", "always")
 
 _NO_HYPERPARAMETERS = re.compile(
     r"run_name|recipe|output_dir|resume|init_from|allow_.*|monitor\b.*|(submit|search)\..*"
@@ -48,7 +48,7 @@ OTHER_NAMES = {
     **dict.fromkeys(["bf16", "fp16", "mixed_precision"], "precision"),
     **dict.fromkeys(["save_steps", "save_every"], "checkpoint_every_steps"),
     **dict.fromkeys(["save_total_limit", "max_to_keep"], "keep"),
-    "gradient_checkpointing": "checkpoint",
+    "gradient_checkpointing": "recompute",
     **dict.fromkeys(["microbatches", "num_microbatches"], "chunks"),
     **dict.fromkeys(["num_stages", "pipeline_parallel_size"], "nb_part"),
     **dict.fromkeys(["train_loader", "train_dataloader", "train_dataloaders"], "train"),
@@ -57,7 +57,7 @@ OTHER_NAMES = {
     **dict.fromkeys(["train_dataset", "train_data"], "train"),
     **dict.fromkeys(["eval_dataset", "val_dataset", "eval_data", "val_data"], "evaluation"),
     **dict.fromkeys(["scheduler", "lr_scheduler"], "lr_schedule"),
-    **dict.fromkeys(["logger", "loggers", "monitors"], "monitor"),
+    **dict.fromkeys(["logger", "loggers", "trackers"], "callbacks"),
     **dict.fromkeys(["criterion", "loss"], "loss_fn"),
     "compute_metrics": "metrics",
     "monitor": "value",
@@ -79,16 +79,16 @@ class PipelineOptions:
     """Micro-batches that a batch is cut into along dim 0; fewer if it has fewer samples."""
     schedule: str = "1f1b"
     """The order of forwards and backwards: `1f1b`, `gpipe`; with backwards in two parts `zb-h1`,
-    and `zb-v`, which needs `stages_per_device=2`."""
+    and `zb-v`, which needs `stages_per_device=2`; or the name of a user-defined schedule."""
     split: SplitSpec = "uniform"
     """The measure that the largest stage should be small in: `uniform` (number of layers), `size`
     (parameters), `time`, `memory` or `balanced` (what each layer is measured to cost); `manual`: as
     marked by `partition` and `set_partition`; the path of a plan (`.yaml`); or a list of layer
     counts, cut points, layer names or name patterns."""
-    checkpoint: CheckpointSpec = "never"
-    """Activation checkpointing, what is recomputed in the backward instead of kept: `never`; whole
-    stages for all micro-batches `except_last` or `always`; `{every: k}` for every kth layer; or a
-    list of layer names."""
+    recompute: RecomputeSpec = "never"
+    """The activations to recompute in the backward pass instead of storing them: `never`; those
+    of whole stages for all micro-batches `except_last` or `always`; `{every: k}` for every kth
+    layer; or a list of layer names."""
     stages_per_device: int = 1
     """Stages that each device runs; more than one interleaves 1F1B; `zb-v` needs 2, `zb-h1` 1."""
     max_inflight: int | None = None
@@ -131,10 +131,10 @@ class PipelineOptions:
     @property
     def placement(self) -> Placement:
         """The layout of stages over the devices that the schedule needs."""
-        return placement_of(self.schedule)
+        return registered(self.schedule).placement
 
     def __post_init__(self) -> None:
-        check_choice("schedule", self.schedule, SCHEDULES)
+        check_choice("schedule", self.schedule, schedule_names())
         check_choice("batch_norm", self.batch_norm, BATCH_NORM_MODES)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("shard", self.shard, SHARD_MODES)
@@ -154,7 +154,7 @@ class PipelineOptions:
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed} must fit in 64 bits")
         _check_split(self.split)
-        _check_checkpoint(self.checkpoint)
+        _check_recompute(self.recompute)
 
 
 def with_settings(options: Options, settings: Mapping[str, Any]) -> Options:
@@ -260,19 +260,19 @@ def _check_split(split: Any) -> None:
         )
 
 
-def _check_checkpoint(spec: Any) -> None:
+def _check_recompute(spec: Any) -> None:
     if isinstance(spec, str):
-        if spec not in CHECKPOINT_MODES:
+        if spec not in RECOMPUTE_MODES:
             raise ConfigError(
-                f"checkpoint={spec} is unknown: use {', '.join(CHECKPOINT_MODES)}, {{every: k}} or "
+                f"recompute={spec} is unknown: use {', '.join(RECOMPUTE_MODES)}, {{every: k}} or "
                 f"a list of layer names"
             )
     elif isinstance(spec, Mapping):
         every = spec.get("every")
         if set(spec) != {"every"} or type(every) is not int or every < 1:
-            raise ConfigError(f"checkpoint={dict(spec)}: use {{every: k}} with k of 1 or more")
+            raise ConfigError(f"recompute={dict(spec)}: use {{every: k}} with k of 1 or more")
     elif not isinstance(spec, Sequence):
-        raise ConfigError(f"checkpoint={spec!r}: use a mode, {{every: k}} or a list of layer names")
+        raise ConfigError(f"recompute={spec!r}: use a mode, {{every: k}} or a list of layer names")
 
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

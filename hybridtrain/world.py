@@ -41,11 +41,13 @@ from hybridtrain._base.devices import (
     choose_devices,
     physical_gpus,
 )
+from hybridtrain._base.problem import Problem, first_problem
 from hybridtrain._base.torch_private import get_default_store
-from hybridtrain.errors import Rank0Error, Rank0UserError, UserError, WorldError
+from hybridtrain.errors import WorldError
 from hybridtrain.launch import (
-    Job,
     Launch,
+    Phase,
+    ProcessStore,
     Watchdog,
     activity,
     check_interface,
@@ -221,12 +223,12 @@ class World:
     def _watched(self) -> World:
         """Adds a watchdog, which runs from now on, and returns this World."""
         running = current()
-        if self.size > 1 and running is not None and running.job.size > 1:
+        if self.size > 1 and running is not None and running.store.size > 1:
             self.watchdog = running  # of another World of these processes
             return self
         store = get_default_store() if self.size > 1 else None
-        job = Job(store, self.rank, self.size)
-        self.watchdog = Watchdog(job, self.stall_s, self.timeout_s)
+        process_store = ProcessStore(store, self.rank, self.size)
+        self.watchdog = Watchdog(process_store, self.stall_s, self.timeout_s)
         self.watchdog.start()
         if self.size > 1:
             tell_uncaught_errors()
@@ -244,14 +246,14 @@ class World:
         """
         if self.watchdog is not None:
             self.watchdog.stacks = stacks
-            self.watchdog.tells = False  # the processes share the terminal, and have logs
-            activity.now("setup")
+            self.watchdog.prints_failures = False  # the processes share the terminal, and have logs
+            activity.now(Phase.SETUP)
 
     def say_stages(self, stages: Sequence[int]) -> None:
         """Tells the others which stages this process has, for the reports of failures."""
         if self.watchdog is not None and self.processes_per_replica > 1:
             several = "s" * (len(stages) > 1)
-            self.watchdog.job.say_place(f"stage{several} {', '.join(map(str, stages))}")
+            self.watchdog.store.set_place(f"stage{several} {', '.join(map(str, stages))}")
 
     @property
     def nb_part(self) -> int:
@@ -333,27 +335,46 @@ class World:
         """Runs `action` on rank 0 while the others wait; they get None.
 
         Raises:
-            Exception: rank 0's error, on every rank, so that none waits for ever.
+            Exception: rank 0's error, on every rank, so that none waits for ever; see `on_all`.
         """
         if self.size == 1:
             return action()
-        result, error = None, None
-        if self.is_main:
-            try:
-                result = action()
-            except Exception as caught:
-                error = caught
-        status = self.broadcast(
-            None if error is None else (isinstance(error, UserError), str(error))
-        )
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # or its traceback holds the caller's model until the next collection
-        if status is not None:
-            expected, message = status
-            raise Rank0UserError(message) if expected else Rank0Error(f"rank 0 failed: {message}")
+        return self._all_or_none(lambda: action() if self.is_main else None, self.broadcast)
+
+    def on_all(self, action: Callable[[], T]) -> T:
+        """Runs `action` on every rank and returns its result there; a collective call.
+
+        Raises:
+            Exception: an error of one rank is an error of all, so that none waits for ever. The
+                rank that failed, the lowest of several, raises its own error; the others raise a
+                copy: a `UserError` of the same type, otherwise an `OtherProcessError`.
+        """
+        return self._all_or_none(action, lambda problem: first_problem(self.gather(problem)))
+
+    def _all_or_none(
+        self, action: Callable[[], T], agree: Callable[[Problem | None], Problem | None]
+    ) -> T:
+        """Returns what `action` does, unless the processes `agree` on a problem, which is raised.
+
+        Args:
+            action: of this process.
+            agree: takes this process's problem, and returns the one that all of them raise.
+        """
+        if self.size == 1:
+            return action()
+        failure: Exception | None = None
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+        problem = agree(None if failure is None else Problem.of(self.rank, failure))
+        try:
+            if failure is not None and problem is not None and problem.rank == self.rank:
+                raise failure
+            if problem is not None:
+                raise problem.error()
+        finally:
+            del failure  # or its traceback holds the caller's model until the next collection
         return result
 
     def broadcast(self, value: T) -> T:

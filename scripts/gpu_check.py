@@ -189,7 +189,7 @@ def memory(check: Check) -> None:
         check.add("memory", "", "no counter on a CPU")
         return
     width, samples, stages = 1024, 512, 4
-    for checkpoint, (schedule, per_device) in (
+    for recompute, (schedule, per_device) in (
         *itertools.product(["never"], [("gpipe", 1), ("1f1b", 1), ("1f1b", 2)]),
         *itertools.product(["always"], [("gpipe", 1), ("1f1b", 1)]),
     ):
@@ -202,7 +202,7 @@ def memory(check: Check) -> None:
                 chunks=chunks,
                 schedule=schedule,
                 stages_per_device=per_device,
-                checkpoint=checkpoint,
+                recompute=recompute,
             )
             x = torch.randn(chunks * samples, width, device="cuda")
             model.train_step(x, None, mean_loss)  # gradients are there from now on
@@ -216,7 +216,7 @@ def memory(check: Check) -> None:
             del layers, model, x
         check.add(
             "memory, 4 stages on one GPU",
-            f"{schedule}, {per_device} a device, checkpoint {checkpoint}",
+            f"{schedule}, {per_device} a device, recompute {recompute}",
             " / ".join(f"{peak:.0f}" for peak in peaks) + " MiB",
             "m = 4 / 8 / 16 / 32",
         )

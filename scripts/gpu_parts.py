@@ -76,8 +76,8 @@ def copies(device: str) -> str:
     """Stages that send over side streams and keep edges of the graph, against the unsplit model."""
     worst = 0.0
     for case in ("linear", "u_net", "tied_gpt"):
-        for stages, schedule, checkpoint in ((2, "1f1b", "never"), (4, "gpipe", "always")):
-            cell = Cell(case, stages, 1, 4, schedule, None, checkpoint, "fp32", 12, 1)
+        for stages, schedule, recompute in ((2, "1f1b", "never"), (4, "gpipe", "always")):
+            cell = Cell(case, stages, 1, 4, schedule, None, recompute, "fp32", 12, 1)
             with side_streams():
                 for at, mine, theirs, _ in compared(cell, devices=[device] * stages):
                     found = difference(mine, theirs)
@@ -170,7 +170,7 @@ def compiled(device: str) -> str:
     """Compiled layers against plain ones."""
     gradients = []
     for compile_ in (False, True):
-        model = _model(device, compile=compile_, checkpoint="always")
+        model = _model(device, compile=compile_, recompute="always")
         for _ in range(2):
             model.zero_grad()
             model.train_step(_batch(device), None, mean_loss)

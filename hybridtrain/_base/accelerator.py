@@ -1,7 +1,7 @@
-"""Devices that compute while the host runs ahead: their streams, events, copies and memory.
+"""Asynchronous devices: their streams, events, copies and memory.
 
-All that the engines ask of such a device goes through an `Accelerator`, of which CUDA's is here. On
-the CPU, which computes when it is told to, there is none.
+The engines use such a device only through an `Accelerator`, of which CUDA's is here. The CPU, which
+computes synchronously, has none.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from torch import Tensor
 
 
 class Event(Protocol):
-    """A place in the work of a stream."""
+    """A point in the work of a stream."""
 
     def synchronize(self) -> None:
-        """Has the host wait until the device has come to it."""
+        """Blocks the host until the device has reached the event."""
 
     def elapsed_time(self, end: Self) -> float:
         """Returns the milliseconds from this event to `end`; both were made with `timing`."""
 
 
 class Stream(Protocol):
-    """Work of a device, done in the order in which it was queued."""
+    """A queue of work for a device, executed in order."""
 
     def wait_event(self, event: Any) -> None:
-        """Has later work of this stream wait for `event`."""
+        """Makes later work of this stream wait for `event`."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Has later work of this stream wait for what is queued in `stream` now."""
+        """Makes later work of this stream wait for the work that is queued in `stream` now."""
 
 
 class PeakMemory(NamedTuple):
-    """The most bytes of a device so far: given out to tensors, and held by the allocator."""
+    """The peak memory of a device in bytes: allocated to tensors, and reserved by the allocator."""
 
     allocated: int
     reserved: int
 
 
 class Accelerator(Protocol):
-    """One kind of devices, for the engines; only `synchronize` waits for one."""
+    """A kind of device, as the engines use it; only `synchronize` blocks the host."""
 
     def has(self, device: torch.device) -> bool:
-        """Returns whether `device` is one of this kind."""
+        """Returns whether `device` is of this kind."""
         ...
 
     def new_stream(self, device: torch.device) -> Stream:
@@ -65,13 +65,13 @@ class Accelerator(Protocol):
         ...
 
     def record_event(self, stream: Stream, timing: bool = False) -> Event:
-        """Returns an event behind what is queued in `stream`."""
+        """Returns an event after the work that is queued in `stream`."""
         ...
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        """Keeps the memory of `tensor`, once it is dropped, until `stream` has come to this point.
+        """Keeps the memory of `tensor` from reuse until `stream` has reached this point.
 
-        The allocator knows of the stream that the memory was allocated in alone.
+        The allocator only knows the stream that the memory was allocated in.
         """
         ...
 
@@ -80,32 +80,32 @@ class Accelerator(Protocol):
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Returns a copy in CPU memory, there when the current stream has come to this point."""
+        """Returns a copy in CPU memory, valid once the current stream has reached this point."""
         ...
 
     def set_device(self, device: torch.device) -> None:
-        """Makes `device` this thread's current one."""
+        """Makes `device` the current device of this thread."""
         ...
 
     def synchronize(self, device: torch.device) -> None:
-        """Has the host wait until all streams of `device` are done."""
+        """Blocks the host until all streams of `device` are done."""
         ...
 
     def peak_memory(self, device: torch.device) -> PeakMemory:
-        """Returns the peak memory since `reset_peak_memory`, of all that uses `device`."""
+        """Returns the peak memory of this process on `device` since `reset_peak_memory`."""
         ...
 
     def total_memory(self, device: torch.device) -> int:
-        """Returns the bytes of memory that `device` has."""
+        """Returns the total memory of `device` in bytes."""
         ...
 
     def reset_peak_memory(self, device: torch.device) -> None:
-        """Begins to count the peak anew."""
+        """Resets the peak memory."""
         ...
 
 
 class Cuda:
-    """CUDA devices; see `Accelerator`."""
+    """The `Accelerator` of CUDA devices."""
 
     def has(self, device: torch.device) -> bool:
         return device.type == "cuda"
@@ -127,7 +127,7 @@ class Cuda:
             yield
 
     def record_event(self, stream: Any, timing: bool = False) -> torch.cuda.Event:
-        # a host that waits for it sleeps: each stage's thread would keep a CPU core busy otherwise
+        # blocking: a thread that waits sleeps, instead of keeping a CPU core busy
         event = torch.cuda.Event(enable_timing=timing, blocking=True)
         event.record(stream)
         return event
@@ -160,16 +160,16 @@ class Cuda:
 
 
 ACCELERATORS: list[Accelerator] = [Cuda()]
-"""The kinds of devices that are known; the tests add one."""
+"""The known kinds of devices; tests add one."""
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """Returns what drives `device`; None for the CPU."""
-    return next((one for one in ACCELERATORS if one.has(device)), None)
+    """Returns the accelerator of `device`; None for the CPU."""
+    return next((accelerator for accelerator in ACCELERATORS if accelerator.has(device)), None)
 
 
 def put(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns `tensor` on `device`; the host does not wait for a copy to one that runs behind."""
+    """Returns `tensor` on `device`; a copy to an asynchronous device does not block the host."""
     if tensor.device == device:
         return tensor
     accelerator = accelerator_of(device)
@@ -179,7 +179,7 @@ def put(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class PendingNumbers:
-    """Numbers on their way from a device: copied in its queue now, waited for when they are read.
+    """Numbers that are copied from a device asynchronously; reading them waits for the copy.
 
     Args:
         values: 0-dim tensors on one device.

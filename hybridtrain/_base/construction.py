@@ -1,14 +1,15 @@
-"""Construction of a model in a process that will own only a part of it.
+"""Constructs a model in a process that owns only a part of it.
 
-In `construct_part`, `build` runs twice. The first run, on the meta device, only tells which of the
+In `construct_part`, `build` runs twice. The first run, on the meta device, finds out which of the
 parameters that the constructor registers or clones end up under names that the process owns. The
-second run is plain construction, but of the parameters that are not owned only the last one written
-keeps its memory; the others get it back while an operation works on them. So every random operation
-draws into memory of the full size, and the generator moves on as always.
+second run is normal construction, except that unowned parameters have memory only while an
+operation uses them; only the one written last keeps its memory. So every random operation fills
+memory of the full size, and the generator advances as usual.
 
-Nobody knows what was in a dropped parameter. So what is computed from its content is dropped too.
-If anything dropped is alive at the end, or the constructor asked for its value, the model is built
-plainly instead. A wrong guess of the first run costs time and memory, never a value.
+The content of a dropped parameter is lost, so results that are computed from it are dropped too. If
+a dropped tensor is part of the owned model at the end, or the constructor reads a dropped value,
+the model is built normally instead. A wrong guess of the first run costs time and memory, but never
+changes a value.
 """
 
 from __future__ import annotations
@@ -34,34 +35,34 @@ from hybridtrain.errors import SplitError
 
 log = logging.getLogger("hybridtrain")
 
-_BLOCK = 1 << 16  # random numbers of a stand-in for a parameter, before they repeat
-_TRIM = 1 << 24  # so many are freed before the allocator is asked to give them to the system
-# Results of these operations, or how much they draw, may depend on content in ways that cannot be
-# followed; but some only overwrite their first argument.
+_BLOCK = 1 << 16  # distinct random numbers in the stand-in for a parameter
+_TRIM = 1 << 24  # freed bytes after which the allocator returns memory to the system
+# The results of these operations, or how many random numbers they draw, may depend on the content
+# of tensors in ways that cannot be followed; but some only overwrite their first argument.
 _UNPREDICTABLE = {Tag.nondeterministic_seeded, Tag.data_dependent_output, Tag.dynamic_output_shape}
 _RANDOM_FILLS = ("normal", "uniform", "random", "exponential", "geometric", "cauchy", "log_normal")
 _FILLS = {f"aten::{name}_" for name in (*_RANDOM_FILLS, "zero", "fill")}
-# Ways to a tensor's memory that are not operations.
+# Functions that access a tensor's memory without an operation.
 _READS = ("numpy", "data_ptr", "__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__")
 
 
 def construct_part(build: Callable[[], nn.Module], owns: Callable[[str], bool]) -> nn.Module:
-    """Returns `build()` with memory and values only for what this process owns.
+    """Returns `build()` with memory and values only for the part that this process owns.
 
-    Owned parameters and buffers have bitwise the initial values of plain construction, and
-    PyTorch's default generator ends where plain construction ends. The others become meta tensors
-    with the same shapes, dtypes, `requires_grad` and ties, which cannot be read. A parameter with
-    several names is owned if one of its names is.
+    Owned parameters and buffers have bitwise the initial values of normal construction, and
+    PyTorch's default generator ends in the same state. The others become meta tensors with the same
+    shapes, dtypes, `requires_grad` and ties. A parameter with several names is owned if one of its
+    names is.
 
-    Beside what is owned, construction needs memory for one operation on the largest parameter and
-    for the buffers of the whole model. A constructor that looks at the values of a parameter, or
-    computes others from it, is run plainly, with the memory of the whole model; the log says why
-    at the debug level.
+    In addition to the owned part, construction needs memory for one operation on the largest
+    parameter and for the buffers of the whole model. If the constructor reads the values of a
+    parameter, or computes others from it, the whole model is built in memory; a debug message says
+    why.
 
     Args:
         build: makes the model on the CPU. It may run three times, and must draw from the default
             generators of PyTorch, NumPy or Python, or from generators that it makes itself.
-        owns: whether this process owns the parameter or buffer of this qualified name.
+        owns: `owns(name)` returns whether this process owns the parameter or buffer `name`.
     """
     draws = default_generators()
     try:
@@ -108,24 +109,24 @@ def default_generators() -> tuple[Tensor, Any, Any]:
 
 
 def rewind(states: tuple[Tensor, Any, Any]) -> None:
-    """Sets the default generators back to what `default_generators` returned."""
-    ours, pythons, numpys = states
-    torch.set_rng_state(ours)
-    random.setstate(pythons)
-    np.random.set_state(numpys)
+    """Restores the default generators to states from `default_generators`."""
+    torch_state, python_state, numpy_state = states
+    torch.set_rng_state(torch_state)
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
 
 
 def give_back_memory() -> None:
-    """Gives memory that was freed to the system; glibc keeps what lies between small pieces."""
+    """Returns freed memory to the system, which glibc does not always do."""
     with suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def stand_in(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns values for a tensor on the meta device, on `device`.
+    """Returns a tensor on `device` with random values, for a tensor on the meta device.
 
-    They are random, of the usual size of weights, and a repeated block of numbers, since drawing
-    all of them would take longer than a forward.
+    The values have the usual scale of weights. A block of numbers is repeated, because drawing all
+    of them would take longer than a forward.
     """
     value = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
     if not value.is_floating_point():
@@ -133,7 +134,7 @@ def stand_in(tensor: Tensor, device: torch.device) -> Tensor:
     if value.dim() < 2:
         return value.fill_(1)
     block = torch.rand(_BLOCK, generator=torch.Generator().manual_seed(0)).to(device)
-    bound = (3 * len(value) / value.numel()) ** 0.5  # keeps the variance of what it multiplies
+    bound = (3 * len(value) / value.numel()) ** 0.5  # preserves the variance of its input
     flat = value.view(-1)
     whole = len(flat) // _BLOCK * _BLOCK
     numbers = (2 * block - 1) * bound
@@ -147,57 +148,57 @@ def _unowned(build: Callable[[], nn.Module], owns: Callable[[str], bool]) -> lis
 
     What ends up without a name, as a template that a constructor copies, does not.
     """
-    seen: list[UntypedStorage] = []
+    storages: list[UntypedStorage] = []
     with torch.device("meta"):
-        net = _Dropping(lambda storage: seen.append(storage)).run(build)
+        net = _Dropping(lambda storage: storages.append(storage)).run(build)
     named = [(name, storage) for name, t in _named_tensors(net) for storage in _storages(t)]
     owned = {storage for name, storage in named if owns(name)}
     unowned = {storage for _, storage in named} - owned
-    return [storage in unowned for storage in seen]
+    return [storage in unowned for storage in storages]
 
 
 def _without_rest(net: nn.Module, owns: Callable[[str], bool]) -> nn.Module:
-    """Puts meta tensors where `net` has parameters and buffers that are not owned."""
+    """Replaces the parameters and buffers of `net` that are not owned with meta tensors."""
     drop_values([net], [tensor for name, tensor in _named_tensors(net) if owns(name)])
     return net
 
 
 def drop_values(modules: Iterable[nn.Module], keep: Iterable[Tensor]) -> None:
-    """Puts meta tensors where `modules` have parameters and buffers that are not in `keep`.
+    """Replaces the parameters and buffers of `modules` that are not in `keep` with meta tensors.
 
-    They have the same shapes, dtypes and ties; parameters also the same `requires_grad`.
+    The meta tensors have the same shapes, dtypes and ties, and parameters the same `requires_grad`.
     """
-    new = {id(tensor): tensor for tensor in keep}
-    for module in {part: None for one in modules for part in one.modules()}:
+    replacements = {id(tensor): tensor for tensor in keep}
+    for module in {part: None for root in modules for part in root.modules()}:
         if isinstance(module, torch.jit.ScriptModule):
             continue  # its tensors cannot be replaced
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is None or not _storages(tensor):
                     continue
-                if id(tensor) not in new:
+                if id(tensor) not in replacements:
                     meta = torch.empty_like(tensor, device="meta")
                     if isinstance(tensor, nn.Parameter):
                         meta = nn.Parameter(meta, tensor.requires_grad)
                     meta.__dict__.update(tensor.__dict__)
-                    new[id(tensor)] = meta
-                    new[id(meta)] = meta
-                if isinstance(module, nn.RNNBase):  # notes its weights a second time
-                    setattr(module, name, new[id(tensor)])
+                    replacements[id(tensor)] = meta
+                    replacements[id(meta)] = meta
+                if isinstance(module, nn.RNNBase):  # keeps a second list of its weights
+                    setattr(module, name, replacements[id(tensor)])
                 else:
-                    table[name] = new[id(tensor)]  # type: ignore[assignment]
+                    table[name] = replacements[id(tensor)]  # type: ignore[assignment]
 
 
 class _Dropping(TorchDispatchMode):
     """Runs a constructor in which some storages have memory only while operations use them.
 
     Attributes:
-        sizes: of the storages without memory, in bytes.
-        read: the error of a read of one of them, if there was any.
+        sizes: the sizes in bytes of the storages without memory.
+        read: the error message of a read of one of them, or "".
     """
 
     def __init__(self, drops: Callable[[UntypedStorage], bool | None]) -> None:
-        """`drops` is told of every parameter that is registered or cloned, and says which drop."""
+        """`drops(storage)` is called for every registered or cloned parameter; True: drop it."""
         super().__init__()
         self.sizes: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()
         self.read = ""
@@ -212,7 +213,7 @@ class _Dropping(TorchDispatchMode):
             return build()
 
     def check_not_read(self, what: str, values: object) -> None:
-        """Raises an error if there is a storage without memory in `values`."""
+        """Raises an error if a tensor in `values` has a storage without memory."""
         if self._dropped(values):
             self.read = f"{what} needs the values of a parameter not owned"
             raise RuntimeError(self.read)
@@ -247,10 +248,10 @@ class _Dropping(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name
         if name in _FILLS and args[0].is_meta:
-            return args[0]  # on meta PyTorch would load its compiler for it
+            return args[0]  # PyTorch would load its compiler for it on the meta device
         dropped = self._dropped((args, kwargs))
         if not dropped or name.endswith("_like") or name.startswith("aten::new_"):
-            result = func(*args, **kwargs)  # the content of what is dropped does not matter
+            result = func(*args, **kwargs)  # the content of dropped tensors does not matter
         else:
             if not _UNPREDICTABLE.isdisjoint(func.tags) and name not in _FILLS:
                 self.check_not_read(name, (args, kwargs))
@@ -258,19 +259,21 @@ class _Dropping(TorchDispatchMode):
                 storage.resize_(self.sizes[storage])
             result = func(*args, **kwargs)
             if name in _FILLS and result.nbytes == _storages(result)[0].nbytes():
-                self._keep_last(*_storages(result))  # all of it is known again
+                self._keep_last(*_storages(result))  # all of its content is valid again
             else:
                 arguments = zip(args, func._schema.arguments, strict=False)
-                written = [given for given, a in arguments if a.is_write]  # `out` is the result
-                for storage in {*dropped, *_storages((result, written))}:
+                written_arguments = [
+                    argument for argument, a in arguments if a.is_write
+                ]  # `out` is the result
+                for storage in {*dropped, *_storages((result, written_arguments))}:
                     self._drop(storage)
-        if name == "aten::clone":  # as `copy.deepcopy` does, which registers nothing
+        if name == "aten::clone":  # `copy.deepcopy` clones without registering parameters
             self._made(result)
         return result
 
 
 class _Reads(TorchFunctionMode):
-    """Notices reads of a storage without memory that are not operations."""
+    """Detects reads of a storage without memory that are not operations."""
 
     def __init__(self, dropping: _Dropping) -> None:
         super().__init__()
@@ -288,7 +291,7 @@ def _named_tensors(net: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _storages(tree: Any) -> list[UntypedStorage]:
-    """Returns the memory of the tensors in `tree`, of those that have it, and in one block."""
+    """Returns the storages of the strided tensors in `tree`."""
     return [
         leaf.untyped_storage()
         for leaf in tree_leaves(tree)

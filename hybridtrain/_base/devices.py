@@ -1,4 +1,4 @@
-"""The devices of a process, and the backend that fits them."""
+"""Choosing the devices of a process and the communication backend for them."""
 
 from __future__ import annotations
 
@@ -26,54 +26,60 @@ def check_nb_part(nb_part: int) -> None:
 def choose_devices(
     nb_part: int, devices: DeviceSpec, launch: Launch, gpus: int
 ) -> tuple[torch.device, ...]:
-    """Returns the devices of this process; see `World.from_env`.
+    """Returns the devices of this process.
+
+    Args:
+        nb_part: the number of devices of this process.
+        devices: `auto`, `cpu`, `cuda`, a device, or a list of devices; None: GPUs if there are any.
+        launch: the launcher's facts about this process.
+        gpus: the number of GPUs that this process sees.
 
     Raises:
-        WorldError: they are not there; the message counts what there is and what was asked for.
+        WorldError: not enough devices exist; the message has both numbers.
     """
-    needed, first = launch.local_size * nb_part, launch.local_rank * nb_part
-    if gpus == nb_part and gpus < needed <= launch.node_gpus:
-        # Slurm shows each task its GPUs alone, as with --gpus-per-task or --gpu-bind=single:1
-        needed, first = nb_part, 0
+    needed_gpus, first = launch.local_size * nb_part, launch.local_rank * nb_part
+    if gpus == nb_part and gpus < needed_gpus <= launch.node_gpus:
+        # each task sees only its GPUs, as with Slurm's --gpus-per-task or --gpu-bind=single:1
+        needed_gpus, first = nb_part, 0
     if isinstance(devices, str) and devices not in ("auto", "cpu", "cuda"):
         devices = [devices]
     if devices in (None, "auto", "cuda") and not gpus and launch.gpus_given:
         raise WorldError(_not_seen(launch.gpus_given))
     if devices == "auto":
-        devices = "cuda" if gpus >= needed else "cpu"
+        devices = "cuda" if gpus >= needed_gpus else "cpu"
     elif devices is None:
         devices = "cuda" if gpus else "cpu"
     if devices == "cpu":
         return (torch.device("cpu"),) * nb_part
     if devices == "cuda":
-        if gpus < needed:
+        if gpus < needed_gpus:
             raise WorldError(
                 f"{launch.local_size} process{'es' * (launch.local_size != 1)} on this node x "
-                f"nb_part={nb_part} need {needed} GPUs, and there are {gpus}: start fewer "
+                f"nb_part={nb_part} need {needed_gpus} GPUs, and there are {gpus}: start fewer "
                 f"processes, lower nb_part=, or set devices=cpu"
             )
         return tuple(torch.device("cuda", first + part) for part in range(nb_part))
-    own = [_device(item, gpus) for item in devices]
-    if len(own) == needed:
-        own = own[first : first + nb_part]
-    if len(own) != nb_part:
+    chosen = [_device(item, gpus) for item in devices]
+    if len(chosen) == needed_gpus:
+        chosen = chosen[first : first + nb_part]
+    if len(chosen) != nb_part:
         raise WorldError(
-            f"devices={list(devices)} names {len(own)} devices; give nb_part={nb_part}, or "
-            f"{needed} for the {launch.local_size} processes on this node"
+            f"devices={list(devices)} names {len(chosen)} devices; give nb_part={nb_part}, or "
+            f"{needed_gpus} for the {launch.local_size} processes on this node"
         )
-    if len({device.type for device in own}) > 1:
+    if len({device.type for device in chosen}) > 1:
         raise WorldError(f"devices={list(devices)} mixes kinds of devices; use one kind")
-    return tuple(own)
+    return tuple(chosen)
 
 
-def _not_seen(given: str) -> str:
+def _not_seen(variable: str) -> str:
     if torch.version.cuda is None and torch.version.hip is None:
-        why = "it is a build for the CPU alone: install one for CUDA"
+        reason = "it is a build for the CPU alone: install one for CUDA"
     else:
-        why = f"see what nvidia-smi says on {socket.gethostname()}"
+        reason = f"see what nvidia-smi says on {socket.gethostname()}"
     return (
-        f"{given} gives this process GPUs, and PyTorch {torch.__version__} sees none ({why}); to "
-        f"train on the CPU, set devices=cpu"
+        f"{variable} gives this process GPUs, and PyTorch {torch.__version__} sees none "
+        f"({reason}); to train on the CPU, set devices=cpu"
     )
 
 
@@ -92,9 +98,9 @@ def _device(item: str | int, gpus: int) -> torch.device:
 
 
 def physical_gpus(devices: Sequence[torch.device]) -> list[str]:
-    """Returns the identity of each GPU in `devices`, alike in all processes of a machine.
+    """Returns the identity of each GPU in `devices`, which is the same in all processes.
 
-    Their numbers are not, where each process sees other GPUs.
+    The indices of GPUs are not, if each process sees different GPUs.
     """
     return [
         f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
@@ -110,11 +116,11 @@ def check_not_shared(gpus: Sequence[Sequence[str]]) -> None:
         gpus: `physical_gpus` of each rank.
 
     Raises:
-        WorldError: names the ranks.
+        WorldError: two ranks have the same GPU; the message names them.
     """
     rank_of: dict[str, int] = {}
-    for rank, own in enumerate(gpus):
-        for gpu in own:
+    for rank, gpus_of_rank in enumerate(gpus):
+        for gpu in gpus_of_rank:
             if rank_of.setdefault(gpu, rank) != rank:
                 raise WorldError(
                     f"ranks {rank_of[gpu]} and {rank} have the same GPU ({gpu}), and NCCL cannot "
@@ -124,17 +130,21 @@ def check_not_shared(gpus: Sequence[Sequence[str]]) -> None:
 
 
 def choose_backend(backend: str | None, devices: Sequence[torch.device]) -> str:
-    """Returns the backend for gradients and values on `devices`; see `World.from_env`.
+    """Returns the communication backend for tensors on `devices`.
+
+    Args:
+        backend: `gloo` or `nccl`; None: the usual backend for the devices.
+        devices: the devices of this process.
 
     Raises:
-        WorldError: it is not there, or is for other devices.
+        WorldError: the backend is not available, or does not support these devices.
     """
     on_gpu = devices[0].type == "cuda"
     chosen = backend or ("nccl" if on_gpu else "gloo")
-    there = [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()]
-    if chosen not in there:
+    available = [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()]
+    if chosen not in available:
         raise WorldError(
-            f"backend={chosen} is not available; this build of PyTorch has: {', '.join(there)}"
+            f"backend={chosen} is not available; this build of PyTorch has: {', '.join(available)}"
         )
     if chosen == "nccl" and not on_gpu:
         raise WorldError("backend=nccl needs GPUs, and the stages are on the CPU: use gloo")

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that are complete or absent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridtrain.errors import DataError
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Opens a temporary file that replaces `path` at the end, unless an exception is raised."""
-    # Not tempfile's, which only its owner may read; and a process id would not tell apart two
+    # Not `tempfile`, whose files only the owner may read. A process id would not be unique for two
     # nodes that share the folder.
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
@@ -36,22 +36,21 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Makes a temporary folder that replaces `path` at the end, unless an exception is raised.
 
-    A folder that is there is kept, under a hidden name, until the new one has its place, and comes
-    back if the new one does not get it.
+    An existing folder is kept under a hidden name until it is replaced, and restored if that fails.
     """
-    temporary, old = (path.with_name(f".{path.name}.{uuid4().hex}") for _ in range(2))
+    temporary, backup = (path.with_name(f".{path.name}.{uuid4().hex}") for _ in range(2))
     temporary.mkdir()
     try:
         yield temporary
         try:
             if path.exists():
-                path.replace(old)
+                path.replace(backup)
             temporary.replace(path)
         except BaseException:  # a Ctrl-C too
-            if old.exists() and not path.exists():
-                old.replace(path)
+            if backup.exists() and not path.exists():
+                backup.replace(path)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(backup, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -59,7 +58,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 def open_to_append(path: Path) -> TextIO:
     """Opens a text file of a run to append to it; a link in its place is replaced by a file.
 
-    A run directory may be a stranger's, and its links would lead the lines anywhere.
+    A run directory may come from someone else, and a link in it could lead anywhere.
 
     Raises:
         OSError: the file cannot be opened, or the folder that it is in is a link.
@@ -92,7 +91,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Creates a directory and its parents; they are on disk when this returns."""
+    """Creates a directory and its parents, and syncs them to disk."""
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
@@ -100,7 +99,7 @@ def make_directory(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Waits until the names in a directory are on disk, which a file's own fsync does not do."""
+    """Syncs the entries of a directory to disk, which fsync of a file does not do."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -110,34 +109,34 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns whatever a damaged or hostile file leads to into one line that names the file.
+    """Converts any error from a damaged or hostile file to a one-line error that names the file.
 
     Raises:
-        DataError: in place of any other error of the block.
+        DataError: instead of any other error in the block.
     """
     try:
         yield
     except DataError:
         raise
     except Exception as error:
-        why = " ".join(str(error).split())[:200] or type(error).__name__
-        raise DataError(f"{path} cannot be read ({why}): restore it, or remove it") from error
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(f"{path} cannot be read ({reason}): restore it, or remove it") from error
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value of a JSON text; an integer of more than 18 digits becomes a float.
+    """Returns the value of a JSON text; an integer of 20 or more characters becomes a float.
 
-    A file may be a stranger's, and Python's arithmetic ends in an OverflowError where an integer of
-    400 digits meets a float.
+    A file may come from someone else, and Python raises an OverflowError when it combines an
+    integer of 400 digits with a float.
     """
     return json.loads(text, parse_int=lambda digits: (int if len(digits) < 20 else float)(digits))
 
 
 def read_json(path: Path) -> Any:
-    """Returns the value of a JSON file, as `parse_json` does; None: there is no such file.
+    """Returns the value of a JSON file by `parse_json`; None if there is no such file.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     with reading(path):
         try:
@@ -147,12 +146,10 @@ def read_json(path: Path) -> Any:
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the entries of a `metrics.jsonl` that may be written at this moment, or not be there.
-
-    See `entries_of`.
+    """Yields the entries of a `metrics.jsonl`, which may be missing or still being written.
 
     Raises:
-        DataError: it is not such a file.
+        DataError: the file has no complete line with a step.
     """
     with reading(path):
         try:
@@ -166,11 +163,11 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def entries_of(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects with a step among lines, without those that are not complete."""
+    """Yields the JSON objects that have a step, and skips incomplete lines."""
     for line in lines:
         try:
             entry: Any = parse_json(line)
-        except (ValueError, RecursionError):  # the last line, half written, or that of a killed run
+        except (ValueError, RecursionError):  # a partially written line
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int):
             yield entry

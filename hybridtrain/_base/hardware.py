@@ -1,4 +1,4 @@
-"""The hardware that a run is priced for: devices, nodes and links. Nothing here imports torch."""
+"""The hardware for predictions: devices, nodes and links. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 2**30
 
 
 def host_memory() -> int:
-    """Returns the bytes of memory of this host."""
+    """Returns this host's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -76,10 +76,12 @@ class Hardware:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"hardware.{name}={value!r} must be a whole number of at least 1")
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.type == "float" and not _is_number(value):
-                raise ConfigError(f"hardware.{each.name}={value!r} must be a number, not negative")
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if setting.type == "float" and not _is_number(value):
+                raise ConfigError(
+                    f"hardware.{setting.name}={value!r} must be a number, not negative"
+                )
         for name in ("memory_gib", "memory_bytes_per_s", "node_bytes_per_s", "network_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"hardware.{name}={getattr(self, name)} must be positive")
@@ -117,16 +119,16 @@ class Hardware:
             ConfigError: the rate of this precision is not known.
         """
         if precision not in self.flops_per_s:
-            known = ", ".join(self.flops_per_s) or "none"
+            precisions = ", ".join(self.flops_per_s) or "none"
             raise ConfigError(
-                f"the cluster has no rate for {precision} (the choices are: {known}): set "
+                f"the cluster has no rate for {precision} (the choices are: {precisions}): set "
                 f"trainer.precision= to one of these, or hardware.flops_per_s.{precision}="
             )
         return self.flops_per_s[precision] * self.flops_reached
 
     @property
     def sustained_bandwidth(self) -> float:
-        """Bytes per second from and to a device's memory, as training reaches them."""
+        """The bytes per second from and to a device's memory that training reaches."""
         return self.memory_bytes_per_s * self.bandwidth_reached
 
     def transfer_s(self, nbytes: float, between_nodes: bool) -> float:
@@ -140,8 +142,9 @@ class Hardware:
         """Returns the seconds of an all-gather or reduce-scatter of `nbytes` over the replicas.
 
         In a ring each of n processes sends (n-1)/n of the bytes (Patarasuk and Yuan, JPDC 2009);
-        the latency is that of a tree. The replicas of one stage are `nb_part` devices apart, so
-        the rings of all stages of a node share its network. An all-reduce is one of each.
+        the latency is a tree's. The replicas of a stage are `nb_part` devices apart, so the rings
+        of all stages of a node share its network. An all-reduce is a reduce-scatter and an
+        all-gather.
         """
         if replicas == 1 or nbytes == 0:
             return 0.0

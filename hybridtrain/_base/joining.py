@@ -1,9 +1,9 @@
-"""The proof that outputs of micro-batches, joined along dim 0, are the output of the batch.
+"""Checks that the merged outputs of micro-batches are the output of the batch.
 
-Shapes do not tell. With micro-batches of 2 samples, is (2, 2) two classes or a similarity of every
-pair, a number 2 a constant or the number of samples, and (2, 8) a table or the samples? So the
-model runs once more for each kind of output, on another number of samples, and what changes with
-the samples must be dim 0 of tensors alone.
+Shapes alone do not show that. With micro-batches of 2 samples, is (2, 2) two classes or the
+similarity of every pair, is a number 2 a constant or the number of samples, and is (2, 8) a table
+or the samples? So the model runs once more for each kind of output, on a different number of
+samples, and only dim 0 of tensors may change with the number of samples.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from hybridtrain.errors import BatchError
 
 
 class JoinProof:
-    """Knows for which kinds of outputs it is proven that they may be joined."""
+    """Tracks for which kinds of outputs merging has been checked."""
 
     def __init__(self) -> None:
         self._proven = set[str]()
 
     def asks(self, outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
-        """Returns whether a forward of another number of samples must tell; it does so once.
+        """Returns whether a forward of another number of samples is needed; once per kind.
 
         Args:
-            outputs: of the micro-batches.
-            sizes: the number of samples of each; if they differ, `merge` finds what depends on it.
+            outputs: the outputs of the micro-batches.
+            sizes: the number of samples of each micro-batch; if they differ, `merge` is enough to
+                find dependencies.
         """
         if len(set(sizes)) > 1 or not outputs:
             return False
@@ -48,38 +49,50 @@ def _flat(output: Any) -> tuple[list[Any], TreeSpec]:
     return tree_flatten(output)
 
 
-def check_same_but_samples(output: Any, samples: int, other: Any, others: int) -> None:
-    """Makes sure that two outputs of a model differ in the size of dim 0 alone.
+def check_same_but_samples(
+    output: Any, samples: int, other_output: Any, other_samples: int
+) -> None:
+    """Checks that two outputs of a model differ only in the size of dim 0.
 
     Args:
-        output: of `samples` samples.
-        samples: how many.
-        other: the output of `others` samples.
-        others: another number.
+        output: the output for `samples` samples.
+        samples: a number of samples.
+        other_output: the output for `other_samples` samples.
+        other_samples: a different number of samples.
 
     Raises:
-        BatchError: something else depends on the number of samples; names it.
+        BatchError: something else depends on the number of samples; the message names it.
     """
-    (leaves, spec), (other_leaves, other_spec) = _flat(output), _flat(other)
+    (leaves, spec), (other_leaves, other_spec) = _flat(output), _flat(other_output)
     if spec != other_spec:
         raise BatchError(
             f"the structure of the model's output depends on the number of samples, as a list of "
             f"an entry for each does, and only tensors are joined, along dim 0. {WAY_OUT}"
         )
-    for number, (one, two) in enumerate(zip(leaves, other_leaves, strict=True)):
-        if isinstance(one, Tensor) and isinstance(two, Tensor):
-            if one.is_nested or two.is_nested or not one.dim() or one.dim() != two.dim():
-                continue
-            a, b = tuple(one.shape), tuple(two.shape)
-            if a[0] * others == b[0] * samples and all(
-                m == n or m * others != n * samples for m, n in zip(a[1:], b[1:], strict=True)
+    for number, (leaf, other_leaf) in enumerate(zip(leaves, other_leaves, strict=True)):
+        if isinstance(leaf, Tensor) and isinstance(other_leaf, Tensor):
+            if (
+                leaf.is_nested
+                or other_leaf.is_nested
+                or not leaf.dim()
+                or leaf.dim() != other_leaf.dim()
             ):
                 continue
-            values = f"has the shape {a} for {samples} samples and {b} for {others}"
-        elif same_constant(one, two):
+            shape, other_shape = tuple(leaf.shape), tuple(other_leaf.shape)
+            if shape[0] * other_samples == other_shape[0] * samples and all(
+                m == n or m * other_samples != n * samples
+                for m, n in zip(shape[1:], other_shape[1:], strict=True)
+            ):
+                continue
+            values = (
+                f"has the shape {shape} for {samples} samples and {other_shape} for {other_samples}"
+            )
+        elif same_constant(leaf, other_leaf):
             continue
         else:
-            values = f"is {one!r} for {samples} samples and {two!r} for {others}"[:200]
+            values = f"is {leaf!r} for {samples} samples and {other_leaf!r} for {other_samples}"[
+                :200
+            ]
         raise BatchError(
             f"{output_place(output, number)} {values}, and micro-batches are joined along dim 0, "
             f"where the samples must be. {WAY_OUT}"

@@ -1,9 +1,9 @@
-"""Batches as pytrees: cutting into micro-batches, joining what comes out, mapping.
+"""Batches as pytrees: cutting them into micro-batches, and merging the outputs.
 
 A batch is any pytree (tuples, lists, dicts, dataclasses, and mappings such as a `BatchEncoding` of
-transformers, which are taken as dicts). Per-sample values are cut along dim 0: tensors, arrays of
-numpy, and lists without tensors that are as long as the batch, such as one of names. Every
-micro-batch gets the same 0-dim tensors and constants, and what `shared` marks.
+transformers, which are treated as dicts). Per-sample values are cut along dim 0: tensors, NumPy
+arrays, and lists without tensors that are as long as the batch, such as lists of names. Every
+micro-batch gets the whole of 0-dim tensors, constants and values marked by `shared`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from hybridtrain.errors import BatchError
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Inputs of one micro-batch, in place of a batch's: they are not cut any more."""
+    """The inputs of one micro-batch, passed instead of a batch; they are not cut further."""
 
     inputs: Any
 
 
 class Shared:
-    """A value of a batch that every micro-batch gets whole; made by `shared`.
+    """A value that every micro-batch gets whole; made by `shared`.
 
     Attributes:
         value: any pytree.
@@ -63,15 +63,15 @@ register_pytree_node(
 
 
 def shared(value: Any) -> Any:
-    """Marks a value of a batch that is the same for all samples: every micro-batch gets all of it.
+    """Marks a value that all samples of a batch share, so that every micro-batch gets all of it.
 
-    The tensors of a batch are cut along dim 0, where the samples are. A mask of (time, time), a
-    table of positions or a configuration object has none:
+    The tensors of a batch are cut along dim 0, the dimension of the samples. A mask of shape
+    (time, time), a table of positions or a configuration object must not be cut:
 
         model.train_step({"x": x, "mask": shared(mask)}, targets, loss_fn)
 
-    The model and the loss are given the value itself. Works for inputs and targets, in tuples,
-    lists and dicts.
+    The model and the loss receive the value itself. `shared` works for inputs and targets, and in
+    tuples, lists and dicts.
 
     Args:
         value: any pytree, or any object.
@@ -84,7 +84,7 @@ def _is_shared(value: Any) -> bool:
 
 
 def _is_uncut(value: Any) -> bool:
-    """Returns whether `split` takes `value` as one: it is shared, or a list without tensors."""
+    """Returns whether `value` is one leaf for `split`: a shared value or a list without tensors."""
     kind = type(value)
     if kind is Shared:
         return True
@@ -96,7 +96,7 @@ def _is_uncut(value: Any) -> bool:
 
 
 def as_containers(batch: Any) -> Any:
-    """Returns `batch` with mappings that pytree functions do not enter as dicts."""
+    """Returns `batch` with mappings that are not pytree nodes converted to dicts."""
     if batch is None or type(batch) is Tensor:
         return batch
     leaves_of(batch)
@@ -109,10 +109,10 @@ def as_containers(batch: Any) -> Any:
 
 
 def batch_size(*batches: Any) -> int:
-    """Returns the number of samples, the size that all tensors of `batches` have in dim 0.
+    """Returns the number of samples: the size of all tensors of `batches` in dim 0.
 
     Raises:
-        BatchError: they differ in it, there is no tensor, or there are no samples.
+        BatchError: the sizes differ, there is no tensor, or there are no samples.
     """
     samples: int | None = None
     for batch in batches:
@@ -136,7 +136,7 @@ def batch_size(*batches: Any) -> int:
 
 
 def _place(batch: Any, number: int) -> str:
-    """Returns the place of a leaf of `batch` for a message; what is shared is one leaf."""
+    """Returns the path of a leaf of `batch` for a message; a shared value is one leaf."""
     leaves, spec = tree_flatten(as_containers(batch), _is_shared)
     return named_leaves(tree_unflatten(range(len(leaves)), spec), "batch")[number][0]
 
@@ -153,10 +153,10 @@ def chunk_sizes(samples: int, chunks: int) -> list[int]:
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cuts `batch` into micro-batches of the given sizes; no copies, see `cut`.
+    """Cuts `batch` into micro-batches of these sizes, without copying.
 
     Raises:
-        BatchError: a value can be neither cut nor given to all.
+        BatchError: a value can be neither cut nor passed whole.
     """
     if isinstance(batch, Tensor) and batch.dim():
         return [batch] if len(sizes) == 1 else cut(batch, sizes)
@@ -171,7 +171,7 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def uncut(batch: Any) -> Any:
-    """Returns a batch as one micro-batch: what is marked as shared without its mark."""
+    """Returns a batch as one micro-batch, with shared values unwrapped."""
     leaves, spec = tree_flatten(batch, _is_shared)
     if not any(map(_is_shared, leaves)):
         return batch
@@ -179,7 +179,7 @@ def uncut(batch: Any) -> Any:
 
 
 def _parts(spec: TreeSpec, number: int, leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
-    """Returns what each micro-batch gets of a leaf, the one of this number in a batch of `spec`."""
+    """Returns each micro-batch's part of a leaf, which has this index in a batch of `spec`."""
     if isinstance(leaf, Tensor):
         return cut(leaf, sizes) if leaf.dim() else [leaf] * len(sizes)
     if _is_shared(leaf):
@@ -201,30 +201,31 @@ def _parts(spec: TreeSpec, number: int, leaf: Any, sizes: Sequence[int]) -> Sequ
 def cut(tensor: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
     """Returns the parts of a tensor, which share its memory.
 
-    Autograd counts the changes in place of a tensor and of its views together: a layer that changes
-    one micro-batch would make what is saved of another one invalid, though their memory is apart.
-    So each part of a tensor without a graph has its own count.
+    Autograd keeps one version counter for a tensor and its views, so a layer that changes one
+    micro-batch in place would invalidate tensors saved from another one, although their memory is
+    disjoint. So each part of a tensor without a graph gets a separate counter.
     """
     parts = tensor.split(list(sizes), dim=dim)
     return list(parts) if tensor.requires_grad else [part.data for part in parts]
 
 
 def merge(outputs: Sequence[Any]) -> Any:
-    """Joins the outputs of micro-batches: tensors along dim 0, 0-dim tensors stacked.
+    """Merges the outputs of micro-batches: concatenates tensors along dim 0, stacks 0-dim tensors.
 
     Raises:
-        BatchError: the outputs differ in structure, in a constant, or in another dim than 0, or one
-            of several is neither a tensor nor a constant.
+        BatchError: the outputs differ in structure, in a constant, or in a dim other than 0, or a
+            leaf of several outputs is neither a tensor nor a constant.
     """
     leaves_of(outputs[0])
     first, spec = tree_flatten(outputs[0])
     columns = [first]
     for output in outputs[1:]:
         leaves_of(output)
-        leaves, other = tree_flatten(output)
-        if other != spec:
+        leaves, other_spec = tree_flatten(output)
+        if other_spec != spec:
             raise BatchError(
-                f"micro-batches gave outputs of different structure: {spec}, {other}. {WAY_OUT}"
+                f"micro-batches gave outputs of different structure: {spec}, {other_spec}. "
+                f"{WAY_OUT}"
             )
         columns.append(leaves)
     joined = [
@@ -240,20 +241,20 @@ WAY_OUT = (
 
 
 def check_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> None:
-    """Makes sure that the tensors of the outputs of micro-batches have the samples in dim 0.
+    """Checks that tensors in the outputs of micro-batches have the samples in dim 0.
 
-    Several for each sample are fine, such as the tokens of all samples one after the other.
+    Several entries per sample are allowed, such as the concatenated tokens of all samples.
 
     Args:
-        outputs: pytrees of one structure; their 0-dim tensors are of a whole micro-batch.
-        sizes: the number of samples of each.
+        outputs: pytrees of equal structure, one per micro-batch.
+        sizes: the number of samples of each micro-batch.
 
     Raises:
-        BatchError: a tensor has not, or there is something else than tensors and constants.
+        BatchError: the samples are not in dim 0, or a leaf is neither a tensor nor a constant.
     """
     for output in outputs:
-        if found := find_unknown(output, "output"):
-            place, leaf = found
+        if unknown := find_unknown(output, "output"):
+            place, leaf = unknown
             raise BatchError(
                 f"{place} is a {type(leaf).__name__}, and the outputs of micro-batches are joined "
                 f"where they are tensors, constants, and tuples, lists, dicts or dataclasses of "
@@ -264,7 +265,7 @@ def check_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> None:
         shapes = [tuple(leaf.shape) for leaf in column if isinstance(leaf, Tensor) and leaf.dim()]
         if len(shapes) < len(column):
             continue
-        # the states of an RNN, (layers, samples, width), may have a multiple in dim 0 by chance
+        # dim 0 of an RNN's states, (layers, samples, width), may be a multiple by chance
         second = all(
             len(shape) > 2 and shape[1] == samples and shape[0] != samples
             for shape, samples in zip(shapes, sizes, strict=True)
@@ -280,7 +281,7 @@ def check_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> None:
 
 
 def _join(output: Any, number: int, column: tuple[Any, ...]) -> Any:
-    """Returns one value for the leaf of `output` of this number, from those of micro-batches."""
+    """Returns the merged value of the leaf with this index, from each micro-batch's value."""
     first = column[0]
     if isinstance(first, Tensor) and all(isinstance(leaf, Tensor) for leaf in column):
         if len({(leaf.dim(), str(leaf.shape[1:])) for leaf in column if not leaf.is_nested}) > 1:
@@ -297,33 +298,33 @@ def _join(output: Any, number: int, column: tuple[Any, ...]) -> Any:
             ) from error
     if len(column) == 1 or all(same_constant(leaf, first) for leaf in column[1:]):
         return first
-    other = next(leaf for leaf in column[1:] if not same_constant(leaf, first))
-    if is_constant(first) and is_constant(other):
-        what = f"{first!r} in one micro-batch and {other!r} in another"[:200]
+    different = next(leaf for leaf in column[1:] if not same_constant(leaf, first))
+    if is_constant(first) and is_constant(different):
+        description = f"{first!r} in one micro-batch and {different!r} in another"[:200]
     else:
-        what = f"a {type(other if is_constant(first) else first).__name__}"
+        description = f"a {type(different if is_constant(first) else first).__name__}"
     raise BatchError(
-        f"{output_place(output, number)} is {what}: only tensors are joined, along dim 0, and "
-        f"constants that are equal. {WAY_OUT}"
+        f"{output_place(output, number)} is {description}: only tensors are joined, along dim 0, "
+        f"and constants that are equal. {WAY_OUT}"
     )
 
 
 def output_place(output: Any, number: int) -> str:
-    """Returns the place of the leaf of `output` of this number, for a message."""
+    """Returns the path of the leaf of `output` with this index, for a message."""
     return named_leaves(output, "output")[number][0]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Returns `tree` with `function` of its tensors; one that occurs twice stays one tensor."""
+    """Applies `function` to the tensors of `tree`; a tensor that occurs twice stays one tensor."""
     if type(tree) is Tensor:
         return function(tree)
     if type(tree) is tuple and len(tree) == 1 and type(tree[0]) is Tensor:
-        return (function(tree[0]),)  # by far the most frequent, and pytree functions take longer
-    done: dict[int, Tensor] = {}
+        return (function(tree[0]),)  # the most frequent case; pytree functions are slower
+    results: dict[int, Tensor] = {}
 
     def once(tensor: Tensor) -> Tensor:
-        if id(tensor) not in done:
-            done[id(tensor)] = function(tensor)
-        return done[id(tensor)]
+        if id(tensor) not in results:
+            results[id(tensor)] = function(tensor)
+        return results[id(tensor)]
 
     return tree_map_only(Tensor, once, tree)

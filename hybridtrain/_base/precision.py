@@ -1,8 +1,8 @@
-"""Autocast, and the thread-local state of PyTorch that worker threads take over.
+"""Autocast, and the thread-local state of PyTorch that worker threads inherit.
 
-A new thread starts with autocast off and gradients on, whatever its creator has set. The caller's
-modes of operations and hooks on saved tensors reach the threads as `_torch_private.CallerModes`,
-and its context variables as a copy of its context. A `threading.local` does not.
+A new thread starts with autocast off and gradients on, whatever its creator has set. The threads
+get the caller's modes and saved-tensor hooks as `torch_private.CallerModes`, and its context
+variables as a copy of its context. They do not get the values of a `threading.local`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ AUTOCAST: dict[str, torch.dtype | None] = {
 
 
 def autocast(precision: str, device_type: str) -> AbstractContextManager[object]:
-    """Returns the context that a forward runs in; for fp32 the caller's own autocast, if any."""
+    """Returns the autocast context of a forward; for fp32, the caller's autocast remains."""
     dtype = AUTOCAST[precision]
     if dtype is None:
         return nullcontext()
@@ -50,8 +50,8 @@ class ThreadState(NamedTuple):
 
     def applied(self) -> AbstractContextManager[object]:
         """Returns a context for a whole step: this grad and inference mode, and no autocast."""
-        same = torch.is_grad_enabled() == self.grad and not self.autocast_dtypes
-        if same and torch.is_inference_mode_enabled() == self.inference:
+        is_same = torch.is_grad_enabled() == self.grad and not self.autocast_dtypes
+        if is_same and torch.is_inference_mode_enabled() == self.inference:
             return _UNCHANGED
         return self._applied()
 

@@ -1,6 +1,7 @@
-"""Facts that must be the same on all ranks: which of them differ, and where.
+"""Compares facts that must be the same on all ranks.
 
-Each rank gathers its `RankFacts` once, at the start; `differences` tells every rank the same.
+The ranks gather each other's `RankFacts` once, at the start, and every rank then computes the same
+`differences`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class RankFacts:
     """The facts of one rank, by name, with its host.
 
     Attributes:
-        facts: their values are compared and shown in messages, so they are short; None: not known.
+        facts: short values, which are compared and shown in messages; None: unknown.
         host: the name of the rank's host.
     """
 
@@ -33,20 +34,20 @@ def facts_here(facts: Mapping[str, Any]) -> RankFacts:
     return RankFacts(facts, socket.gethostname())
 
 
-def differences(everyones: Sequence[RankFacts]) -> Iterator[tuple[str, str]]:
+def differences(facts_by_rank: Sequence[RankFacts]) -> Iterator[tuple[str, str]]:
     """Yields each fact whose known values differ, and its values with their ranks and hosts.
 
     Args:
-        everyones: in the order of the ranks.
+        facts_by_rank: the facts of all ranks, in order.
     """
-    for name in dict.fromkeys(name for each in everyones for name in each.facts):
+    for name in dict.fromkeys(name for rank_facts in facts_by_rank for name in rank_facts.facts):
         ranks_of: dict[str, list[int]] = {}
-        for rank, each in enumerate(everyones):
-            if (value := each.facts.get(name)) is not None:
+        for rank, rank_facts in enumerate(facts_by_rank):
+            if (value := rank_facts.facts.get(name)) is not None:
                 ranks_of.setdefault(str(value), []).append(rank)
         if len(ranks_of) > 1:
             hosts = {
-                value: list(dict.fromkeys(everyones[rank].host for rank in ranks))
+                value: list(dict.fromkeys(facts_by_rank[rank].host for rank in ranks))
                 for value, ranks in ranks_of.items()
             }
             yield (

@@ -1,4 +1,4 @@
-"""Values that skip layers: one layer stashes, a later one pops, wherever the model is cut.
+"""Values that skip layers: one layer stashes a value and a later layer pops it.
 
     class Down(nn.Module):
         stashes = ("features",)
@@ -11,11 +11,11 @@
         def forward(self, x):
             return torch.cat([x, pop("features")], dim=1)
 
-A module declares the names that it stashes and pops on its class or on the instance, so that the
-pipeline knows in advance which stage needs what from which. A value goes from its stage to
-the first one that pops it, from there to the next that does, and its gradient the same way back;
-stages between pass it on. Both functions also work in the plain `nn.Sequential`, without this
-project. (The idea is torchgpipe's `skippable`: Kim et al., arXiv:2004.09910.)
+A module declares the names that it stashes and pops on its class or instance, so that the pipeline
+knows in advance which values each stage needs. A value goes from its stage to the first stage that
+pops it, and from there to the next one; its gradient goes back the same way. Stages in between pass
+it on. Both functions also work in a plain `nn.Sequential` without a pipeline. (The idea is
+torchgpipe's `skippable`: Kim et al., arXiv:2004.09910.)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Values(dict[str, Any]):
 
 
 class _NoValues(_Values):
-    """For layers that declare nothing: all micro-batches would share what they stash."""
+    """For layers that declare no names: all micro-batches would share a stashed value."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         raise KeyError(
@@ -69,18 +69,18 @@ def pop(name: str) -> Any:
     return _scope.values[name]
 
 
-def take(name: str) -> Any:
-    """Returns the value like `pop`, and frees it: for the last layer that needs it."""
+def pop_last(name: str) -> Any:
+    """Returns the value like `pop` and frees it; for the last layer that needs it."""
     value = _scope.values[name]
     _scope.values[name] = None
     return value
 
 
 class skip_scope:  # noqa: N801  # is called like the functions here
-    """A context in which layers in this thread pop `values`, and what they stash is kept apart.
+    """A context in which layers of this thread pop `values` and stash into a separate dict.
 
-    It is entered once, which gives `values` and what the layers stash. With None, stashing is an
-    error: no layer declares a name.
+    Entering it returns this dict, which holds `values` and the stashed values. With None, no layer
+    declares a name and stashing is an error. A context can be entered once.
     """
 
     __slots__ = ("_before", "_values")

@@ -1,7 +1,7 @@
-"""The components of tensors, and the bytes that tensors, modules and optimizers take.
+"""The storages and components of tensors, and the bytes of tensors, modules and optimizers.
 
-A sparse, nested or wrapped tensor has several components; two tensors may share one storage. Where
-a device cannot tell how much memory is in use, the tensors of a stage are counted.
+A sparse, nested or wrapped tensor has several components, and two tensors may share a storage. For
+a device that does not report its memory in use, the tensors of a stage are counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Saved:
     """The storages that autograd keeps for the backward.
 
     Attributes:
-        storages: the bytes of each storage that it keeps, by `storage_id`.
+        storages: the bytes of each storage, by `storage_id`.
     """
 
     storages: dict[int, int] = field(default_factory=dict)
@@ -34,19 +34,23 @@ class Saved:
 
 
 @contextmanager
-def count_saved(module: nn.Module, given: Sequence[Tensor] = ()) -> Iterator[Saved]:
-    """Counts what the forwards inside keep for their backward.
+def count_saved(module: nn.Module, inputs: Sequence[Tensor] = ()) -> Iterator[Saved]:
+    """Counts the tensors that forwards in the block save for their backward.
 
-    Parameters and buffers are left out, and so are the tensors `given`, which the caller counts.
-    What is kept inside `torch.func.grad` and its kin is not counted.
+    Parameters, buffers and `inputs` are left out, and so are tensors saved inside `torch.func.grad`
+    and similar functions.
+
+    Args:
+        module: the module whose parameters and buffers are left out.
+        inputs: further tensors to leave out, which the caller counts.
     """
     saved = Saved()
-    others = [*module.parameters(), *module.buffers(), *given]
-    apart = {number for tensor in others for number in storages(tensor)}
+    left_out = [*module.parameters(), *module.buffers(), *inputs]
+    left_out_ids = {number for tensor in left_out for number in storages(tensor)}
 
     def pack(tensor: Tensor) -> Tensor:
         for number, nbytes in storages(tensor).items():
-            if number not in apart:
+            if number not in left_out_ids:
                 saved.storages[number] = nbytes
         return tensor
 
@@ -56,9 +60,9 @@ def count_saved(module: nn.Module, given: Sequence[Tensor] = ()) -> Iterator[Sav
 
 
 def storages(tensor: Tensor) -> dict[int, int]:
-    """Returns the bytes of each storage that holds values of `tensor`, by a number of the storage.
+    """Returns the bytes of each storage of `tensor`, by an id of the storage.
 
-    A sparse tensor has several, and the wrappers of torch.func have none that can be asked for.
+    A sparse tensor has several storages, and the wrappers of torch.func have no accessible one.
     """
     try:
         storage = tensor.untyped_storage()
@@ -69,9 +73,9 @@ def storages(tensor: Tensor) -> dict[int, int]:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Returns a number that tensors with the same storage share; fake tensors have one too.
+    """Returns an id that tensors with the same storage share, also for fake tensors.
 
-    For a tensor that has no storage it is the number of its first component's, or its own `id`.
+    For a tensor without a storage it is the id of its first component, or its `id`.
     """
     try:
         return int(tensor.untyped_storage()._cdata)
@@ -80,7 +84,7 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def components(tensor: Tensor) -> list[Tensor]:
-    """Returns the tensors that a sparse tensor consists of; none for a tensor of another layout."""
+    """Returns the tensors that a sparse tensor consists of; none for other layouts."""
     names = _COMPONENTS[tensor.layout]
     with torch.no_grad():
         return [getattr(tensor.detach(), name)() for name in names]
@@ -101,49 +105,51 @@ _COMPONENTS = defaultdict(
 
 
 def byte_size(tensor: Tensor) -> int:
-    """Returns the bytes of the values of a tensor of any kind; of a sparse one, of its parts."""
+    """Returns the bytes of the values of a tensor; for a sparse tensor, the bytes of its parts."""
     if parts := components(tensor):
         return sum(part.nbytes for part in parts)
     return tensor.nbytes
 
 
-def have_same_layout(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors of one shape have their values in the same order in memory."""
-    if one.layout != other.layout or one.is_nested != other.is_nested:
+def have_same_layout(first: Tensor, second: Tensor) -> bool:
+    """Returns whether two tensors of equal shape have the same memory layout."""
+    if first.layout != second.layout or first.is_nested != second.is_nested:
         return False
-    return one.layout != torch.strided or one.is_nested or one.stride() == other.stride()
+    return first.layout != torch.strided or first.is_nested or first.stride() == second.stride()
 
 
-def have_same_values(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors of any kind are equal; NaN is NaN. Meta tensors are."""
-    if one.is_meta or other.is_meta:  # another process has it
-        return one.is_meta and other.is_meta
-    if one.layout != other.layout or one.is_nested != other.is_nested:
+def have_same_values(first: Tensor, second: Tensor) -> bool:
+    """Returns whether two tensors are equal, where NaN equals NaN; meta tensors are equal."""
+    if first.is_meta or second.is_meta:  # another process has it
+        return first.is_meta and second.is_meta
+    if first.layout != second.layout or first.is_nested != second.is_nested:
         return False
-    if one.is_nested:
-        mine, theirs = one.unbind(), other.unbind()
-        return len(mine) == len(theirs) and all(map(have_same_values, mine, theirs))
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if first.is_nested:
+        parts_of_first, parts_of_second = first.unbind(), second.unbind()
+        return len(parts_of_first) == len(parts_of_second) and all(
+            map(have_same_values, parts_of_first, parts_of_second)
+        )
+    if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    if parts := components(one):
-        return all(map(have_same_values, parts, components(other)))
-    if one.layout != torch.strided:  # of mkldnn
-        one, other = one.to_dense(), other.to_dense()
-    if torch.equal(one, other):
+    if parts := components(first):
+        return all(map(have_same_values, parts, components(second)))
+    if first.layout != torch.strided:  # of mkldnn
+        first, second = first.to_dense(), second.to_dense()
+    if torch.equal(first, second):
         return True
-    if one.is_quantized:
+    if first.is_quantized:
         return False
-    return bool(((one == other) | (one != one) & (other != other)).all())
+    return bool(((first == second) | (first != first) & (second != second)).all())
 
 
 def resident_bytes(module: nn.Module) -> int:
-    """Returns the bytes of the parameters of `module`, their gradients and the buffers."""
+    """Returns the bytes of the parameters, gradients and buffers of `module`."""
     total = sum(map(byte_size, [*module.parameters(), *module.buffers()]))
     return total + sum(byte_size(p) for p in module.parameters() if p.requires_grad)
 
 
 def optimizer_bytes(module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Returns the bytes of what `optimizer` keeps for the parameters of `module`."""
+    """Returns the bytes of the state of `optimizer` for the parameters of `module`."""
     return sum(
         byte_size(value)
         for parameter in module.parameters()

@@ -11,26 +11,26 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2
 
 
 def printable(text: str) -> str:
-    """Returns `text` with escapes in place of control characters, but for tabs and line ends.
+    """Returns `text` with control characters escaped, except tabs and line ends.
 
-    They could move the cursor of a terminal, set its title, or turn the order of its text.
+    Control characters could move a terminal's cursor, set its title, or reverse its text.
     """
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def in_one_line(text: str) -> str:
-    """Returns `text` with escapes in place of all control characters."""
+    """Returns `text` with all control characters escaped."""
     return printable(text).replace("\n", "\\n").replace("\t", " ")
 
 
 class Block(str):
-    """Lines that were laid out for a log, each name in them in one line; see `in_log`."""
+    """Lines that are already formatted for a log, so that `in_log` keeps their line breaks."""
 
 
 def in_log(value: Any) -> Any:
-    """Returns an argument of a log line, a text without line breaks unless it is a `Block`.
+    """Returns an argument for a log line: text without line breaks, unless it is a `Block`.
 
-    A name from a config or a file could begin a new line of the log.
+    Otherwise a name from a config or a file could forge a line of the log.
     """
     if isinstance(value, Block):
         return Block(printable(value))  # a record may pass through several filters
@@ -38,7 +38,7 @@ def in_log(value: Any) -> Any:
 
 
 def text_table(lines: Sequence[Sequence[str]], right_aligned: int) -> list[str]:
-    """Returns lines with columns of equal width, the first `right_aligned` flush right."""
+    """Returns lines with aligned columns, of which the first `right_aligned` are right-aligned."""
     lines = [list(map(in_one_line, line)) for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
@@ -52,7 +52,8 @@ def text_table(lines: Sequence[Sequence[str]], right_aligned: int) -> list[str]:
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """Returns a table in Markdown; the first line is its head, and numbers are flush right."""
+    """Returns a Markdown table; the first line is its header, and all other columns but the first
+    are right-aligned."""
     cells = [[in_one_line(cell).replace("|", "\\|") for cell in line] for line in lines]
     head, *body = ("| " + " | ".join(line) + " |" for line in cells)
     return "\n".join([head, "|---" + "|---:" * (len(lines[0]) - 1) + "|", *body])

@@ -1,8 +1,9 @@
 """Private parts of PyTorch that this project uses, behind names of this project.
 
-Each says which private name it uses, and why no public one will do. A new PyTorch release is
-checked here first. Two are used in place: `torch.utils._pytree`, everywhere, which has no public
-name; and `nn.Module._apply`, which `graph.segment.Segment` overrides since `nn.Module.to` calls it.
+Each docstring names the private API, and says why no public one suffices. Check a new PyTorch
+release here first. Two private names are used elsewhere: `torch.utils._pytree`, which has no public
+counterpart, and `nn.Module._apply`, which `graph.segment.Segment` overrides because `nn.Module.to`
+calls it.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# torch.distributed has these without saying so, and only where it is available.
+# torch.distributed exports these undocumented, and only if it is available.
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-# Tensors with shapes and without data, as torch.export runs a forward on.
+# Tensors with shapes but without data, on which torch.export runs a forward.
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable, profiler
 from torch.nn.parallel import DistributedDataParallel
 
-# What a default device is, as torch.set_default_device and `with torch.device(...)` set it.
+# The mode that torch.set_default_device and `with torch.device(...)` set.
 from torch.utils._device import DeviceContext
 
 # The public modes see calls of torch functions only, not the operators that they compute with.
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What ends the second run of torch.utils.checkpoint early; there is no other way to end it.
+# The exception that ends the recomputation of torch.utils.checkpoint early.
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 from hybridtrain.errors import UserError
@@ -95,10 +96,10 @@ _NOT_PROFILED = nullcontext()
 
 
 def profiled(name: object) -> AbstractContextManager[object]:
-    """Returns a context that stands under `name` in the trace of a profiler, if there is one.
+    """Returns a context that appears as `name` in the trace of a running profiler.
 
-    Reads `torch.autograd.profiler._is_profiler_enabled`, as PyTorch's optimizers do: to enter a
-    `record_function` takes microseconds without a profiler too.
+    Reads `torch.autograd.profiler._is_profiler_enabled`, as PyTorch's optimizers do, because
+    entering a `record_function` takes microseconds even without a profiler.
     """
     if profiler._is_profiler_enabled:
         return profiler.record_function(str(name))
@@ -106,15 +107,16 @@ def profiled(name: object) -> AbstractContextManager[object]:
 
 
 def all_threads_profiled() -> Any:
-    """Returns the `experimental_config` of a profiler that sees all threads, such as the stages'.
+    """Returns the `experimental_config` for a profiler of all threads, including the stages'.
 
-    `torch._C._profiler._ExperimentalConfig`: without it a profiler sees the thread that begins it.
+    `torch._C._profiler._ExperimentalConfig`: without it a profiler only sees the thread that starts
+    it.
     """
     return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 
 
 def record_cuda_memory() -> None:
-    """Begins to record each allocation of the GPUs, with its stack.
+    """Starts to record each GPU allocation with its stack.
 
     `torch.cuda.memory._record_memory_history`, which PyTorch documents under this name.
     """
@@ -122,7 +124,7 @@ def record_cuda_memory() -> None:
 
 
 def write_cuda_memory(path: Path) -> None:
-    """Writes what was recorded to a file for pytorch.org/memory_viz, and stops recording.
+    """Writes the recorded allocations to a file for pytorch.org/memory_viz, and stops recording.
 
     `torch.cuda.memory._dump_snapshot`, which PyTorch documents under this name.
     """
@@ -137,15 +139,15 @@ GRAD_MODE_SETTER = (torch._C, "_set_grad_enabled")
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
-    """Returns the module that `module` is the result of compiling; None for any other.
+    """Returns the original module if `module` is a result of torch.compile, else None.
 
-    Uses `_orig_mod` of what torch.compile returns: to import its class would take seconds.
+    Uses `_orig_mod` of the result of torch.compile, because importing its class takes seconds.
     """
     return module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
 
 
 def compile_module(module: nn.Module, **options: Any) -> None:
-    """Compiles `module` and its hooks, in its next call; `options` are those of torch.compile.
+    """Compiles `module` and its hooks at its next call, with the `options` of torch.compile.
 
     Uses `nn.Module._compiled_call_impl` and `_call_impl`, as `module.compile()` does. But up to
     PyTorch 2.13 that compiles nothing of the classes in torch.nn, such as a Linear or a
@@ -161,19 +163,19 @@ def compile_module(module: nn.Module, **options: Any) -> None:
 def call_uncompiled(module: nn.Module, *args: Any) -> Any:
     """Calls `module` and its hooks as if it had not been compiled.
 
-    Uses `nn.Module._call_impl`, what the module compiles: `torch.compiler.set_stance` is one switch
-    for all threads.
+    Uses `nn.Module._call_impl`, the function that the module compiles, because
+    `torch.compiler.set_stance` affects all threads.
     """
     return module._call_impl(*args)
 
 
 def allow_recompilations(layers: int) -> None:
-    """Has Dynamo compile one function for so many layers of different kinds.
+    """Makes Dynamo compile a function for this many layers of different kinds.
 
-    `torch._dynamo.config.recompile_limit`: beyond 8 variants of a function, and the function that
-    calls a module is the same for all of them, Dynamo runs the others uncompiled.
+    `torch._dynamo.config.recompile_limit`: Dynamo compiles at most 8 variants of a function and
+    runs further ones uncompiled, and all modules are called by the same function.
     """
-    # takes a second, which only those who compile should wait
+    # this import takes a second, so it is only made when compiling
     import torch._dynamo.config as dynamo
 
     for name, factor in (("recompile_limit", 1), ("accumulated_recompile_limit", 8)):
@@ -183,7 +185,8 @@ def allow_recompilations(layers: int) -> None:
 def hooks_of(module: nn.Module) -> tuple[MutableMapping[int, Any], ...]:
     """Returns the tables of hooks around the forward and backward of `module`.
 
-    Uses `nn.Module._forward_hooks` and its three kin: hooks can be registered, but not listed.
+    Uses `nn.Module._forward_hooks` and similar attributes: public functions register hooks, but do
+    not list them.
     """
     return (
         module._forward_hooks,
@@ -196,7 +199,8 @@ def hooks_of(module: nn.Module) -> tuple[MutableMapping[int, Any], ...]:
 def global_hooks() -> tuple[MutableMapping[int, Any], ...]:
     """Returns the tables of hooks around the forward and backward of all modules.
 
-    Uses `torch.nn.modules.module._global_forward_hooks` and the three others: as `hooks_of`.
+    Uses `torch.nn.modules.module._global_forward_hooks` and similar names, for the reason in
+    `hooks_of`.
     """
     home = torch.nn.modules.module
     return (
@@ -213,16 +217,16 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def adds_up_gradients() -> bool:
-    """Returns whether an operator that runs belongs to the sum in a leaf's gradient.
+    """Returns whether the running operator accumulates a leaf's gradient.
 
-    Uses `torch._C._current_autograd_node`: no public name tells which part of a backward runs.
+    Uses `torch._C._current_autograd_node`: no public function returns the running autograd node.
     """
     node = torch._C._current_autograd_node()
     return node is not None and node.name().endswith("AccumulateGrad")
 
 
 def backward_of_batch_norm() -> bool:
-    """Returns whether the backward that runs is at the node of a batch norm.
+    """Returns whether the running backward is at the node of a batch norm.
 
     Uses `torch._C._current_autograd_node`, as `adds_up_gradients` does.
     """
@@ -232,11 +236,12 @@ def backward_of_batch_norm() -> bool:
 
 @contextmanager
 def allowing_torch_func() -> Iterator[None]:
-    """Lets `torch.func.grad` and its kin run inside hooks on saved tensors, by taking these off.
+    """Lets `torch.func.grad` and similar functions run inside saved-tensor hooks.
 
-    They raise where such hooks are on, as those of a checkpoint or of a count of memory are. Uses
-    `torch._C._autograd._top_saved_tensors_default_hooks` and its kin, since the hooks of a caller
-    have no public name, and replaces what torch.func calls to ask for none.
+    They raise inside such hooks, which activation checkpointing and memory counting use. This
+    removes the hooks meanwhile. It uses `torch._C._autograd._top_saved_tensors_default_hooks` and
+    similar functions, because the caller's hooks have no public name, and replaces the function
+    with which torch.func forbids such hooks.
     """
     global _allowing
     with _allowing_lock:
@@ -251,7 +256,7 @@ def allowing_torch_func() -> Iterator[None]:
                 torch.autograd.graph.disable_saved_tensors_hooks = _disable_saved_tensors_hooks
 
 
-_allowing = 0  # threads; the function that they replace is there once
+_allowing = 0  # number of threads in the context; they share the replaced function
 _allowing_lock = threading.Lock()
 _disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
 
@@ -267,7 +272,7 @@ def _without_saved_tensors_hooks(error_message: str) -> Iterator[None]:
 
 
 def _pop_saved_hooks() -> tuple[Any, ...]:
-    """Removes all hooks on saved tensors of this thread; returns them, the outermost first."""
+    """Removes all saved-tensor hooks of this thread and returns them, outermost first."""
     hooks = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)
@@ -281,12 +286,12 @@ def _push_saved_hooks(hooks: Sequence[Any]) -> None:
 
 
 class CallerModes(NamedTuple):
-    """The modes and hooks of a thread that see or change what its operations do.
+    """The modes and hooks of a thread that observe or change its operations.
 
     Attributes:
-        function: the `TorchFunctionMode`s, the outermost first, with the default device's mode.
-        dispatch: the `TorchDispatchMode`s.
-        saved: the pairs of hooks on saved tensors, the outermost first.
+        function: the `TorchFunctionMode`s, outermost first, including the default device's mode.
+        dispatch: the `TorchDispatchMode`s, outermost first.
+        saved: the pairs of saved-tensor hooks, outermost first.
     """
 
     function: tuple[Any, ...] = ()
@@ -301,7 +306,7 @@ class CallerModes(NamedTuple):
         """
         functions = range(torch._C._len_torch_function_stack())
         dispatches = range(torch._C._len_torch_dispatch_stack())
-        saved = _pop_saved_hooks()  # the stack can be read at its top only
+        saved = _pop_saved_hooks()  # only the top of the stack can be read
         _push_saved_hooks(saved)
         return cls(
             tuple(map(torch._C._get_function_stack_at, functions)),
@@ -311,9 +316,9 @@ class CallerModes(NamedTuple):
 
     @contextmanager
     def applied(self, device: torch.device) -> Iterator[None]:
-        """Has this thread, which has no modes, take them over in the block.
+        """Sets these modes and hooks in the block, in a thread without modes.
 
-        A default device becomes `device`, where the thread computes, if it is of the same type.
+        A default device becomes `device`, the thread's device, if it is of the same type.
         """
         function = tuple(
             DeviceContext(device)
@@ -346,7 +351,7 @@ class CallerModes(NamedTuple):
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Takes the modes and hooks of `CallerModes` off this thread in the block."""
+    """Removes the modes and hooks of `CallerModes` from this thread in the block."""
     modes = CallerModes.capture()
     modes._pop()
     try:
@@ -359,8 +364,8 @@ def without_modes() -> Iterator[None]:
 def noting_saved(note: Callable[[Tensor], None]) -> Iterator[None]:
     """Calls `note` with each tensor that autograd saves inside a torch.utils.checkpoint.
 
-    Uses `torch._C._autograd._top_saved_tensors_default_hooks`: only the innermost hooks are called,
-    so this calls the checkpoint's hooks.
+    Uses `torch._C._autograd._top_saved_tensors_default_hooks`: PyTorch calls only the innermost
+    hooks, so these hooks call the checkpoint's.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
@@ -379,8 +384,8 @@ def noting_saved(note: Callable[[Tensor], None]) -> Iterator[None]:
 def operator_schema(function: Callable[..., Any] | str) -> torch.FunctionSchema | None:
     """Returns the schema of an operator of an exported graph; None for any other function.
 
-    Uses `torch._ops.OpOverload._schema`: nothing else tells which arguments an operator writes to,
-    and which its result is a view of.
+    Uses `torch._ops.OpOverload._schema`: nothing else says which arguments an operator writes, and
+    which ones its result is a view of.
     """
     return function._schema if isinstance(function, torch._ops.OpOverload) else None
 
@@ -399,26 +404,26 @@ def operator_overloads(name: str) -> list[torch.FunctionSchema]:
 def exported_guards(program: torch.export.ExportedProgram) -> list[str]:
     """Returns the conditions on the inputs of an exported program, as code.
 
-    Uses `ExportedProgram._guards_code`: the module made of it checks them in a function that hides
-    what it checks.
+    Uses `ExportedProgram._guards_code`: the program's module checks them in a function that does
+    not expose them.
     """
     return program._guards_code
 
 
 # --- random operations
 
-# A key of PyTorch's dispatcher that no tensor has: a thread turns it on and off. It comes before
-# autograd and autocast, and operations that have no kernel for it pass it by in C++. PyTorch keeps
-# it for its own tests of such modes, so that nothing else uses it. The other way to see every
-# operation, `TorchDispatchMode`, calls Python for each.
+# A key of PyTorch's dispatcher that no tensor has; a thread turns it on and off. It comes before
+# autograd and autocast, and operations without a kernel for it skip it in C++. PyTorch reserves it
+# for its tests of such modes, so nothing else uses it. The alternative, `TorchDispatchMode`, calls
+# Python for every operation.
 _DRAWS_NAME = "TESTING_ONLY_GenericMode"
 _DRAWS_KEY: Any = torch._C._parse_dispatch_key(_DRAWS_NAME)
 _set_draws_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
 
 
-# The innermost context of each thread, by its number. Not in PyTorch's own thread-local state: that
-# goes along into the works of process groups, whose threads would need Python's lock to drop it,
-# also while the interpreter ends.
+# The innermost context of each thread, by thread id. It is not in PyTorch's thread-local state,
+# because process groups copy that state into their works, and their threads would need the GIL to
+# drop it, also during interpreter shutdown.
 _active: dict[int, InterceptedDraws] = {}
 
 _known_operations: set[str] = set()
@@ -427,12 +432,13 @@ _registration_lock = threading.Lock()
 
 
 def find_random_operations() -> None:
-    """Has `InterceptedDraws` see all random operations that there are now.
+    """Makes `InterceptedDraws` intercept all random operations that exist now.
 
-    They are those with the tag `nondeterministic_seeded`. One that PyTorch computes by others
-    (`CompositeImplicitAutograd`, such as `dropout`) is not seen, but those that draw for it are.
+    Random operations have the tag `nondeterministic_seeded`. A composite operation
+    (`CompositeImplicitAutograd`, such as `dropout`) is not intercepted, but the operations that it
+    calls are.
 
-    `torch._C._dispatch_get_all_op_names`: an extension may have added some.
+    `torch._C._dispatch_get_all_op_names`: an extension may have added operations.
     """
     with _registration_lock:
         if not _libraries:
@@ -447,8 +453,8 @@ def find_random_operations() -> None:
 def _intercept(name: str) -> None:
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
         return
-    space, _, rest = name.partition("::")
-    base, _, overload = rest.partition(".")
+    space, _, operator_name = name.partition("::")
+    base, _, overload = operator_name.partition(".")
     try:
         operation = getattr(getattr(getattr(torch.ops, space), base), overload or "default")
     except (AttributeError, RuntimeError):  # not for Python
@@ -469,12 +475,12 @@ def _intercept(name: str) -> None:
 
 
 def _context() -> InterceptedDraws:
-    if (own := _active.get(threading.get_ident())) is not None:
-        return own
-    # a thread that a layer has started, such as TorchScript's, has the key and no context
-    active = [one for one in _active.values() if one.for_other_threads]
-    if torch._C._current_graph_task_id() != -1:  # or it is autograd's, for a GPU
-        active = [one for one in active if one.in_backward][:1]
+    if (thread_context := _active.get(threading.get_ident())) is not None:
+        return thread_context
+    # a thread that a layer started, such as TorchScript's, inherits the key but has no context
+    active = [context for context in _active.values() if context.for_other_threads]
+    if torch._C._current_graph_task_id() != -1:  # or autograd's thread for a GPU
+        active = [context for context in active if context.in_backward][:1]
     if len(active) == 1:
         return active[0]
     raise UserError(
@@ -487,18 +493,18 @@ def _context() -> InterceptedDraws:
 class InterceptedDraws(AbstractContextManager[Any]):
     """A context in which each random operation of this thread becomes a call of `draw`.
 
-    All other operations run as ever, at their full speed.
+    Other operations are not affected and run at full speed.
 
     Attributes:
-        in_backward: it is around a backward, which may go on in other threads.
-        for_other_threads: it is for threads too that are started inside of it.
+        in_backward: whether it surrounds a backward, which may use other threads.
+        for_other_threads: whether it also applies to threads that are started inside it.
     """
 
     in_backward = False
     for_other_threads = True
 
     def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the result of `operation`; what it calls itself is not intercepted."""
+        """Returns the result of `operation`; calls that this method makes are not intercepted."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:
@@ -507,7 +513,9 @@ class InterceptedDraws(AbstractContextManager[Any]):
         thread = threading.get_ident()
         self._outer = _active.get(thread)
         _active[thread] = self
-        if self._outer is None:  # the key may be on: another thread's, which has started this one
+        if (
+            self._outer is None
+        ):  # the key may be on, inherited from the thread that started this one
             self._was_on = torch._C._dispatch_tls_is_dispatch_key_included(_DRAWS_KEY)
             _set_draws_key(_DRAWS_KEY, True)
         return self
@@ -521,12 +529,12 @@ class InterceptedDraws(AbstractContextManager[Any]):
 
 
 def draws_here() -> InterceptedDraws | None:
-    """Returns the context of draws that this thread is in."""
+    """Returns the innermost `InterceptedDraws` of this thread, or None."""
     return _active.get(threading.get_ident())
 
 
 def leave_draws(outer: InterceptedDraws | None) -> None:
-    """Leaves contexts that an interrupt has kept from ending, up to `outer`; None: all."""
+    """Leaves contexts that an interrupt kept from exiting, up to `outer`; None: all."""
     if outer is None and _active.pop(threading.get_ident(), None) is not None:
         _set_draws_key(_DRAWS_KEY, False)
     elif outer is not None:
@@ -534,30 +542,29 @@ def leave_draws(outer: InterceptedDraws | None) -> None:
 
 
 def is_traced(args: tuple[Any, ...]) -> bool:
-    """Returns whether an operation on `args` is only traced, by torch.compile, and draws nothing.
+    """Returns whether torch.compile is tracing an operation on `args`, so that it draws nothing.
 
-    `torch._guards.detect_fake_mode`: torch.compiler tells the code that is traced, not its
-    operations.
+    `torch._guards.detect_fake_mode`: torch.compiler only informs traced code, not its operations.
     """
     return torch._guards.detect_fake_mode(args) is not None
 
 
 # --- autograd
 
-# What torch.autograd.backward calls, after checks of shapes that take as long as the backward of a
-# small layer: (roots, gradients, retain_graph, create_graph, inputs, allow_unreachable=,
-# accumulate_grad=); a root is a tensor or a GradientEdge.
+# The function that torch.autograd.backward calls after checks of shapes, which take as long as the
+# backward of a small layer: (roots, gradients, retain_graph, create_graph, inputs,
+# allow_unreachable=, accumulate_grad=); a root is a tensor or a GradientEdge.
 run_backward = Variable._execution_engine.run_backward
 
-# A context in which PyTorch calls no `__torch_function__`, neither of subclasses nor of modes.
-# The public `DisableTorchFunctionSubclass` leaves out the modes.
+# A context in which PyTorch calls no `__torch_function__`, neither of subclasses nor of modes. The
+# public `DisableTorchFunctionSubclass` does not disable modes.
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Returns whether hooks of Python see or change the gradient of a leaf.
+    """Returns whether Python hooks observe or change the gradient of a leaf.
 
-    Uses `Tensor._backward_hooks` and `_post_accumulate_grad_hooks`: they cannot be listed.
+    Uses `Tensor._backward_hooks` and `_post_accumulate_grad_hooks`: no public function lists hooks.
     """
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
@@ -566,20 +573,20 @@ _saved_names: dict[type, list[str]] = {}
 
 
 def free_saved(node: torch.autograd.graph.Node) -> None:
-    """Gives up the tensors that a node of the graph has saved: it does not run any more.
+    """Frees the tensors that a node of the graph has saved; the node cannot run afterwards.
 
-    Uses its attributes `_raw_saved_*`: only a whole backward frees them otherwise. A hook that
-    packs a tensor is called at once, and what it returns is kept instead.
+    Uses its attributes `_raw_saved_*`, because otherwise only a whole backward frees them.
+    Registering a pack hook calls it at once, and its result replaces the saved tensor.
     """
-    for one in _saved_of(node):
-        # nothing is there, or other hooks are
+    for saved in _saved_of(node):
+        # nothing is saved, or it already has hooks
         with suppress(RuntimeError):
-            one.register_hooks(_nothing, _is_gone)
+            saved.register_hooks(_nothing, _is_gone)
 
 
 def has_saved_hooks(node: torch.autograd.graph.Node) -> bool:
-    """Returns whether hooks give a node of the graph the tensors that it has saved."""
-    return any(one.unpack_hook is not None for one in _saved_of(node))
+    """Returns whether a node of the graph has saved tensors with hooks."""
+    return any(saved.unpack_hook is not None for saved in _saved_of(node))
 
 
 def _saved_of(node: torch.autograd.graph.Node) -> Iterator[Any]:
@@ -605,40 +612,43 @@ def _is_gone(_: None) -> Tensor:
 def scaler_found_inf(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
 ) -> dict[torch.device, Tensor]:
-    """Returns, by device, whether `scaler.unscale_(optimizer)` found an overflow; may be changed.
+    """Returns, by device, whether `scaler.unscale_(optimizer)` found an overflow.
 
-    `GradScaler._per_optimizer_states`: a public scaler knows the gradients of one process only.
+    The caller may change the tensors. `GradScaler._per_optimizer_states`: the public API only
+    covers the gradients of one process.
     """
-    found: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)][
+    overflows: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)][
         "found_inf_per_device"
     ]
-    return found
+    return overflows
 
 
 # --- DistributedDataParallel: PyTorch's own torch.distributed.pipelining does the same
 
 
 def ddp_ignore_parameters(module: nn.Module, names: Sequence[str]) -> None:
-    """Has a later DDP of `module` leave these parameters out."""
+    """Makes a later DDP of `module` ignore these parameters."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
 def ddp_prepare_for_backward(ddp: DistributedDataParallel, roots: Sequence[Tensor]) -> None:
-    """Has the next backward all-reduce the gradients, as DDP's own forward does at its end.
+    """Makes the next backward all-reduce the gradients, as DDP's forward does at its end.
 
-    `roots` are where the backward starts; DDP looks for unused parameters from there.
+    Args:
+        ddp: the DDP module.
+        roots: the tensors where the backward starts, from which DDP finds unused parameters.
     """
     ddp.reducer._rebuild_buckets()  # in the order of the first backward's gradients
     ddp.reducer.prepare_for_backward(list(roots))
 
 
 def ddp_reset(ddp: DistributedDataParallel) -> None:
-    """Forgets a prepared backward that has failed."""
+    """Resets the reducer after a prepared backward has failed."""
     ddp.reducer._reset_state()
 
 
 def ddp_close(ddp: DistributedDataParallel) -> None:
-    """Takes DDP's hooks off the parameters, which otherwise stay until it is collected."""
+    """Removes DDP's hooks from the parameters, which otherwise stay until DDP is collected."""
     ddp._remove_autograd_hooks()
 
 
@@ -649,11 +659,11 @@ def ddp_check_reduced(ddp: DistributedDataParallel) -> None:
 
 @contextmanager
 def before_ddp_waits(parameters: Iterable[Tensor], note: Callable[[], None]) -> Iterator[None]:
-    """Calls `note` whenever a backward in the block has computed all and DDP is to wait for sums.
+    """Calls `note` whenever a backward in the block has computed and DDP begins to wait.
 
-    `Variable._execution_engine.queue_callback`: DDP waits in a callback of the engine too, which it
-    queues after the hook of the last parameter. What is queued in the hook of the first one runs
-    before it, and after all that the backward computes. No public hook is called there.
+    `Variable._execution_engine.queue_callback`: DDP waits in an engine callback that it queues
+    after the hook of the last parameter. A callback queued in the hook of the first parameter runs
+    before it, after the computation of the backward. No public hook runs at this point.
     """
     queued = {-1}
 
@@ -672,7 +682,7 @@ def before_ddp_waits(parameters: Iterable[Tensor], note: Callable[[], None]) -> 
 
 
 def ddp_find_buffers(ddp: DistributedDataParallel) -> None:
-    """Has DDP look up the module's buffers, which it otherwise does once, when it is made."""
+    """Makes DDP look up the module's buffers again, which its constructor has done before."""
     ddp._assign_modules_buffers()
 
 
@@ -686,10 +696,10 @@ def ddp_sync_buffers(ddp: DistributedDataParallel) -> None:
 
 
 def get_default_store() -> Store:
-    """Returns the store of the default process group, which may be of the user's making.
+    """Returns the store of the default process group, which the user may have created.
 
-    `torch.distributed.distributed_c10d._get_default_store`: `init_process_group` gives no other way
-    to what it has made.
+    `torch.distributed.distributed_c10d._get_default_store`: no public function returns the store
+    that `init_process_group` made.
     """
     store: Store = dist.distributed_c10d._get_default_store()
     return store
@@ -699,10 +709,10 @@ def get_default_store() -> Store:
 
 
 def loader_workers(iterator: Any) -> list[Any]:
-    """Returns the processes of a DataLoader's iterator; none where it has none.
+    """Returns the worker processes of a DataLoader's iterator.
 
-    `_workers`: the public DataLoader says that a worker has ended only by a signal handler that
-    raises in the main thread, or after its timeout, and never with what exit code.
+    `_workers`: the public DataLoader reports the end of a worker only by a signal handler that
+    raises in the main thread, or after its timeout, and without the exit code.
     """
     return list(getattr(iterator, "_workers", ()))
 
@@ -711,12 +721,13 @@ def end_loader(iterator: Any, kill: bool) -> None:
     """Ends the worker processes of a DataLoader's iterator, and another thread's wait for a batch.
 
     `_worker_result_queue`: a wait otherwise lasts until the loader's timeout.
-    `_shutdown_workers`: otherwise called when the iterator is collected, which is late where a
-    traceback holds it, and may be in a process forked later, which waits for them in vain.
+    `_shutdown_workers`: otherwise only called when the iterator is collected, which is late if a
+    traceback holds it, and may happen in a process forked later, which waits for them in vain.
 
     Args:
-        iterator: of a DataLoader.
-        kill: do not ask the workers first; one that hangs would not answer.
+        iterator: the iterator of a DataLoader.
+        kill: whether to kill the workers instead of asking them to stop; a hanging one would not
+            answer.
     """
     if not hasattr(iterator, "_shutdown_workers"):
         return

@@ -1,7 +1,7 @@
-"""The user's code as opposed to that of libraries: the names it looks up, its generators.
+"""Tells the user's code from libraries: the names that it looks up, and its generators.
 
-A copy of a loss, a snapshot of a model's state and a trace all follow the user's code, and stop at
-the code of libraries.
+A copy of a loss, a snapshot of a model's state and a trace all follow the user's code and stop at
+library code.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def names_in(code: CodeType) -> list[str]:
 
 
 def state_functions(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Returns what reads and what sets the state of a generator of Python or NumPy.
+    """Returns functions that read and set the state of a generator of Python or NumPy.
 
-    Also of the modules `random` and `numpy.random`, which have a generator each. Returns None for
-    other objects.
+    The modules `random` and `numpy.random`, which have a generator each, count as generators.
+    Returns None for other objects.
     """
     if generator is random or isinstance(generator, random.Random):
         return generator.getstate, generator.setstate

@@ -1,10 +1,10 @@
 """The kinds of values in inputs, between layers and in outputs: tensors, containers, constants.
 
-A container is a type that PyTorch's pytree functions enter: tuples, lists, dicts, named tuples and
-types that were registered, such as the outputs of `transformers`. Dataclasses are registered here.
-A constant cannot contain a tensor and cannot change. Everything else, such as a subclass of dict or
-an object with attributes, may hold tensors with their graph, or values of single samples, that
-nobody can find, cut, move or join: it is refused where it would cross a cut or leave the model.
+A container is a pytree node: tuples, lists, dicts, named tuples and registered types, such as the
+outputs of `transformers`. Dataclasses are registered here. A constant cannot contain a tensor and
+is immutable. Any other object, such as a subclass of dict or an object with attributes, may hold
+tensors or values of single samples that cannot be found, cut, moved or merged. It is refused where
+it would cross a stage boundary or leave the model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _IMMUTABLE = (Enum, Decimal, Fraction, UUID, PurePath, date, time, timedelta, tz
 
 
 def is_constant(leaf: Any) -> bool:
-    """Returns whether `leaf` cannot contain a tensor, and cannot change."""
+    """Returns whether `leaf` cannot contain a tensor and is immutable."""
     kind = type(leaf)
     if kind in _PLAIN:
         return True
@@ -61,24 +61,24 @@ def is_constant(leaf: Any) -> bool:
 
 
 def is_array(leaf: Any) -> bool:
-    """Returns whether `leaf` is an array of numpy with at least one dimension."""
+    """Returns whether `leaf` is a NumPy array with at least one dimension."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(leaf, numpy.ndarray) and leaf.ndim > 0
 
 
-def same_constant(one: Any, other: Any) -> bool:
-    """Returns whether two constants are of one type and equal; NaN is NaN."""
-    if one is other:
+def same_constant(first: Any, second: Any) -> bool:
+    """Returns whether two constants have the same type and are equal, where NaN equals NaN."""
+    if first is second:
         return True
-    if type(one) is not type(other) or not is_constant(one):
+    if type(first) is not type(second) or not is_constant(first):
         return False
-    return bool(one == other) or bool(one != one and other != other)
+    return bool(first == second) or bool(first != first and second != second)
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """Returns the leaves of `tree`, and registers its dataclasses for all pytree functions.
+    """Returns the leaves of `tree`, and registers its dataclasses as pytree nodes.
 
-    Types that are registered already, such as the outputs of `transformers`, are left alone.
+    Already registered types, such as the outputs of `transformers`, keep their registration.
     """
     while True:
         leaves = tree_leaves(tree)
@@ -92,15 +92,15 @@ def leaves_of(tree: Any) -> list[Any]:
 def _is_new_dataclass(kind: type) -> bool:
     if kind in SUPPORTED_NODES or not dataclasses.is_dataclass(kind):
         return False
-    # not of a type that holds more than attributes, as a subclass of dict does
+    # not a type that holds more than attributes, such as a subclass of dict
     return kind.__new__ is object.__new__ and not issubclass(kind, torch.nn.Module)
 
 
 def register(kind: type) -> None:
-    """Has pytree functions enter a dataclass: all attributes of its objects, in their order.
+    """Registers a dataclass as a pytree node, with all attributes of its objects as children.
 
-    PyTorch's own `register_dataclass` calls the class to make an object, so that its
-    `__post_init__` runs again, and drops attributes that the class is not called with.
+    PyTorch's `register_dataclass` calls the class to make an object, so it would run
+    `__post_init__` again and drop attributes that are not fields.
     """
     if kind in SUPPORTED_NODES:
         return
@@ -125,13 +125,13 @@ def register(kind: type) -> None:
 
 
 def named_leaves(tree: Any, name: str = "") -> list[tuple[str, Any]]:
-    """Returns the leaves of `tree` with their places, such as `output['loss'][0]`, for messages.
+    """Returns the leaves of `tree` with their paths, such as `output['loss'][0]`, for messages.
 
-    Also of containers for which no names of their parts are registered.
+    It also works for containers without registered key paths.
 
     Args:
         tree: a pytree.
-        name: of the whole.
+        name: the name of the whole tree.
     """
 
     def is_part(value: Any) -> bool:
@@ -147,11 +147,11 @@ def named_leaves(tree: Any, name: str = "") -> list[tuple[str, Any]]:
         keys = keys if len(keys) == len(children) else list(range(len(children)))
         names = [f"[{key!r}]" for key in keys]
     pairs = zip(names, children, strict=True)
-    return [found for part, child in pairs for found in named_leaves(child, name + part)]
+    return [leaf for part, child in pairs for leaf in named_leaves(child, name + part)]
 
 
 def as_base(kind: type) -> str:
-    """Returns how to make a value of `kind` one that is understood, for an error message."""
+    """Returns advice for an error message on how to convert a value of type `kind`."""
     for base, call in ((Mapping, "dict(...)"), (list, "list(...)"), (tuple, "tuple(...)")):
         if issubclass(kind, base):
             return f"convert it by {call}"
@@ -161,7 +161,7 @@ def as_base(kind: type) -> str:
 
 
 def find_unknown(tree: Any, name: str = "") -> tuple[str, Any] | None:
-    """Returns the first leaf that is neither a tensor nor a constant, with its place."""
+    """Returns the path and value of the first leaf that is neither a tensor nor a constant."""
     leaves = leaves_of(tree)
     if all(isinstance(leaf, Tensor) or is_constant(leaf) for leaf in leaves):
         return None

@@ -7,14 +7,20 @@ run                save a run, find its newest checkpoint, restore it and go on
 state_table        which process has which tensor, and which one writes it; the optimizer's by name
 state              the files of a checkpoint, and its restore
 saving             a save by all processes: rank 0 alone, gathered by rank 0, or joint
-joint_save         each process writes its files, or reads them; what fails in one is told to all
+joint_save         each process writes its files into one directory
 store              publishes, keeps, writes in the background
+host_copies        what is written while training goes on
+read               reading by all processes, or by rank 0 for all
+shared_files       which files the processes of several hosts share
+broadcast          a tree of values from rank 0
 manifest           sizes and sums of all files
 directory          the names of checkpoints, the renames of a save, the mark of the best
-tensor_files       safetensors; JSON for everything else
+tensor_files       safetensors
+json_tree          JSON for everything else
 init_from          weights from elsewhere
 """
 
+from hybridtrain.checkpoint.broadcast import broadcast_tree
 from hybridtrain.checkpoint.init_from import InitReport, find_weights, init_from, parse_init_from
 from hybridtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
 from hybridtrain.checkpoint.run import find_checkpoint, replay, restore_run, resume_run, save_run
@@ -29,7 +35,7 @@ from hybridtrain.checkpoint.state import (
     with_average,
 )
 from hybridtrain.checkpoint.store import CheckpointStore, step_of
-from hybridtrain.checkpoint.tensor_files import broadcast_tree, without_aliases, write_weights
+from hybridtrain.checkpoint.tensor_files import without_aliases, write_weights
 
 __all__ = [
     "MANIFEST",

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtrain.checkpoint.joint_save import Source, same_files
 from hybridtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
+from hybridtrain.checkpoint.read import CheckpointReader
 from hybridtrain.checkpoint.state import EXTRA_STATE, load_weights, read_weights, split_state
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.checkpoint.tensor_files import open_tensors, read_tensors, without_aliases
@@ -96,7 +96,7 @@ def init_from(
     world = model.world
     folder = world.broadcast(world.on_main(lambda: _locate(find_weights(source), best)))
     assert folder is not None
-    values = Source(world, same_files(world, _files_of(folder)))
+    reader = CheckpointReader(world, _files_of(folder))
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any], InitReport]:
         weights, extra = _read(folder)
@@ -120,11 +120,11 @@ def init_from(
             )
         return chosen, extra, report
 
-    chosen, extra, report = values.read(read) or ({}, {}, None)
+    chosen, extra, report = reader.read(read) or ({}, {}, None)
     report = world.broadcast(report)
     own, own_extra = split_state(model.net.state_dict())
     known_extra = {name: value for name, value in extra.items() if name in own_extra}
-    load_weights(model, values, {**own, **chosen}, {**own_extra, **known_extra})
+    load_weights(model, reader, {**own, **chosen}, {**own_extra, **known_extra})
     assert report is not None
     if world.is_main:
         _log.info("%s", report)  # with strict=false, the user has accepted what is left out

@@ -1,6 +1,4 @@
-"""A checkpoint that all processes write together, or read together.
-
-`JointSave` is the writing, each its own files into one directory:
+"""A checkpoint that all processes write together, each its own files into one directory.
 
     rank 0          makes .tmp-100-<uuid>                --- its name --->  all
     each process    writes its files there, hashed and synced to the disk
@@ -13,67 +11,23 @@ not. The messages have their own process group: in the background this runs in a
 training communicates in other groups. They go from process to process, not as a collective
 operation, so that the end of one process is an error in rank 0 at once, and rank 0 can still tell
 the others.
-
-`Source` is the reading. The nodes of a run may share files or not. If all processes see the same
-ones (`same_files`), each reads what it needs of them, memory-mapped. Otherwise rank 0 alone reads,
-and sends one tensor at a time. Neither way does a process hold more of the model and the optimizer
-than its own part, and one tensor.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
-import time
-import zlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
-from uuid import uuid4
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._pytree import KeyPath, tree_map_with_path
 
-from hybridtrain._base.files import make_directory
-from hybridtrain.checkpoint.directory import TEMPORARY
-from hybridtrain.checkpoint.manifest import FileWriter
+from hybridtrain._base.problem import Problem, first_problem
+from hybridtrain.checkpoint.manifest import FileWriter, check_file_name
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
-from hybridtrain.checkpoint.tensor_files import broadcast_tree
-from hybridtrain.errors import CheckpointError, UserError
-from hybridtrain.world import World
 
 T = TypeVar("T")
 _Entries = dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """An exception of one process, as the others are told of it."""
-
-    rank: int
-    kind: str
-    message: str
-
-    @classmethod
-    def of(cls, rank: int, error: BaseException) -> Problem:
-        """Returns the problem that `error` on `rank` is."""
-        if isinstance(error, NoSpaceError):
-            return cls(rank, "space", str(error))
-        if isinstance(error, UserError):
-            return cls(rank, "user", str(error))
-        return cls(rank, "other", f"{type(error).__name__}: {error}")
-
-    def error(self) -> Exception:
-        """Returns the exception for a process that it did not happen in."""
-        if self.kind == "space":
-            return NoSpaceError(f"rank {self.rank}: {self.message}")
-        if self.kind == "user":
-            return CheckpointError(f"rank {self.rank}: {self.message}")
-        return RuntimeError(f"rank {self.rank} failed: {self.message}")
 
 
 def worst(problems: list[Problem]) -> Problem | None:
@@ -81,30 +35,8 @@ def worst(problems: list[Problem]) -> Problem | None:
 
     A run may go on after a full disk, but not after anything else.
     """
-    return min(problems, key=lambda each: (each.kind == "space", each.rank), default=None)
-
-
-def on_each(world: World, action: Callable[[], T]) -> T:
-    """Returns what `action` returns, on every process; a collective call.
-
-    Raises:
-        Exception: that of the first process in which it fails; on the others one of its kind.
-    """
-    failure: Exception | None = None
-    try:
-        result = action()
-    except Exception as error:
-        failure = error
-    own = None if failure is None else Problem.of(world.rank, failure)
-    problem = worst([each for each in world.gather(own) if each is not None])
-    try:
-        if problem is not None:
-            if failure is not None and problem.rank == world.rank:
-                raise failure
-            raise problem.error()
-    finally:
-        del failure  # its traceback holds the caller's frames
-    return result
+    others = [problem for problem in problems if problem.kind is not NoSpaceError]
+    return first_problem(others or problems)
 
 
 class JointSave:
@@ -120,8 +52,14 @@ class JointSave:
         self._others = range(1, dist.get_world_size(group))
         self._failure: BaseException | None = None  # of this process
 
-    def run(
-        self, store: CheckpointStore, step: int, files: Mapping[str, FileWriter], prune: bool
+    def save(
+        self,
+        store: CheckpointStore,
+        step: int,
+        files: Mapping[str, FileWriter],
+        *,
+        prune: bool = True,
+        background: bool | None = None,
     ) -> Path:
         """Publishes the checkpoint of `step` with the files of all processes; all call it.
 
@@ -130,6 +68,7 @@ class JointSave:
             step: the optimizer steps done.
             files: of this process; no two processes have one of the same name.
             prune: see `CheckpointStore.save`.
+            background: see there.
 
         Returns:
             its directory.
@@ -138,6 +77,13 @@ class JointSave:
             Exception: a process has failed; the error of that one, or of the first of several. On
                 the others it is of the same kind, with the rank in its message.
         """
+        for name in files:
+            check_file_name(name)
+        return store.run(step, lambda: self._publish(store, step, files, prune), background)
+
+    def _publish(
+        self, store: CheckpointStore, step: int, files: Mapping[str, FileWriter], prune: bool
+    ) -> Path:
         try:
             if self._rank == 0:
                 name, problem = self._on_rank_0(store, step, files, prune)
@@ -226,138 +172,3 @@ class JointSave:
             if problem is not None:
                 problems.append(problem)
         return problems
-
-
-# How long a file of another node may take to appear: NFS asks again after a few seconds.
-_APPEARS_S = 5.0
-_PIECES, _PIECE_BYTES = 16, 64 << 10
-
-
-def hosts_without(root: Path, world: World) -> list[str]:
-    """Returns the ranks and hosts that do not see the directory `root` of rank 0.
-
-    A collective call; it makes the directory, and removes a file in it.
-
-    Args:
-        root: the directory, by the path that each process has.
-        world: the processes.
-
-    Raises:
-        CheckpointError: rank 0 cannot make the directory or write to it; on every process.
-    """
-    if world.size == 1:
-        return []
-
-    def make() -> str:
-        token = root / f"{TEMPORARY}seen-{uuid4().hex}"
-        try:
-            make_directory(root)
-            token.touch()
-        except OSError as error:
-            raise CheckpointError(f"cannot write to {root}: {error}") from error
-        return token.name
-
-    name = world.broadcast(world.on_main(make))
-    assert name is not None
-    deadline = time.monotonic() + _APPEARS_S
-    # False, not an error, where a process may not look
-    while not (seen := os.path.exists(root / name)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    everyones = world.gather((seen, socket.gethostname()))
-    if world.is_main:
-        (root / name).unlink(missing_ok=True)
-    return [f"rank {rank} on {host}" for rank, (seen, host) in enumerate(everyones) if not seen]
-
-
-def same_files(world: World, paths: Sequence[Path]) -> bool:
-    """Returns whether all processes see the same files under rank 0's `paths`; a collective call.
-
-    Files are the same that have the same size and the same bytes in 16 places.
-    """
-    if world.size == 1:
-        return True
-    expected = world.broadcast([(path, fingerprint(path)) for path in paths])
-    own = all(found is not None and fingerprint(path) == found for path, found in expected)
-    return all(world.gather(own))
-
-
-def fingerprint(path: Path) -> tuple[int, int] | None:
-    """Returns the size of a file and a checksum of some of its bytes; None if it is not there."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            crc32 = 0
-            step = max(_PIECE_BYTES, (size - _PIECE_BYTES) // (_PIECES - 1))
-            for place in range(0, size, step):
-                file.seek(place)
-                crc32 = zlib.crc32(file.read(_PIECE_BYTES), crc32)
-            return size, crc32
-    except OSError:
-        return None
-
-
-class Source:
-    """The files of a state; all calls are collective ones.
-
-    Args:
-        world: the processes.
-        shared: each of them reads the files; False: rank 0 sends what it reads.
-    """
-
-    def __init__(self, world: World, shared: bool) -> None:
-        self.world = world
-        self.shared = shared or world.size == 1
-
-    def read(self, action: Callable[[], T]) -> T | None:
-        """Returns what `action` opens: on every process, or on rank 0 alone.
-
-        Raises:
-            Exception: that of rank 0, or of the first process that fails, on every process.
-        """
-        if not self.shared:
-            return self.world.on_main(action)
-        # rank 0 first: what is wrong with the files is said once
-        own = self.world.on_main(action)
-        return on_each(self.world, lambda: action() if own is None else own)
-
-    def tree(
-        self, tree: Any, move: Callable[[KeyPath, Tensor], Tensor] = lambda _, value: value
-    ) -> Any:
-        """Returns a tree that `read` gave, on every process, with copies of its tensors `move`d."""
-        if not self.shared:
-            return broadcast_tree(self.world, tree, move)
-
-        def own(path: KeyPath, value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            moved = move(path, value)
-            # not the memory of the file
-            return moved.clone() if moved is value else moved
-
-        return tree_map_with_path(own, tree)
-
-    def sent(
-        self, given: Mapping[str, Tensor], state: Mapping[str, Any], left_out: Container[str]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yields what rank 0 sends, where it alone reads, of the tensors that this process has.
-
-        Args:
-            given: what `read` gave, by name; some may be missing.
-            state: of the model, the same names on every process.
-            left_out: names that are not wanted.
-        """
-        if self.shared:
-            return
-        names = self.world.broadcast(set(given))
-        for name, tensor in state.items():
-            if name in left_out or name not in names:
-                continue
-            if self.world.is_main:
-                value = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(given[name])
-            elif tensor.is_meta:  # of another stage
-                value = torch.empty(tensor.shape, dtype=tensor.dtype)
-            else:
-                value = tensor.cpu().contiguous()  # no copy of a contiguous CPU tensor
-            self.world.broadcast_tensor(value)
-            if not self.world.is_main and not tensor.is_meta:
-                yield name, value

@@ -9,16 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
 from hybridtrain.checkpoint import state
-from hybridtrain.checkpoint.joint_save import JointSave, hosts_without
-from hybridtrain.checkpoint.state_table import Form, HostCopies, StateTable
+from hybridtrain.checkpoint.joint_save import JointSave
+from hybridtrain.checkpoint.state_table import Form, StateTable
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
-from hybridtrain.errors import CheckpointError, Interrupted
+from hybridtrain.errors import Interrupted
 from hybridtrain.model import HybridModel
 from hybridtrain.world import World
 
@@ -68,17 +69,17 @@ def save_checkpoint(
     # in every process, in the same order: a `state_dict` may communicate
     dicts = {name: entry.state_dict() for name, entry in states.items()}
     form = _form(store, model)
-    store.is_joint = form == "joint"
 
     def save_files(table: StateTable, joint: JointSave | None = None) -> Path | None:
         # copies of what other processes have would be the whole model in this one
         background = store.background and form != "gathered"
-        copies = store.host_copies = (store.host_copies or HostCopies()) if background else None
+        copies = store.host_copies if background else None
         files = state.checkpoint_files(
             model, optimizer, progress, dicts, table=table, copies=copies
         )
         try:
-            return store.save(step, files, prune=prune, background=background, joint=joint)
+            save = store.save if joint is None else partial(joint.save, store)
+            return save(step, files, prune=prune, background=background)
         except NoSpaceError as error:
             if required:
                 raise
@@ -117,10 +118,8 @@ def check_directory(store: CheckpointStore | None, world: World) -> None:
     Raises:
         CheckpointError: some do not; names them, and both ways out.
     """
-    if store is None or store.writers != "all" or world.size == 1:
-        return
-    store.seen_by_all = None
-    _is_seen_by_all(store, world)
+    if store is not None and store.writers == "all" and world.size > 1:
+        store.is_seen_by_all(world, again=True)
 
 
 @contextmanager
@@ -137,21 +136,14 @@ def finishing_saves(store: CheckpointStore | None, world: World) -> Iterator[Non
     try:
         yield
     except Interrupted:
-        _wait(store, world)
+        world.on_all(store.wait)
         raise
     except BaseException:
         # the other processes may be gone: nothing is sent to them
         with suppress(Exception):  # which its thread has logged
             store.wait()
         raise
-    _wait(store, world)
-
-
-def _wait(store: CheckpointStore, world: World) -> None:
-    if store.is_joint:
-        store.wait()  # of which all processes know the same outcome
-    else:
-        world.on_main(store.wait)
+    world.on_all(store.wait)
 
 
 def _wait_for_last(store: CheckpointStore) -> None:
@@ -167,26 +159,6 @@ def _form(store: CheckpointStore, model: HybridModel) -> Form:
     world = model.world
     whole = world.pipeline_group is None and model.options.shard == "none"
     may_be_joint = store.writers == "all" or (store.writers == "auto" and not whole)
-    if world.size > 1 and may_be_joint and _is_seen_by_all(store, world):
+    if world.size > 1 and may_be_joint and store.is_seen_by_all(world):
         return "joint"
     return "alone" if world.size == 1 or whole else "gathered"
-
-
-def _is_seen_by_all(store: CheckpointStore, world: World) -> bool:
-    """Returns whether all processes see the store's directory; the first call tries it."""
-    if store.seen_by_all is None:
-        without = ", ".join(hosts_without(store.root, world))
-        if without and store.writers == "all":
-            raise CheckpointError(
-                f"writers=all needs a directory that all processes see, and {store.root} of rank 0 "
-                f"is not seen by {without}: put it on a file system that all nodes share "
-                f"(output_dir=), or set writers=rank0, with which rank 0 gathers and writes "
-                f"everything"
-            )
-        if without and world.is_main:
-            _log.info(
-                "rank 0 gathers and writes the checkpoints: %s is not seen by %s",
-                store.root, without,
-            )  # fmt: skip
-        store.seen_by_all = not without
-    return store.seen_by_all

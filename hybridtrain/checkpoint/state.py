@@ -11,8 +11,8 @@
         manifest.json           sizes and checksums of the above (see `manifest`)
 
 Rank 0 writes all of it, or each process a share, as a `StateTable` says. A state is loaded tensor
-by tensor from memory-mapped files, by each process or by rank 0 for all (`Source`), so there is
-never a second copy of the model or of the optimizer's state.
+by tensor from memory-mapped files, by each process or by rank 0 for all (`CheckpointReader`), so
+there is never a second copy of the model or of the optimizer's state.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hybridtrain.checkpoint.joint_save import Source, on_each, same_files
+from hybridtrain.checkpoint.host_copies import HostCopies
+from hybridtrain.checkpoint.json_tree import pack, unpack
 from hybridtrain.checkpoint.manifest import MANIFEST, FileWriter, read_manifest, verify
+from hybridtrain.checkpoint.read import CheckpointReader
 from hybridtrain.checkpoint.state_table import (
-    HostCopies,
     Key,
     StateTable,
     check_groups,
@@ -41,10 +42,8 @@ from hybridtrain.checkpoint.state_table import (
 from hybridtrain.checkpoint.tensor_files import (
     SHARD_BYTES,
     TensorInfo,
-    pack,
     read_tensors,
     share_writers,
-    unpack,
     without_aliases,
 )
 from hybridtrain.errors import CheckpointError
@@ -181,10 +180,10 @@ def restore_checkpoint(
     """
     world = model.world
     path = world.broadcast(path)
-    source = Source(world, same_files(world, [path / MANIFEST]))
+    reader = CheckpointReader(world, [path / MANIFEST])
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any], dict[str, Any]]:
-        files = (read_manifest(path) if source.shared else verify(path))["files"]
+        files = (read_manifest(path) if reader.shared else verify(path))["files"]
         weights, extra = read_weights(path, files)
         check_fits(path, weights | extra, model.net.state_dict())
         average = evaluated_average(path, files) if evaluated else {}
@@ -211,17 +210,17 @@ def restore_checkpoint(
         return weights, extra, trees, saved | ({"averaged": bool(average)} if evaluated else {})
 
     # From here on every process makes the same calls in the same order: each of them communicates.
-    if source.shared:  # each process a part of the files
-        on_each(world, lambda: verify(path, world.rank, world.size))
-    weights, extra, trees, saved = source.read(read) or ({}, {}, {}, {})
+    if reader.shared:  # each process a part of the files
+        world.on_all(lambda: verify(path, world.rank, world.size))
+    weights, extra, trees, saved = reader.read(read) or ({}, {}, {}, {})
     saved = world.broadcast(saved)
     for entry in progress.values():  # first, because it refuses a run of another kind
         entry.load_state_dict(saved)
-    load_weights(model, source, weights, extra)
+    load_weights(model, reader, weights, extra)
     if optimizer is not None:
-        load_optimizer_by_name(model, optimizer, source, trees.get("optimizer", {}))
+        load_optimizer_by_name(model, optimizer, reader, trees.get("optimizer", {}))
     for name, entry in states.items():
-        entry.load_state_dict(source.tree(trees.get(name)))
+        entry.load_state_dict(reader.tree(trees.get(name)))
     model.rng.step = saved["draws_step"]
     return saved
 
@@ -323,25 +322,28 @@ def _shape(value: Any) -> list[int] | None:
 
 @torch.no_grad()
 def load_weights(
-    model: HybridModel, source: Source, weights: Mapping[str, Tensor], extra: Mapping[str, Any]
+    model: HybridModel,
+    reader: CheckpointReader,
+    weights: Mapping[str, Tensor],
+    extra: Mapping[str, Any],
 ) -> None:
     """Loads `weights` and other state on every rank; a collective call.
 
     Args:
         model: whose parameters and buffers are overwritten.
-        source: where each process has the values from.
-        weights: as `source.read` gave them; also those of the model's state that stay.
+        reader: where each process has the values from.
+        weights: as `reader.read` gave them; also those of the model's state that stay.
         extra: likewise, what is not a tensor.
     """
     others = {name: value for name, value in weights.items() if name.endswith(EXTRA_STATE)}
     # copies, since a module may keep what it is given
-    received = source.tree({**extra, **others})
+    received = reader.tree({**extra, **others})
     state = model.net.state_dict()
     given = {name: value for name, value in weights.items() if not value.is_meta}
-    has_files = source.shared or model.world.is_main
+    has_files = reader.shared or model.world.is_main
     if has_files:
         model.load_state_dict({**weights, **received})
-    for name, whole in source.sent(given, state, received):
+    for name, whole in reader.sent(given, state, received):
         state[name].copy_(whole)
     if not has_files:
         model.load_state_dict({**state, **received})  # for modules with load hooks

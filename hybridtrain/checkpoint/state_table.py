@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import KeyPath, MappingKey, tree_map_only
 
-from hybridtrain.checkpoint.joint_save import Source
-from hybridtrain.checkpoint.tensor_files import TensorInfo, check_storable, pack, without_aliases
+from hybridtrain.checkpoint.json_tree import pack
+from hybridtrain.checkpoint.read import CheckpointReader
+from hybridtrain.checkpoint.tensor_files import TensorInfo, check_storable, without_aliases
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
 from hybridtrain.step import ShardedOptimizer, keys_of_state
@@ -76,7 +77,7 @@ def check_groups(
 
 
 def load_optimizer_by_name(
-    model: HybridModel, optimizer: Optimizer, source: Source, state: Mapping[str, Any]
+    model: HybridModel, optimizer: Optimizer, reader: CheckpointReader, state: Mapping[str, Any]
 ) -> None:
     """Loads a `state`, from `optimizer_by_name`, on every rank; a collective call.
 
@@ -101,9 +102,9 @@ def load_optimizer_by_name(
             return moment.copy_(value)
         return value.to(parameter.device)
 
-    moments = source.tree(state.get("state"), to_param_device)
+    moments = reader.tree(state.get("state"), to_param_device)
     groups = optimizer.state_dict()["param_groups"]
-    saved_groups = source.tree(state.get("param_groups")) or [{}] * len(groups)
+    saved_groups = reader.tree(state.get("param_groups")) or [{}] * len(groups)
     for group, saved, keys in zip(groups, saved_groups, keys_of_state(updated), strict=True):
         group.update({key: saved[key] for key in keys if key in saved})
     optimizer.load_state_dict(
@@ -146,7 +147,6 @@ class _Part:
     aliases: dict[Key, str]
     extra: dict[str, Any]
     optimizer: Any
-    problem: str | None = None
 
 
 class StateTable:
@@ -185,17 +185,17 @@ class StateTable:
         self.form, self._group = form, group
         self.rank = 0 if form == "alone" else model.world.rank
         self._own: dict[Key, Tensor] = {}
-        own: dict[str, Any] = {}
-        # a problem here is told to all: none may be missing from the gather below
-        try:
+
+        def describe() -> tuple[dict[str, Any], _Part]:
             own = optimizer_by_name(model, optimizer)
-            part = self._describe(model, own)
-        except CheckpointError as error:
-            part = _Part({}, {}, {}, None, str(error))
-        parts = [part] if form == "alone" else model.world.gather(part)
-        for problem in (part.problem for part in parts):
-            if problem is not None:
-                raise CheckpointError(problem)
+            return own, self._describe(model, own)
+
+        if form == "alone":
+            own, part = describe()
+            parts = [part]
+        else:
+            own, part = model.world.on_all(describe)
+            parts = model.world.gather(part)
         self.extra = {k: v for part in reversed(parts) for k, v in part.extra.items()}
         trees = [
             tree_map_only(TensorInfo, lambda info: info.empty("meta"), part.optimizer)
@@ -297,38 +297,6 @@ class StateTable:
             bytes_of[rank] = bytes_of.get(rank, 0) + self.infos[key].nbytes
             written_by[key] = rank
         return written_by
-
-
-class HostCopies:
-    """Copies of tensors in host memory, to be written while training goes on.
-
-    New memory costs more than the copy: pages to map on a CPU, to pin for a GPU. So one copy of
-    all that this process writes stays allocated between two saves.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[Key, Tensor] = {}
-
-    @torch.no_grad()
-    def take(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-        """Returns copies, in the memory of the last ones, which are overwritten."""
-        self._buffers = {key: copy for key, copy in self._buffers.items() if key in tensors}
-        for key, tensor in tensors.items():
-            copy = self._buffers.get(key)
-            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                self._buffers[key] = copy
-            copy.copy_(tensor, non_blocking=True)
-        # training must not change what is not copied yet; each stage has its own stream, so
-        # the whole device is waited for
-        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
-        return dict(self._buffers)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of host memory that the copies hold."""
-        return sum(copy.nbytes for copy in self._buffers.values())
 
 
 def _flat(tensor: Tensor) -> Tensor:

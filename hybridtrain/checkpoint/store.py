@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 from hybridtrain._base.files import make_directory, sync_directory
@@ -37,6 +37,7 @@ from hybridtrain.checkpoint.directory import (
     tidy,
     write_best,
 )
+from hybridtrain.checkpoint.host_copies import HostCopies
 from hybridtrain.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -48,12 +49,10 @@ from hybridtrain.checkpoint.manifest import (
     verify,
     write_file,
 )
+from hybridtrain.checkpoint.shared_files import hosts_without
 from hybridtrain.errors import CheckpointError, check_choice
 from hybridtrain.launch import activity
-
-if TYPE_CHECKING:
-    from hybridtrain.checkpoint.joint_save import JointSave
-    from hybridtrain.checkpoint.state_table import HostCopies
+from hybridtrain.world import World
 
 __all__ = ["CheckpointStore", "NoSpaceError", "step_of", "verify"]
 
@@ -82,6 +81,10 @@ class CheckpointStore:
             state, into the same directory, which all must see. "rank0": rank 0 alone, which asks
             the others for what it does not have, one tensor at a time. "auto": rank 0 if it has
             everything, else all if they see the directory, else rank 0.
+
+    Attributes:
+        host_copies: of the state that a save in the background writes; the next one takes their
+            memory.
     """
 
     def __init__(
@@ -98,10 +101,8 @@ class CheckpointStore:
         self.keep = keep
         self.background = background
         self.writers = writers
-        # these are for `save_checkpoint`
-        self.host_copies: HostCopies | None = None  # kept between two saves
-        self.seen_by_all: bool | None = None  # None: not tried yet
-        self.is_joint = False  # all processes have taken part in the last save
+        self.host_copies = HostCopies()
+        self._seen_by_all: bool | None = None  # not tried yet
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._failed_step = -1
@@ -115,7 +116,6 @@ class CheckpointStore:
         *,
         prune: bool = True,
         background: bool | None = None,
-        joint: JointSave | None = None,
     ) -> Path:
         """Publishes the checkpoint of `step`, with all `files`; returns its directory.
 
@@ -130,7 +130,6 @@ class CheckpointStore:
                 write copies.
             prune: False to remove no older checkpoint this time.
             background: in place of the store's own, for this save.
-            joint: the processes that save together, each with its own `files`; all call this.
 
         Raises:
             NoSpaceError: the disk is full; the older checkpoints are unchanged.
@@ -138,23 +137,38 @@ class CheckpointStore:
                 unchanged. In the background this, and whatever else a function of `files` raises,
                 is raised by the next `save` or `wait`. Then nothing is saved by that call.
         """
-        if step < 0:
-            raise ValueError(f"step {step} is negative")
         for name in files:
             check_file_name(name)
+
+        def save() -> Path:
+            temporary = self.begin(step)
+            try:
+                entries = self.write(step, temporary, files)
+                return self.publish(step, temporary, entries, prune)
+            finally:
+                if temporary.is_dir():  # not published
+                    shutil.rmtree(temporary, ignore_errors=True)
+
+        return self.run(step, save, background)
+
+    def run(self, step: int, save: Callable[[], Path], background: bool | None = None) -> Path:
+        """Runs `save`, here or in the background, when the last one has ended.
+
+        Args:
+            step: the optimizer steps done.
+            save: makes a checkpoint of `begin`, `write` and `publish`; returns its directory.
+            background: see `save`.
+
+        Returns:
+            the directory; of a save in the background the one that it will have.
+        """
+        if step < 0:
+            raise ValueError(f"step {step} is negative")
         self.wait()
 
         def run() -> Path:
             with activity.saving():
-                if joint is not None:
-                    return joint.run(self, step, files, prune)
-                temporary = self.begin(step)
-                try:
-                    entries = self.write(step, temporary, files)
-                    return self.publish(step, temporary, entries, prune)
-                finally:
-                    if temporary.is_dir():  # not published
-                        shutil.rmtree(temporary, ignore_errors=True)
+                return save()
 
         if not (self.background if background is None else background):
             return run()
@@ -164,6 +178,33 @@ class CheckpointStore:
         )
         self._thread.start()
         return path_of(self.root, step)
+
+    def is_seen_by_all(self, world: World, again: bool = False) -> bool:
+        """Returns whether all processes see the directory; a collective call.
+
+        Args:
+            world: the processes.
+            again: try it, also if that was done before.
+
+        Raises:
+            CheckpointError: some do not, and `writers` is "all"; names them, and both ways out.
+        """
+        if self._seen_by_all is None or again:
+            without = ", ".join(hosts_without(self.root, world))
+            if without and self.writers == "all":
+                raise CheckpointError(
+                    f"writers=all needs a directory that all processes see, and {self.root} of "
+                    f"rank 0 is not seen by {without}: put it on a file system that all nodes "
+                    f"share (output_dir=), or set writers=rank0, with which rank 0 gathers and "
+                    f"writes everything"
+                )
+            if without and world.is_main:
+                _log.info(
+                    "rank 0 gathers and writes the checkpoints: %s is not seen by %s",
+                    self.root, without,
+                )  # fmt: skip
+            self._seen_by_all = not without
+        return self._seen_by_all
 
     def wait(self) -> None:
         """Returns when no save is under way.

@@ -1,11 +1,11 @@
-"""Loaders of batches, and what a data set function returns.
+"""Data sets and loaders of batches.
 
-loader             `Loader` and its `Position`, which alone says where a run is in its data
-stream             iterable data sets
-same_data          the comparison of data sets over the ranks
-agreement          loaders of replicas that agree on each batch, such as one of the user's own
-fetch              batches ahead of the step, by threads or workers
-splits             `DataSplits`: the data sets of a training
+loader             `Loader` and its `Position`, which tracks where a run is in its data
+stream             loaders of iterable data sets
+same_data          checks that all ranks have the same data set
+agreement          loaders whose replicas agree on each batch, such as a user's loader
+fetch              makes batches ahead of the step, in threads or worker processes
+splits             `DataSplits`: the data sets of a run, as a data set function returns them
 """
 
 from hybridtrain.data.agreement import OwnLoader, as_loader
@@ -19,15 +19,17 @@ from hybridtrain.data.loader import (
     batches_in,
     first_samples,
     is_stream,
+    next_step,
     share_of,
-    take,
 )
 from hybridtrain.data.splits import (
     DataSplits,
     InMemoryDataset,
+    WithoutTargets,
     already_batched,
     below_common_folder,
     digest_of_files,
+    for_trained_models,
     length_of,
 )
 from hybridtrain.data.stream import StreamLoader, example_batch, largest_batch
@@ -42,6 +44,7 @@ __all__ = [
     "Position",
     "StreamLoader",
     "TrainLoader",
+    "WithoutTargets",
     "already_batched",
     "as_loader",
     "batches_in",
@@ -49,10 +52,11 @@ __all__ = [
     "digest_of_files",
     "example_batch",
     "first_samples",
+    "for_trained_models",
     "is_stream",
     "largest_batch",
     "length_of",
     "name_of",
+    "next_step",
     "share_of",
-    "take",
 ]

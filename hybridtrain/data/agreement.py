@@ -1,7 +1,7 @@
-"""Batches of replicas that cannot know each other's numbers of samples, agreed on as they come.
+"""Loaders for replicas that do not know each other's numbers of samples and agree batch by batch.
 
-`AgreedLoader` is the agreement. `OwnLoader`, the batches of a loader of the user's own, is one such
-kind, and a `StreamLoader` the other.
+`AgreedLoader` implements the agreement. Its subclasses are `OwnLoader`, for a user's loader, and
+`StreamLoader`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Piece(NamedTuple):
 
     Attributes:
         batch: `(inputs, targets)`.
-        samples: how many of them count; 0 if the batch is there for the replica to take part.
-        total: the samples of the global batch, where this replica can tell.
-        digest: of the first samples that were read for it, to compare with other readers'.
-        worker: the number of the process that made it.
-        state: pickled; where the data set stood after it, if it can tell.
+        samples: the number of samples that count; 0 for a padding batch.
+        total: the number of samples of the global batch, if this replica knows it.
+        digest: the digest of the first samples that were read, to compare with other readers.
+        worker: the number of the worker process that made it.
+        state: the pickled state of the data set after it, if it has one.
     """
 
     batch: Any
@@ -53,10 +53,10 @@ class Piece(NamedTuple):
 
 
 class AgreedLoader(Loader):
-    """A `Loader` of batches in pieces, of replicas that cannot know each other's samples.
+    """A `Loader` for replicas that do not know each other's numbers of samples.
 
     Attributes:
-        divided: each replica and worker reads other samples, and has its own state.
+        divided: whether each replica and worker reads different samples, with a separate state.
     """
 
     divided = True
@@ -64,16 +64,20 @@ class AgreedLoader(Loader):
 
     @abstractmethod
     def _epochs(self, start: Position) -> Generator[Generator[Piece, None, None], None, None]:
-        """Yields the pieces of each epoch from that of `start` on.
+        """Yields, for each epoch from `start.epoch` on, a generator of its pieces.
 
-        Those of the first epoch begin at the states of `start`, or without any at its batch.
+        The first epoch begins at the states of `start`, or without states at its batch.
         """
 
     def _compare(self, digests: list[int], readers: str = "replicas") -> None:
-        """Checks that several readers have read the same first samples, or each its own.
+        """Checks that the readers' first samples are equal, or all different if divided.
+
+        Args:
+            digests: the digest of each reader's first samples; 0 for a reader without samples.
+            readers: the word for the readers in messages.
 
         Raises:
-            DataError: they have not.
+            DataError: they are not.
         """
         name = name_of(self.dataset)
         if self.divided and len(set(digests) - {0}) < len(digests) - digests.count(0):
@@ -93,7 +97,7 @@ class AgreedLoader(Loader):
             activity.catching_up()
         name, at = name_of(self.dataset), start.next
         with closing(self._epochs(start)) as epochs:
-            if start.ended:  # the states are of the epoch before, which has no batch left
+            if start.ended:  # the states belong to the previous epoch, which has no batch left
                 for _ in next(epochs):
                     pass
             for epoch in epochs:
@@ -118,20 +122,20 @@ class AgreedLoader(Loader):
                 at = Position(at.epoch + 1)
 
     def _with_state(self, at: Position, worker: int, state: bytes) -> Position:
-        """Returns `at`, whose last batch was made by `worker`, with the state that it left."""
+        """Returns `at` with the state of the data set after a batch that `worker` made."""
         if self.divided:
             return replace(at, states={**at.states, worker: state}, worker=worker + 1)
-        return replace(at, states={-1: state})  # it has read all, as far as any other will have
+        return replace(at, states={-1: state})  # every reader reads all samples up to this state
 
     def _agreed(self, pieces: Iterator[Piece]) -> Iterator[tuple[Batch, Piece | None]]:
         """Yields this replica's batches of one epoch, equally many on every replica.
 
-        Each comes with the piece that it was made of; None where this replica had none left.
+        Each batch comes with the piece that it was made of, or None if this replica has run out.
 
-        The replicas exchange how many samples each has, of this batch and of the next, in one
-        message of a few bytes that travels while the batch before is in use. A replica that has run
-        out takes part with a sample that counts for nothing until the last one has, so that no
-        sample is lost, or repeated.
+        The replicas exchange their numbers of samples in this batch and the next, in one message of
+        a few bytes that overlaps with the use of the previous batch. A replica that has run out
+        continues with padding batches until all have run out, so that no sample is lost or
+        repeated.
 
         Raises:
             DataError: the replicas have read different streams.
@@ -144,15 +148,17 @@ class AgreedLoader(Loader):
         spare: Any = None
         first = True
         while True:
-            after = next(pieces, None) if following else None
-            next_message = _exchange(self._world, following, after)
+            after_following = next(pieces, None) if following else None
+            next_message = _exchange(self._world, following, after_following)
             counts, next_counts, digests = message()
             total = sum(counts)
             if first:
                 self._compare(digests)
                 if total >= at_least and 0 in counts and (piece is None or piece.total is None):
-                    own = _one_sample(piece.batch) if piece is not None else None
-                    spare = next(each for each in self._world.gather(own) if each is not None)
+                    sample = _one_sample(piece.batch) if piece is not None else None
+                    spare = next(
+                        gathered for gathered in self._world.gather(sample) if gathered is not None
+                    )
             if piece is not None and piece.total not in (None, total):
                 raise DataError(
                     f"the replicas read different samples from {name_of(self.dataset)}: its order "
@@ -170,19 +176,21 @@ class AgreedLoader(Loader):
             if last:
                 next_message()  # every replica has sent it
                 return
-            piece, following, message, first = following, after, next_message, False
+            piece, following, message, first = following, after_following, next_message, False
 
 
 def _exchange(
     world: World, piece: Piece | None, following: Piece | None
 ) -> Callable[[], list[list[int]]]:
-    """Begins to tell all replicas the samples of two pieces; returns what waits for theirs.
+    """Begins to exchange the samples of two pieces with all replicas.
 
-    They are the samples of the first piece, those of the second, and the digests, by replica.
+    Returns:
+        a function that waits and returns, by replica, the samples of the first piece, the samples
+        of the second piece, and the digests.
     """
-    own = [piece.samples if piece else 0, following.samples if following else 0]
+    samples = [piece.samples if piece else 0, following.samples if following else 0]
     values = torch.zeros(world.replicas, 3, dtype=torch.int64)
-    values[world.replica] = torch.tensor([*own, piece.digest if piece else 0])
+    values[world.replica] = torch.tensor([*samples, piece.digest if piece else 0])
     work = world.begin_max(values) if world.replicas > 1 else None
 
     def received() -> list[list[int]]:
@@ -199,26 +207,27 @@ def _one_sample(batch: Any) -> Any:
 
 
 class OwnLoader(AgreedLoader):
-    """The batches of `loader`, epoch after epoch: any iterable of `(inputs, targets)`.
+    """Wraps a user's loader: any iterable of `(inputs, targets)`, iterated once per epoch.
 
-    Each replica's loader yields its own samples, for example by a DistributedSampler or by
+    Each replica's loader must yield different samples, for example by a DistributedSampler or by
     batches of similar length. `set_epoch(epoch)` is called before each epoch on the loader, its
-    samplers and its data set, where they have it. With `state_dict` and `load_state_dict`, as
-    torchdata's StatefulDataLoader has, a resumed run continues where it was; otherwise it takes
-    the batches before again and leaves them out.
+    samplers and its data set, if they have it. If the loader has `state_dict` and
+    `load_state_dict`, like torchdata's StatefulDataLoader, a resumed run continues at its state;
+    otherwise it iterates over the earlier batches of the epoch again and skips them.
 
-    To make one is a collective call.
+    The constructor is a collective call.
 
     Args:
-        loader: may be iterated over again and again.
+        loader: an iterable that can be iterated over repeatedly.
         world: tells which replica this process belongs to.
 
     Attributes:
         batch_size: 1; the position in an epoch is counted in batches.
-        batches_per_epoch: of the replica with the longest loader; None if none has a length.
+        batches_per_epoch: the largest length over the replicas; None if no loader has a length.
 
     Raises:
-        DataError: it can be iterated over only once, or gives all replicas the same samples.
+        DataError: the loader can be iterated over only once, or gives all replicas the same
+            samples.
     """
 
     _how_to_divide = "divide them by world.replica and world.replicas, as a DistributedSampler does"
@@ -264,11 +273,11 @@ class OwnLoader(AgreedLoader):
                 state = pickle.dumps(self.dataset.state_dict()) if self.has_state else None
                 yield Piece(tuple(batch), batch_size(*batch), digest=digest, state=state)
 
-    def _gathered(self, at: Position) -> list[Any]:
+    def _gathered_states(self, at: Position) -> list[Any]:
         state = pickle.loads(at.states[0]) if at.states else None
         return self._world.gather(state)[:: self._world.processes_per_replica]
 
-    def _own_states(self, states: list[Any]) -> tuple[dict[int, bytes], int]:
+    def _local_states(self, states: list[Any]) -> tuple[dict[int, bytes], int]:
         if len(states) != self._world.replicas:
             raise CheckpointError(
                 f"the state of {name_of(self.dataset)} in the checkpoint is that of {len(states)} "
@@ -279,7 +288,7 @@ class OwnLoader(AgreedLoader):
 
 
 def as_loader(train: Loader | Iterable[Any], world: World) -> Loader:
-    """Returns what a trainer trains on, at its start: a copy of `train`, or a wrapped iterable."""
+    """Returns a loader at its first batch: a copy of `train`, or an `OwnLoader` of an iterable."""
     return train.at_start() if isinstance(train, Loader) else OwnLoader(train, world)
 
 

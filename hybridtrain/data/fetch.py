@@ -1,8 +1,8 @@
-"""Batches made ahead of time: by a thread, and by worker processes that are watched.
+"""Makes batches ahead of time, in a thread and in worker processes that are watched.
 
-A data set is the user's code, and it may run in another process, whose exceptions torch hands over
-as pages of text. So they are caught where they happen, and only their description travels: one line
-that names the sample and the line of the user.
+A data set is the user's code, and it may run in a worker process, whose exceptions torch passes on
+as pages of text. So exceptions are caught where they happen, and only a description is passed on:
+one line with the sample and the line of the user's code.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ _LIBRARIES = {Path(torch.__file__).parent, Path(__file__).parents[1]}
 _Ready = queue.SimpleQueue[tuple[Any, BaseException | None]]
 
 EVALUATION = -1
-"""The epoch that samples of an evaluation are drawn for: the same numbers in each."""
+"""The epoch number of every evaluation, so that random transforms draw the same numbers in each."""
 
-_OF_A_COLLATE = 1  # tells its draws from those of a sample
+_OF_A_COLLATE = 1  # distinguishes the random numbers of a collate from a sample's
 
-# how many batches are made ahead
+# the number of batches that are made ahead
 _AHEAD = 2
-# how often a wait for a batch looks whether the workers are alive
+# how often a wait for a batch checks that the workers are alive
 _POLL_S = 0.5
-# how long the end waits for a batch that is being made
+# how long closing waits for a batch that is being made
 _END_S = 2.0
 
 
 @dataclass(frozen=True)
 class Request:
-    """A batch that is to be made.
+    """A request for a batch.
 
     Attributes:
-        indices: of its samples; a tensor has the shape (samples,).
-        epoch: which they are drawn for, where a data set draws random numbers.
-        seed: which they are drawn from.
+        indices: the indices of the samples; a tensor has the shape (samples,).
+        epoch: the epoch, which random numbers of the data set depend on.
+        seed: the seed, which random numbers of the data set depend on.
     """
 
     indices: Tensor | Sequence[int]
@@ -69,7 +69,7 @@ class Request:
 
     @property
     def numbers(self) -> Sequence[int]:
-        """The indices as Python's numbers, which cost a worker less than a tensor."""
+        """The indices as Python ints, which are cheaper to send to a worker than a tensor."""
         return self.indices.tolist() if isinstance(self.indices, Tensor) else self.indices
 
 
@@ -79,54 +79,55 @@ def fetch(
     """Yields the batches of `dataset`, fetched ahead.
 
     Args:
-        dataset: map-style.
-        batches: which.
-        options: how they are loaded.
-        world: whose devices they are for.
+        dataset: a map-style data set.
+        batches: the requests for batches, in order.
+        options: how to load them.
+        world: the world of this process, for its devices.
 
     Raises:
-        DataError: a sample cannot be read, or a worker process ended or hangs; it names them.
+        DataError: a sample cannot be read, or a worker process ended or hangs; the message names
+            the sample or process.
     """
-    made = _Batches(dataset, options.collate)
+    whole_batches = _Batches(dataset, options.collate)
     in_memory = isinstance(dataset, InMemoryDataset) and dataset.prepare is None
-    if in_memory and made.collate is already_batched and world.devices[0].type == "cpu":
-        # In less time than a thread needs to hand a batch over.
-        return (made.dataset.__getitems__(batch.indices) for batch in batches)
-    asked: deque[Sequence[int]] = deque()
+    if in_memory and whole_batches.collate is already_batched and world.devices[0].type == "cpu":
+        # This takes less time than a thread needs to hand a batch over.
+        return (whole_batches.dataset.__getitems__(batch.indices) for batch in batches)
+    requested: deque[Sequence[int]] = deque()
 
-    def noted() -> Iterator[Request]:
+    def recorded() -> Iterator[Request]:
         for batch in batches:
             numbers = batch.numbers
             if options.workers:
-                asked.append(numbers)
+                requested.append(numbers)
             yield replace(batch, indices=numbers)
 
     def reading(worker: int) -> str:
-        """Returns what a worker makes: the first of its batches that has not come."""
+        """Returns the samples that a worker is reading: its first batch that has not arrived."""
         turn = (worker - watched.received) % options.workers
-        return samples_of(dataset, asked[turn] if turn < len(asked) else ())
+        return samples_of(dataset, requested[turn] if turn < len(requested) else ())
 
     watched = WatchedLoader(
-        made, options, world, reading, lambda: asked and asked.popleft(),
-        batch_sampler=noted(), collate_fn=_identity,
+        whole_batches, options, world, reading, lambda: requested and requested.popleft(),
+        batch_sampler=recorded(), collate_fn=_identity,
     )  # fmt: skip
     return prefetch(watched)
 
 
 class WatchedLoader:
-    """The batches of a DataLoader whose worker processes may die or hang.
+    """A DataLoader whose worker processes may die or hang.
 
-    torch's own handler of SIGCHLD would raise in the main thread, wherever that is. It is set only
-    where the workers are started by the main thread, which is why `batches` runs in another one;
-    the main thread calls `look` while it waits.
+    torch's SIGCHLD handler would raise in the main thread at an arbitrary line. torch only sets it
+    if the main thread starts the workers, so `batches` runs in another thread, and the main thread
+    calls `check_workers` while it waits.
 
     Args:
-        dataset: makes batches, or a Failure.
+        dataset: returns batches or a `Failure`.
         options: the timeout and number of workers.
-        world: whose device the batches are for.
-        reading: says what a worker is making at present.
-        received: called when a batch has come.
-        **settings: of the DataLoader.
+        world: the world of this process, for its devices.
+        reading: `reading(worker)` returns what a worker is reading, for messages.
+        received: called when a batch has arrived.
+        **settings: further arguments of the DataLoader.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class WatchedLoader:
     ) -> None:
         self.received = 0
         self.device = world.devices[0]
-        # The workers' seeds come from here, not from the default generator.
+        # The workers' seeds come from this generator instead of the default one.
         generator = torch.Generator()
         generator.manual_seed(world.replica)
         self._loader: DataLoader[Any] = DataLoader(
@@ -157,7 +158,7 @@ class WatchedLoader:
         self._iterator: Any = None
 
     def batches(self) -> Iterator[Any]:
-        """Yields the loader's batches; for a thread that is not the main one."""
+        """Yields the loader's batches; must not run in the main thread."""
         self.received = 0
         iterator = self._iterator = iter(self._loader)
         try:
@@ -167,7 +168,7 @@ class WatchedLoader:
                 except StopIteration:
                     return
                 except RuntimeError as error:
-                    self.look()
+                    self.check_workers()
                     if str(error).startswith("DataLoader timed out after"):
                         worker = self.received % self._options.workers
                         reading = self._reading(worker)
@@ -183,8 +184,8 @@ class WatchedLoader:
             if not self._loader.persistent_workers:
                 self.close()
 
-    def look(self) -> None:
-        """Raises a DataError if a worker process has ended that should not have."""
+    def check_workers(self) -> None:
+        """Raises a DataError if a worker process has ended unexpectedly."""
         for number, worker in enumerate(private.loader_workers(self._iterator)):
             if worker.exitcode is not None:
                 error = worker_ended(number, worker.pid, worker.exitcode, self._reading(number))
@@ -192,18 +193,18 @@ class WatchedLoader:
                 raise error
 
     def close(self, kill: bool = False) -> None:
-        """Ends the worker processes; with `kill` without asking them."""
+        """Ends the worker processes; with `kill`, kills them."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
             private.end_loader(iterator, kill)
 
 
 class _Batches(Dataset[Any]):
-    """A data set whose items are whole batches, or Failures; runs in the worker processes.
+    """A data set whose items are whole batches or `Failure`s; runs in the worker processes.
 
-    What a sample draws is a function of the seed, the epoch and the sample's number, and so the
-    same after a resume, and in any process. A batch that is made at once, or by a `collate` that
-    draws, has the draws of its first sample.
+    A sample's random numbers depend on the seed, the epoch and the sample's index alone, so they
+    are the same after a resume and in any process. A data set's `__getitems__`, and a `collate`
+    that draws, use the random numbers of the batch's first sample.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any] | None) -> None:
@@ -218,7 +219,7 @@ class _Batches(Dataset[Any]):
         def draw_for(*place: int) -> None:
             seed = seed_of(batch.seed, batch.epoch, *place)
             generator.manual_seed(seed)
-            if get_worker_info() is not None:  # a process that nothing else draws in
+            if get_worker_info() is not None:  # nothing else draws in a worker process
                 random.seed(seed)
                 np.random.seed(seed & 0xFFFF_FFFF)
 
@@ -242,7 +243,7 @@ class _Batches(Dataset[Any]):
 
 
 def collated(items: Any, collate: Callable[[Any], Any], dataset: Any, what: str) -> Any:
-    """Returns the batch `(inputs, targets)` of `items`, or a Failure that names `what`."""
+    """Returns the batch `(inputs, targets)` of `items`, or a `Failure` that names `what`."""
     try:
         batch = collate(items)
     except Exception as error:
@@ -250,7 +251,7 @@ def collated(items: Any, collate: Callable[[Any], Any], dataset: Any, what: str)
             "return tensors of equal shape and the same keys for every sample, or pass a collate= "
             "that pads"
         )
-        # a worker's batch is made in a file of PyTorch's in shared memory
+        # PyTorch makes a worker's batch in a file in shared memory
         if "torch_" in str(error) and "No space left on device" in str(error):
             advice = _SHARED_MEMORY_IS_FULL
         return Failure.of(f"no batch can be made of {what} ({advice})", error)
@@ -266,7 +267,7 @@ def whole_batch(
     """Returns the batch `(inputs, targets)` of some samples.
 
     Raises:
-        DataError: a sample cannot be read, or they make no batch.
+        DataError: a sample cannot be read, or the samples cannot be collated.
     """
     return unless_failed(_Batches(dataset, collate).__getitems__(Request(indices)))
 
@@ -283,27 +284,28 @@ def _identity(batch: Any) -> Any:
 
 
 def prefetch(watched: WatchedLoader) -> Generator[Any, None, None]:
-    """Yields the batches of `watched`, which a thread makes a few ahead.
+    """Yields the batches of `watched`, which a thread makes a few batches ahead.
 
-    An exception is raised where its batch would have been. The worker processes are looked at now
-    and then during a wait.
+    An exception is raised in place of its batch. During a wait the worker processes are checked
+    regularly.
 
-    The end does not wait long for a batch that is being made: its worker processes are killed, and
-    a thread in a slow source is left behind, which keeps no process from ending.
+    Closing the generator waits only briefly for a batch that is being made. Then it kills the
+    worker processes, and leaves a thread in a slow source behind, which does not keep the process
+    from ending.
     """
     source = watched.batches()
     ready: _Ready = queue.SimpleQueue()
-    wanted, ended = threading.Semaphore(_AHEAD), threading.Event()
+    free_slots, ended = threading.Semaphore(_AHEAD), threading.Event()
 
     def fetch_all() -> None:
         if watched.device.type == "cuda":  # or its memory could not be pinned
             torch.cuda.set_device(watched.device)
-        more = True
-        while more:
-            wanted.acquire()
+        has_more = True
+        while has_more:
+            free_slots.acquire()
             if ended.is_set():
                 return
-            more = fetch_next()
+            has_more = fetch_next()
 
     def fetch_next() -> bool:
         try:
@@ -317,17 +319,17 @@ def prefetch(watched: WatchedLoader) -> Generator[Any, None, None]:
         ready.put((item, None))
         return item is not None
 
-    # not of a ThreadPoolExecutor, whose threads the interpreter waits for at its exit
+    # not a ThreadPoolExecutor: the interpreter would wait for its threads at exit
     thread = threading.Thread(target=fetch_all, name="prefetch", daemon=True)
     thread.start()
     try:
         while (item := _next(ready, watched)) is not None:
-            wanted.release()
+            free_slots.release()
             yield item
-            del item  # or this frame would keep it while it waits for the next one
+            del item  # or this frame would keep it alive during the wait for the next item
     finally:
         ended.set()
-        wanted.release()
+        free_slots.release()
         thread.join(_END_S)
         if thread.is_alive():
             watched.close(kill=True)
@@ -341,14 +343,14 @@ def _next(ready: _Ready, watched: WatchedLoader) -> Any:
                 item, error = ready.get(timeout=_POLL_S)
             except queue.Empty:
                 with _torch_handler_off():
-                    watched.look()
+                    watched.check_workers()
                 continue
             if error is not None:
                 raise error
             return item
     except RuntimeError:  # by torch's handler, perhaps
         with _torch_handler_off():
-            watched.look()
+            watched.check_workers()
         raise
     finally:
         del error  # its traceback has this frame
@@ -356,17 +358,17 @@ def _next(ready: _Ready, watched: WatchedLoader) -> Any:
 
 @contextmanager
 def _torch_handler_off() -> Iterator[None]:
-    """Keeps torch's handler of SIGCHLD, if a loader of the user's has set it, from raising here."""
-    before = signal.getsignal(signal.SIGCHLD)
+    """Disables torch's SIGCHLD handler, which a user's loader may have installed, in the block."""
+    previous = signal.getsignal(signal.SIGCHLD)
     in_main_thread = threading.current_thread() is threading.main_thread()
-    if not (in_main_thread and callable(before)):  # handlers run in the main thread
+    if not (in_main_thread and callable(previous)):  # handlers run in the main thread
         yield
         return
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGCHLD, before)
+        signal.signal(signal.SIGCHLD, previous)
 
 
 # Faults
@@ -378,11 +380,11 @@ class _OtherProcess(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """A batch that could not be made, in place of it; pickles whatever the exception was.
+    """Takes the place of a batch that could not be made; picklable for any exception.
 
     Attributes:
-        message: one line.
-        details: the traceback.
+        message: the error in one line.
+        details: the traceback as text.
         cause: the exception, if it happened in this process.
     """
 
@@ -414,16 +416,24 @@ def described(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if not _LIBRARIES & {*Path(each.filename).parents}]
-    own = [each for each in own if "site-packages" not in Path(each.filename).parts]
-    if own or frames:
-        frame = (own or list(frames))[-1]
+    user_frames = [
+        frame_summary
+        for frame_summary in frames
+        if not _LIBRARIES & {*Path(frame_summary.filename).parents}
+    ]
+    user_frames = [
+        frame_summary
+        for frame_summary in user_frames
+        if "site-packages" not in Path(frame_summary.filename).parts
+    ]
+    if user_frames or frames:
+        frame = (user_frames or list(frames))[-1]
         line += f" ({frame.filename}:{frame.lineno}, in {frame.name})"
     return line
 
 
 def name_of(dataset: Any) -> str:
-    """Returns the type's name of a data set, as messages have it."""
+    """Returns the class name of a data set, for messages."""
     return type(dataset).__name__
 
 
@@ -431,7 +441,7 @@ def check_pair(batch: Any, dataset: Any) -> Any:
     """Returns `batch` if it is `(inputs, targets)` with a tensor in it.
 
     Raises:
-        DataError: it is anything else; says what, and what to return.
+        DataError: it is anything else; the message describes it, and what to return instead.
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         hint = ""
@@ -442,26 +452,28 @@ def check_pair(batch: Any, dataset: Any) -> Any:
             )
         raise DataError(
             f"{name_of(dataset)} must give pairs `(inputs, target)`, and gave "
-            f"{outline(batch)}{hint}"
+            f"{describe_batch(batch)}{hint}"
         )
     if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(list(batch))):
         raise DataError(
             f"a batch of {name_of(dataset)} has no tensor with samples in dim 0: it is "
-            f"{outline(batch)}. Return tensors or numbers from the data set (texts are made token "
-            f"ids first), or pass a collate= that makes tensors"
+            f"{describe_batch(batch)}. Return tensors or numbers from the data set (texts are made "
+            f"token ids first), or pass a collate= that makes tensors"
         )
     return batch
 
 
-def outline(tree: Any, depth: int = 2) -> str:
+def describe_batch(tree: Any, depth: int = 2) -> str:
     """Returns a short description of a batch: its containers, and the shapes of tensors."""
     if isinstance(tree, Tensor):
         return f"a tensor of shape {list(tree.shape)}"
     if depth and isinstance(tree, Mapping) and tree:
-        inner = ", ".join(f"{key!r}: {outline(x, depth - 1)}" for key, x in list(tree.items())[:4])
+        inner = ", ".join(
+            f"{key!r}: {describe_batch(x, depth - 1)}" for key, x in list(tree.items())[:4]
+        )
         return f"a dict {{{inner}{', ...' * (len(tree) > 4)}}}"
     if depth and isinstance(tree, Sequence) and not isinstance(tree, str | bytes) and tree:
-        inner = ", ".join(outline(x, depth - 1) for x in tree[:3])
+        inner = ", ".join(describe_batch(x, depth - 1) for x in tree[:3])
         return f"a {type(tree).__name__} of {len(tree)}: ({inner}{', ...' * (len(tree) > 3)})"
     return f"a {type(tree).__name__}"
 

@@ -1,12 +1,11 @@
-"""Loaders of training and evaluation batches: their order, each replica's share, their position.
+"""Loaders of training and evaluation batches: order, each replica's share, and position.
 
-The order of an epoch is one permutation of the whole data set, drawn from (seed, epoch) alone. It
-is cut into global batches, and each of these into one share per replica. So the same samples meet
-in the same optimizer step whatever the number of replicas, and every replica takes equally many
-steps, whatever the length of the data set.
+The order of an epoch is a permutation of the whole data set that depends on (seed, epoch) alone. It
+is cut into global batches, and each global batch into one share per replica. So an optimizer step
+has the same samples for any number of replicas, and every replica takes equally many steps.
 
-A loader is the only one that knows where a run is in its data: `Loader.position` moves with each
-batch that is handed out, not with those that are fetched ahead.
+Only the loader tracks where a run is in its data: `Loader.position` advances with each batch that
+is handed out, not with batches that are fetched ahead.
 
     batches     0 1 2 | 0 1 2 | 0 ...            3 in an epoch
     position  ^ (0, 0)                           before the first
@@ -20,7 +19,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -50,11 +49,11 @@ class Batch:
 
     Attributes:
         inputs: a pytree of tensors with the samples in dim 0.
-        targets: likewise.
-        samples: the samples of the share that count. 0 where a global batch has fewer samples than
-            there are replicas: the share is then one sample that counts for nothing, because every
-            replica has to take part in the step.
-        total: the samples of the global batch.
+        targets: a pytree of tensors with the samples in dim 0.
+        samples: the number of samples of the share that count. It is 0 if the global batch has
+            fewer samples than there are replicas: the share is then one sample of padding, since
+            every replica must take part in the step.
+        total: the number of samples of the global batch.
         last: whether it is the last of its epoch.
     """
 
@@ -66,11 +65,11 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """The tokens of the global batch: its samples times their length; 0 where they have none.
+        """The number of tokens of the global batch, samples x length; 0 if they have no length.
 
-        Samples have a length if a tensor of the inputs has int32 or int64 values, as token ids
-        are, and the shape (samples, length); the first one counts. So padding counts, and where
-        each replica pads its own share, this replica's length is taken for all.
+        The length comes from the first tensor of the inputs with int32 or int64 values, as token
+        ids have, and shape (samples, length). Padding counts. If replicas pad their shares
+        differently, this replica's length is used for all.
         """
         for leaf in (self.inputs,) if isinstance(self.inputs, Tensor) else leaves_of(self.inputs):
             ids = isinstance(leaf, Tensor) and leaf.dtype in (torch.int32, torch.int64)
@@ -81,14 +80,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the data, after the first `batch` batches of `epoch`.
+    """A position in the data, after the first `batch` batches of `epoch`.
 
     Attributes:
         epoch: the epoch.
-        batch: its batches that were handed out.
-        ended: it has no further batch, and the next one is the first of the next epoch.
-        states: where the data set stood, pickled, by the number of the worker process; -1: in any.
-        worker: the process that makes the next batch.
+        batch: the number of its batches that were handed out.
+        ended: whether the epoch has no further batch, so that the next batch is in the next epoch.
+        states: the pickled states of the data set, by worker process; key -1: for all processes.
+        worker: the number of the worker process that makes the next batch.
     """
 
     epoch: int = 0
@@ -99,49 +98,49 @@ class Position:
 
     @property
     def next(self) -> Position:
-        """The place of the next batch; at the end of an epoch without the states."""
+        """The position of the next batch; at the end of an epoch, without states."""
         return Position(self.epoch + 1) if self.ended else self
 
 
 class Loader:
-    """Batches `(inputs, targets)` of this replica; each `iter()` is the next epoch.
+    """Yields the batches `(inputs, targets)` of this replica; each `iter()` is the next epoch.
 
         loader = Loader(dataset, batch_size=64, world=world)
         for inputs, targets in loader:
             weight = loader.weight(model, loss_fn)
             model.train_step(inputs, targets, loss_fn, weight=weight)
 
-    It is a `TrainLoader`, or for an iterable data set a `StreamLoader`. A `Trainer` trains on the
-    same batches: the order is drawn from (seed, epoch), the same samples meet in a step whatever
-    the number of replicas, and every sample comes once per epoch. Every replica gets equally many
-    batches. Where a global batch has fewer samples than there are replicas, some get a sample that
-    must not count; `weight` knows. To evaluate, an `EvalLoader` gives every sample once without
-    such places.
+    `Loader(...)` makes a `TrainLoader`, or for an iterable data set a `StreamLoader`. A `Trainer`
+    trains on the same batches: the order depends on (seed, epoch) alone, a step has the same
+    samples for any number of replicas, and every sample comes once per epoch. Every replica gets
+    equally many batches. If a global batch has fewer samples than there are replicas, some replicas
+    get a sample that must not count, which `weight` takes into account. For evaluation, an
+    `EvalLoader` gives every sample once, without such padding.
 
     Args:
-        dataset: map-style, or iterable (see `StreamLoader`); items are `(inputs, target)`.
-        batch_size: samples of a global batch, over all replicas.
+        dataset: a map-style or iterable data set; items are `(inputs, target)`.
+        batch_size: the number of samples of a global batch, over all replicas.
         world: tells which replica this process belongs to.
-        shuffle: False for the order of the data set. An iterable one keeps its own order.
-        seed: the order is drawn from it, and so is what the samples of a map-style data set draw by
-            PyTorch, such as random transforms: the numbers of a sample depend on the seed, the
-            epoch and the sample alone. In worker processes that goes for Python's and NumPy's
-            default generators too. Those of an iterable data set start there from the seed and the
-            epoch.
-        options: how batches are loaded.
+        shuffle: False for the order of the data set. An iterable data set always keeps its order.
+        seed: the seed of the order, and of the random numbers that a map-style data set draws by
+            PyTorch, such as for random transforms: a sample's numbers depend on the seed, the epoch
+            and the sample alone. In worker processes this includes Python's and NumPy's default
+            generators. For an iterable data set, the workers' generators are seeded from the seed
+            and the epoch.
+        options: how to load batches.
         **settings: fields of `options` to change.
 
     Attributes:
-        batches_per_epoch: None if it is not known.
-        has_state: whether the data set can save and load where it stands.
-        position: of the next batch. The loop after one that was left early begins the next epoch; a
-            run that loads the state of then goes on in the epoch that was left, as this one would
-            have without the break.
-        current: the batch that a loop was handed last.
+        batches_per_epoch: the number of batches per epoch; None if it is unknown.
+        has_state: whether the data set has `state_dict` and `load_state_dict`.
+        position: the position of the next batch. If a loop is left early, the next loop begins the
+            next epoch, but a run that loads a state saved at the break continues in the epoch that
+            was left.
+        current: the last batch that was handed out.
 
     Raises:
         ConfigError: `batch_size` is not a positive number.
-        DataError: the data set does not fit; see `TrainLoader` and `StreamLoader`.
+        DataError: the data set is unsuitable; the message says why.
     """
 
     def __new__(cls, dataset: Any = None, *args: Any, **settings: Any) -> Self:
@@ -202,11 +201,11 @@ class Loader:
         """Yields the batches from `position` on, epoch after epoch, fetched ahead of time.
 
         Raises:
-            DataError: a sample cannot be read, or the batches of the replicas do not fit together.
+            DataError: a sample cannot be read, or the replicas' batches do not match.
         """
-        with closing(self._batches_from(self.position)) as found:
-            for batch, after in found:
-                self.position = after
+        with closing(self._batches_from(self.position)) as batches:
+            for batch, position in batches:
+                self.position = position
                 yield batch
 
     def _batches_from(self, start: Position) -> Generator[tuple[Batch, Position], None, None]:
@@ -214,18 +213,16 @@ class Loader:
         raise NotImplementedError
 
     def at_start(self) -> Self:
-        """Returns a loader of the same batches with its own position, before the first."""
+        """Returns a loader of the same batches with a separate position, before the first batch."""
         loader = copy.copy(self)
         loader.position, loader._left_early = Position(), False
         return loader
 
     def weight(self, model: HybridModel, loss_fn: LossFn) -> BatchWeight:
-        """Returns the `weight` of the batch that was handed out last, for `train_step`.
-
-        All replicas call it together.
+        """Returns the `weight` of the current batch, for `train_step`; a collective call.
 
         Raises:
-            BatchError: there is no such batch.
+            BatchError: no batch was handed out.
         """
         batch = self.current
         if batch is None:
@@ -249,25 +246,25 @@ class Loader:
 
     @property
     def sample(self) -> int:
-        """The first sample of the next batch in the order of its epoch."""
+        """The index of the next batch's first sample in the order of its epoch."""
         return self.batch * self.batch_size
 
     def seek(self, epoch: int, sample: int) -> None:
-        """Has the next batch begin at `sample` of the order of `epoch`, or just before it."""
+        """Moves to the batch that contains `sample` of the order of `epoch`."""
         batch = sample // self.batch_size
         if batch >= (self.batches_per_epoch or math.inf):  # what drop_last leaves out
             epoch, batch = epoch + 1, 0
         self.position, self._left_early = Position(epoch, batch), False
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the batch in use, and where the data set stands if it says so.
+        """Returns the position after the current batch, and the data set's state if it has one.
 
-        Every process calls it.
+        A collective call.
         """
         at, source = self.position, None
         if self.has_state:
-            # Of the last batch: at the end of an epoch the data set is not in the next one yet.
-            source = {"epoch": at.epoch, "batch": at.batch, "states": self._gathered(at)}
+            # The position of the last batch: at the end of an epoch the data set is still in it.
+            source = {"epoch": at.epoch, "batch": at.batch, "states": self._gathered_states(at)}
         return {
             "epoch": self.epoch,
             "batch": self.batch,
@@ -276,40 +273,38 @@ class Loader:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict`.
-
-        With another batch size it continues at the same sample, or just before it.
+        """Continues from a `state_dict`; with another batch size, at the batch with that sample.
 
         Raises:
-            CheckpointError: the states of the data set are of other replicas or workers.
+            CheckpointError: the data set's states are for other numbers of replicas or workers.
         """
         sample = state_dict["batch"] * state_dict["batch_size"]
         self.seek(state_dict["epoch"], sample)
         source: Any = state_dict["source"]
         if source is None or not self.has_state:
             return
-        states, worker = self._own_states(source["states"])
+        states, worker = self._local_states(source["states"])
         if self.sample == sample:  # else the data set is read again up to there
             ended = source["epoch"] < state_dict["epoch"]
-            here = Position(source["epoch"], source["batch"], True) if ended else self.position
-            self.position = replace(here, states=states, worker=worker)
+            position = Position(source["epoch"], source["batch"], True) if ended else self.position
+            self.position = replace(position, states=states, worker=worker)
 
-    def _gathered(self, at: Position) -> list[Any]:
-        """Returns the data set's states there, of all replicas if each has its own."""
+    def _gathered_states(self, at: Position) -> list[Any]:
+        """Returns the data set's states at this position, of all replicas if they differ."""
         raise NotImplementedError
 
-    def _own_states(self, states: list[Any]) -> tuple[dict[int, bytes], int]:
-        """Returns this replica's part of what `_gathered` returned: see `Position`."""
+    def _local_states(self, states: list[Any]) -> tuple[dict[int, bytes], int]:
+        """Returns this replica's `Position.states` and `worker` from the gathered states."""
         raise NotImplementedError
 
 
 class TrainLoader(Loader):
-    """A `Loader` of a map-style data set; see there.
+    """A `Loader` of a map-style data set.
 
-    Making one is a collective call: the data sets and settings of all ranks are compared once.
+    The constructor is a collective call: it compares the data sets and settings of all ranks.
 
     Attributes:
-        samples: of the data set.
+        samples: the number of samples of an epoch.
 
     Raises:
         ConfigError: a setting differs between the ranks.
@@ -345,16 +340,16 @@ class TrainLoader(Loader):
             )
 
     def _batches_from(self, start: Position) -> Generator[tuple[Batch, Position], None, None]:
-        # The plan is read twice: ahead of time by those who fetch, and with each batch in use.
+        # The plan is iterated twice: by the requests, ahead of time, and with each batch.
         requests = self._requests(start.next)
         with closing(fetch(self.dataset, requests, self.options, self._world)) as fetched:
             plan = self._plan(start.next)
-            for (inputs, targets), (after, total, share) in zip(fetched, plan, strict=False):
+            for (inputs, targets), (position, total, share) in zip(fetched, plan, strict=False):
                 samples = share.stop - share.start
-                yield Batch(inputs, targets, samples, total, after.ended), after
+                yield Batch(inputs, targets, samples, total, position.ended), position
 
     def _plan(self, start: Position) -> Iterator[tuple[Position, int, slice]]:
-        """Yields the position after each global batch, its samples, and this replica's of them."""
+        """Yields the position after each global batch, its number of samples, and the share."""
         first = start.batch
         for epoch in itertools.count(start.epoch):
             for batch in range(first, self.batches_per_epoch):
@@ -364,31 +359,35 @@ class TrainLoader(Loader):
             first = 0
 
     def _requests(self, start: Position) -> Iterator[Request]:
-        """Yields this replica's batches."""
+        """Yields the requests for this replica's batches."""
         epoch, order = -1, torch.arange(self.samples)
-        for after, total, share in self._plan(start):
-            if self._shuffle and after.epoch != epoch:
-                epoch, order = after.epoch, permutation(self.samples, self._seed, after.epoch)
-            whole = order[(after.batch - 1) * self.batch_size :][:total]
-            mine = whole[share] if share.stop > share.start else whole[:1]
-            yield Request(mine, after.epoch, self._seed)
+        for position, total, share in self._plan(start):
+            if self._shuffle and position.epoch != epoch:
+                epoch, order = position.epoch, permutation(self.samples, self._seed, position.epoch)
+            whole = order[(position.batch - 1) * self.batch_size :][:total]
+            indices = whole[share] if share.stop > share.start else whole[:1]
+            yield Request(indices, position.epoch, self._seed)
 
 
 class EvalLoader:
-    """Every sample of `dataset` once over all replicas; shares may differ in length.
+    """Yields every sample of `dataset` once over all replicas; their shares may differ in length.
 
-    Making one is a collective call: map-style data sets of all ranks are compared once.
+    The constructor is a collective call: it compares map-style data sets of all ranks.
 
     Args:
-        dataset: map-style, each replica takes a stretch of it; or iterable, see `StreamLoader`.
-        batch_size: samples over all replicas.
+        dataset: a map-style data set, of which each replica takes a contiguous share; or an
+            iterable one.
+        batch_size: the number of samples of a batch over all replicas.
         world: tells which replica this process belongs to.
-        options: how batches are loaded.
-        inputs_alone: the data set gives inputs without targets, for `predict`.
+        options: how to load batches.
+        inputs_alone: whether the data set gives inputs without targets, for `predict`.
+        classes: the names of the classes in the order of their numbers, which name the values of
+            metrics that have one per class.
 
     Attributes:
         dataset: the data set.
-        samples: of this replica; None if it is not known.
+        classes: as given.
+        samples: the number of this replica's samples; None if it is unknown.
 
     Raises:
         ConfigError: `batch_size` is not a positive number, or a setting differs between the ranks.
@@ -403,9 +402,11 @@ class EvalLoader:
         *,
         options: LoaderOptions | None = None,
         inputs_alone: bool = False,
+        classes: Sequence[str] | None = None,
     ) -> None:
         check_batch_size(batch_size)
         self.dataset = dataset
+        self.classes = classes
         self._batch_size = max(1, batch_size // world.replicas)
         self._world = world
         self._options = options or LoaderOptions()
@@ -436,45 +437,48 @@ class EvalLoader:
 
 
 def first_samples(samples: int, batch_size: int, options: LoaderOptions) -> int:
-    """Returns how many samples a loader takes of a data set: see `LoaderOptions`."""
+    """Returns the number of samples that a loader uses, which `options.first_batches` may limit."""
     limit = options.first_batches
     return samples if limit is None else min(samples, limit * batch_size)
 
 
 def is_stream(dataset: Any) -> bool:
-    """Returns whether a data set can only be iterated over: it has no samples by number."""
+    """Returns whether a data set can only be iterated over, without access by index."""
     if isinstance(dataset, IterableDataset):
         return True
     return not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
 
 
 def has_state(dataset: Any) -> bool:
-    """Returns whether a data set or a loader can save and load where it stands."""
+    """Returns whether a data set or a loader can save and load its state."""
     return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
 
 
 def batches_in(samples: int, batch_size: int, options: LoaderOptions) -> int:
-    """Returns the batches of an epoch."""
+    """Returns the number of batches of an epoch."""
     return samples // batch_size if options.drop_last else -(-samples // batch_size)
 
 
 def share_of(total: int, replica: int, replicas: int) -> slice:
-    """Returns the part of `total` samples that `replica` takes; shares differ by 1 at most."""
+    """Returns the share of `total` samples of a replica; shares differ by at most 1 sample."""
     small, larger = divmod(total, replicas)
     start = replica * small + min(replica, larger)
     return slice(start, start + small + (replica < larger))
 
 
 def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """Returns the order of an epoch, a function of the arguments alone."""
+    """Returns the order of an epoch: a tensor of indices that depends on the arguments alone."""
     generator = torch.Generator()
     # An odd multiplier keeps neighbouring seeds from sharing orders of neighbouring epochs.
     generator.manual_seed((seed * 0x9E3779B97F4A7C15 + epoch) & 0x7FFF_FFFF_FFFF_FFFF)
     return torch.randperm(samples, generator=generator)
 
 
-def take(stream: Iterator[Batch], count: int) -> list[Batch]:
-    """Returns the next `count` batches, or fewer if their epoch ends; none at the end of all."""
+def next_step(stream: Iterator[Batch], count: int) -> list[Batch]:
+    """Returns the batches of the next optimizer step: `count`, or fewer at the end of an epoch.
+
+    An exhausted stream gives an empty list.
+    """
     batches: list[Batch] = []
     for batch in stream:
         batches.append(batch)

@@ -1,8 +1,8 @@
-"""The comparison of data sets over the ranks, and digests of what they read.
+"""Checks that all ranks have the same data set, by digests of its contents.
 
-Every rank draws the order of an epoch over the whole data set and takes its share. A rank with
-another data set, such as the copy of a host that lacks a file, takes samples twice or not at all,
-and ends an epoch at another step than the others.
+Every rank draws the order of an epoch over the whole data set and takes its share. If one rank has
+a different data set, such as a copy that lacks a file, samples are used twice or not at all, and
+the ranks end an epoch at different steps.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hybridtrain.data.splits import below_common_folder
 from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.world import World
 
-# As much of an array tells it from another one.
+# How much of an array goes into its digest.
 _COMPARED_SAMPLES = 64
 _ENTRIES_OF_A_SAMPLE = 4096
 
-# Attributes in which data sets in memory have their arrays, and those of files their paths.
+# Attributes in which data sets keep arrays in memory, and the paths of their files.
 _ARRAYS = ("tensors", "data", "inputs", "targets", "tokens")
 _PATHS = ("files", "samples")
 
@@ -36,23 +36,26 @@ _PATHS = ("files", "samples")
 def check_same_data(dataset: Any, world: World, loader: str, **settings: Any) -> None:
     """Checks that all ranks give a loader the same data set and settings; a collective call.
 
-    Lengths are compared, and what the data set can tell of its samples without reading them: see
-    `contents_digest`.
+    It compares lengths and `contents_digest`, without reading samples.
 
     Args:
-        dataset: map-style, the whole of it.
+        dataset: the whole map-style data set.
         world: the ranks.
-        loader: the name of the loader's type.
-        **settings: arguments of the loader that must be the same.
+        loader: the name of the loader's class, for messages.
+        **settings: arguments of the loader that must be equal on all ranks.
 
     Raises:
-        DataError: the data sets differ; names both values with their ranks and hosts.
+        DataError: the data sets differ; the message has both values with their ranks and hosts.
         ConfigError: a setting differs.
     """
     if world.size == 1:
         return
-    own = {"samples": f"{len(dataset):,} samples", "contents": contents_digest(dataset), **settings}
-    for fact, values in differences(world.gather(facts_here(own))):
+    facts = {
+        "samples": f"{len(dataset):,} samples",
+        "contents": contents_digest(dataset),
+        **settings,
+    }
+    for fact, values in differences(world.gather(facts_here(facts))):
         if fact in settings:
             raise ConfigError(f"{fact}= of {loader} differs between the ranks: {values}")
         what = "number of samples" if fact == "samples" else "samples"
@@ -65,9 +68,9 @@ def check_same_data(dataset: Any, world: World, loader: str, **settings: Any) ->
 
 
 def contents_digest(dataset: Any) -> str | None:
-    """Returns a digest of what a data set reads, in its order; None if it cannot tell.
+    """Returns a digest of the contents of a data set, in order; None if nothing is known of them.
 
-    It has the names of files below their common folder, with labels if they are there, some
+    It covers the names of files below their common folder, with labels if there are any, some
     entries of tensors and arrays in memory, and the indices of a `Subset`. No sample is read.
     """
     parts = list(_parts(dataset))
@@ -90,13 +93,13 @@ def _parts(dataset: Any) -> Iterator[Any]:
 
 
 def _attribute(dataset: Any, name: str, kind: Any) -> Any:
-    """Returns what a data set itself has under a name, if it is of this kind; or ()."""
+    """Returns the data set's instance attribute of this name if it has this type, else ()."""
     value = getattr(dataset, "__dict__", {}).get(name)
     return value if isinstance(value, kind) else ()
 
 
 def _entries(leaf: Any) -> Iterator[Any]:
-    """Yields shape, type and some entries of a tensor or an array, without a copy of the whole."""
+    """Yields shape, dtype and some entries of a tensor or array, without copying all of it."""
     if isinstance(leaf, Tensor):
         if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_meta:
             return
@@ -105,30 +108,31 @@ def _entries(leaf: Any) -> Iterator[Any]:
         return
     yield f"{tuple(leaf.shape)} {leaf.dtype}"
     if leaf.ndim and 0 not in leaf.shape:
-        some = leaf[:: max(1, len(leaf) // _COMPARED_SAMPLES)]
-        yield some.reshape(len(some), -1)[:, :_ENTRIES_OF_A_SAMPLE]
+        sampled = leaf[:: max(1, len(leaf) // _COMPARED_SAMPLES)]
+        yield sampled.reshape(len(sampled), -1)[:, :_ENTRIES_OF_A_SAMPLE]
 
 
 def _paths(entries: Sequence[Any]) -> Iterator[str]:
-    """Yields what tells a list of paths, or of pairs of a path and a label, from another one.
+    """Yields texts that identify a list of paths, or of pairs of a path and a label.
 
-    Nothing if it is neither. As few and long texts, because there may be millions of files.
+    Yields nothing for other lists. The texts are few and long, since there may be millions of
+    files.
     """
-    pairs = all(isinstance(each, tuple) and len(each) == 2 for each in entries)
-    paths = [each[0] for each in entries] if pairs else entries
+    pairs = all(isinstance(entry, tuple) and len(entry) == 2 for entry in entries)
+    paths = [entry[0] for entry in entries] if pairs else entries
     if paths and all(isinstance(path, str | os.PathLike) for path in paths):
         yield "\0".join(below_common_folder(paths))
-        yield repr([each[1] for each in entries]) if pairs else ""
+        yield repr([entry[1] for entry in entries]) if pairs else ""
 
 
 def digest_of(samples: Any) -> int:
-    """Returns a number of 62 bits that differs, most probably, for different samples."""
-    found = hashlib.blake2b(digest_size=8)
+    """Returns a 62-bit hash of samples."""
+    hasher = hashlib.blake2b(digest_size=8)
     for leaf in tree_leaves(samples):
         if isinstance(leaf, Tensor):
             leaf = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         if isinstance(leaf, np.ndarray):  # the bytes of objects are their addresses
-            found.update(repr(leaf.tolist()).encode() if leaf.dtype.hasobject else leaf.tobytes())
+            hasher.update(repr(leaf.tolist()).encode() if leaf.dtype.hasobject else leaf.tobytes())
         elif isinstance(leaf, str | bytes | int | float | None):
-            found.update(repr(leaf).encode())
-    return int.from_bytes(found.digest()) >> 2
+            hasher.update(repr(leaf).encode())
+    return int.from_bytes(hasher.digest()) >> 2

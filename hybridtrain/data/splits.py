@@ -1,10 +1,10 @@
-"""A data set as the trainer takes it: two splits, how to batch them, and metadata for the model."""
+"""The data sets of a run: training and evaluation splits, how to batch them, and metadata."""
 
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,17 +17,17 @@ from hybridtrain.errors import DataError
 
 
 def already_batched(batch: Any) -> Any:
-    """Returns `batch`; the `collate_fn` of a data set whose `__getitems__` makes whole batches.
+    """Returns `batch`; the `collate_fn` for a data set whose `__getitems__` makes whole batches.
 
-    A data set that was wrapped in one that only knows `__getitem__` gives the loader a list of
-    items instead: they are stacked with `default_collate`.
+    Inside a wrapper that only has `__getitem__`, such a data set gives a list of items instead,
+    which `default_collate` stacks.
     """
     return default_collate(batch) if isinstance(batch, list) else batch
 
 
 @dataclass(frozen=True)
 class WithoutTargets:
-    """A `collate_fn` of inputs alone: it returns pairs whose targets are None."""
+    """A `collate_fn` for inputs without targets: it returns pairs whose targets are None."""
 
     collate: Callable[[Any], Any]
 
@@ -38,52 +38,53 @@ class WithoutTargets:
 
 @dataclass(frozen=True)
 class DataSplits:
-    """A data set, ready for a `DataLoader`.
+    """The data sets of a run.
 
-    Both splits are map-style (`__getitem__` and `__len__`) or iterable (see `StreamLoader`), can be
-    sent to loader workers (they pickle), and yield `(inputs, target)`, where each is a tensor or a
-    pytree of tensors.
+    Both splits are map-style (`__getitem__` and `__len__`) or iterable, can be pickled for loader
+    workers, and yield `(inputs, target)`, where each is a tensor or a pytree of tensors.
     """
 
     train: Dataset[Any] | Iterable[Any]
     """The training split."""
 
     eval: Dataset[Any] | Iterable[Any] | None
-    """The evaluation split, or None where there is none."""
+    """The evaluation split, or None."""
 
     collate: Callable[[Any], Any] | None = already_batched
     """The loader's `collate_fn`."""
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Sizes that a model may need: `num_classes`, `vocab_size`, `seq_len`, `image_size`, ...
-    A key of the model's config that is null takes the value of the same name."""
+    They fill the keys of the model's config that are null and have the same name."""
 
     predict: Dataset[Any] | Iterable[Any] | None = None
-    """Inputs without targets, which the command `predict` takes instead of the evaluation split."""
+    """Inputs without targets, which the command `predict` uses instead of the evaluation split."""
 
     predict_collate: Callable[[Any], Any] | None = None
-    """The loader's `collate_fn` of these inputs; None: `collate`."""
+    """The loader's `collate_fn` for these inputs; None: `collate`."""
 
     tokenizer: Any = None
-    """The tokenizer of transformers that made the token ids: `export` writes it beside a model."""
+    """The transformers tokenizer that made the token ids; `export` saves it with the model."""
 
     vocabulary: str | None = None
-    """Digest of the tokenizer's vocabulary, which must be the same on all ranks."""
+    """The digest of the tokenizer's vocabulary, which must be the same on all ranks."""
 
     held_out: bool = False
-    """True if the evaluation split was held out of the training data."""
+    """True if the evaluation split was split off from the training data."""
 
     notes: Sequence[str] = ()
-    """Parts of the first line of a run, after the numbers: formats, places."""
+    """Further parts of the data line that a run prints, such as formats and paths."""
 
     digest: str | None = None
-    """Of the list of files that the samples were read from; see `digest_of_files`."""
+    """The digest of the list of files that the samples come from, by `digest_of_files`."""
 
     without_samples: Sequence[str] = ()
-    """Classes without a training sample."""
+    """The names of classes without a training sample."""
 
     def __str__(self) -> str:
         train, evaluation = length_of(self.train), length_of(self.eval)
+        if train == 0 and self.predict is not None:
+            return f"data: {length_of(self.predict):,} samples to predict"
         what = "windows" if "seq_len" in self.metadata else "samples"
         parts = [f"{train:,} {what}" if train is not None else f"{what}, as many as come"]
         if evaluation is not None:
@@ -99,8 +100,30 @@ class DataSplits:
         return "data: " + "; ".join([*parts, *self.notes])
 
 
+DataFunction = TypeVar("DataFunction", bound=Callable[..., DataSplits])
+
+
+def for_trained_models(
+    load: Callable[..., DataSplits],
+) -> Callable[[DataFunction], DataFunction]:
+    """Decorates a data function with one for models that are trained, which reads no training data.
+
+    `predict data.predict_path=` and `export` call it, so that they need no training data.
+
+    Args:
+        load: takes the metadata of the data that the model was trained on, and the arguments of the
+            data function by name; returns splits whose `train` is empty.
+    """
+
+    def decorate(function: DataFunction) -> DataFunction:
+        function.for_trained_models = load  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
 def length_of(dataset: Any) -> int | None:
-    """Returns `len(dataset)`, or None if it has none: some types have `__len__` and refuse."""
+    """Returns `len(dataset)`, or None if it has no length or its `__len__` refuses."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
@@ -108,15 +131,15 @@ def length_of(dataset: Any) -> int | None:
 
 
 def digest_of_files(names: Iterable[str]) -> str:
-    """Returns a short digest of a list of files, such as their names below a folder and sizes."""
-    found = hashlib.blake2b(digest_size=8)
+    """Returns a short digest of strings that describe files, such as relative names and sizes."""
+    hasher = hashlib.blake2b(digest_size=8)
     for name in names:
-        found.update(name.encode("utf-8", "surrogateescape") + b"\0")
-    return found.hexdigest()
+        hasher.update(name.encode("utf-8", "surrogateescape") + b"\0")
+    return hasher.hexdigest()
 
 
 def below_common_folder(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Returns paths without the folder that all of them share."""
+    """Returns paths relative to the folder that all of them share."""
     names = [os.fspath(path) for path in paths]
     # `dirname` leaves whole folders of the prefix; `commonpath` of one file would be that file
     common = os.path.dirname(os.path.commonprefix([min(names), max(names)]))  # noqa: RUF071
@@ -132,13 +155,13 @@ class InMemoryDataset(Dataset[Any]):
 
     Args:
         inputs: a tensor, or a pytree of tensors, with the samples in dim 0.
-        targets: likewise, with equally many samples.
-        prepare: applied to the inputs and targets of every batch, of which it returns new ones,
-            such as normalised floats for bytes. It must keep dim 0, and pickle: a function of a
-            module, or a `functools.partial` of one.
+        targets: a tensor, or a pytree of tensors, with equally many samples in dim 0.
+        prepare: `prepare(inputs, targets)` returns the new inputs and targets of a batch, such as
+            normalised floats for bytes. It must keep dim 0 and be picklable: a module-level
+            function, or a `functools.partial` of one.
 
     Raises:
-        DataError: the tensors differ in length, or there is none.
+        DataError: the tensors differ in length, or there are no tensors.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Iterable data sets, such as streams: divided over replicas and workers, and resumed exactly.
+"""Loaders of iterable data sets, divided over replicas and workers, and resumed exactly.
 
 Every process reads the same stream and keeps its own samples of each global batch:
 
@@ -6,10 +6,10 @@ Every process reads the same stream and keeps its own samples of each global bat
     replica 0  0   2   | 4   6   | 8   10    | 12
     replica 1    1   3 |   5   7 |   9    11 |    13
 
-With worker processes, number w of W makes the global batches w, w + W, ... of its replica. So the
-batches are the same for any number of replicas and workers, and each can tell how long the stream
-is. What it costs is that a sample is read in every process; a data set that divides itself
-(`divided=True`) avoids that, and then the replicas must agree on each batch (see `agreement`).
+With W worker processes, worker w makes the global batches w, w + W, ... for its replica. So the
+batches are the same for any number of replicas and workers, and each process knows the length of
+the stream. The cost is that every process reads every sample. A data set that divides itself
+(`divided=True`) avoids that, but then the replicas must agree on each batch (`agreement`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from hybridtrain.data.splits import length_of
 from hybridtrain.errors import CheckpointError, DataError
 from hybridtrain.world import World
 
-# as many samples tell two streams apart
+# the number of samples in the digest of a stream
 _DIGESTED_SAMPLES = 16
 
 
@@ -58,18 +58,18 @@ def example_batch(dataset: Any, samples: int, collate: Callable[[Any], Any] | No
     """Returns the first `samples` of a data set as a batch `(inputs, targets)`.
 
     Raises:
-        DataError: there are none, or they make no batch.
+        DataError: the data set has no samples, or they cannot be collated.
     """
     if not is_stream(dataset):
-        there = range(min(samples, len(dataset)))
-        if len(there):
-            return whole_batch(dataset, there, collate)
+        indices = range(min(samples, len(dataset)))
+        if len(indices):
+            return whole_batch(dataset, indices, collate)
         raise DataError(f"{name_of(dataset)} has no samples")
-    before = dataset.state_dict() if has_state(dataset) else None
+    state_before = dataset.state_dict() if has_state(dataset) else None
     reader = _Reader(dataset)
     items, total = reader.take(samples, 0, 1, keep=True)
-    if before is not None:
-        dataset.load_state_dict(before)  # training begins where the data set stood
+    if state_before is not None:
+        dataset.load_state_dict(state_before)  # training must begin at the original state
     unless_failed(reader.failure)
     if total == 0:
         raise DataError(f"{name_of(dataset)} has no samples")
@@ -77,23 +77,24 @@ def example_batch(dataset: Any, samples: int, collate: Callable[[Any], Any] | No
     return unless_failed(collated(items, collate or default_collate, dataset, what))
 
 
-# Batches that are looked through where they differ in size.
+# The number of batches to compare if they differ in size.
 _MOST_LOOKED_AT = 16
 
 
 def largest_batch(
     dataset: Any, samples: int, collate: Callable[[Any], Any] | None, first: Any
 ) -> Any:
-    """Returns the batch of most bytes among some that are spread over a data set.
+    """Returns the batch with the most bytes among some batches from all parts of a data set.
 
-    Where samples differ in length, batches are padded to their longest, and the memory of a run is
-    that of the largest. Two batches are looked at where they are equally large, 16 otherwise.
+    If samples differ in length, batches are padded to their longest sample, and the largest batch
+    determines the memory of a run. If the first and last batches are equally large, no further
+    batches are read; otherwise about 16 are.
 
     Args:
-        dataset: whose samples are read; an iterable one is not.
-        samples: of a batch.
-        collate: see `LoaderOptions`.
-        first: the batch of the first samples, which is returned unless another one is larger.
+        dataset: the data set; an iterable one is not read.
+        samples: the number of samples of a batch.
+        collate: the `collate_fn`; None: the default.
+        first: the batch of the first samples, which is returned unless another batch is larger.
 
     Raises:
         DataError: a sample cannot be read.
@@ -101,12 +102,12 @@ def largest_batch(
     if is_stream(dataset):
         return first
     starts = range(0, len(dataset) - samples + 1, max(1, len(dataset) // _MOST_LOOKED_AT))
-    found = [first]
+    batches = [first]
     for number, start in enumerate(reversed(starts)):
-        found.append(whole_batch(dataset, range(start, start + samples), collate))
-        if number == 0 and _bytes_of(found[-1]) == _bytes_of(first):
+        batches.append(whole_batch(dataset, range(start, start + samples), collate))
+        if number == 0 and _bytes_of(batches[-1]) == _bytes_of(first):
             break
-    return max(found, key=_bytes_of)
+    return max(batches, key=_bytes_of)
 
 
 def _bytes_of(batch: Any) -> int:
@@ -116,23 +117,24 @@ def _bytes_of(batch: Any) -> int:
 class StreamLoader(AgreedLoader):
     """An endless stream of batches from an iterable data set, epoch after epoch: a `Loader`.
 
-    `dataset` is anything whose `iter()` starts anew and yields `(inputs, target)`. `set_epoch(e)`
-    is called before each epoch if it is there. With `state_dict` and `load_state_dict` a resumed
-    run continues where it was; without them it reads up to there again, so the samples must come in
-    the same order.
+    Each `iter(dataset)` must start anew and yield `(inputs, target)`. `set_epoch(e)` is called
+    before each epoch if the data set has it. If the data set has `state_dict` and
+    `load_state_dict`, a resumed run continues at its state; otherwise the run reads the stream
+    again up to its position, so the order of samples must be reproducible.
 
     Args:
-        dataset: iterable; or a Hugging Face `IterableDataset`, which is divided by its own means.
-        batch_size: see `Loader`, as for all others.
+        dataset: an iterable data set. A Hugging Face `IterableDataset` is divided by
+            `split_dataset_by_node`.
+        batch_size: the number of samples of a global batch, over all replicas.
         world: tells which replica this process belongs to.
-        **settings: `divided=True` if `dataset` divides itself.
+        **settings: further arguments of `Loader`; `divided=True` if `dataset` divides itself.
 
     Attributes:
-        batches_per_epoch: None where `dataset` has no length.
+        batches_per_epoch: the number of batches per epoch; None if `dataset` has no length.
 
     Raises:
-        DataError: `dataset` can be iterated over only once, or there are fewer samples in a batch
-            than replicas that `dataset` is divided over.
+        DataError: `dataset` can be iterated over only once, or a batch has fewer samples than there
+            are replicas that `dataset` is divided over.
     """
 
     _how_to_divide = (
@@ -163,7 +165,7 @@ class StreamLoader(AgreedLoader):
         if type(dataset).__module__.partition(".")[0] == "datasets":
             from datasets.distributed import split_dataset_by_node
 
-            self.divided = True  # over the worker processes it divides itself too
+            self.divided = True  # it also divides itself over worker processes
             self.dataset = split_dataset_by_node(
                 dataset, rank=world.replica, world_size=world.replicas
             )
@@ -180,7 +182,7 @@ class StreamLoader(AgreedLoader):
     def _epochs(
         self, start: Position, drop_last: bool | None = None
     ) -> Generator[Generator[Piece, None, None], None, None]:
-        # A thread or worker processes make all epochs, and live as long.
+        # The same thread or worker processes make the batches of all epochs.
         options, name = self.options, name_of(self.dataset)
         part = _StreamPart(
             self.dataset,
@@ -217,38 +219,40 @@ class StreamLoader(AgreedLoader):
                 yield piece
 
     def once(self) -> Generator[Any, None, None]:
-        """Yields this replica's `(inputs, targets)` of one pass, of which none is left out."""
+        """Yields this replica's `(inputs, targets)` of one epoch, without dropping any."""
         with closing(self._epochs(Position(), drop_last=False)) as epochs:
             pieces = next(epochs)
             piece = next(pieces, None)
             if self._world.replicas > 1:
-                found = self._world.gather(0 if piece is None else piece.digest)
-                self._compare(found[:: self._world.processes_per_replica])
+                digests = self._world.gather(0 if piece is None else piece.digest)
+                self._compare(digests[:: self._world.processes_per_replica])
             while piece is not None:
                 if piece.samples:
                     yield piece.batch
                 piece = next(pieces, None)
 
-    def _gathered(self, at: Position) -> list[Any]:
+    def _gathered_states(self, at: Position) -> list[Any]:
         states = {worker: pickle.loads(state) for worker, state in at.states.items()}
         if not self.divided:
             return [states.get(-1)]
-        mine = {"worker": at.worker, "states": states, "workers": self.options.workers}
-        return self._world.gather(mine)[:: self._world.processes_per_replica]
+        local_state = {"worker": at.worker, "states": states, "workers": self.options.workers}
+        return self._world.gather(local_state)[:: self._world.processes_per_replica]
 
-    def _own_states(self, states: list[Any]) -> tuple[dict[int, bytes], int]:
+    def _local_states(self, states: list[Any]) -> tuple[dict[int, bytes], int]:
         if not self.divided:
             return {} if states[0] is None else {-1: pickle.dumps(states[0])}, 0
-        now = (self._world.replicas, self.options.workers)
-        then = (len(states), states[0].get("workers") if states[0] else None)
-        if now != then:
+        current = (self._world.replicas, self.options.workers)
+        saved = (len(states), states[0].get("workers") if states[0] else None)
+        if current != saved:
             raise CheckpointError(
                 f"{name_of(self.dataset)} divides itself, and its state in the checkpoint is "
-                f"that of {then[0]} replicas with workers={then[1]}, not of {now[0]} with "
-                f"workers={now[1]}: go on with as many, or start a new run"
+                f"that of {saved[0]} replicas with workers={saved[1]}, not of {current[0]} with "
+                f"workers={current[1]}: go on with as many, or start a new run"
             )
-        own = states[self._world.replica]
-        return {int(i): pickle.dumps(x) for i, x in own["states"].items()}, own["worker"]
+        local_state = states[self._world.replica]
+        return {int(i): pickle.dumps(x) for i, x in local_state["states"].items()}, local_state[
+            "worker"
+        ]
 
 
 @dataclass(eq=False)
@@ -268,7 +272,7 @@ class _First(IterableDataset[Any]):
 
 @dataclass(eq=False)
 class _StreamPart(IterableDataset[Any]):
-    """A process's pieces of each epoch, as ready batches; runs in the workers."""
+    """Makes a process's pieces of each epoch; runs in the worker processes."""
 
     dataset: Any
     divided: bool
@@ -288,8 +292,8 @@ class _StreamPart(IterableDataset[Any]):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         if info is not None:
-            own = (self.replica, worker) if self.divided else (0, 0)
-            seed = hash((self.seed, start.epoch, *own)) & 0x7FFF_FFFF
+            reader_id = (self.replica, worker) if self.divided else (0, 0)
+            seed = hash((self.seed, start.epoch, *reader_id)) & 0x7FFF_FFFF
             for seed_generator in (torch.manual_seed, random.seed, np.random.seed):
                 seed_generator(seed)
         if hasattr(self.dataset, "set_epoch"):
@@ -299,27 +303,27 @@ class _StreamPart(IterableDataset[Any]):
             saved = pickle.loads(state)
             self.dataset.load_state_dict(saved["state"])
             if saved["ended"]:
-                return  # this epoch; an iteration would begin the next
+                return  # the epoch is over; iterating would begin the next one
         reader = _Reader(self.dataset)
         if not self.divided and state is None:
             reader.take(start.batch * self.batch_size, 0, 1, keep=False)
         if self.divided and worker < start.worker % workers:
-            yield "a turn"  # that it had taken before the state was saved
-        # A data set that divides itself gives this worker its samples alone; of any other, it makes
-        # the global batches `worker`, `worker + workers`, ..., and this replica's share of them.
+            yield "a turn"  # this worker had its turn before the state was saved
+        # A data set that divides itself gives this worker only its samples. From any other, the
+        # worker makes this replica's share of the global batches `worker`, `worker + workers`, ...
         size, offset, stride, turns = self.batch_size, self.replica, self.replicas, workers
         if self.divided:
             share = share_of(size, offset, stride)
             size, offset, stride, turns = share.stop - share.start, 0, 1, 1
         for number in itertools.count():
-            mine = number % turns == worker % turns
-            samples, total = reader.take(size, offset, stride, mine)
-            if reader.failure is not None and (mine or total == 0):
+            is_mine = number % turns == worker % turns
+            samples, total = reader.take(size, offset, stride, is_mine)
+            if reader.failure is not None and (is_mine or total == 0):
                 yield reader.failure
                 return
             if total == 0 or (total < size and self.drop_last):
                 return
-            if mine:
+            if is_mine:
                 counts = len(range(offset, total, stride))
                 yield self._piece(reader, samples, counts, None if self.divided else total, worker)
 
@@ -329,7 +333,7 @@ class _StreamPart(IterableDataset[Any]):
         state = None
         if has_state(self.dataset):
             saved = {"state": self.dataset.state_dict(), "ended": reader.ended}
-            state = pickle.dumps(saved)  # now, since the data set goes on
+            state = pickle.dumps(saved)  # now, because the data set advances
         what = f"{len(samples)} samples of {name_of(self.dataset)}, before sample {reader.read}"
         batch = collated(samples, self.collate, self.dataset, what)
         if isinstance(batch, Failure):
@@ -338,13 +342,13 @@ class _StreamPart(IterableDataset[Any]):
 
 
 class _Reader:
-    """The samples of a data set, in order.
+    """Reads the samples of a data set in order.
 
     Attributes:
-        read: how many were read.
-        first: a few of the first.
-        failure: what happened when a sample could not be read.
-        ended: whether the data set has been asked for more than there is.
+        read: the number of samples read so far.
+        first: the first few samples.
+        failure: the failure of a sample that could not be read, or None.
+        ended: whether the data set is exhausted.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -361,15 +365,23 @@ class _Reader:
 
     @cached_property
     def digest(self) -> int:
-        """The digest of the first samples, those that were read when it is first asked for."""
+        """The digest of the first samples that had been read at the first access."""
         return digest_of(self.first)
 
     def take(self, count: int, offset: int, stride: int, keep: bool) -> tuple[list[Any], int]:
-        """Reads `count` samples; returns those of this replica, and how many there were.
+        """Reads samples of a global batch.
 
-        Where it has none of them it gets the first, so that it can take part in the step.
+        Args:
+            count: the number of samples to read.
+            offset: the position of this replica's first sample.
+            stride: the distance between this replica's samples.
+            keep: False to skip the samples.
+
+        Returns:
+            this replica's samples, and the number of samples that were read. A replica without
+            samples gets the first one as padding.
         """
-        kept: list[Any] = []
+        samples: list[Any] = []
         spare: Any = None
         for number in range(count):
             try:
@@ -379,12 +391,12 @@ class _Reader:
                 if not self.ended:
                     what = f"sample {self.read} of {self._name} cannot be read"
                     self.failure = Failure.of(what, error)
-                return (kept or [spare], number)
+                return (samples or [spare], number)
             self.read += 1
             if len(self.first) < min(_DIGESTED_SAMPLES, count):
                 self.first.append(sample)
             if keep and number % stride == offset:
-                kept.append(sample)
+                samples.append(sample)
             elif keep and number == 0:
                 spare = sample
-        return (kept or [spare], count)
+        return (samples or [spare], count)

@@ -50,7 +50,7 @@ def cifar10(root: str | Path = "data", download: bool = False, augment: bool = T
     random part of 32 x 32 of it with a border of 4, mirrored or not. The pixels stay bytes in
     memory (154 MB for the training split).
 
-    Metadata: `num_classes` 10, `image_size` 32, `channels` 3.
+    Metadata: `num_classes` 10, `image_size` 32, `channels` 3, `image_mean`, `image_std`.
 
     Source: A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
 
@@ -70,7 +70,13 @@ def cifar10(root: str | Path = "data", download: bool = False, augment: bool = T
     return DataSplits(
         train=Augmented(*train, _transform()) if augment else InMemoryDataset(*train, to_floats),
         eval=InMemoryDataset(*evaluation, to_floats),
-        metadata={"num_classes": 10, "image_size": _SIDE, "channels": 3},
+        metadata={
+            "num_classes": 10,
+            "image_size": _SIDE,
+            "channels": 3,
+            "image_mean": _MEAN,
+            "image_std": _STD,
+        },
     )
 
 

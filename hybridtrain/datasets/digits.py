@@ -62,8 +62,8 @@ def digits() -> DataSplits:
     )
 
 
-def _broken(path: str, found: str) -> str:
+def _broken(path: str, problem: str) -> str:
     return (
-        f"{path} should hold {_SAMPLES} lines of {_SIDE * _SIDE} pixels and a label, but: {found}. "
-        "The file comes with the package: install hybridtrain again"
+        f"{path} should hold {_SAMPLES} lines of {_SIDE * _SIDE} pixels and a label, but: "
+        f"{problem}. The file comes with the package: install hybridtrain again"
     )

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from hybridtrain.data import DataSplits
+from hybridtrain.data import DataSplits, for_trained_models
 from hybridtrain.datasets.held_out import check_share, held_out
 from hybridtrain.datasets.split_names import SPLITS, check_classes, class_numbers, listed
 from hybridtrain.datasets.standard_input import STANDARD_INPUT, read_lines
@@ -58,6 +58,66 @@ _TEXTS_AT_A_TIME = 1000
 Item = tuple[dict[str, Tensor], Tensor]
 
 
+def _for_trained_models(
+    metadata: Mapping[str, Any],
+    tokenizer: str,
+    task: str = "classification",
+    name: str | None = None,
+    classes: list[str] | None = None,
+    text: str = "text",
+    text_pair: str | None = None,
+    max_len: int = 128,
+    pad: str = "longest",
+    decoder_start: str | None = None,
+    predict_path: str | None = None,
+    **of_training: Any,
+) -> DataSplits:
+    """Returns the texts of `predict_path` alone, and the tokenizer; see `for_trained_models`."""
+    tok = load_tokenizer(tokenizer)
+    given: dict[str, Any] = {"vocab_size": len(tok), "max_len": max_len}
+    if classes is not None:
+        given["classes"] = classes
+    encode = _Encoder(tok, text, text_pair, max_len)
+    start = _start(tok, tokenizer, decoder_start) if task == "seq2seq" else -1
+    to_predict = None
+    if predict_path is not None:
+        to_predict = _texts_to_predict(predict_path, name, encode, task, start)
+        if "longest" in metadata:
+            lengths, complete = _lengths(
+                to_predict.samples, tok, to_predict.texts, task != "causal_lm"
+            )
+            given["longest"] = max([metadata["longest"], *lengths]) if complete else None
+    return DataSplits(
+        train=(),
+        eval=None,
+        predict=to_predict,
+        predict_collate=_padded(tok, max_len, pad).of_inputs,
+        metadata={**metadata, **given},
+        tokenizer=tok,
+        vocabulary=vocabulary_digest(tok),
+    )
+
+
+def _padded(tokenizer: Any, max_len: int, pad: str) -> Padded:
+    return Padded(_padding(tokenizer) or 0, max_len if pad == "max_len" else None)
+
+
+def _texts_to_predict(
+    path: str, name: str | None, encode: _Encoder, task: str, start: int
+) -> Encoded:
+    """Returns the texts of `predict_path`, or those on standard input."""
+    texts = [encode.text, *([encode.text_pair] if encode.text_pair is not None else [])]
+    if path == STANDARD_INPUT:
+        table = _of_standard_input(texts)
+    else:
+        table = read_table("predict_path", path, name)
+    check_complete(table, texts, "text")
+    alone = table.splits[next(s for s in ("test", *table.splits) if s in table.splits)]
+    _check_columns({"predict": alone}, "text", [encode.text], "text")
+    return Encoded(alone, partial(_alone, encode, task, start), texts)
+
+
+@for_trained_models(_for_trained_models)
 def hf_datasets(
     path: str,
     tokenizer: str,
@@ -115,22 +175,23 @@ def hf_datasets(
         tokenizer: a `tokenizer.json`, a folder of a tokenizer, or a name on the Hub.
         task: classification, regression, causal_lm, masked_lm or seq2seq.
         name: the configuration of a data set on the Hub that has several.
-        eval_path: as `path`, of the evaluation split; None: it is a split of `path`, or held out.
+        eval_path: a path like `path` with the evaluation split; None: a split of `path`, or a
+            held-out part of it.
         train_split: the split to train on.
         eval_split: the split to evaluate on; None: validation, test or another of the usual names.
-        eval_share: the part that is held out where there is no such split.
-        split_seed: which samples are held out is drawn from it.
+        eval_share: the share that is held out if there is no such split, 0 to 1.
+        split_seed: the seed of the choice of held-out samples.
         classes: the names of the classes in the order of their numbers; None: sorted, or as a
             ClassLabel has them.
         text: the column of the text.
         text_pair: the column of a second text, such as the sentence to compare with.
         target: the column of the class, the number (several: a list) or, for seq2seq, the text.
-        max_len: tokens after which a sample is cut, or tokens in a window.
+        max_len: the number of tokens after which a sample is cut, or of a window.
         pad: `longest`, or `max_len` for batches of one shape.
-        pack: join texts for causal_lm; False: each is a sample by itself.
-        mask_share: the part of the tokens that masked_lm predicts.
-        decoder_start: the first token of a decoder; None: the tokenizer's padding, as T5 has it.
-        predict_path: as `path`, of texts without targets for the command `predict`; `-` for
+        pack: whether to join texts for causal_lm; False: each text is a sample.
+        mask_share: the share of the tokens that masked_lm predicts, 0 to 1.
+        decoder_start: the first token of a decoder; None: the tokenizer's padding token, as in T5.
+        predict_path: a path like `path` of texts without targets for the command `predict`; `-` for
             standard input, one text or JSON object per line.
 
     Raises:
@@ -164,25 +225,16 @@ def hf_datasets(
     metadata |= {"special_tokens": _special_tokens(tok)}
     if pad_id is not None:
         metadata |= {"pad_index": pad_id}
-    pad_id = pad_id or 0
     encode = _Encoder(tok, text, text_pair, max_len)
     start = _start(tok, tokenizer, decoder_start) if task == "seq2seq" else -1
     if task == "seq2seq":
         metadata["special_tokens"] |= {"decoder_start_token_id": start}
-    if predict_path is None:
-        to_predict = None
-    else:
-        if predict_path == STANDARD_INPUT:
-            table = _of_standard_input(texts)
-        else:
-            table = read_table("predict_path", predict_path, name)
-        check_complete(table, texts, "text")
-        alone = table.splits[next(s for s in ("test", *table.splits) if s in table.splits)]
-        _check_columns({"predict": alone}, "text", [text], "text")
-        to_predict = Encoded(alone, partial(_alone, encode, task, start), texts)
+    to_predict = None
+    if predict_path is not None:
+        to_predict = _texts_to_predict(predict_path, name, encode, task, start)
     others: dict[str, Any] = {
         "predict": to_predict,
-        "predict_collate": Padded(pad_id, max_len if pad == "max_len" else None).of_inputs,
+        "predict_collate": _padded(tok, max_len, pad).of_inputs,
         "tokenizer": tok,
         "vocabulary": vocabulary_digest(tok),
         "held_out": source.held_out,
@@ -201,8 +253,8 @@ def hf_datasets(
     if task == "seq2seq":
         others_read += [(of_split, targets[:1]) for of_split in samples.values()]
     for of_split, columns in others_read:
-        found, all_of_them = _lengths(of_split, tok, columns, special)
-        lengths, complete = [*lengths, *found], complete and all_of_them
+        split_lengths, is_complete = _lengths(of_split, tok, columns, special)
+        lengths, complete = [*lengths, *split_lengths], complete and is_complete
     if complete and pad == "longest":
         metadata |= {"longest": max(lengths)}
     items: dict[str, Callable[[Mapping[str, Any]], Item]] = {}
@@ -229,7 +281,7 @@ def hf_datasets(
     return DataSplits(
         train=Encoded(samples["train"], items["train"], texts),
         eval=Encoded(samples["eval"], items["eval"], texts),
-        collate=Padded(pad_id, max_len if pad == "max_len" else None),
+        collate=_padded(tok, max_len, pad),
         metadata=metadata,
         **others,
     )
@@ -338,9 +390,9 @@ class Padded:
     """A `collate` that pads the tensors of samples at their end, and stacks them.
 
     Attributes:
-        pad_id: what `input_ids` and `decoder_input_ids` are padded with. Other inputs are padded
+        pad_id: the padding token of `input_ids` and `decoder_input_ids`. Other inputs are padded
             with 0, and labels with -100.
-        length: of the padded tensors; None: that of the longest in the batch.
+        length: the length of the padded tensors; None: the length of the longest in the batch.
     """
 
     pad_id: int
@@ -348,13 +400,13 @@ class Padded:
 
     def __call__(self, items: Sequence[Item]) -> tuple[dict[str, Tensor], Tensor]:
         """Returns the batch `(inputs, labels)` of samples."""
-        inputs = self.of_inputs([each for each, _ in items])
+        inputs = self.of_inputs([input_ for input_, _ in items])
         return inputs, self._joined([labels for _, labels in items], IGNORED)
 
     def of_inputs(self, items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Returns the batch of inputs without labels."""
         return {
-            key: self._joined([each[key] for each in items], self.pad_id if key in _IDS else 0)
+            key: self._joined([item[key] for item in items], self.pad_id if key in _IDS else 0)
             for key in items[0]
         }
 
@@ -381,8 +433,8 @@ class _Encoder:
 
     def of(self, text: str, pair: str | None = None, **settings: Any) -> dict[str, Tensor]:
         """Returns the tensors of a text, or of two, cut to `max_len` tokens; one at least."""
-        found = self.tokenizer(text, pair, truncation=True, max_length=self.max_len, **settings)
-        tensors = {key: torch.tensor(value, dtype=torch.int64) for key, value in found.items()}
+        encoded = self.tokenizer(text, pair, truncation=True, max_length=self.max_len, **settings)
+        tensors = {key: torch.tensor(value, dtype=torch.int64) for key, value in encoded.items()}
         if len(tensors["input_ids"]):
             return tensors
         # A sample that is all padding would have a softmax over nothing.
@@ -422,10 +474,10 @@ def _masked(encode: _Encoder, collator: Any, sample: Mapping[str, Any]) -> Item:
 
 
 def _translated(encode: _Encoder, target: str, start: int, sample: Mapping[str, Any]) -> Item:
-    found = encode.tokenizer(
+    encoded = encode.tokenizer(
         text_target=_text(sample, target), truncation=True, max_length=encode.max_len
     )
-    labels = torch.tensor(found["input_ids"] or [start], dtype=torch.int64)
+    labels = torch.tensor(encoded["input_ids"] or [start], dtype=torch.int64)
     first = torch.tensor([start])
     return {**encode(sample), "decoder_input_ids": torch.cat([first, labels[:-1]])}, labels
 
@@ -474,9 +526,9 @@ def _start(tokenizer: Any, name: str, token: str | None) -> int:
 def _packed(
     samples: Mapping[str, Any], tokenizer: Any, column: str, length: int, metadata: dict[str, Any]
 ) -> DataSplits:
-    def too_few(split: str, found: int) -> str:
+    def too_few(split: str, tokens: int) -> str:
         return (
-            f"{found} tokens in the column {column} of the {split} split are too few for one "
+            f"{tokens} tokens in the column {column} of the {split} split are too few for one "
             f"window of max_len={length} and the token that follows: set a smaller max_len=, or "
             f"pack=false"
         )
@@ -497,8 +549,8 @@ def _joined_ids(samples: Any, tokenizer: Any, column: str) -> NDArray[Any]:
     for batch in samples.select_columns([column]).iter(_TEXTS_AT_A_TIME):
         texts = [text for text in batch[column] if text]
         if texts:
-            found = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-            parts.append(np.fromiter((i for ids in found for i in [*ids, *end]), dtype=np.int32))
+            encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            parts.append(np.fromiter((i for ids in encoded for i in [*ids, *end]), dtype=np.int32))
     return np.concatenate(parts)
 
 
@@ -546,21 +598,21 @@ class _Files:
         train = _split_of(table.splits, self.train_split, "train_split", self.path)
         evaluation = None
         if self.eval_path is not None:
-            other = read_table("eval_path", self.eval_path, self.name)
-            tables.append(other)
-            notes += other.notes
-            wanted = self.eval_split or next(iter(other.splits))
-            evaluation = _split_of(other.splits, wanted, "eval_split", self.eval_path)
+            eval_table = read_table("eval_path", self.eval_path, self.name)
+            tables.append(eval_table)
+            notes += eval_table.notes
+            eval_split = self.eval_split or next(iter(eval_table.splits))
+            evaluation = _split_of(eval_table.splits, eval_split, "eval_split", self.eval_path)
         else:
-            there = (one for one in _EVAL_SPLITS if one in table.splits)
-            wanted = self.eval_split or next(there, self.train_split)
-            if wanted != self.train_split:
-                evaluation = _split_of(table.splits, wanted, "eval_split", self.path)
-                unused = table.splits.keys() - {self.train_split, wanted}
+            known_splits = (split_name for split_name in _EVAL_SPLITS if split_name in table.splits)
+            eval_split = self.eval_split or next(known_splits, self.train_split)
+            if eval_split != self.train_split:
+                evaluation = _split_of(table.splits, eval_split, "eval_split", self.path)
+                unused = table.splits.keys() - {self.train_split, eval_split}
                 notes += [f"splits not used: {', '.join(sorted(unused))}"] if unused else []
-        for each in tables:
+        for source_table in tables:
             for column, key in columns.items():
-                check_complete(each, [column], key, key == "text" or blank_targets)
+                check_complete(source_table, [column], key, key == "text" or blank_targets)
         if evaluation is None:
             first, second = held_out(len(train), self.eval_share, self.split_seed)
             parts = (train.select(part, keep_in_memory=True) for part in (first, second))
@@ -587,16 +639,16 @@ def _check_columns(
     """Refuses columns that are not there, or not of a `kind`: `text`, `number`; None: any."""
     beginnings = {"text": ("string", "large_string"), "number": ("int", "uint", "float")}
     for split, of_split in samples.items():
-        there = {name: str(getattr(x, "dtype", x)) for name, x in of_split.features.items()}
-        shown = ", ".join(f"{name} ({dtype})" for name, dtype in there.items())
+        dtypes = {name: str(getattr(x, "dtype", x)) for name, x in of_split.features.items()}
+        shown = ", ".join(f"{name} ({dtype})" for name, dtype in dtypes.items())
         for column in columns:
-            if column not in there:
+            if column not in dtypes:
                 raise DataError(
                     f"{key}={column}: the {split} split has no such column; it has {shown}"
                 )
-            if kind is not None and not there[column].startswith(beginnings[kind]):
+            if kind is not None and not dtypes[column].startswith(beginnings[kind]):
                 raise DataError(
-                    f"{key}={column}: the column must have {kind}s, and has {there[column]}; the "
+                    f"{key}={column}: the column must have {kind}s, and has {dtypes[column]}; the "
                     f"columns of the {split} split are {shown}"
                 )
 
@@ -641,18 +693,25 @@ def _classes(
     # by split, the name or the number that each value stands for
     meaning: dict[str, dict[Any, Any]] = {}
     order: list[str] | None = None
-    for split, found in values.items():
+    for split, split_values in values.items():
         names = getattr(samples[split].features[column], "names", None)  # of a ClassLabel
-        if names and all(isinstance(value, int) and 0 <= value < len(names) for value in found):
-            meaning[split] = {value: names[value] for value in found}
+        if names and all(
+            isinstance(value, int) and 0 <= value < len(names) for value in split_values
+        ):
+            meaning[split] = {value: names[value] for value in split_values}
             order = list(names) if split == "train" else order
         else:
-            meaning[split] = {value: value for value in found}
+            meaning[split] = {value: value for value in split_values}
     every = [*values["train"], *values["eval"]]
     if source.numbers_are_texts and (numbers := as_numbers(every)) is not None:
         as_number = dict(zip(every, numbers, strict=True))
-        meaning = {split: {v: as_number[v] for v in found} for split, found in values.items()}
-    kinds = {split: {type(each) for each in own.values()} for split, own in meaning.items()}
+        meaning = {
+            split: {v: as_number[v] for v in split_values} for split, split_values in values.items()
+        }
+    kinds = {
+        split: {type(value) for value in names_of_split.values()}
+        for split, names_of_split in meaning.items()
+    }
     together = kinds["train"] | kinds["eval"]
     if together <= {int, bool}:
         return _numbered(column, meaning, classes)
@@ -667,23 +726,30 @@ def _classes(
             f"target={column}: there are values of type {shown}, and classes are texts "
             f"or whole numbers (for other numbers, task=regression)"
         )
-    used = {split: sorted(set(own.values())) for split, own in meaning.items()}
-    seen = used["train"]
+    used = {
+        split: sorted(set(names_of_split.values())) for split, names_of_split in meaning.items()
+    }
+    data_classes = used["train"]
     if source.held_out:  # a class that is held out as a whole is one of the data, too
-        seen = sorted({*used["train"], *used["eval"]})
-    known = class_numbers(order or seen, classes, "classes", f"target={column} of {path}")
-    if unknown := [name for name in used["eval"] if name not in known]:
+        data_classes = sorted({*used["train"], *used["eval"]})
+    class_names = class_numbers(
+        order or data_classes, classes, "classes", f"target={column} of {path}"
+    )
+    if unknown := [name for name in used["eval"] if name not in class_names]:
         raise DataError(
             f"target={column}: the train split has no class {listed(unknown)}; it has "
-            f"{listed(known)}"
+            f"{listed(class_names)}"
         )
-    check_classes(used["train"], known, f"target={column}", "classes=")
-    number = {name: i for i, name in enumerate(known)}
+    check_classes(used["train"], class_names, f"target={column}", "classes=")
+    number = {name: i for i, name in enumerate(class_names)}
     return _Numbering(
-        len(known),
-        known,
-        {split: {v: number[name] for v, name in own.items()} for split, own in meaning.items()},
-        [name for name in known if name not in used["train"]],
+        len(class_names),
+        class_names,
+        {
+            split: {v: number[name] for v, name in names_of_split.items()}
+            for split, names_of_split in meaning.items()
+        },
+        [name for name in class_names if name not in used["train"]],
     )
 
 
@@ -691,7 +757,7 @@ def _numbered(
     column: str, meaning: Mapping[str, Mapping[Any, int]], classes: Sequence[str] | None
 ) -> _Numbering:
     """Returns the classes of data that has numbers alone; `classes` may give them names."""
-    values = {number for own in meaning.values() for number in own.values()}
+    values = {number for numbers in meaning.values() for number in numbers.values()}
     count = len(classes) if classes is not None else max(values) + 1
     if min(values) < 0 or max(values) >= count or count > 10 * len(values):
         raise DataError(
@@ -704,6 +770,9 @@ def _numbered(
     return _Numbering(
         count,
         None if classes is None else list(classes),
-        {split: {v: int(number) for v, number in own.items()} for split, own in meaning.items()},
+        {
+            split: {v: int(number) for v, number in numbers.items()}
+            for split, numbers in meaning.items()
+        },
         [str(classes[number]) if classes else str(number) for number in unused],
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hybridtrain.data import DataSplits, digest_of_files
+from hybridtrain.data import DataSplits, digest_of_files, for_trained_models
 from hybridtrain.datasets.held_out import held_out
 from hybridtrain.datasets.images import (
     IMAGENET_MEAN,
@@ -79,6 +79,23 @@ class UnlabelledImages(Dataset[Any]):
         return {"file": self.files[index]}
 
 
+def _for_trained_models(
+    metadata: Mapping[str, Any],
+    image_size: int = 224,
+    classes: list[str] | None = None,
+    predict_path: str | None = None,
+    **of_training: Any,
+) -> DataSplits:
+    """Returns the images of `predict_path` alone; see `for_trained_models`."""
+    to_predict = None
+    if predict_path is not None:
+        transform = _transform(image_size, augment=False)
+        to_predict = UnlabelledImages(_files_to_predict(predict_path), transform)
+    given = _of_images(image_size) | ({"classes": classes} if classes is not None else {})
+    return DataSplits(train=(), eval=None, predict=to_predict, metadata={**metadata, **given})
+
+
+@for_trained_models(_for_trained_models)
 def image_folder(
     root: str | Path = "data",
     image_size: int = 224,
@@ -101,7 +118,8 @@ def image_folder(
     to 256/224 of `image_size` and the middle is taken, as in torchvision's reference training.
     `hybridtrain.datasets.images` says how files are read: orientation, 16 bits, transparency.
 
-    Metadata: `num_classes`, `classes` (their names), `image_size`, `channels` 3.
+    Metadata: `num_classes`, `classes` (their names), `image_size`, `channels` 3, and how an
+    evaluation prepares an image: `image_resize`, `image_mean`, `image_std`.
 
     Args:
         root: the folder.
@@ -126,9 +144,9 @@ def image_folder(
     notes = []
     of_eval: list[tuple[str, int]] = []
     if not splits:
-        found = _images_by_class(root, root)
-        names = class_numbers(list(found), classes, "classes", f"root={root}")
-        files = _numbered(found, names)
+        images = _images_by_class(root, root)
+        names = class_numbers(list(images), classes, "classes", f"root={root}")
+        files = _numbered(images, names)
         train, evaluation = held_out(len(files), eval_share, split_seed)
         of_train, of_eval = ([files[i] for i in part] for part in (train, evaluation))
         folders = [root]
@@ -138,15 +156,15 @@ def image_folder(
             f"add one, or name a folder that has the classes' folders alone"
         )
     else:
-        found = _images_by_class(root, splits["train"])
-        names = class_numbers(list(found), classes, "classes", str(splits["train"]))
-        of_train = _numbered(found, names)
+        images = _images_by_class(root, splits["train"])
+        names = class_numbers(list(images), classes, "classes", str(splits["train"]))
+        of_train = _numbered(images, names)
         folders = [splits.pop("train")]
         chosen = next((split for split in ("validation", "test") if split in splits), None)
         if chosen is not None:
             folders.append(splits.pop(chosen))
             of_val = _images_by_class(root, folders[1])
-            different = {*of_val} ^ {*found} if classes is None else set()
+            different = {*of_val} ^ {*images} if classes is None else set()
             if different:
                 raise DataError(
                     f"root={root}: {folders[0].name}/ and {folders[1].name}/ must have the same "
@@ -154,12 +172,13 @@ def image_folder(
                 )
             check_classes(list(of_val), names, str(folders[1]), f"those of {folders[0].name}/,")
             of_eval = _numbered(of_val, names)
-        left = [*(folder.name for folder in splits.values()), *others]
-        notes += [f"not used: {', '.join(f'{name}/' for name in sorted(left))}"] if left else []
+        unused_folders = [*(folder.name for folder in splits.values()), *others]
+        if unused_folders:
+            notes.append(f"not used: {', '.join(f'{name}/' for name in sorted(unused_folders))}")
     kinds = Counter(Path(path).suffix.lower()[1:] for path, _ in [*of_train, *of_eval])
     notes.append(", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()))
-    where = " and ".join(str(folder) for folder in folders)
-    notes[-1] += f" from {where}"
+    folders_text = " and ".join(str(folder) for folder in folders)
+    notes[-1] += f" from {folders_text}"
     plain = _transform(image_size, augment=False)
     to_predict = None
     if predict_path is not None:
@@ -171,14 +190,29 @@ def image_folder(
         metadata={
             "num_classes": len(names),
             "classes": names,
-            "image_size": image_size,
-            "channels": 3,
+            **_of_images(image_size),
         },
         held_out=len(folders) == 1 and bool(of_eval),
         notes=notes,
         digest=digest_of_files(os.path.relpath(path, root) for path, _ in [*of_train, *of_eval]),
         without_samples=_without_samples(names, of_train),
     )
+
+
+def _of_images(image_size: int) -> dict[str, Any]:
+    """Returns the metadata of the images as an evaluation prepares them."""
+    return {
+        "image_size": image_size,
+        "channels": 3,
+        "image_resize": _resized(image_size),
+        "image_mean": IMAGENET_MEAN,
+        "image_std": IMAGENET_STD,
+    }
+
+
+def _resized(image_size: int) -> int:
+    """Returns the pixels of the smaller side, of which the middle is cut out."""
+    return round(image_size * _RESIZED)
 
 
 def _files_to_predict(path: str) -> list[str]:
@@ -216,13 +250,13 @@ def _splits_in(root: Path) -> tuple[dict[str, Path], list[str]]:
         DataError: two folders are the same split.
     """
     splits: dict[str, Path] = {}
-    others = []
+    other_folders = []
     for folder in sorted(root.iterdir()) if root.is_dir() else []:
         if not folder.is_dir() or folder.name.startswith("."):
             continue
         split = split_of(folder.name)
-        if split is None or not any(each.is_dir() for each in folder.iterdir()):
-            others.append(folder.name)
+        if split is None or not any(entry.is_dir() for entry in folder.iterdir()):
+            other_folders.append(folder.name)
         elif split in splits:
             raise DataError(
                 f"root={root}: {splits[split].name}/ and {folder.name}/ are both a {split} split: "
@@ -230,33 +264,34 @@ def _splits_in(root: Path) -> tuple[dict[str, Path], list[str]]:
             )
         else:
             splits[split] = folder
-    return splits, others
+    return splits, other_folders
 
 
 def _images_by_class(root: Path, folder: Path) -> dict[str, list[str]]:
     """Returns the image files by class, the folders in `folder`, in the order of their names."""
-    what = f"root={root}: {folder.absolute()} should have a folder of images for each class"
+    expectation = f"root={root}: {folder.absolute()} should have a folder of images for each class"
     if not folder.is_dir():
-        raise DataError(f"{what}, but there is no such folder")
-    names = sorted(each.name for each in folder.iterdir() if each.is_dir())
-    found = {}
+        raise DataError(f"{expectation}, but there is no such folder")
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    images = {}
     for name in names:
         if name.startswith("."):
             continue
-        found[name], others = image_files(folder / name)
-        if not found[name]:
-            there = f"it has {Path(others[0]).name}, and " if others else ""
+        images[name], other_files = image_files(folder / name)
+        if not images[name]:
+            other_text = f"it has {Path(other_files[0]).name}, and " if other_files else ""
             raise DataError(
-                f"{what}, but {name}/ has none: {there}images end in {', '.join(SUFFIXES)}"
+                f"{expectation}, but {name}/ has none: {other_text}images end in "
+                f"{', '.join(SUFFIXES)}"
             )
-    if not found:
-        raise DataError(f"{what}, but there is no folder in it")
-    return found
+    if not images:
+        raise DataError(f"{expectation}, but there is no folder in it")
+    return images
 
 
-def _numbered(found: dict[str, list[str]], names: Sequence[str]) -> list[tuple[str, int]]:
+def _numbered(images: dict[str, list[str]], names: Sequence[str]) -> list[tuple[str, int]]:
     number = {name: i for i, name in enumerate(names)}
-    return [(path, number[name]) for name, paths in found.items() for path in paths]
+    return [(path, number[name]) for name, paths in images.items() for path in paths]
 
 
 def _without_samples(names: Sequence[str], files: Sequence[tuple[str, int]]) -> list[str]:
@@ -268,7 +303,7 @@ def _transform(image_size: int, augment: bool) -> Any:
     """Returns the preset of torchvision's reference training, or of its evaluation."""
     from torchvision.transforms import v2
 
-    first = [v2.Resize(round(image_size * _RESIZED)), v2.CenterCrop(image_size)]
+    first = [v2.Resize(_resized(image_size)), v2.CenterCrop(image_size)]
     if augment:
         first = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
     return v2.Compose([*first, *normalised(IMAGENET_MEAN, IMAGENET_STD)])

@@ -72,14 +72,14 @@ def image_files(folder: Path) -> tuple[list[str], list[str]]:
     Hidden files and folders are neither.
     """
     images: list[str] = []
-    others: list[str] = []
+    other_files: list[str] = []
     for place, folders, names in os.walk(folder, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             if not name.startswith("."):
                 is_image = name.lower().endswith(SUFFIXES)
-                (images if is_image else others).append(os.path.join(place, name))
-    return images, others
+                (images if is_image else other_files).append(os.path.join(place, name))
+    return images, other_files
 
 
 def normalised(mean: Sequence[float], std: Sequence[float]) -> list[Any]:

@@ -209,7 +209,7 @@ def _unpack(archive: Path, place: Path) -> None:
 
 def _file_counts(folder: Path) -> list[tuple[int, int]]:
     """Returns the number of files, and their bytes, of each of the four folders."""
-    found = []
+    counts = []
     for place in (folder / split / label for split in ("train", "test") for label in _LABELS):
         sizes = [path.stat().st_size for path in place.glob("*.txt")]
         if not sizes:
@@ -218,8 +218,8 @@ def _file_counts(folder: Path) -> list[tuple[int, int]]:
                 f"IMDB: {place.absolute()} should hold reviews as .txt files, but it {state}. "
                 f"Delete {folder} and unpack {_ARCHIVE} again.\n{_remedy(folder.parent)}"
             )
-        found.append((len(sizes), sum(sizes)))
-    return found
+        counts.append((len(sizes), sum(sizes)))
+    return counts
 
 
 def _remedy(root: Path) -> str:
@@ -236,8 +236,8 @@ def _remedy(root: Path) -> str:
 def _load(cache: Path) -> dict[str, Any] | None:
     """Returns the ids kept in this file, or None if it is missing or damaged."""
     try:
-        kept: dict[str, Any] = torch.load(cache, weights_only=True)
-        return kept
+        cached: dict[str, Any] = torch.load(cache, weights_only=True)
+        return cached
     except FileNotFoundError:
         return None
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
@@ -351,9 +351,9 @@ def _cut(tokens: list[str], max_len: int) -> list[str]:
 def _encoded(reviews: list[Any], text: Any, label: Any) -> dict[str, Any]:
     parts = []
     for start in range(0, len(reviews), _REVIEWS_AT_A_TIME):
-        some = reviews[start : start + _REVIEWS_AT_A_TIME]
-        labels = label.process([review.label for review in some])
-        parts.append((*text.process([review.text for review in some]), labels))
+        batch = reviews[start : start + _REVIEWS_AT_A_TIME]
+        labels = label.process([review.label for review in batch])
+        parts.append((*text.process([review.text for review in batch]), labels))
     tokens, lengths, labels = map(torch.cat, zip(*parts, strict=True))
     return {"inputs": (tokens, lengths), "targets": labels}
 

@@ -69,8 +69,8 @@ def _read(root: str | Path, raw: Path, *, train: bool, download: bool) -> InMemo
 
     images, labels = data.data, data.targets
     if images.shape != (len(labels), _SIDE, _SIDE) or len(labels) == 0:
-        found = f"images of shape {tuple(images.shape)} for {len(labels)} labels"
-        raise DataError(_damaged(raw, found))
+        problem = f"images of shape {tuple(images.shape)} for {len(labels)} labels"
+        raise DataError(_damaged(raw, problem))
     if not 0 <= int(labels.min()) <= int(labels.max()) <= 9:
         raise DataError(_damaged(raw, "a label outside 0..9"))
     return InMemoryDataset(images, labels, prepare=normalised)
@@ -103,6 +103,6 @@ def _remedy(raw: Path) -> str:
     )
 
 
-def _damaged(raw: Path, found: str) -> str:
-    where = raw.absolute()
-    return f"MNIST: a file in {where} is damaged ({found}). Delete the folder.\n{_remedy(raw)}"
+def _damaged(raw: Path, problem: str) -> str:
+    folder = raw.absolute()
+    return f"MNIST: a file in {folder} is damaged ({problem}). Delete the folder.\n{_remedy(raw)}"

@@ -46,10 +46,10 @@ def python_source(
     held_out = sources[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
     training = [path for i, path in enumerate(sources, start=1) if i % _HELD_OUT_EVERY]
 
-    def too_few(split: str, found: int) -> str:
+    def too_few(split: str, bytes_found: int) -> str:
         purpose, key = ("train", "max_bytes") if split == "train" else ("evaluate", "eval_bytes")
         return (
-            f"python_source: {found} bytes to {purpose} on, from {len(sources)} .py files "
+            f"python_source: {bytes_found} bytes to {purpose} on, from {len(sources)} .py files "
             f"under {library}, are too few for one window of seq_len={seq_len} bytes and the "
             f"byte that follows. Set a smaller seq_len= or a larger {key}=, or use an "
             "interpreter that has its standard library as .py files on the disk"
@@ -61,9 +61,9 @@ def python_source(
 
 def _sources(library: Path) -> list[Path]:
     """Returns the .py files under `library`, sorted by path."""
-    found = []
+    paths = []
     for folder, subfolders, names in os.walk(library):
         # Changed in place, so that os.walk does not enter those left out.
         subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(found, key=lambda path: path.relative_to(library).as_posix())
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(paths, key=lambda path: path.relative_to(library).as_posix())

@@ -32,36 +32,38 @@ def split_of_file(path: PurePath) -> str | None:
 
 
 def class_numbers(
-    of_train: Sequence[str], of_run: Sequence[str] | None, key: str, where: str
+    of_train: Sequence[str], of_run: Sequence[str] | None, key: str, data_set: str
 ) -> list[str]:
     """Returns the names of the classes in the order of their numbers.
 
     Args:
         of_train: the names of the training split.
-        of_run: the names that the numbers are already given to; None: by the order of `of_train`.
-        key: of these names, for messages.
-        where: the data set, for messages.
+        of_run: the names in the order of a run's numbers; None: use the order of `of_train`.
+        key: the config key of `of_run`, for messages.
+        data_set: the data set, for messages.
 
     Raises:
-        DataError: the data set has another class than those.
+        DataError: the data set has a class that is not in `of_run`.
     """
     if of_run is None:
         return list(of_train)
-    check_classes(of_train, of_run, where, f"{key}=")
+    check_classes(of_train, of_run, data_set, f"{key}=")
     return list(of_run)
 
 
-def check_classes(found: Sequence[str], known: Sequence[str], where: str, of: str) -> None:
-    """Raises a DataError if `found` has a class that is not in `known`; it has both lists."""
-    if unknown := [name for name in found if name not in known]:
+def check_classes(
+    classes: Sequence[str], expected: Sequence[str], data_set: str, expected_name: str
+) -> None:
+    """Raises a DataError with both lists if `classes` has a class that is not in `expected`."""
+    if unknown := [name for name in classes if name not in expected]:
         raise DataError(
-            f"{where} has the class {listed(unknown)}, which is not one of {of} "
-            f"{listed(known)}; it has {listed(found)}. Classes are matched by their "
+            f"{data_set} has the class {listed(unknown)}, which is not one of {expected_name} "
+            f"{listed(expected)}; it has {listed(classes)}. Classes are matched by their "
             f"names: use data with the same classes"
         )
 
 
 def listed(names: Sequence[str]) -> str:
     """Returns the first names, and how many more there are."""
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(names[:10]) + more
+    remainder = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(names[:10]) + remainder

@@ -43,11 +43,11 @@ class Table:
     """The samples of a path, by split.
 
     Attributes:
-        splits: a `datasets.Dataset` by the name of its split.
-        files: the files that were read; none for a name on the Hub.
-        notes: formats, places, and what was left out.
-        digest: of the files' names and sizes; None: it is not known.
-        numbers_are_texts: the columns are those of CSV, which has texts alone.
+        splits: a `datasets.Dataset` for each split, by name.
+        files: the files that were read, by split; empty for a name on the Hub.
+        notes: formats, paths, and files that were left out.
+        digest: the digest of the files' names and sizes; None if unknown.
+        numbers_are_texts: whether the source is CSV, in which all values are text.
     """
 
     splits: dict[str, Any]
@@ -61,8 +61,8 @@ def read_table(key: str, path: str, name: str | None = None) -> Table:
     """Returns all splits of a file, a pattern of files, a folder or a name on the Hub.
 
     Args:
-        key: of `path`, for messages.
-        path: see `hf_datasets`.
+        key: the config key of `path`, for messages.
+        path: a file, a pattern of files, a folder or a name on the Hub.
         name: the configuration of a data set on the Hub that has several.
 
     Raises:
@@ -82,10 +82,10 @@ def read_table(key: str, path: str, name: str | None = None) -> Table:
         return _read_files(key, path, files)
     try:
         with quiet():
-            if place.is_dir() and any((place / one).is_file() for one in _SAVED):
-                found = datasets.load_from_disk(str(place))
-                one_split = isinstance(found, datasets.Dataset)
-                splits = {"train": found} if one_split else dict(found)
+            if place.is_dir() and any((place / saved_name).is_file() for saved_name in _SAVED):
+                loaded = datasets.load_from_disk(str(place))
+                one_split = isinstance(loaded, datasets.Dataset)
+                splits = {"train": loaded} if one_split else dict(loaded)
             else:
                 splits = dict(datasets.load_dataset(str(place) if place.exists() else path, name))
     except Exception as error:  # of many libraries, for many formats
@@ -107,8 +107,8 @@ def _unreadable(key: str, path: str, exists: bool, error: Exception) -> DataErro
             f"{cache}, which cannot be written ({cause}): set HF_HOME= to a folder that can"
         )
     reason = " ".join(str(cause).split())[:300]
-    where = "" if exists else " is neither here nor can it be had from the Hub: it"
-    return DataError(f"{key}={path}{where} cannot be read ({type(cause).__name__}: {reason})")
+    subject = "" if exists else " is neither here nor can it be had from the Hub: it"
+    return DataError(f"{key}={path}{subject} cannot be read ({type(cause).__name__}: {reason})")
 
 
 def _suffix(path: PurePath) -> str:
@@ -126,26 +126,26 @@ def _files_of(key: str, path: str, place: Path) -> dict[str, list[Path]]:
             raise DataError(f"{key}={path}: {formats}; name a file that ends so")
         return {"train": [place]}
     if place.is_dir():
-        if any((place / one).is_file() for one in (*_SAVED, "README.md")):
+        if any((place / name).is_file() for name in (*_SAVED, "README.md")):
             return {}
-        found = [
-            each
-            for each in sorted(place.rglob("*"))
-            if each.is_file()
-            and _suffix(each) in FORMATS
-            and not any(part.startswith((".", "_")) for part in each.relative_to(place).parts)
+        paths = [
+            file
+            for file in sorted(place.rglob("*"))
+            if file.is_file()
+            and _suffix(file) in FORMATS
+            and not any(part.startswith((".", "_")) for part in file.relative_to(place).parts)
         ]
-        if not found:
+        if not paths:
             raise DataError(
                 f"{key}={path}: there is no file in this folder that is read; {formats}"
             )
-        return _by_split(place, found)
+        return _by_split(place, paths)
     if any(sign in path for sign in "*?["):
-        found = sorted(Path(one) for one in glob.glob(str(place), recursive=True))
-        found = [each for each in found if each.is_file()]
-        if not found:
+        paths = sorted(Path(name) for name in glob.glob(str(place), recursive=True))
+        paths = [file for file in paths if file.is_file()]
+        if not paths:
             raise DataError(f"{key}={path}: no file has this pattern, in {Path.cwd()}")
-        return {"train": found}
+        return {"train": paths}
     if _suffix(place) in FORMATS or path.startswith((".", "/", "~")):
         raise DataError(f"{key}={path}: there is no such file or folder ({place.absolute()})")
     return {}
@@ -153,12 +153,12 @@ def _files_of(key: str, path: str, place: Path) -> dict[str, list[Path]]:
 
 def _by_split(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
     """Returns files by the splits that they are named after; without any they are one split."""
-    table = [each for each in files if _suffix(each) != ".txt"]
+    table = [file for file in files if _suffix(file) != ".txt"]
     files = table or files  # notes next to a table are not samples
     by_split: dict[str, list[Path]] = {}
-    for each in files:
-        split = split_of_file(each.relative_to(folder)) or ""
-        by_split.setdefault(split, []).append(each)
+    for file in files:
+        split = split_of_file(file.relative_to(folder)) or ""
+        by_split.setdefault(split, []).append(file)
     if list(by_split) == [""]:
         return {"train": by_split[""]}
     return {split: by_split[split] for split in sorted(by_split)}
@@ -167,8 +167,8 @@ def _by_split(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
 def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
     import datasets
 
-    left_out = [each.name for each in files.pop("", [])]
-    suffixes = {_suffix(each) for own in files.values() for each in own}
+    left_out = [file.name for file in files.pop("", [])]
+    suffixes = {_suffix(file) for paths in files.values() for file in paths}
     kinds = {FORMATS[suffix] for suffix in suffixes}
     if len(kinds) > 1 or len(suffixes & {".csv", ".tsv"}) > 1:  # the separator is one for all
         raise DataError(
@@ -178,20 +178,20 @@ def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
     (kind,) = kinds
     notes = []
     splits = {}
-    for split, own in files.items():
-        scans = [_checked(each, kind) for each in own]
+    for split, paths in files.items():
+        scans = [_checked(file, kind) for file in paths]
         options: dict[str, Any] = {}
         if kind == "csv":
             header = scans[0].header
-            for each, scan in zip(own, scans, strict=True):
+            for file, scan in zip(paths, scans, strict=True):
                 if scan.header != header:
                     raise DataError(
-                        f"{each} has the columns {', '.join(scan.header)}, and {own[0]} has "
+                        f"{file} has the columns {', '.join(scan.header)}, and {paths[0]} has "
                         f"{', '.join(header)}"
                     )
             plain = any(scan.quotes_are_plain for scan in scans)
             options = {
-                "sep": "\t" if _suffix(own[0]) == ".tsv" else ",",
+                "sep": "\t" if _suffix(paths[0]) == ".tsv" else ",",
                 "features": datasets.Features({name: datasets.Value("string") for name in header}),
                 "keep_default_na": False,
                 "na_filter": False,
@@ -199,34 +199,34 @@ def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
                 "encoding": "utf-8-sig",
             }
             notes += [
-                f"{scan.joined} samples of {each.name} have line breaks in quotes, the longest is "
+                f"{scan.joined} samples of {file.name} have line breaks in quotes, the longest is "
                 f"lines {scan.longest[0]} to {scan.longest[1]}"
-                for each, scan in zip(own, scans, strict=True)
+                for file, scan in zip(paths, scans, strict=True)
                 if scan.joined
             ]
         try:
             with quiet():
-                found = datasets.load_dataset(
-                    kind, data_files={split: [str(each) for each in own]}, **options
+                loaded = datasets.load_dataset(
+                    kind, data_files={split: [str(file) for file in paths]}, **options
                 )[split]
         except Exception as error:
             if kind == "json":
-                _check_json(own)
+                _check_json(paths)
             raise _unreadable(key, path, True, error) from error
         expected = sum(scan.samples for scan in scans)
-        if kind == "csv" and len(found) != expected:
+        if kind == "csv" and len(loaded) != expected:
             raise DataError(
-                f"{key}={path}: {expected} samples are there, and {len(found)} were read: look for "
-                f"quotes that do not close"
+                f"{key}={path}: {expected} samples are there, and {len(loaded)} were read: look "
+                f"for quotes that do not close"
             )
-        splits[split] = found
-    every = [each for own in files.values() for each in own]
-    shown = path if len(every) > 3 else ", ".join(str(each) for each in every)
+        splits[split] = loaded
+    every = [file for paths in files.values() for file in paths]
+    shown = path if len(every) > 3 else ", ".join(str(file) for file in every)
     count = f"{len(every)} files, " if len(every) > 1 else ""
     notes.append(f"{count}{_suffix(every[0])[1:]} from {shown}")
     if left_out:
         notes.append(f"not used: {', '.join(left_out[:8])}")
-    digest = digest_of_files(f"{each.name} {each.stat().st_size}" for each in every)
+    digest = digest_of_files(f"{file.name} {file.stat().st_size}" for file in every)
     return Table(splits, files, notes, digest, numbers_are_texts=kind == "csv")
 
 
@@ -307,13 +307,13 @@ def _scan_csv(path: Path) -> _Scan:
 
 def _scan(path: Path, separator: str, quoting: Any) -> _Scan:
     header: list[str] | None = None
-    samples, joined, longest, before = 0, 0, (0, 0), 0
+    samples, joined, longest, last_line = 0, 0, (0, 0), 0
     csv.field_size_limit(1 << 30)
     with _opened(path) as file:
         reader = csv.reader(file, delimiter=separator, quoting=quoting, strict=True)
         try:
             for fields in reader:
-                first, before = before + 1, reader.line_num
+                first, last_line = last_line + 1, reader.line_num
                 if not fields:
                     continue
                 if header is None:
@@ -328,12 +328,12 @@ def _scan(path: Path, separator: str, quoting: Any) -> _Scan:
                         f"or a quote in it must be in quotes"
                     )
                 samples += 1
-                if before > first:
+                if last_line > first:
                     joined += 1
-                    longest = max(longest, (first, before), key=lambda pair: pair[1] - pair[0])
+                    longest = max(longest, (first, last_line), key=lambda pair: pair[1] - pair[0])
         except csv.Error as error:
             raise DataError(
-                f"{path}: the sample that begins at line {before + 1} has a quote that does not "
+                f"{path}: the sample that begins at line {last_line + 1} has a quote that does not "
                 f"fit ({error}): double the quotes in a quoted text, and close it"
             ) from error
     if header is None:
@@ -365,17 +365,17 @@ def as_numbers(values: Sequence[str]) -> list[int] | None:
     return [*map(int, values)] if all(map(_WHOLE_NUMBER.fullmatch, values)) else None
 
 
-def check_complete(table: Table, columns: Sequence[str], what: str, blank: bool = True) -> None:
+def check_complete(table: Table, columns: Sequence[str], key: str, blank: bool = True) -> None:
     """Checks that each sample has a value in these columns, and values of one type.
 
     Args:
-        table: of the samples.
-        columns: those that are checked, where they are there.
-        what: the key that names the columns, for messages.
-        blank: a text without a letter is a value too.
+        table: the table of samples.
+        columns: the columns to check; missing ones are skipped.
+        key: the config key that names the columns, for messages.
+        blank: whether a blank text counts as a value.
 
     Raises:
-        DataError: one has not; names the file and the number of the sample.
+        DataError: a sample has no value or a mixed type; the message names file and sample.
     """
     for split, samples in table.splits.items():
         for column in columns:
@@ -390,7 +390,7 @@ def check_complete(table: Table, columns: Sequence[str], what: str, blank: bool 
             for number, value in enumerate(samples[column]):
                 if value is None or (texts and not value.strip()):
                     raise DataError(
-                        f"{what}={column}: {_place(table, split, number)} has no value there: fill "
+                        f"{key}={column}: {_place(table, split, number)} has no value there: fill "
                         f"it in, or leave the sample out"
                     )
                 kind = "text" if isinstance(value, str) else type(value).__name__
@@ -399,13 +399,13 @@ def check_complete(table: Table, columns: Sequence[str], what: str, blank: bool 
                     first = number, kind
                 elif kind != first[1]:
                     raise DataError(
-                        f"{what}={column}: texts and numbers are mixed: "
+                        f"{key}={column}: texts and numbers are mixed: "
                         f"{_place(table, split, first[0])} has a {first[1]}, and "
                         f"{_place(table, split, number)} has the {kind} {value!r}"
                     )
 
 
-def check_finite(table: Table, columns: Sequence[str], what: str) -> None:
+def check_finite(table: Table, columns: Sequence[str], key: str) -> None:
     """Checks that each sample has a number in these columns, written as one in CSV.
 
     Raises:
@@ -423,7 +423,7 @@ def check_finite(table: Table, columns: Sequence[str], what: str) -> None:
                     finite = False
                 if not finite:
                     raise DataError(
-                        f"{what}={column}: {_place(table, split, number)} has {value!r}, which is "
+                        f"{key}={column}: {_place(table, split, number)} has {value!r}, which is "
                         f"not a finite number"
                     )
 
@@ -445,5 +445,5 @@ def _missing(samples: Any, column: str) -> bool:
 
 def _place(table: Table, split: str, number: int) -> str:
     files = table.files.get(split, [])
-    where = f" of {files[0]}" if len(files) == 1 else f" of the {split} split"
-    return f"sample {number + 1}{where}"
+    origin = f" of {files[0]}" if len(files) == 1 else f" of the {split} split"
+    return f"sample {number + 1}{origin}"

@@ -41,14 +41,15 @@ def text_files(
 
     Args:
         path: a file, a folder, or a pattern such as `books/**/*.txt`.
-        eval_path: likewise, of the evaluation text; None: the end of the text is held out.
+        eval_path: a file, a folder, or a pattern with the evaluation text; None: the end of the
+            text is held out.
         pattern: the names of the files in a folder, and in the folders in it.
         tokenizer: a `tokenizer.json`, a folder of a tokenizer, or a name on the Hugging Face Hub;
             None: the bytes of the files are the tokens.
         seq_len: tokens in a window.
-        eval_share: the part of the text that is held out where there is no `eval_path`.
-        max_tokens: the length of the training text at most; None: all of it.
-        eval_tokens: the length of the evaluation text at most; None: all of it.
+        eval_share: the share of the text that is held out without an `eval_path`, 0 to 1.
+        max_tokens: the most tokens of the training text; None: all of it.
+        eval_tokens: the most tokens of the evaluation text; None: all of it.
 
     Raises:
         DataError: there are no such files, one cannot be read or is not UTF-8, the tokenizer
@@ -66,13 +67,13 @@ def text_files(
     else:
         texts = [ids_of(files, tokenize, max_tokens), ids_of(of_eval, tokenize, eval_tokens)]
 
-    def too_few(split: str, found: int) -> str:
+    def too_few(split: str, tokens: int) -> str:
         key = "eval_path" if split == "eval" and eval_path is not None else "path"
-        where = path if key == "path" else eval_path
+        source = path if key == "path" else eval_path
         held_out = f", of which eval_share={eval_share} is held out" if eval_path is None else ""
         return (
-            f"{found} tokens to {'train' if split == 'train' else 'evaluate'} on, from {key}="
-            f"{where}{held_out}, are too few for one window of seq_len={seq_len} and the token "
+            f"{tokens} tokens to {'train' if split == 'train' else 'evaluate'} on, from {key}="
+            f"{source}{held_out}, are too few for one window of seq_len={seq_len} and the token "
             f"that follows: set a smaller seq_len=, or use more text"
         )
 
@@ -99,9 +100,9 @@ def ids_of(
         DataError: a file cannot be read, or is not UTF-8 where a tokenizer needs text.
     """
     parts: list[NDArray[Any]] = []
-    found = 0
+    total = 0
     for path in files:
-        if limit is not None and found >= limit:
+        if limit is not None and total >= limit:
             break
         try:
             with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -116,14 +117,14 @@ def ids_of(
             # Without it, this process would have another text than the others.
             raise DataError(f"{path} cannot be read: {error}") from error
         parts.append(ids)
-        found += len(ids)
+        total += len(ids)
     return np.concatenate(parts)[:limit] if parts else np.zeros(0, dtype=np.uint8)
 
 
 def digest_with_sizes(files: Sequence[Path]) -> str:
     """Returns a digest of the files' names, below the folder that they share, and sizes."""
     names = below_common_folder(files)
-    sizes = [each.stat().st_size for each in files]
+    sizes = [file.stat().st_size for file in files]
     return digest_of_files(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
 
 
@@ -140,11 +141,13 @@ def _files(key: str, path: str | Path, pattern: str) -> Sequence[Path]:
     if place.is_file():
         return [place]
     if place.is_dir():
-        found = [one for one in place.rglob(pattern) if one.is_file()]
-        looked = f"no files {pattern} are in the folder {place.absolute()}: set pattern="
+        files = [file for file in place.rglob(pattern) if file.is_file()]
+        problem = f"no files {pattern} are in the folder {place.absolute()}: set pattern="
     else:
-        found = [Path(one) for one in glob.glob(str(path), recursive=True) if Path(one).is_file()]
-        looked = f"there is no such file or folder, and no file of this pattern in {Path.cwd()}"
-    if not found:
-        raise DataError(f"{key}={path}: {looked}")
-    return sorted(found, key=lambda one: one.as_posix())
+        files = [
+            Path(file) for file in glob.glob(str(path), recursive=True) if Path(file).is_file()
+        ]
+        problem = f"there is no such file or folder, and no file of this pattern in {Path.cwd()}"
+    if not files:
+        raise DataError(f"{key}={path}: {problem}")
+    return sorted(files, key=lambda file: file.as_posix())

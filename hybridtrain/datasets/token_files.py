@@ -37,13 +37,13 @@ def token_files(
 
     Args:
         root: the folder of the files.
-        train: the file of the training split, or a pattern (`fineweb_train_*.bin`), whose files are
-            taken in the order of their names. A `.npy` file says itself what it has; all others
-            are ids one after the other.
-        eval: likewise, of the evaluation split; None: there is none.
+        train: the file of the training split, or a pattern (`fineweb_train_*.bin`) of files, used
+            in the order of their names. `.npy` files have a dtype; other files are plain
+            sequences of ids.
+        eval: the file of the evaluation split, or a pattern; None: no evaluation split.
         dtype: the type of the ids: uint8, uint16, int16, uint32, int32 or int64.
-        header_bytes: of each file, which are passed over (1024 in files of llm.c).
-        vocab_size: every id is below it; None: one more than the largest id, for which all files
+        header_bytes: the bytes to skip at the beginning of each file (1024 in files of llm.c).
+        vocab_size: the size of the vocabulary; None: the largest id plus one, for which all files
             are read once.
         seq_len: tokens in a window.
 
@@ -66,7 +66,7 @@ def token_files(
     }
     if vocab_size is None:
         vocab_size = 1 + max(_largest(ids) for arrays in splits.values() for ids in arrays)
-    made: dict[str, Dataset[Any]] = {}
+    splits_by_key: dict[str, Dataset[Any]] = {}
     for key, arrays in splits.items():
         windows = [TokenWindows(ids, seq_len, vocab_size) for ids in arrays if len(ids) > seq_len]
         if not windows:
@@ -75,13 +75,13 @@ def token_files(
                 f"{root.absolute()} are too few for one window of seq_len={seq_len} and the token "
                 f"that follows: set a smaller seq_len="
             )
-        made[key] = windows[0] if len(windows) == 1 else ConcatDataset(windows)
+        splits_by_key[key] = windows[0] if len(windows) == 1 else ConcatDataset(windows)
     sizes = {"vocab_size": vocab_size, "seq_len": seq_len}
     every = [path for paths in files.values() for path in paths]
     tokens = sum(len(ids) for arrays in splits.values() for ids in arrays)
     return DataSplits(
-        made["train"],
-        made.get("eval"),
+        splits_by_key["train"],
+        splits_by_key.get("eval"),
         metadata=sizes,
         notes=[f"{counted(tokens, 'token')} from {counted(len(every), 'file')} in {root}"],
         digest=digest_with_sizes(every),
@@ -89,12 +89,12 @@ def token_files(
 
 
 def _files(root: Path, key: str, name: str) -> list[Path]:
-    found = sorted(root.glob(name))
-    if not found:
-        there = sorted(path.name for path in root.iterdir())[:8] if root.is_dir() else []
-        held = f"has {', '.join(there)}" if there else "is empty or not there"
-        raise DataError(f"{key}={name}: {root.absolute()} has no such file; it {held}")
-    return found
+    paths = sorted(root.glob(name))
+    if not paths:
+        entries = sorted(path.name for path in root.iterdir())[:8] if root.is_dir() else []
+        content = f"has {', '.join(entries)}" if entries else "is empty or not there"
+        raise DataError(f"{key}={name}: {root.absolute()} has no such file; it {content}")
+    return paths
 
 
 def _mapped(path: Path, dtype: str, header_bytes: int) -> NDArray[Any]:
@@ -109,8 +109,8 @@ def _mapped(path: Path, dtype: str, header_bytes: int) -> NDArray[Any]:
             return ids  # type: ignore[no-any-return]
         size = path.stat().st_size - header_bytes
         if size <= 0 or size % np.dtype(dtype).itemsize:
-            after = f" after header_bytes={header_bytes}" if header_bytes else ""
-            raise ValueError(f"{size} bytes{after} are not a whole number of {dtype}")
+            position = f" after header_bytes={header_bytes}" if header_bytes else ""
+            raise ValueError(f"{size} bytes{position} are not a whole number of {dtype}")
         return np.memmap(path, dtype, "r", header_bytes)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path} is not a file of token ids, or damaged: {error}") from error

@@ -45,15 +45,16 @@ def load_tokenizer(name: str) -> Any:
             return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # the library that parses a file raises plain Exceptions
-        found = "cannot be read" if local else "is neither here nor can it be had from the Hub"
+        problem = "cannot be read" if local else "is neither here nor can it be had from the Hub"
         reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"tokenizer={name} {found} ({type(error).__name__}: {reason}). Name a tokenizer.json, "
-            f"a folder that save_pretrained wrote, or a model on the Hugging Face Hub"
+            f"tokenizer={name} {problem} ({type(error).__name__}: {reason}). Name a "
+            f"tokenizer.json, a folder that save_pretrained wrote, or a model on the Hugging "
+            f"Face Hub"
         ) from error
-    known = tokenizer.get_vocab()
+    vocabulary = tokenizer.get_vocab()
     for role, names in _USUAL.items():
-        if token := next((one for one in names if one in known), None):
+        if token := next((candidate for candidate in names if candidate in vocabulary), None):
             tokenizer.add_special_tokens({role: token})
     # models differ in whether they take the rest, token_type_ids
     tokenizer.model_input_names = ["input_ids", "attention_mask"]

@@ -1,4 +1,4 @@
-"""The places where Python looks for an attribute, and the values there."""
+"""The places where Python looks up an attribute, and the values there."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hybridtrain.graph.output_capture import INSTALLED
 from hybridtrain.graph.reads import MISSING, Read, is_same
 from hybridtrain.graph.traced_graph import is_library
 
-# Tables of parameters, hooks and the like, `training`, and the mark of hooks of transformers.
+# The tables of parameters, hooks etc., `training`, and the mark of transformers' hooks.
 TABLES = frozenset(vars(nn.Module())) | {INSTALLED}
 
 
 def resolved(owner: Any, name: str, label: str) -> Iterator[Read]:
-    """Yields the places where Python looks for an attribute, with what is there."""
+    """Yields the places where Python looks up an attribute, with the values there."""
     kind = type(owner)
     attributes = dict_of(owner)
     raw: Any = MISSING
-    before: list[type] = []  # the classes where it is looked for first
+    earlier_bases: list[type] = []  # classes that Python searches before the defining one
     for base in kind.__mro__:
         if name in vars(base):
             raw = vars(base)[name]
             break
-        before.append(base)
+        earlier_bases.append(base)
     if raw is not MISSING and hasattr(type(raw), "__set__"):  # a property, a slot
         if isinstance(raw, MemberDescriptorType):
             read = partial(getattr, owner, name, MISSING)
@@ -43,9 +43,9 @@ def resolved(owner: Any, name: str, label: str) -> Iterator[Read]:
     if attributes is not None:
         yield Read(attributes, name, MISSING, label)
     if raw is not MISSING:
-        for other in before:
-            if not is_library(other.__module__):
-                yield Read(table_of(other), name, MISSING, label)
+        for earlier_base in earlier_bases:
+            if not is_library(earlier_base.__module__):
+                yield Read(table_of(earlier_base), name, MISSING, label)
         if not is_library(base.__module__):
             yield Read(table_of(base), name, raw, label)
     elif isinstance(owner, nn.Module):
@@ -73,7 +73,7 @@ def table_of(holder: Any) -> Any:
 
 
 def _looks_up(kind: type) -> bool:
-    """Returns whether a class of the user's has its own way to find attributes."""
+    """Returns whether a user's class overrides attribute lookup."""
     return any(
         ("__getattr__" in vars(base) or "__getattribute__" in vars(base))
         for base in kind.__mro__
@@ -84,7 +84,7 @@ def _looks_up(kind: type) -> bool:
 def _looked_up(owner: Any, name: str) -> Any:
     try:
         return getattr(owner, name)
-    except Exception:  # raised by a user's own lookup; then the attribute is not there
+    except Exception:  # raised by the user's lookup; then the attribute is missing
         return MISSING
 
 

@@ -19,13 +19,14 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 @dataclass(frozen=True)
 class CallSignature:
-    """The arguments that a module's forward is called with.
+    """The arguments of a call of a module's forward.
 
     Attributes:
-        positional: the names of the arguments that are passed by position.
-        keywords: the names of those that are passed by keyword.
-        constants: the values of those that contain no tensor (`use_cache=False`), by name.
-        tensors: the names of those that are tensors.
+        module: the module.
+        positional: the names of positional arguments.
+        keywords: the names of keyword arguments.
+        constants: the arguments that contain no tensor (`use_cache=False`), by name.
+        tensors: the names of the arguments that are tensors.
     """
 
     module: nn.Module
@@ -51,8 +52,8 @@ class CallSignature:
             is_value = not any(key in signature.parameters for key in inputs)
             attempts = [((), inputs), *(attempts if is_value else [])]
         elif isinstance(inputs, tuple | list) and not hasattr(inputs, "_fields"):
-            several = sum(p.kind in _POSITIONAL for p in parameters) > 1
-            if several or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            takes_several = sum(p.kind in _POSITIONAL for p in parameters) > 1
+            if takes_several or any(p.kind is p.VAR_POSITIONAL for p in parameters):
                 attempts = [(inputs, {})]
         for args, kwargs in attempts:
             with suppress(TypeError):  # also where a key is not a string
@@ -100,8 +101,8 @@ class CallSignature:
         Raises:
             BatchError: the batch gives other arguments than the model was traced with.
         """
-        given, values = self.of_inputs(self.module, inputs)
-        by_name = dict(zip(given.names, values, strict=True))
+        signature, values = self.of_inputs(self.module, inputs)
+        by_name = dict(zip(signature.names, values, strict=True))
         model = type(self.module).__name__
         for name, constant in self.constants.items():
             if name in by_name and not _equal(by_name[name], constant):
@@ -114,12 +115,12 @@ class CallSignature:
         if set(by_name) != set(self.names):
             raise BatchError(
                 f"{model} was traced with {', '.join(self.names) or 'nothing'}, and this batch "
-                f"gives {', '.join(given.names) or 'nothing'}: pass the same arguments in every "
-                f"batch as in example_inputs=. To predict without labels, for example, load "
+                f"gives {', '.join(signature.names) or 'nothing'}: pass the same arguments in "
+                f"every batch as in example_inputs=. To predict without labels, for example, load "
                 f"model.state_dict() into the plain module, or into another HybridModel"
             )
-        if not self.tensors <= given.tensors:
-            name = min(self.tensors - given.tensors)
+        if not self.tensors <= signature.tensors:
+            name = min(self.tensors - signature.tensors)
             raise BatchError(
                 f"{model} was traced with a tensor as {name}, and this batch gives a "
                 f"{type(by_name[name]).__name__}"
@@ -127,31 +128,31 @@ class CallSignature:
         return [by_name[name] for name in self.names]
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(first: Any, second: Any) -> bool:
     """Returns whether two values without tensors are equal.
 
     Arrays are equal if all their elements are; an object that cannot be compared only to itself.
     """
-    if one is other:
+    if first is second:
         return True
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
         return False
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        if type(one) is not type(other) or one.dtype != other.dtype:
+    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
+        if type(first) is not type(second) or first.dtype != second.dtype:
             return False
-        return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
-    mine, spec = tree_flatten(one)
-    if mine and mine[0] is one:
+        return np.array_equal(first, second, equal_nan=first.dtype.kind in "fc")
+    first_leaves, spec = tree_flatten(first)
+    if first_leaves and first_leaves[0] is first:
         try:
-            return bool(one == other) or bool(one != one and other != other)  # NaN
+            return bool(first == second) or bool(first != first and second != second)  # NaN
         except Exception:  # no answer, as of an array inside an object
             return False
-    theirs, other_spec = tree_flatten(other)
-    return spec == other_spec and all(map(_equal, mine, theirs))
+    second_leaves, other_spec = tree_flatten(second)
+    return spec == other_spec and all(map(_equal, first_leaves, second_leaves))
 
 
 def _shown(value: Any) -> str:
-    """Returns a value for a message: of tensors and arrays the shapes, of a text its beginning."""
+    """Returns a value as text for a message: shapes of tensors and arrays, shortened."""
 
     def short(leaf: Any) -> Any:
         if isinstance(leaf, Tensor | np.ndarray):
@@ -174,7 +175,7 @@ class _Shown:
 
 
 def _signature(module: nn.Module) -> inspect.Signature:
-    """Returns the signature of the forward of a module, also of one of TorchScript."""
+    """Returns the signature of a module's forward, also for a TorchScript module."""
     try:
         return inspect.signature(module.forward)
     except ValueError:

@@ -106,10 +106,12 @@ class ChainBuilder:
         else:
             self._signature = CallSignature.of_required(net)
             if (optional := optional_arguments(net)) or not self._signature.names:
-                which = f"optional arguments ({', '.join(optional)})" if optional else "*args"
+                arguments_text = (
+                    f"optional arguments ({', '.join(optional)})" if optional else "*args"
+                )
                 raise ConfigError(
-                    f"{model}.forward has {which}, and is traced with those arguments that a batch "
-                    f"gives: pass example_inputs=<the inputs of a batch>"
+                    f"{model}.forward has {arguments_text}, and is traced with those arguments "
+                    f"that a batch gives: pass example_inputs=<the inputs of a batch>"
                 )
         if reason := self._try("", partial(trace, self._signature)):
             if example_inputs is None:

@@ -22,11 +22,11 @@ class State:
     """The content of an object before the forward.
 
     Attributes:
-        before: the values by name.
-        now: returns the present values.
-        write: gives a name its old value, MISSING if it had none.
-        describe: returns what to call it in a message.
-        may_settle: whether the first run may leave another simple value.
+        before: the values before the forward, by name.
+        now: returns the current values.
+        write: `write(name, value)` restores a value; MISSING removes the name.
+        describe: `describe(name)` returns its description for a message.
+        may_settle: whether the first run may set a simple value permanently.
     """
 
     before: Mapping[Any, Any]
@@ -37,17 +37,19 @@ class State:
 
     def changes(self) -> list[tuple[State, Any, Any]]:
         """Returns what has changed: this state, the name, the old value."""
-        now, before = self.now(), self.before
+        current, former = self.now(), self.before
         return [
-            (self, name, before.get(name, MISSING))
-            for name in {**before, **now}
-            if not _are_alike(now.get(name, MISSING), before.get(name, MISSING))
+            (self, name, former.get(name, MISSING))
+            for name in {**former, **current}
+            if not _are_alike(current.get(name, MISSING), former.get(name, MISSING))
         ]
 
 
-def _are_alike(one: Any, other: Any) -> bool:
-    """Returns whether two values are one object, or equal containers of simple values."""
-    return one is other or (type(one) is type(other) and _is_plain(one) and bool(one == other))
+def _are_alike(first: Any, second: Any) -> bool:
+    """Returns whether two values are identical, or equal containers of simple values."""
+    return first is second or (
+        type(first) is type(second) and _is_plain(first) and bool(first == second)
+    )
 
 
 def _is_plain(value: Any) -> bool:
@@ -59,13 +61,13 @@ def _is_plain(value: Any) -> bool:
 
 
 class Settled:
-    """The values that runs of a forward have set once, and may not set again."""
+    """The values that runs of a forward have set once and may not set again."""
 
     def __init__(self) -> None:
         self._old: dict[Any, Callable[[], None]] = {}
 
     def add(self, key: Any, put_back: Callable[[], None]) -> bool:
-        """Notes a change; returns False if there was one before."""
+        """Records a change; returns False if this value had changed before."""
         if key in self._old:
             return False
         self._old[key] = put_back
@@ -104,10 +106,10 @@ def attribute_state(value: Any, label: str) -> State:
             attributes.pop(name, None)
         return attributes
 
-    what = "its attribute" if isinstance(value, nn.Module) else "the attribute"
-    whose = "" if isinstance(value, nn.Module) else f" of {label}"
+    noun = "its attribute" if isinstance(value, nn.Module) else "the attribute"
+    owner = "" if isinstance(value, nn.Module) else f" of {label}"
     settles = not isinstance(value, nn.Module)
-    return State(now(), now, write, lambda name: f"{what} {name!r}{whose}", settles)
+    return State(now(), now, write, lambda name: f"{noun} {name!r}{owner}", settles)
 
 
 def global_state(held: dict[str, Any], name: str, module: str) -> State:
@@ -142,7 +144,7 @@ def cell_state(cell: CellType, label: str) -> State:
 
 def container_state(container: Any, path: str) -> State:
     """Returns the state of the entries of a container."""
-    before = copy(container) if type(container) in CONTAINERS else container
+    saved = copy(container) if type(container) in CONTAINERS else container
 
     def now() -> Mapping[Any, Any]:
         return dict(enumerate(items_of(container)))
@@ -150,7 +152,7 @@ def container_state(container: Any, path: str) -> State:
     def write(_: Any, __: Any) -> None:
         if type(container) in (list, dict, set, deque):
             container.clear()
-            (container.update if isinstance(container, dict | set) else container.extend)(before)
+            (container.update if isinstance(container, dict | set) else container.extend)(saved)
 
     name = path.rpartition(".")[2]
     label = path if " " in path else f"its attribute {name!r}"

@@ -1,7 +1,7 @@
-"""The values that a forward has for example inputs: tensors without data, and Python's own values.
+"""The values of a forward for example inputs: tensors without data, and Python values.
 
-A trace that knows them can answer what the forward's Python asks for: a length, a type, a condition
-on sizes. What depends on the data of a tensor stays unknown.
+A trace that knows them can answer queries of the forward's Python code: a length, a type, a
+condition on sizes. Values that depend on the data of a tensor stay unknown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hybridtrain._base.torch_private import FakeTensorMode, compiled_module, hoo
 
 
 class _Unknown:
-    """The value of an operation that depends on data."""
+    """Stands for the value of an operation that depends on data."""
 
     def __repr__(self) -> str:
         return "unknown"
@@ -31,15 +31,15 @@ UNKNOWN: Any = _Unknown()
 
 
 class Examples:
-    """Runs operations of a module on tensors that have shapes and no data.
+    """Runs operations of a module on tensors with shapes but without data.
 
-    All tensors are on one device, wherever the module's own are, and its parameters may be on the
-    meta device. A submodule that runs leaves no trace in the module.
+    All tensors appear to be on one device, wherever the module's tensors are, and its parameters
+    may be on the meta device. Running a submodule does not change the module.
 
     Args:
         root: the module.
-        device: where the tensors seem to be.
-        inside: returns a context around each operation.
+        device: the apparent device of the tensors.
+        inside: returns a context for each operation.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Examples:
             return tree_map_only(Tensor, self._without_data, values)
 
     def run(self, op: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the result of an operation of a graph on such values; `UNKNOWN` if there is none.
+        """Returns the result of a graph's operation on such values; `UNKNOWN` if there is none.
 
         Args:
             op: the `op` of the node.
@@ -98,7 +98,7 @@ class Examples:
             yield
 
     def stand_ins(self, module: nn.Module) -> dict[str, Tensor]:
-        """Returns what takes the places of the parameters and buffers of a module, by name."""
+        """Returns the stand-ins for the parameters and buffers of a module, by name."""
         tensors = (
             *module.named_parameters(remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),
@@ -122,7 +122,7 @@ class Examples:
             return functional_call(module, self.stand_ins(module), tuple(args), dict(kwargs))
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """Returns what takes the place of a parameter or buffer."""
+        """Returns the stand-in for a parameter or buffer."""
         if id(tensor) not in self._stand_ins:
             stand_in = self._without_data(tensor)
             if isinstance(tensor, nn.Parameter):
@@ -154,17 +154,17 @@ def _is_of_library(hook: Any) -> bool:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    before = logging.root.manager.disable
+    former_level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
         yield
     finally:
-        logging.disable(before)
+        logging.disable(former_level)
 
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Puts back the attributes of a module, and the entries of its lists, dicts and sets."""
+    """Restores the attributes of a module, and the entries of its lists, dicts and sets."""
     held = []
     for part in module.modules():
         attributes = vars(part)
@@ -206,7 +206,7 @@ class SizeGuards:
     Args:
         graph: the graph of a trace, whose nodes may change later.
         values: the example value of each node.
-        answers: for a node and a question the answer.
+        answers: the answer for each pair of a node and a query.
     """
 
     def __init__(
@@ -215,25 +215,25 @@ class SizeGuards:
         values: Mapping[fx.Node, Any],
         answers: Mapping[tuple[fx.Node, str], Any],
     ) -> None:
-        asked = {
+        queried_nodes = {
             key: answer for key, answer in answers.items() if _depends_on_sizes(key[0], values)
         }
-        needed: set[fx.Node] = set()
-        todo = [node for node, _ in asked]
+        needed_nodes: set[fx.Node] = set()
+        todo = [node for node, _ in queried_nodes]
         while todo:
             node = todo.pop()
-            if node not in needed:
-                needed.add(node)
+            if node not in needed_nodes:
+                needed_nodes.add(node)
                 todo += node.all_input_nodes
         copies: dict[fx.Node, fx.Node] = {}
         self._graph = fx.Graph()
         self._inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
         for node in graph.nodes:
-            if node.op == "placeholder" or node in needed:
+            if node.op == "placeholder" or node in needed_nodes:
                 copies[node] = self._graph.node_copy(node, copies.__getitem__)
                 copies[node].meta = {}
         self._asked = [
-            (copies[node], question, answer) for (node, question), answer in asked.items()
+            (copies[node], question, answer) for (node, question), answer in queried_nodes.items()
         ]
 
     @property
@@ -247,16 +247,16 @@ class SizeGuards:
         """Returns whether the answers are the same for other inputs.
 
         Args:
-            examples: of the module that was traced.
-            values: those inputs, as `Examples.of_inputs` gives them.
+            examples: the examples of the traced module.
+            values: the other inputs, from `Examples.of_inputs`.
         """
         if not self._asked:
             return True
         env: dict[fx.Node, Any] = {}
-        given = iter(values)
+        input_values = iter(values)
         for node in self._graph.nodes:
             if node.op == "placeholder":
-                env[node] = next(given)
+                env[node] = next(input_values)
             else:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
                 env[node] = examples.run(node.op, node.target, args, kwargs)
@@ -266,7 +266,7 @@ class SizeGuards:
 
 
 def _gives(ask: Callable[[Any], Any], value: Any, answer: Any) -> bool:
-    """Returns whether a question for a value has this answer; never for an unknown value."""
+    """Returns whether a query of a value has this answer; False for an unknown value."""
     if value is UNKNOWN:  # which has a bool and a text
         return False
     try:
@@ -276,19 +276,19 @@ def _gives(ask: Callable[[Any], Any], value: Any, answer: Any) -> bool:
 
 
 def _depends_on_sizes(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
-    """Returns whether the value of a node may be another one for inputs of other sizes."""
-    seen: set[fx.Node] = set()
+    """Returns whether the value of a node may differ for inputs of other sizes."""
+    visited: set[fx.Node] = set()
     todo = [node]
     while todo:
         node = todo.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if isinstance(values.get(node, UNKNOWN), Tensor):
             return True  # its length was asked for
         name = getattr(node.target, "__name__", str(node.target))
-        asked = str(node.args[1]) if node.target is getattr else name
-        if node.op in ("call_function", "call_method") and asked in _OF_KIND:
+        attribute = str(node.args[1]) if node.target is getattr else name
+        if node.op in ("call_function", "call_method") and attribute in _OF_KIND:
             continue
         if any(isinstance(values.get(n), Tensor) for n in node.all_input_nodes):
             return True

@@ -1,9 +1,9 @@
 """Traces a module's forward with torch.export, where torch.fx cannot follow it.
 
-torch.export runs the forward once, on shapes without data, and records the operators that it calls,
-and in which submodule. So it follows any Python code that does not depend on data; conditions on
-the inputs (on their rank, for example) are checked at each call. The batch dimension stays dynamic,
-and so do other sizes where the forward allows it.
+torch.export runs the forward once on shapes without data, and records the operators that it calls
+and their submodules. So it follows any Python code that does not depend on data; conditions on the
+inputs (on their rank, for example) are checked at each call. The batch dimension stays dynamic, and
+so do other sizes if the forward allows it.
 
 The export of `torch.distributed.pipelining.pipeline` fixes the batch size and the mode, and cannot
 be cut inside a chosen module.
@@ -72,10 +72,10 @@ def export_tracer(
     precision: Callable[[], AbstractContextManager[object]] | None = None,
     alike: bool = True,
 ) -> Tracer:
-    """Returns a tracer that exports a module once per mode, whatever is to be expanded.
+    """Returns a tracer that exports a module once per mode, independent of expanded submodules.
 
     `values` has an example of each argument; the module runs in the context `precision`. With
-    `alike` a batch of one sample stands for any; otherwise sizes of 0 and 1 are fixed.
+    `alike`, a batch of one sample represents any size; otherwise sizes of 0 and 1 are fixed.
     """
     exported: dict[bool, TracedGraph] = {}
 
@@ -114,8 +114,8 @@ def _export(
         with torch.random.fork_rng([]), _quiet(), mode, recording:
             program = export(module, *arguments, dynamic_shapes=dynamic, strict=False)
             if grad_matters is None:  # the quick check was not possible
-                again = export(module, *arguments, dynamic_shapes=dynamic, strict=False)
-                if str(again.graph) != str(program.graph):
+                repeated = export(module, *arguments, dynamic_shapes=dynamic, strict=False)
+                if str(repeated.graph) != str(program.graph):
                     raise Untraceable("a graph would keep a value that changes from call to call")
     exported = program.module()
     for part in exported.modules():  # an autocast in a forward is a graph in the graph
@@ -192,9 +192,11 @@ def _check_changes(
     except Exception:  # raised by the forward: torch.export runs it too, and reports the error
         return None
     if first_change(first, second) is not None:
-        again = run(with_lines=True)
-        number = first_change(first, again)
-        line = "" if number is None else (again.lines or [""])[min(number, len(again.lines) - 1)]
+        repeated = run(with_lines=True)
+        number = first_change(first, repeated)
+        line = (
+            "" if number is None else (repeated.lines or [""])[min(number, len(repeated.lines) - 1)]
+        )
         raise Untraceable("a graph would keep a value that changes from call to call", line)
     if not guards.asked_grad_mode:
         return False
@@ -222,7 +224,7 @@ class SizeChecks(nn.Module):
         self._conditions = conditions
 
     def forward(self, *values: Any) -> None:
-        """Raises `BatchError` if one does not hold for the inputs of a micro-batch."""
+        """Raises `BatchError` if a condition does not hold for the inputs of a micro-batch."""
         try:
             self._conditions(*values)
         except (AssertionError, ArithmeticError) as error:  # one of them may divide by zero
@@ -243,12 +245,12 @@ class SizeChecks(nn.Module):
 
 
 class _ExportGuards:
-    """Stops where the forward of a module does what a graph would not do again.
+    """Stops where a module's forward does something that its graph would not repeat.
 
     Attributes:
-        grad_enabled: what the model's code is told about the grad mode: that of a training step in
-            training mode, and of an evaluation in the other.
-        asked_grad_mode: whether it has asked.
+        grad_enabled: the grad mode that the model's code sees: a training step's in training mode,
+            and an evaluation's in evaluation mode.
+        asked_grad_mode: whether the code has queried the grad mode.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -258,7 +260,7 @@ class _ExportGuards:
         self._refusals: list[Exception] = []
 
     def forget_data(self) -> None:
-        """Forgets what a run on no data could not answer: torch.export may be able to."""
+        """Forgets queries that a run without data could not answer, but torch.export may."""
         self._refusals[:] = [e for e in self._refusals if isinstance(e, Untraceable)]
 
     @contextmanager
@@ -336,18 +338,18 @@ class _TensorType(type, metaclass=_TensorKind):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppresses the output of a failing export; its exception says what is wrong."""
-    before = logging.root.manager.disable
+    """Suppresses the output of a failing export; its exception has the reason."""
+    former_level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
         with redirect_stderr(StringIO()):
             yield
     finally:
-        logging.disable(before)
+        logging.disable(former_level)
 
 
 def as_any_batch(leaf: Any) -> Any:
-    """Returns a tensor with a batch of one sample as one of two, which stands for any number."""
+    """Returns a tensor with two samples, which represent any number, for a batch of one sample."""
     if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == 1:
         return torch.cat([leaf, leaf])  # torch.export takes a batch of one for a constant
     return leaf
@@ -461,15 +463,15 @@ class FakeRun(TorchDispatchMode):
         return tuple(argument.shape), argument.dtype, self._names.get(id(argument))
 
 
-def first_change(one: FakeRun, other: FakeRun) -> int | None:
-    """Returns the number of the first call in which two runs differ; None if they are equal."""
-    for number, (ours, theirs) in enumerate(zip_longest(one.calls, other.calls)):
-        if ours != theirs:
+def first_change(first: FakeRun, second: FakeRun) -> int | None:
+    """Returns the index of the first call in which two runs differ; None if they are equal."""
+    for number, (first_call, second_call) in enumerate(zip_longest(first.calls, second.calls)):
+        if first_call != second_call:
             return number
     return None
 
 
-# They compute nothing, and a graph may have them in other places: a slice of everything as well.
+# These operators (and a slice of everything) compute nothing, and their place in a graph may vary.
 _COMPUTES_NOTHING = re.compile(
     r"prim\.|aten\.(detach|alias|lift_fresh|lift_fresh_copy)\."
     r"|aten\.slice\..*, 0, 9223372036854775807\)"
@@ -486,25 +488,25 @@ def graph_does_the_same(
 ) -> bool:
     """Returns whether an exported graph calls the operators that the forward calls for `values`.
 
-    Both run on tensors without data, so that not only sizes of 0 and 1 are compared, for which
-    torch.export has no conditions, but all that may decide about the way through the forward. Where
-    they differ for the arguments `example` too, with which the module was exported (some code asks
-    whether it is being exported), the forward is compared with itself, but for its numbers.
+    Both run on tensors without data. This covers sizes of 0 and 1, for which torch.export has no
+    conditions, and everything else that may affect the control flow. Some code checks whether it is
+    being exported: if graph and forward also differ for `example`, the arguments of the export, the
+    forward for `values` is compared with the forward for `example`, ignoring numbers.
     """
     try:
-        ours = _calls_of_forward(module, signature, values, examples)
-        if ours == _calls_of_graph(traced, module, values, examples):
+        forward_calls = _calls_of_forward(module, signature, values, examples)
+        if forward_calls == _calls_of_graph(traced, module, values, examples):
             return True
         usual = _calls_of_forward(module, signature, example, examples)
         if usual == _calls_of_graph(traced, module, example, examples):
             return False
     except Exception:  # one of them raises an error; a new trace shows whether the forward does
         return False
-    return _without_numbers(ours) == _without_numbers(usual)
+    return _without_numbers(forward_calls) == _without_numbers(usual)
 
 
 _NUMBER = re.compile(r"\b\d+\b")
-# What else of memory an operator does depends on sizes of 1; shapes show in the next operator.
+# These operators depend on sizes of 1, and their shapes appear in the next operator anyway.
 _MEMORY = re.compile(r"aten\.(view|_unsafe_view|clone|expand)\.")
 
 
@@ -515,21 +517,21 @@ def _without_numbers(calls: Sequence[str]) -> list[str]:
 def _calls_of_forward(
     module: nn.Module, signature: CallSignature, values: Sequence[Any], examples: Examples
 ) -> list[str]:
-    state, given = examples.stand_ins(module), examples.of_inputs(list(values))
+    state, arguments = examples.stand_ins(module), examples.of_inputs(list(values))
     with examples.active(), _run_of(state) as run:
-        functional_call(module, state, *signature.split(given))
+        functional_call(module, state, *signature.split(arguments))
     return _computing(run)
 
 
 def _calls_of_graph(
     traced: TracedGraph, module: nn.Module, values: Sequence[Any], examples: Examples
 ) -> list[str]:
-    state, given = examples.stand_ins(module), examples.of_inputs(list(values))
+    state, arguments = examples.stand_ins(module), examples.of_inputs(list(values))
     env: dict[fx.Node, Any] = {
         node: examples.stand_in(traced.find(str(node.target)))
         for node in traced.graph.find_nodes(op="get_attr")
     }
-    leaves = iter(tree_leaves(given))
+    leaves = iter(tree_leaves(arguments))
     with examples.active(), _run_of(state) as run:
         for node in traced.graph.nodes:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.get)

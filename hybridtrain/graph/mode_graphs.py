@@ -1,6 +1,6 @@
 """A module's forward, traced in training and in evaluation mode, and where it can be cut.
 
-`TraceGuards` finds out that a module has changed since.
+`TraceGuards` detects later changes of the module.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class ModeGraphs:
     @property
     def unexpanded(self) -> dict[str, str]:
         """The submodules that could not be expanded, with the reason."""
-        found = self.training.unexpanded | self.evaluation.unexpanded
-        return {self.prefix + name: reason for name, reason in found.items()}
+        unexpanded = self.training.unexpanded | self.evaluation.unexpanded
+        return {self.prefix + name: reason for name, reason in unexpanded.items()}
 
     def layers(self, signature: CallSignature | None = None) -> list[Layer]:
         """Returns the segments between the starts, named after the modules that they begin with.
@@ -97,7 +97,7 @@ class ModeGraphs:
         return owners
 
     def no_cut_before(self) -> set[int]:
-        """Returns the numbers of the segments before which there may be no cut."""
+        """Returns the indices of segments before which no cut is possible."""
         pairs = zip((self.training, self.evaluation), zip(*self.starts, strict=True), strict=True)
         return {
             position
@@ -114,11 +114,11 @@ class ModeGraphs:
     ]:
         """Cuts another trace of the module at the segments of this one.
 
-        A segment whose call the other trace does not have is empty there.
+        If the other trace lacks the call that begins a segment, the segment is empty there.
 
         Returns:
             the graphs of each segment in training and in evaluation, the owners of the buffers in
-            it, and the segments before which there may be no cut.
+            it, and the segments before which no cut is possible.
 
         Raises:
             SplitError: the other trace has the calls in another order.
@@ -126,8 +126,8 @@ class ModeGraphs:
         modes: list[list[SegmentGraph]] = []
         no_cut_before: set[int] = set()
         for traced in (other.training, other.evaluation):
-            where = {call: node for node, calls in traced.calls.items() for call in calls}
-            starts = [where.get(calls[-1]) for calls in self.calls]
+            node_of_call = {call: node for node, calls in traced.calls.items() for call in calls}
+            starts = [node_of_call.get(calls[-1]) for calls in self.calls]
             order = {node: number for number, node in enumerate(traced.graph.nodes)}
             places = [order[node] for node in starts[1:] if node is not None]
             if places != sorted(places):
@@ -153,14 +153,14 @@ def trace_both_modes(
     """
     graphs: list[TracedGraph] = []
     flags: list[dict[nn.Module, bool]] = []
-    before = {part: part.training for part in module.modules()}
+    former_modes = {part: part.training for part in module.modules()}
     try:
         for training in (True, False):
             module.train(training)
             flags.append({part: part.training for part in module.modules()})
             graphs.append(tracer(module, should_expand))
     finally:
-        for part, mode in before.items():
+        for part, mode in former_modes.items():
             part.training = mode
     first, second = graphs
     grad_matters = first.grad_matters or second.grad_matters
@@ -202,9 +202,9 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def looks_only(hook: _Hook) -> _Hook:
-    """Marks a hook of all modules as one that changes nothing: a graph may do without its calls.
+    """Marks a global module hook as one that changes nothing, so that a graph need not call it.
 
-    Those that the library itself registers for a step are of that kind.
+    The hooks that this library registers for a step are marked.
     """
     hook.__dict__["looks_only"] = True
     return hook
@@ -218,8 +218,8 @@ def _bearing(hooks: Mapping[int, Any]) -> int:
 class TraceGuards:
     """The assumptions that the graphs of a model make about the modules that were traced.
 
-    A graph contains what the forward read besides its inputs, runs no hooks of the modules that it
-    replaces, and is of one mode of all the modules together.
+    A graph contains the values that the forward read besides its inputs, runs no hooks of the
+    modules that it replaces, and is valid for one combination of the modules' modes.
     """
 
     def __init__(self, graphs: Sequence[ModeGraphs] = ()) -> None:
@@ -247,28 +247,29 @@ class TraceGuards:
         return self._names
 
     def look(self) -> None:
-        """Takes the present buffers as the buffers of the graphs, after they were moved."""
+        """Makes the current buffers the expected ones, after they were moved."""
         self._reads.look()
 
     def changes(self) -> str | None:
-        """Returns what has changed, so that the graphs no longer do what the modules would do.
+        """Returns a change that makes the graphs differ from the modules, or None.
 
-        None if nothing has. A new trace would follow the change.
+        A new trace would follow the change.
         """
-        what, _ = self._change()
-        return what
+        change, _ = self._change()
+        return change
 
     def check(self) -> None:
-        """Makes sure that the graphs still do what the modules would do.
+        """Checks that the graphs still compute the same as the modules.
 
         Raises:
-            ConfigError: a module, or something that its forward read, has changed; names it.
+            ConfigError: a module, or a value that its forward read, has changed; the message names
+                it.
         """
         if self._root is not None:
             _check_grad_mode(self._root)
-        what, remedy = self._change()
-        if what is not None:
-            raise ConfigError(f"{what}{remedy}")
+        change, remedy = self._change()
+        if change is not None:
+            raise ConfigError(f"{change}{remedy}")
 
     def _change(self) -> tuple[str | None, str]:
         """Returns what has changed, and what to do about it."""
@@ -277,18 +278,18 @@ class TraceGuards:
             if len(hooks) > count and (
                 _bearing(hooks) > count if part is None else has_hooks(part)
             ):
-                what = f"{name} had a hook registered after tracing, which would not run"
-                return what, ": register hooks before you create the HybridModel"
+                change = f"{name} had a hook registered after tracing, which would not run"
+                return change, ": register hooks before you create the HybridModel"
         for modules, modes in self._modes:
-            now = tuple(module.training for module in modules.values())
-            if now not in modes:
-                flags = zip(modules, now, modes[0], strict=True)
+            current_modes = tuple(module.training for module in modules.values())
+            if current_modes not in modes:
+                flags = zip(modules, current_modes, modes[0], strict=True)
                 name = next(name for name, is_on, was_on in flags if is_on != was_on)
-                what = (
+                change = (
                     f"module {name!r} was switched to another mode than the model around it, whose "
                     f"forward depends on the mode"
                 )
-                return what, ": let its train() keep that mode when it is traced"
+                return change, ": let its train() keep that mode when it is traced"
         return self._reads.change(), (
             " since the model was traced: change it back, or create a new HybridModel; a submodule "
             "without submodules is called and not traced, and may change"
@@ -298,8 +299,8 @@ class TraceGuards:
 def _check_grad_mode(root: nn.Module) -> None:
     if torch.is_grad_enabled() != root.training:
         usual = "training with gradients, and evaluation without"
-        now = "without" if root.training else "with"
+        grad_mode = "without" if root.training else "with"
         raise ConfigError(
             f"{type(root).__name__} asks torch.is_grad_enabled() and was traced for {usual}: "
-            f"it cannot run in {'train' if root.training else 'eval'}() mode {now} them"
+            f"it cannot run in {'train' if root.training else 'eval'}() mode {grad_mode} them"
         )

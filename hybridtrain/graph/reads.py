@@ -1,8 +1,8 @@
-"""The values that a traced forward has read, and whether they still hold.
+"""The values that a traced forward has read, and whether they have changed since.
 
-A graph contains whatever its forward read while it was traced: numbers and flags of modules and
+A graph contains the values that its forward read during the trace: numbers and flags of modules and
 configs, entries of dicts and lists, globals, closures, class attributes, functions, buffers. A
-`Recorder` notes them, and `Reads` compares them with the present values before each step.
+`Recorder` records them, and `Reads` compares them with the current values before each step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MISSING = _Missing()
 
 
 class Read(NamedTuple):
-    """A value that was read: `table[key]`, or what `table(key)` returns; MISSING if not there."""
+    """A value that was read: `table[key]`, or `table()` if `key` is None; MISSING if absent."""
 
     table: Any
     key: Any
@@ -48,7 +48,7 @@ def items_of(container: Any) -> Iterable[Any]:
 
 
 class Reads:
-    """The values that a forward has read, compared with the present ones.
+    """The values that a forward has read, for comparison with the current values.
 
     Args:
         reads: the values.
@@ -72,23 +72,27 @@ class Reads:
         return len(self._reads) + len(self._containers)
 
     @classmethod
-    def merged(cls, several: Iterable[tuple[str, Reads]]) -> Reads:
-        """Returns several as one; the names of the modules in each begin with its prefix."""
+    def merged(cls, parts: Iterable[tuple[str, Reads]]) -> Reads:
+        """Merges the reads of several traced modules, each with the prefix of its names."""
         reads: list[Read] = []
         containers: list[tuple[Any, str]] = []
-        for prefix, part in several:
+        for prefix, part in parts:
             reads += [r._replace(label=named_in_model(prefix, r.label)) for r in part._reads]
             containers += [(c, named_in_model(prefix, name)) for c, name, _ in part._containers]
         return cls(reads, containers)
 
     def look(self) -> None:
-        """Takes the present tensors as the expected ones."""
+        """Makes the current tensors the expected values."""
         self._reads = [
-            read._replace(value=now) if isinstance(now := _now(read), Tensor) else read
+            read._replace(value=current) if isinstance(current := _now(read), Tensor) else read
             for read in self._reads
         ]
         self._containers = [
-            (c, name, items if is_same(items, now := list(items_of(c)), tensors=False) else now)
+            (
+                c,
+                name,
+                items if is_same(items, current := list(items_of(c)), tensors=False) else current,
+            )
             for c, name, items in self._containers
         ]
         self._prepare()
@@ -102,11 +106,11 @@ class Reads:
         for table, part in tables.values():
             if absent := tuple(read.key for read in part if read.value is MISSING):
                 self._absent.append((table.keys(), absent))
-            if there := [read for read in part if read.value is not MISSING]:
-                there.append(there[-1])  # of a single name, an itemgetter returns no tuple
-                self._pick.append(itemgetter(*(read.key for read in there)))
+            if present := [read for read in part if read.value is not MISSING]:
+                present.append(present[-1])  # of a single name, an itemgetter returns no tuple
+                self._pick.append(itemgetter(*(read.key for read in present)))
                 self._tables.append(table)
-                self._values += [read.value for read in there]
+                self._values += [read.value for read in present]
         self._dynamic = [read for read in self._reads if read.key is None]
         self._views: list[Iterable[Any]] = []
         for container, *_ in self._containers:
@@ -116,18 +120,18 @@ class Reads:
         self._items = list(chain.from_iterable(self._views))
 
     def change(self) -> str | None:
-        """Returns the first change, as "b.scale has changed from 1 to 2"; None if there is none."""
+        """Returns the first change, such as "b.scale has changed from 1 to 2", or None."""
         return None if self._is_same() else self._first_change()
 
     def _is_same(self) -> bool:
-        """Compares by identity, which is quick: 1000 values in about 30 us."""
+        """Compares by identity, which is fast: 1000 values take about 30 us."""
         try:
-            now = list(chain.from_iterable(map(_pick_from, self._pick, self._tables)))
+            current_values = list(chain.from_iterable(map(_pick_from, self._pick, self._tables)))
         except KeyError:
             return False
         items = list(chain.from_iterable(self._views))
         return (
-            all(map(is_, now, self._values))
+            all(map(is_, current_values, self._values))
             and len(items) == len(self._items)
             and all(map(is_, items, self._items))
             and all(keys.isdisjoint(names) for keys, names in self._absent)
@@ -135,29 +139,31 @@ class Reads:
         )
 
     def _first_change(self) -> str | None:
-        """Compares by value, and notes equal values that are other objects."""
+        """Compares by value, and records equal values that are different objects."""
         for number, read in enumerate(self._reads):
-            now = _now(read)
-            if now is not read.value:
-                if not is_same(read.value, now):
-                    return f"{read.label} has changed from {_shown(read.value)} to {_shown(now)}"
-                self._reads[number] = read._replace(value=now)
-                self._follow(read.value, now)
+            current = _now(read)
+            if current is not read.value:
+                if not is_same(read.value, current):
+                    return (
+                        f"{read.label} has changed from {_shown(read.value)} to {_shown(current)}"
+                    )
+                self._reads[number] = read._replace(value=current)
+                self._follow(read.value, current)
         for number, (container, name, items) in enumerate(self._containers):
-            now = list(items_of(container))
-            if len(now) != len(items) or not all(map(is_, now, items)):
-                if not is_same(items, now):
-                    was: Any = items
+            current = list(items_of(container))
+            if len(current) != len(items) or not all(map(is_, current, items)):
+                if not is_same(items, current):
+                    former: Any = items
                     if isinstance(container, dict):
                         half = len(items) // 2
-                        was = dict(zip(items[:half], items[half:], strict=True))
-                    return f"{name} has changed from {_shown(was)} to {_shown(container)}"
-                self._containers[number] = container, name, now
+                        former = dict(zip(items[:half], items[half:], strict=True))
+                    return f"{name} has changed from {_shown(former)} to {_shown(container)}"
+                self._containers[number] = container, name, current
         self._prepare()
         return None
 
     def _follow(self, old: Any, new: Any) -> None:
-        """Watches a list, dict or set in place of the equal one that it has replaced."""
+        """Watches the list, dict or set that has replaced an equal one."""
         for number, (container, name, items) in enumerate(self._containers):
             if container is old:
                 self._containers[number] = new, name, list(items_of(new))
@@ -171,7 +177,7 @@ MODULE = "@"
 
 
 def named_in_model(prefix: str, label: str) -> str:
-    """Returns the name in the user's model of a value with this label in the traced module."""
+    """Returns a value's name in the user's model, from its label in the traced module."""
     if not label.startswith(MODULE):
         return label
     inside = label.removeprefix(MODULE)
@@ -189,9 +195,9 @@ def _now(read: Read) -> Any:
 
 
 def is_same(was: Any, now: Any, tensors: bool = True) -> bool:
-    """Returns whether two values are one object, or equal ones of simple types or containers.
+    """Returns whether two values are identical, or equal simple values or containers.
 
-    `tensors=False` takes any two tensors for the same.
+    With `tensors=False`, any two tensors count as equal.
     """
     if was is now:
         return True

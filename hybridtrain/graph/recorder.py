@@ -1,15 +1,14 @@
-"""Records what a forward reads while it is traced.
+"""Records the values that a forward reads while it is traced.
 
-A `Recorder` notes the reads while the forward runs, and refuses a forward that changes any of the
-values, which a graph would not do again. Three ways lead to a value, and each is watched where it
-is taken:
+A `Recorder` records reads while the forward runs, and refuses a forward that changes any of these
+values, because its graph would not repeat the change. There are three ways to reach a value:
 
-1. `owner.name`: classes get a `__getattribute__` that notes the name (nn.Module, and the class of
-   every object that is reached). Where a class cannot be changed, all its attributes count as read.
-2. a global, `Class.name`, `module.name`: a trace function sees each function of the user's that
-   begins to run; the names in its code are noted, and those that its modules and classes have.
-3. a closure, a default argument, an entry of a container: noted with the function or container
-   that has been reached; a container counts as read with all its entries.
+1. `owner.name`: classes get a `__getattribute__` that records the name (nn.Module, and the class of
+   every object that is reached). If a class cannot be changed, all its attributes count as read.
+2. a global, `Class.name`, `module.name`: a trace function sees each of the user's functions that
+   begins to run, and records the names in its code that its modules and classes have.
+3. a closure, a default argument, an entry of a container: recorded when the function or container
+   is reached; all entries of a container count as read.
 """
 
 from __future__ import annotations
@@ -67,10 +66,10 @@ ASKS_FOR_USER: set[CodeType] = set()
 
 
 class Recorder:
-    """Notes what the user's code reads from `module` and from all that it reaches from there.
+    """Records the values that the user's code reads from `module` and all objects it can reach.
 
     Use one recorder for one or several runs of the same forward. Recorders of further runs share
-    `settled`: the first run may set a number or flag that the others leave alone
+    `settled`: the first run may set a number or flag that later runs do not change
     (`config.problem_type`, which models of transformers derive from their first labels).
     """
 
@@ -101,11 +100,10 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Notes what this thread reads in the block.
+        """Records the reads of this thread in the block.
 
         Raises:
-            Untraceable: the block has changed a list, an object or a global that it has reached;
-                they are put back.
+            Untraceable: the block changed a list, an object or a global; the changes are undone.
         """
         # a trace function sees fewer events than a profile function; a debugger may have one
         watch: Any = sys.settrace
@@ -142,25 +140,25 @@ class Recorder:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Puts back what the block changes, and then raises `Untraceable`."""
+        """Undoes changes that the block makes, and then raises `Untraceable`."""
         try:
             yield
         finally:
             self.refuse_changes()
 
     def mark(self) -> list[int]:
-        """Returns what `forget_since` takes."""
+        """Returns a mark for `forget_since`."""
         return [len(journal) for journal in self._journals]
 
     def forget_since(self, mark: Sequence[int]) -> None:
-        """Forgets what was read after `mark`, by code that does not come into the graph."""
+        """Forgets the reads after `mark`, made by code that is not part of the graph."""
         for journal, length in zip(self._journals, mark, strict=True):
             for key in list(journal)[length:]:
                 del journal[key]
         self._visited.clear()  # what is reached again counts as read again
 
     def reads(self) -> Reads:
-        """Returns what was read, with the values that there are now."""
+        """Returns the reads with their current values."""
         reads = list(self._found())
         named = [(read.value, read.label) for read in reads] + list(self._defaults.values())
         containers: dict[int, tuple[Any, str]] = {}
@@ -179,7 +177,7 @@ class Recorder:
             self._patch(kind)
 
     def _patch(self, kind: type) -> bool:
-        """Lets a class note what is read from its instances; returns whether that was possible."""
+        """Makes a class record reads of its instances; returns whether that was possible."""
         if kind in self._patched:
             return True
         original: Any = kind.__getattribute__
@@ -202,7 +200,7 @@ class Recorder:
         return True
 
     def _note(self, owner: Any, name: str, value: Any) -> None:
-        """Notes that `name` of `owner` is read, in the frame before the last one."""
+        """Records a read of `owner.name`, made two frames up."""
         if self._busy or threading.get_ident() != self._thread:
             return
         key = id(owner), name
@@ -231,7 +229,7 @@ class Recorder:
             self._busy, self._keeps = False, True
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Notes the code of a function of the user's that begins to run."""
+        """Records the code of a user's function that begins to run."""
         code = frame.f_code
         if event != "call" or code in self._codes or code.co_name == "__del__":
             return
@@ -257,7 +255,7 @@ class Recorder:
             self._busy = busy
 
     def _visit(self, value: Any, path: str) -> None:
-        """Notes a value that code can reach, and what it reaches from there unseen."""
+        """Records a value that code can reach, and values that are reachable from it unobserved."""
         kind = type(value)
         if kind in SIMPLE or id(value) in self._visited or value is MISSING:
             return
@@ -341,7 +339,7 @@ class Recorder:
             self._states.setdefault(key, state)
 
     def refuse_changes(self) -> None:
-        """Puts back what the forward has changed, and then raises `Untraceable`."""
+        """Undoes changes of the forward, and then raises `Untraceable`."""
         busy, self._busy = self._busy, True
         try:
             changed = [
@@ -357,8 +355,8 @@ class Recorder:
         if changed:
             self._settled.put_back()
             state, name, _ = changed[0]
-            what = named_in_model("", state.describe(name)).replace(f" {MODULE}.", " the model.")
-            why = f"changes {what.replace(MODULE, '')}, which a graph would not"
+            change = named_in_model("", state.describe(name)).replace(f" {MODULE}.", " the model.")
+            why = f"changes {change.replace(MODULE, '')}, which a graph would not"
             raise Untraceable(why, self._line_that_stores(str(name)))
 
     def _settles(self, key: Any, state: State, _: State, name: Any, old: Any) -> bool:
@@ -413,7 +411,7 @@ def _module_of(frame: FrameType) -> str:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Returns whether `frame` is a part of an import, which makes globals and reads no state."""
+    """Returns whether `frame` is part of an import, which makes globals and reads no state."""
     while frame is not None:
         if _module_of(frame) == "importlib._bootstrap":
             return True

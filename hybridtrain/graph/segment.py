@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
-from hybridtrain._base.skip import pop, stash, take
+from hybridtrain._base.skip import pop, pop_last, stash
 from hybridtrain._base.torch_private import operator_overloads, operator_schema
 from hybridtrain.errors import SplitError
 from hybridtrain.graph.call_signature import CallSignature
@@ -103,15 +103,17 @@ class SegmentGraph:
 
 
 def assign_segments(graph: fx.Graph, starts: Sequence[fx.Node | None]) -> dict[fx.Node, int]:
-    """Returns the number of each node's segment; `starts` are the nodes that begin one.
+    """Returns the index of each node's segment.
 
-    A segment without a node is empty.
+    Args:
+        graph: the graph.
+        starts: the first node of each segment; None for an empty segment.
     """
     number = {node: segment for segment, node in enumerate(starts) if node is not None}
     segment_of: dict[fx.Node, int] = {}
-    here = 0
+    segment = 0
     for node in graph.nodes:
-        segment_of[node] = here = max(here, number.get(node, 0))
+        segment_of[node] = segment = max(segment, number.get(node, 0))
         if node.op == "output":  # the last segments may be empty
             segment_of[node] = len(starts) - 1
     return segment_of
@@ -120,9 +122,12 @@ def assign_segments(graph: fx.Graph, starts: Sequence[fx.Node | None]) -> dict[f
 def cut(
     traced: TracedGraph, starts: Sequence[fx.Node | None], names: Sequence[str]
 ) -> list[SegmentGraph]:
-    """Cuts `traced` before each of `starts` but the first.
+    """Cuts `traced` into segments.
 
-    The values between segments get names that begin with the segments' `names`.
+    Args:
+        traced: the graph.
+        starts: the first node of each segment; None for an empty segment.
+        names: the names of the segments, with which the names of their skip values begin.
     """
     graph, find = traced.graph, traced.find
     segment_of = assign_segments(graph, starts)
@@ -179,21 +184,21 @@ def _own_graph(
     through a module of the user's, which `fx.GraphModule` would then write to.
     """
     part = fx.Graph()
-    own = {node: part.placeholder(node.name) for node in arguments}
+    copies = {node: part.placeholder(node.name) for node in arguments}
 
     def own_name(target: Any) -> str:
         return own_names.setdefault(target, f"own{len(own_names)}_{target.replace('.', '_')}")
 
     def own_node(node: fx.Node) -> fx.Node:
-        if node.op == "get_attr" and node not in own:
-            own[node] = part.get_attr(own_name(node.target))
-        return own[node]
+        if node.op == "get_attr" and node not in copies:
+            copies[node] = part.get_attr(own_name(node.target))
+        return copies[node]
 
     for node in body:
-        own[node] = part.node_copy(node, own_node)
-        own[node].meta = {}  # of torch.export's, with tensors in it
+        copies[node] = part.node_copy(node, own_node)
+        copies[node].meta = {}  # of torch.export's, with tensors in it
         if node.op == "call_module":
-            own[node].target = own_name(node.target)
+            copies[node].target = own_name(node.target)
     part.output(fx.node.map_arg(returned, own_node))
     return part
 
@@ -336,7 +341,7 @@ class Segment(nn.Module):
         self.uses_compiled = True  # the compiled graphs, if there are any
 
     def forward(self, value: Any) -> Any:
-        """Returns the main value of this segment from that of the one before."""
+        """Returns this segment's main value, given the previous segment's."""
         graph = self._variants[self.variant][self._root[0].training]
         if self.signature is not None:
             arguments = self.signature.graph_inputs(value)
@@ -345,14 +350,14 @@ class Segment(nn.Module):
         else:
             arguments = [value] if graph.takes_main else []
             for name in graph.inputs:
-                arguments.append(take(name) if name in graph.last_uses else pop(name))
+                arguments.append(pop_last(name) if name in graph.last_uses else pop(name))
         # not the module's own call, which would print its code when a layer in it raises
         run = graph.module.forward
         if graph.compiled is not None and self.uses_compiled:
             run = graph.compiled
-        main, *others = run(*arguments)
-        for name, other in zip(graph.outputs, others, strict=True):
-            stash(name, other)
+        main, *further = run(*arguments)
+        for name, skip_value in zip(graph.outputs, further, strict=True):
+            stash(name, skip_value)
         for name in self.stashes:
             if name not in graph.outputs:
                 stash(name, None)
@@ -386,14 +391,15 @@ class Segment(nn.Module):
         device: torch.device | None,
         aliases: Mapping[int, nn.Parameter],
     ) -> None:
-        """Adds the graphs for inputs of another kind; see `variants`.
+        """Adds the graphs of another variant of the model.
 
         Args:
             training: the graph for training mode.
             evaluation: the graph for evaluation mode.
-            owners: the buffers that they read directly; see `Segment`.
-            device: where the segment is; None if another process has it.
-            aliases: what takes the place of tied parameters, by their `id`.
+            owners: the buffers that the graphs read directly: the user's module that holds each,
+                and its name there.
+            device: the device of the segment; None if another process has it.
+            aliases: the replacements of tied parameters, by `id`.
         """
         number = len(self._variants)
         graphs = [training] if evaluation is training else [training, evaluation]

@@ -1,10 +1,10 @@
-"""A module's forward as a graph, and what both tracers need that record one.
+"""A module's forward as a graph, and helpers of both tracers.
 
-A graph holds the numbers that the forward computed while it was traced. A number from Python's or
-NumPy's generators, from a clock, or from a counter is another one at the next call, and a branch
-that was taken because of it may be another one as well. So calls of generators and clocks stop a
-trace, the states of the generators that the model can reach are compared before and after it, and
-every forward is traced twice: two graphs that differ contain something that changes by itself.
+A graph contains the numbers that the forward computed while it was traced. A number from Python's
+or NumPy's generators, from a clock, or from a counter differs at the next call, and so may a branch
+that depends on it. So calls of generators and clocks stop a trace, the states of generators that
+the model can reach are compared before and after it, and every forward is traced twice: two graphs
+that differ contain a value that changes from call to call.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TracedGraph:
         grad_matters: whether the forward does something else where gradients are switched on or
             off otherwise than usual in this mode.
         size_guards: the answers about sizes that it was traced with; None if there were none.
-        reads: what the forward has read besides its inputs, and the graph contains.
+        reads: the values that the forward read besides its inputs, and that the graph contains.
     """
 
     graph: fx.Graph
@@ -94,13 +94,13 @@ def operations(traced: TracedGraph, tensor: Callable[[Any], Any] = id) -> list[A
     ]
 
 
-def first_difference(one: TracedGraph, other: TracedGraph) -> fx.Node | None:
-    """Returns the first node in which two graphs of one forward differ; None if they are equal."""
-    for traced, against in ((one, other), (other, one)):
+def first_difference(first: TracedGraph, second: TracedGraph) -> fx.Node | None:
+    """Returns the first node that differs in two graphs of a forward; None if they are equal."""
+    for traced, against in ((first, second), (second, first)):
         pairs = zip_longest(operations(traced, _Constant), operations(against, _Constant))
         nodes: list[fx.Node] = list(traced.graph.nodes)
-        for node, (ours, theirs) in zip(nodes, pairs, strict=False):
-            if ours != theirs:
+        for node, (first_node, second_node) in zip(nodes, pairs, strict=False):
+            if first_node != second_node:
                 return node
     return None
 
@@ -129,7 +129,7 @@ Tracer = Callable[[nn.Module, ShouldExpand], TracedGraph]
 
 
 class Untraceable(Exception):
-    """The forward does something that a graph would not do again.
+    """The forward does something that its graph would not repeat.
 
     Attributes:
         place: the user's line, where the traceback does not have it.
@@ -150,25 +150,24 @@ _refusals = _Refusals()
 
 
 def note_refusal(error: Exception) -> None:
-    """Notes an error that the model may catch; see `none_swallowed`."""
+    """Records an error that the model's code may catch, for `none_swallowed`."""
     _refusals.noted.append(error)
 
 
 @contextmanager
 def none_swallowed() -> Iterator[list[Exception]]:
-    """Raises at its end what a model's own `except` has swallowed in the block.
+    """Raises, at the end of the block, errors that the model's `except` clauses have swallowed.
 
-    That is an `Untraceable`, or what was noted.
-
-    Yields the list of them, from which those are to be removed that were dealt with.
+    These are recorded errors such as `Untraceable`. The context yields their list, from which the
+    caller removes errors that it has handled.
     """
-    before, _refusals.noted = _refusals.noted, []
+    outer_notes, _refusals.noted = _refusals.noted, []
     try:
         yield _refusals.noted
         if _refusals.noted:
             raise _refusals.noted[0]
     finally:
-        _refusals.noted = before
+        _refusals.noted = outer_notes
 
 
 def user_line(error: BaseException) -> str:
@@ -239,7 +238,7 @@ GRADIENTS_ARE_CUT = (
 
 
 class AutogradFunctionDetector:
-    """Finds out whether code is run by a class derived from `autograd.Function`.
+    """Detects whether code is run by a class derived from `autograd.Function`.
 
     Their `apply` cannot be replaced: it is not written in Python, and `f = MyFunction.apply` may
     have been taken before. So the callers' frames are searched for their `forward`.
@@ -291,30 +290,30 @@ class Generators:
 
     @contextmanager
     def no_draws(self) -> Iterator[None]:
-        """Raises `Untraceable` if one is drawn from, and puts their states back."""
-        before = self.states()
+        """Raises `Untraceable` if the block draws from a generator, and restores their states."""
+        states_before = self.states()
         try:
             yield
-            if self.states() != before:
+            if self.states() != states_before:
                 raise Untraceable(
                     "draws a random number outside PyTorch, which a graph would keep: a generator "
                     "that the model holds has moved"
                 )
         finally:
-            for (_, write), state in zip(self._generators, before, strict=True):
+            for (_, write), state in zip(self._generators, states_before, strict=True):
                 write(pickle.loads(state))
 
 
 @contextmanager
 def refused_calls(module: nn.Module) -> Iterator[None]:
-    """Raises `Untraceable` where the model's code asks a clock, `random` or NumPy's generator."""
+    """Raises `Untraceable` if the model's code calls a clock, `random` or NumPy's generator."""
     refused: dict[int, str] = {}
     with ExitStack() as stack:
         for holder, names in _sources():
             for name in names:
-                what = f"{holder.__name__}.{name}"
-                refused[id(getattr(holder, name))] = what
-                stack.enter_context(replaced(holder, name, _refuse(what)))
+                call_name = f"{holder.__name__}.{name}"
+                refused[id(getattr(holder, name))] = call_name
+                stack.enter_context(replaced(holder, name, _refuse(call_name)))
         for holder in _code_modules(module):  # from time import perf_counter
             for name, value in list(vars(holder).items()):
                 if id(value) in refused:
@@ -355,21 +354,21 @@ def _numpy_random() -> Any:
 
 def _forwards(module: nn.Module) -> Iterator[FunctionType]:
     """Yields the user's forward functions in a model, each once."""
-    seen = set()
+    visited = set()
     for part in module.modules():
         forward = getattr(type(part), "forward", None)
         forward = vars(part).get("forward", forward)
         forward = getattr(forward, "__func__", forward)
-        if isinstance(forward, FunctionType) and forward not in seen:
-            seen.add(forward)
+        if isinstance(forward, FunctionType) and forward not in visited:
+            visited.add(forward)
             if not (forward.__module__ or "").startswith("torch."):
                 yield forward
 
 
 def _code_modules(module: nn.Module) -> list[ModuleType]:
     """Returns the Python modules whose code a model runs."""
-    found = {f.__module__: sys.modules.get(f.__module__) for f in _forwards(module)}
-    return [each for each in found.values() if each is not None]
+    modules = {f.__module__: sys.modules.get(f.__module__) for f in _forwards(module)}
+    return [module for module in modules.values() if module is not None]
 
 
 def _namespaces(module: nn.Module) -> Iterator[Iterable[Any]]:

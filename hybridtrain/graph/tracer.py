@@ -1,14 +1,13 @@
 """Traces a module's forward with torch.fx, at the level of its submodules.
 
-torch.fx runs the forward with proxies in place of tensors and records what is done to them. Code
-that it cannot record faithfully must not be recorded at all. Where a submodule has control flow
-that depends on data, a change of the grad mode or of autocast, or a random choice of Python's, the
-submodule stays one node, which calls it. The same in the model's own forward is an error that names
-the line.
+torch.fx runs the forward with proxies instead of tensors and records their operations. Code that it
+cannot record faithfully must not be recorded at all. If a submodule has control flow that depends
+on data, changes the grad mode or autocast, or draws from Python's generator, the submodule stays
+one node that calls it. The same code in the model's own forward is an error that names the line.
 
-A trace on `Examples` also knows what each proxy stands for. It answers what Python asks for (a
-length, a type, a condition on sizes) and notes the answers: the graph is for inputs with the same
-ones. Sizes that nothing asks for stay variable.
+A trace on `Examples` also knows the value of each proxy. It answers Python's queries (a length, a
+type, a condition on sizes) and records the answers: the graph is valid for inputs with the same
+answers. Sizes that nothing queries stay variable.
 """
 
 from __future__ import annotations
@@ -88,13 +87,14 @@ def trace(
     should_expand: ShouldExpand,
     make_examples: Callable[[nn.Module], tuple[Examples, list[Any]]] | None = None,
 ) -> TracedGraph:
-    """Returns the forward of `module` as a graph, in the mode that the module is in.
+    """Returns the forward of `module` as a graph, in the module's current mode.
 
-    With `make_examples`, which gives the examples of a module and the values of its arguments, the
-    graph may be for such inputs alone.
+    With `make_examples`, which returns the examples of a module and the values of its arguments,
+    the graph may be valid for such inputs only.
 
-    A question for the grad mode gets the answer of a training step in training mode, and of an
-    evaluation in the other. The forward is traced twice, to find what changes by itself.
+    A query of the grad mode gets the answer for a training step in training mode, and for an
+    evaluation in evaluation mode. The forward is traced twice, to find values that change from call
+    to call.
 
     Raises:
         Exception: raised by torch.fx or by the forward itself, where it cannot be traced.
@@ -115,9 +115,9 @@ def _trace(
     generators = Generators(module)
 
     def run(grad_enabled: bool) -> tuple[_Tracer, TracedGraph]:
-        known = make_examples(module) if make_examples is not None else None
+        examples = make_examples(module) if make_examples is not None else None
         tracer = _Tracer(
-            signature, should_expand, kept, generators, grad_enabled, module, settled, known
+            signature, should_expand, kept, generators, grad_enabled, module, settled, examples
         )
         return tracer, tracer.traced(module)
 
@@ -126,10 +126,10 @@ def _trace(
         fault = tracer.find_read(traced.graph)
         if fault is None:
             kept |= traced.unexpanded  # they need not fail twice
-            again, other = run(module.training)
-            if (node := first_difference(traced, other)) is not None:
+            repeated, repeated_trace = run(module.training)
+            if (node := first_difference(traced, repeated_trace)) is not None:
                 why = "a graph would keep a value that changes from call to call"
-                fault = (*(again if node in again.places else tracer).places[node], why)
+                fault = (*(repeated if node in repeated.places else tracer).places[node], why)
         if fault is None:
             break
         path, place, reason = fault
@@ -146,7 +146,7 @@ def _trace(
 
 
 class _Tracer(fx.Tracer):
-    """Records one forward; see `TracedGraph` for what it finds."""
+    """Records one forward as a `TracedGraph`."""
 
     proxy_buffer_attributes = True
 
@@ -218,11 +218,11 @@ class _Tracer(fx.Tracer):
         return traced
 
     def _finish_guards(self, graph: fx.Graph) -> SizeGuards | None:
-        """Returns the answers of the examples, and erases what was computed for them alone."""
+        """Returns the answers about sizes, and erases nodes that only served to compute them."""
         if self._examples is None:
             return None
-        left = set(graph.nodes)
-        answers = {key: answer for key, answer in self._answers.items() if key[0] in left}
+        remaining = set(graph.nodes)
+        answers = {key: answer for key, answer in self._answers.items() if key[0] in remaining}
         guards = SizeGuards(graph, self.values, answers)
         for node in reversed(list(graph.nodes)):
             if not node.users and _is_question(node, self.values):
@@ -232,9 +232,9 @@ class _Tracer(fx.Tracer):
         return guards
 
     def find_read(self, graph: fx.Graph) -> tuple[str, str, str] | None:
-        """Returns where a tensor is read from a module that may replace it: module, line, reason.
+        """Returns the first read of a tensor that its module may replace, or None.
 
-        None if nowhere.
+        The result has the path of the module, the line, and the reason.
         """
         for node in graph.find_nodes(op="get_attr"):
             holder, _, name = str(node.target).rpartition(".")
@@ -246,7 +246,7 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        """Returns the forward and the proxies of its arguments; the others keep their defaults."""
+        """Returns the forward and the proxies of its arguments; other arguments keep defaults."""
         signature, forward = self._signature, self.root.forward
         proxies: dict[str, Any] = {
             n: self.create_proxy("placeholder", n, (), {}) for n in signature.names
@@ -269,7 +269,7 @@ class _Tracer(fx.Tracer):
         return not self._should_expand(name, m)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Records a leaf as one node, and any other module by its operations where it can."""
+        """Records a leaf as one node, and any other module by its operations if possible."""
         # torch.fx sees the calls of all threads, and of modules that the forward has just made
         if threading.get_ident() != self._thread or self.computing or m not in self.parts:
             return forward(*args, **kwargs)
@@ -330,7 +330,7 @@ class _Tracer(fx.Tracer):
         return self.create_node("call_function", type(a), (), values)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        """Reads a parameter or buffer anew each time: its node may be erased again."""
+        """Creates a new node for each read of a parameter or buffer, since a node may be erased."""
         if threading.get_ident() != self._thread or self.computing:
             return attr_val
         return super().getattr(attr, attr_val, {})
@@ -338,10 +338,10 @@ class _Tracer(fx.Tracer):
     def _has_attribute(self, value: Any, name: str) -> bool:
         if not _is_proxy(value):
             return hasattr(value, name)
-        known = self.values.get(value.node, UNKNOWN)
-        if known is UNKNOWN and self.check_is_tensor(value):
+        example = self.values.get(value.node, UNKNOWN)
+        if example is UNKNOWN and self.check_is_tensor(value):
             return hasattr(torch.Tensor, name)
-        return hasattr(torch.Tensor if isinstance(known, Tensor) else known, name)
+        return hasattr(torch.Tensor if isinstance(example, Tensor) else example, name)
 
     def _get_attribute(self, value: Any, name: str, *default: Any) -> Any:
         if default and not self._has_attribute(value, name):
@@ -361,10 +361,10 @@ class _Tracer(fx.Tracer):
         """
         if self.is_input_tensor(value):
             return True
-        known = self.values.get(value.node, UNKNOWN)
-        if known is UNKNOWN:
+        example = self.values.get(value.node, UNKNOWN)
+        if example is UNKNOWN:
             raise Untraceable(_ASKS_TYPE)
-        return isinstance(known, Tensor)
+        return isinstance(example, Tensor)
 
     def is_input_tensor(self, value: fx.Proxy) -> bool:
         """Returns whether `value` is an input that every batch must give as a tensor."""
@@ -382,19 +382,21 @@ class _Tracer(fx.Tracer):
     def create_proxy(
         self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **named: Any
     ) -> Any:
-        """Records a node; on examples returns what Python sees of its value."""
+        """Records a node; on examples returns the node's value as Python sees it."""
         proxy = super().create_proxy(kind, target, args, kwargs, *more, **named)
         if self._examples is None:
             return proxy
         if kind == "placeholder":
             value = self._arguments.get(target, UNKNOWN)
         else:
-            given = _mapped((args, kwargs), lambda one: self.values.get(one.node, UNKNOWN))
+            example_arguments = _mapped(
+                (args, kwargs), lambda operand: self.values.get(operand.node, UNKNOWN)
+            )
             refused, mark = len(self._refusals), self.recorder.mark()
             self.computing = True
             try:
                 with self.generators.no_draws():
-                    value = self._examples.run(kind, target, *given)
+                    value = self._examples.run(kind, target, *example_arguments)
             except Untraceable:
                 value = UNKNOWN  # it may differ at another call
             finally:
@@ -430,7 +432,7 @@ class _Tracer(fx.Tracer):
         return proxy
 
     def answer(self, proxy: fx.Proxy, question: str) -> Any:
-        """Returns what Python asks of a value, and notes it; None where it depends on data."""
+        """Returns and records the answer to a query of a value; None if it depends on data."""
         value = self.values.get(proxy.node, UNKNOWN)
         if value is UNKNOWN or (isinstance(value, Tensor) and question != "len"):
             return None
@@ -451,7 +453,7 @@ ASKS_FOR_USER |= {_Tracer._has_attribute.__code__, _Tracer._get_attribute.__code
 
 @contextmanager
 def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
-    """Raises `Untraceable` where the forward does what a graph would not do again."""
+    """Raises `Untraceable` where the forward does something that its graph would not repeat."""
 
     def record(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if tracer.computing:
@@ -492,20 +494,20 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
 
     def has_attribute(original: Callable[[Any, str], bool], value: Any, name: str) -> bool:
         if issubclass(type(value), fx.Proxy) and is_user_code(sys._getframe(2)):
-            known = tracer.values.get(value.node, UNKNOWN)
-            if known is UNKNOWN:
+            example = tracer.values.get(value.node, UNKNOWN)
+            if example is UNKNOWN:
                 raise Untraceable(
                     "asks for an attribute of a value that is not known while tracing"
                 )
-            return original(known, name)
+            return original(example, name)
         return original(value, name)
 
     def length(original: Callable[[Any], int], value: Any) -> Any:
         # a number from Python's own len, which would be the example's
         if not issubclass(type(value), fx.Proxy) or tracer.computing:
             return original(value)
-        known = tracer.values.get(value.node, UNKNOWN)
-        is_tensor = isinstance(known, Tensor) or tracer.is_input_tensor(value)
+        example = tracer.values.get(value.node, UNKNOWN)
+        is_tensor = isinstance(example, Tensor) or tracer.is_input_tensor(value)
         return value.shape[0] if is_tensor else original(value)
 
     def finfo(original: Any, dtype: Any = None) -> Any:
@@ -612,7 +614,7 @@ def _compared_by_identity(code: CodeType) -> frozenset[int]:
     for number, instruction in enumerate(instructions):
         if instruction.opname == "LOAD_ATTR":
             following = instructions[number + 1 : number + 5]
-            opnames = [after.opname for after in following]
+            opnames = [later.opname for later in following]
             while opnames and opnames[0].startswith("LOAD_"):
                 del opnames[0]
             if opnames and (opnames[0] == "IS_OP" or opnames[0].endswith("_NONE")):
@@ -636,7 +638,7 @@ for _what, _names in {
 
 
 class _ExampleProxy(_GuardedProxy):
-    """A proxy whose value for the examples is known, and tells Python what it asks for."""
+    """A proxy whose example value is known, so that it can answer Python's queries."""
 
     # Python's `isinstance` is answered by `is_instance` above; PyTorch's code in C must not take a
     # proxy for a tensor
@@ -735,7 +737,7 @@ class _Size(tuple[Any, ...]):
 
 
 def _instruction(frame: Any) -> dis.Instruction:
-    """Returns the instruction that a frame runs now."""
+    """Returns the instruction that a frame is running."""
     instructions = dis.get_instructions(frame.f_code)
     return next(running for running in instructions if running.offset == frame.f_lasti)
 
@@ -743,10 +745,10 @@ def _instruction(frame: Any) -> dis.Instruction:
 class _TypeKind(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and _is_proxy(args[0]):
-            known = args[0].tracer.values.get(args[0].node, UNKNOWN)
-            if known is UNKNOWN:
+            example = args[0].tracer.values.get(args[0].node, UNKNOWN)
+            if example is UNKNOWN:
                 raise Untraceable(_ASKS_TYPE)
-            return Tensor if isinstance(known, Tensor) else type(known)
+            return Tensor if isinstance(example, Tensor) else type(example)
         return type(*args, **kwargs)
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -784,9 +786,9 @@ _IN_PLACE = {function: _called(function) for function in IN_PLACE_OPERATORS}
 
 
 def _settle_augmented_assignments(traced: TracedGraph) -> None:
-    """Lets `x += y` work in place where the old `x` or a view of it is used later, or is a buffer.
+    """Keeps `x += y` in place if `x` is a buffer, or `x` or a view of it is used later.
 
-    Elsewhere it becomes `x + y`, which may stand at the beginning of a stage without a copy of `x`.
+    Otherwise it becomes `x + y`, which can begin a stage without a copy of `x`.
     """
     viewed = viewed_by(traced)
     order = {node: number for number, node in enumerate(traced.graph.nodes)}
@@ -802,7 +804,7 @@ def _settle_augmented_assignments(traced: TracedGraph) -> None:
 
 
 def _is_question(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
-    """Returns whether a node only computes a number or the like, or takes a part of a value."""
+    """Returns whether a node only computes a number or similar, or selects a part of a value."""
     if node.op == "call_method":
         return not isinstance(values.get(node, UNKNOWN), Tensor | _UnknownType | None)
     if node.op != "call_function" or node.target in (operator.setitem, *IN_PLACE_OPERATORS):
@@ -835,11 +837,11 @@ def _mapped(values: Any, function: Callable[[fx.Proxy], Any]) -> Any:
 
 @contextmanager
 def _computing(tracer: _Tracer) -> Iterator[None]:
-    before, tracer.computing = tracer.computing, True
+    was_computing, tracer.computing = tracer.computing, True
     try:
         yield
     finally:
-        tracer.computing = before
+        tracer.computing = was_computing
 
 
 def _is_proxy(value: Any) -> bool:

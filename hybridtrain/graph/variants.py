@@ -1,16 +1,16 @@
-"""The variants of a traced model: its graphs for inputs of other kinds than the example.
+"""The variants of a traced model: its graphs for inputs of a different kind than the example.
 
-A graph is right for the inputs that take the forward the same way. Those are of the same kind
-(structure, dtypes, numbers of dimensions, which sizes are 0, 1 or larger, contiguity), and give the
-same answers about sizes. For a micro-batch of another kind or with other answers, the model is
-traced again and cut at the same layers:
+A graph is valid for inputs with the same control flow in the forward. They have the same kind
+(structure, dtypes, numbers of dimensions, which sizes are 0, 1 or larger, contiguity), and the same
+answers about sizes. For a micro-batch of another kind or with other answers, the model is traced
+again and cut at the same layers:
 
     shapes of a micro-batch  ->  known?  ->  number of the variant
                                  no      ->  does the graph of a variant fit?
                                  no      ->  trace again, cut alike, install
 
-A variant shares modules and parameters with the others, and so the stages, their reducers, aliases
-and devices. What differs is the graphs, and so what crosses the cuts.
+All variants share modules and parameters, and so the stages, their reducers, aliases and devices.
+They differ in their graphs, and so in the values that cross the cuts.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _MAX_KNOWN = 4096  # combinations of shapes that are remembered
 
 
 class VariantCut:
-    """The graphs of a variant, cut as the first ones are.
+    """The graphs of a variant, cut like the first trace.
 
     Attributes:
         graphs: the graphs of each layer, in training and in evaluation.
-        owners: the buffers that they read directly; see `Segment`.
-        no_cut_before: see `Chain`.
+        owners: the buffers that they read directly, as in `Segment`.
+        no_cut_before: the positions where no cut is possible, as in `Chain`.
     """
 
     def __init__(self, first: ModeGraphs, other: ModeGraphs) -> None:
@@ -48,12 +48,12 @@ class VariantCut:
 
 
 class _Variant:
-    """A way through the forward.
+    """A control flow of the forward.
 
     Attributes:
         graphs: the graphs of both modes.
-        number: the number of the graphs in the segments; several variants may have the same.
-        kinds: the kinds of inputs that the graphs are known to be right for, by mode.
+        number: the index of the graphs in the segments; several variants may have the same.
+        kinds: the kinds of inputs that the graphs are known to be valid for, with the mode.
         guards: check that the model has not changed since.
     """
 
@@ -72,15 +72,15 @@ class Variants:
 
     Args:
         net: the model.
-        signature: of the first trace.
+        signature: the signature of the first trace.
         graphs: the first trace.
-        values: the arguments that it was traced with.
+        values: the arguments of the first trace.
         retrace: traces the model for other arguments.
-        device: see `Examples`.
+        device: the apparent device of example tensors.
 
     Attributes:
-        count: how many there are in the segments.
-        install: takes the cut of a new variant, whose number is the next one, into the segments.
+        count: the number of variants in the segments.
+        install: adds a new variant, with the next index, to the segments.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Variants:
         return [variant.number for variant in chosen]
 
     def forget(self) -> None:
-        """Looks at all shapes anew: other parameters require a gradient."""
+        """Forgets the known shapes, because different parameters require gradients."""
         self._known.clear()
 
     def _variant_for(self, inputs: Any, training: bool) -> _Variant:
@@ -132,8 +132,8 @@ class Variants:
         return variant
 
     def _find_or_trace(self, inputs: Any, training: bool) -> _Variant:
-        given, values = CallSignature.of_inputs(self._net, inputs)
-        by_name = dict(zip(given.names, values, strict=True))
+        signature, values = CallSignature.of_inputs(self._net, inputs)
+        by_name = dict(zip(signature.names, values, strict=True))
         if set(by_name) != set(self._signature.names):
             return self._variants[0]  # whose first segment says what is wrong
         values = [by_name[name] for name in self._signature.names]
@@ -149,8 +149,8 @@ class Variants:
         traced = variant.traced(kind[0])
         examples = Examples(self._net, self._device)
         if traced.size_guards is not None:
-            given = examples.of_inputs(list(values))
-            return kind in variant.kinds and traced.size_guards.hold(examples, given)
+            arguments = examples.of_inputs(list(values))
+            return kind in variant.kinds and traced.size_guards.hold(examples, arguments)
         try:
             for node in traced.graph.find_nodes(op="call_module"):
                 if isinstance(checks := traced.find(str(node.target)), SizeChecks):
@@ -168,7 +168,9 @@ class Variants:
         shapes = ", ".join(
             str(list(v.shape)) for v in tree_flatten(list(values))[0] if _is_tensor(v)
         )
-        what = f"{model} takes another way through its forward for a micro-batch of shapes {shapes}"
+        change = (
+            f"{model} takes another way through its forward for a micro-batch of shapes {shapes}"
+        )
         hint = (
             "Choose batches and chunks= such that all micro-batches are of the kind of "
             "example_inputs= (drop_last=true leaves out a short last batch)"
@@ -179,25 +181,25 @@ class Variants:
             raise
         except Exception as error:
             raise BatchError(
-                f"{what}, and cannot be traced for it: {user_line(error)}. {hint}"
+                f"{change}, and cannot be traced for it: {user_line(error)}. {hint}"
             ) from error
         variant = _Variant(graphs, self._same_as(graphs))
         variant.kinds.add(kind)
         if not self._fits(variant, kind, values):
-            raise BatchError(f"{what}, and a trace for it depends on more than sizes. {hint}")
+            raise BatchError(f"{change}, and a trace for it depends on more than sizes. {hint}")
         if variant.number == self.count:
             if self.count == MAX_VARIANTS:
                 guards = variant.traced(kind[0]).size_guards
-                asked = "; ".join(guards.texts[:3]) if guards is not None else ""
+                conditions = "; ".join(guards.texts[:3]) if guards is not None else ""
                 raise BatchError(
-                    f"{what}, the {MAX_VARIANTS + 1}th one, and {MAX_VARIANTS} are kept: pad the "
-                    f"inputs to few sizes{f' ({asked})' if asked else ''}"
+                    f"{change}, the {MAX_VARIANTS + 1}th one, and {MAX_VARIANTS} are kept: pad the "
+                    f"inputs to few sizes{f' ({conditions})' if conditions else ''}"
                 )
             try:
                 self.install(VariantCut(self._variants[0].graphs, graphs))
             except SplitError as error:
                 raise SplitError(
-                    f"{what}, and that does not fit the stages: {error}. Put the branch into the "
+                    f"{change}, and that does not fit the stages: {error}. Put the branch into the "
                     f"forward of a separate nn.Module, which is one layer. {hint}"
                 ) from error
             self.count += 1
@@ -238,7 +240,7 @@ def _autocast(device: torch.device) -> Hashable:
 
 
 def _described(leaf: Any) -> Any:
-    """Returns what may decide about a forward: of a tensor all but its data."""
+    """Returns the properties of a leaf that may affect a forward: for a tensor, all but data."""
     if isinstance(leaf, Tensor):
         stride = leaf.stride() if leaf.layout == torch.strided else None
         return leaf.shape, stride, leaf.dtype, leaf.requires_grad
@@ -261,13 +263,13 @@ def _kind_of_leaf(leaf: Any) -> Any:
 
 @contextmanager
 def plain_parameters(net: nn.Module) -> Any:
-    """Takes the aliases of tied parameters out of the modules in the block; see `pipeline.ties`."""
-    taken: list[tuple[dict[str, Any], str, Any]] = []
+    """Removes the aliases of tied parameters (`pipeline.ties`) from the modules in the block."""
+    hidden: list[tuple[dict[str, Any], str, Any]] = []
     for module in net.modules():
         if isinstance(module, torch.jit.ScriptModule):
             continue
         attributes: dict[str, Any] = vars(module)
-        taken += [
+        hidden += [
             (attributes, name, attributes.pop(name))
             for name in module._parameters
             if name in attributes
@@ -275,5 +277,5 @@ def plain_parameters(net: nn.Module) -> Any:
     try:
         yield
     finally:
-        for attributes, name, alias in taken:
+        for attributes, name, alias in hidden:
             attributes[name] = alias

@@ -1,16 +1,17 @@
-"""Starting the processes of a run, and what they tell one another: life, signals, first errors.
+"""The processes of a run: how they start, meet, watch each other, and report the first failure.
 
-environment        the launcher's variables
-meeting            how the processes find each other
-job                the processes, and what they tell one another in one store
-activity           what this process does now
-watchdog           ends a run that fails or stands still, and names the process that is the cause
-failure            the first error, told in all processes
-signals            what ends a command, stops a run, or ends a blocked process
-notebook           a function in new processes
+environment        reads the launcher's environment variables
+meeting            the rendezvous of the processes
+process_id         process ids, to see whether a process of this host is alive
+process_store      the store through which the processes exchange facts
+activity           the record of what this process is doing
+watchdog           ends a run that fails or stalls, and names the process that caused it
+failure            the first error, reported by all processes
+signals            signals that end a command, stop a run, or end a blocked process
+notebook           runs a function in new processes
 """
 
-from hybridtrain.launch.activity import LaneActivity, activity, end_process, kind_of
+from hybridtrain.launch.activity import LaneActivity, Phase, activity, end_process
 from hybridtrain.launch.environment import Launch, detect, free_port
 from hybridtrain.launch.failure import (
     exit_code,
@@ -20,17 +21,16 @@ from hybridtrain.launch.failure import (
     tell_uncaught_errors,
     write_error_file,
 )
-from hybridtrain.launch.job import (
-    Failure,
-    Job,
+from hybridtrain.launch.meeting import check_interface, check_reachable, meet, tell_failure
+from hybridtrain.launch.notebook import notebook_launcher
+from hybridtrain.launch.process_id import (
     ProcessId,
     end_with_parent,
     has_ended,
     is_seen_from_here,
     this_process,
 )
-from hybridtrain.launch.meeting import check_interface, check_reachable, meet, tell_failure
-from hybridtrain.launch.notebook import notebook_launcher
+from hybridtrain.launch.process_store import Failure, ProcessStore
 from hybridtrain.launch.signals import (
     ends_at_once,
     ignore_signals,
@@ -43,10 +43,11 @@ from hybridtrain.launch.watchdog import Watchdog, current
 
 __all__ = [
     "Failure",
-    "Job",
     "LaneActivity",
     "Launch",
+    "Phase",
     "ProcessId",
+    "ProcessStore",
     "Watchdog",
     "activity",
     "check_interface",
@@ -63,7 +64,6 @@ __all__ = [
     "ignore_signals",
     "in_one_line",
     "is_seen_from_here",
-    "kind_of",
     "meet",
     "notebook_launcher",
     "raise_on_signals",

@@ -1,7 +1,7 @@
 """The record of what this process is doing, for the watchdog.
 
 Written by the training loop and by the threads of the stages with plain attribute writes, without a
-lock; read by the watchdog's thread. A reader may see a phase that has just ended, never half a one.
+lock; read by the watchdog's thread. A reader may see work that has just ended, never half of it.
 """
 
 from __future__ import annotations
@@ -12,22 +12,46 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from hybridtrain.schedule import Action
 
 
 WAIT_FOR_SAVE_S = 20.0
-"""Seconds that an end waits for a checkpoint that is being written; torchrun kills after 30 s."""
+"""Seconds that a process waits before it ends while a checkpoint is being written.
+
+torchrun kills its workers after 30 s."""
+
+
+class Phase(Enum):
+    """A kind of work that a run does; the watchdog has a limit for each."""
+
+    SETUP = "setup"
+    DATA = "data"
+    TRAIN = "train"
+    OPTIMIZER = "optimizer"
+    EVALUATE = "evaluate"
+    SAVE = "save"
+
+
+class Work(NamedTuple):
+    """Work of the training loop: a phase, and the step that it is of, if any."""
+
+    phase: Phase
+    step: int | None = None
+
+    def __str__(self) -> str:
+        return self.phase.value if self.step is None else f"step {self.step}: {self.phase.value}"
 
 
 class LaneActivity:
-    """The activity of a lane of the schedule: its action, and whether it waits for another lane.
+    """The activity of a lane, which is a device's list of actions in a schedule.
 
     Attributes:
-        action: the action (kind, stage, micro-batch) that is being executed; None between steps.
-        waiting: True while it waits for what another stage sends.
+        action: the action (kind, stage, micro-batch) that is running; None between steps.
+        waiting: True while the action waits for a message from another stage.
     """
 
     __slots__ = ("action", "waiting")
@@ -37,80 +61,93 @@ class LaneActivity:
         self.waiting = False
 
     def begin(self, action: Action) -> None:
-        """Notes that the lane executes `action`."""
+        """Records that the lane executes `action`."""
         self.action = action
 
     def wait(self, waiting: bool) -> None:
-        """Notes that the lane begins to wait for another one, or goes on."""
+        """Records that the lane begins or ends waiting for another lane."""
         self.waiting = waiting
 
     def end(self) -> None:
-        """Notes that the lane has done its step."""
+        """Records that the lane has finished its step."""
         self.action, self.waiting = None, False
 
 
 class Activity:
-    """The phase and the lanes of a process.
+    """The work and the lanes of a process.
 
     Attributes:
-        phase: what the training loop does, such as "step 12: data" or "evaluate"; None outside of
-            a run: nobody then expects progress.
+        work: what the training loop does; None outside of a run: nobody then expects progress.
         steps: how many steps of a pipeline have begun, so that equal actions of two steps differ.
         lanes: one record per lane of the step that runs.
-        entered: by kind of work, the `steps` when it began first; since the last setup.
+        entered: by phase, the `steps` when it began first; since the last setup.
         evaluations: how many have begun, since the last setup.
     """
 
     def __init__(self) -> None:
-        self.phase: str | None = None
+        self.work: Work | None = None
         self.steps = 0
         self.lanes: list[LaneActivity] = []
-        self.entered: dict[str, int] = {}
+        self.entered: dict[Phase, int] = {}
         self.evaluations = 0
         self._saves = 0
         self._saves_change = threading.Lock()
 
-    def now(self, phase: str | None) -> None:
-        """Sets the phase; the part after ": " says which kind of work it is."""
-        if phase is None or phase == "setup":
+    def now(self, phase: Phase, step: int | None = None) -> None:
+        """Notes that the work of `phase`, of a step, begins."""
+        self.set(Work(phase, step))
+
+    def set(self, work: Work | None) -> None:
+        """Notes that this process does `work` from now on."""
+        if work is None or work.phase is Phase.SETUP:
             self.entered = {}  # what follows is another run's
             self.evaluations = 0
         else:
-            kind = kind_of(phase)
-            self.entered.setdefault(kind, self.steps)
-            if kind == "evaluate" and not (self.phase or "").endswith(kind):
+            self.entered.setdefault(work.phase, self.steps)
+            if work.phase is Phase.EVALUATE and not self.is_in(Phase.EVALUATE):
                 self.evaluations += 1
-        self.phase = phase
+        self.work = work
 
-    def forget(self, kind: str) -> None:
-        """Takes a kind of work for one that has not begun: what was done was a trial of it."""
-        self.entered.pop(kind, None)
+    def is_in(self, phase: Phase) -> bool:
+        """Returns whether the work is of this phase."""
+        work = self.work
+        return work is not None and work.phase is phase
+
+    @contextmanager
+    def during(self, phase: Phase, step: int) -> Iterator[None]:
+        """Notes that the block does the work of `phase`; afterwards it is what it was before."""
+        before = self.work
+        self.now(phase, step)
+        try:
+            yield
+        finally:
+            self.work = before  # not by `set`: the next step is one of the same run
+
+    def forget(self, phase: Phase) -> None:
+        """Takes a phase for one that has not begun: what was done was a trial of it."""
+        self.entered.pop(phase, None)
         self.evaluations = 0
 
     @contextmanager
     def step(self, trains: bool) -> Iterator[None]:
-        """Notes that a pipeline runs, where no `Trainer` or evaluation has said what it is for.
+        """Sets a phase while a pipeline runs, if no `Trainer` or evaluation has set one.
 
-        So that a step of any script is expected to move on; what comes between two is not.
+        The watchdog then expects progress within a step of any script, but not between steps.
         """
-        before = self.phase
-        if before is not None and before != "setup":
+        if self.work is not None and not self.is_in(Phase.SETUP):
             yield
             return
-        self.now(f"step {self.steps + 1}: {'train' if trains else 'evaluate'}")
-        try:
+        with self.during(Phase.TRAIN if trains else Phase.EVALUATE, self.steps + 1):
             yield
-        finally:
-            self.phase = before  # not by `now`: the next step is one of the same run
 
     def catching_up(self) -> None:
-        """Sets the phase "setup" during a run, while a data set reads up to where it was."""
-        if self.phase is not None:
-            self.now("setup")
+        """Notes a setup during a run, while a data set reads up to where it was."""
+        if self.work is not None:
+            self.now(Phase.SETUP)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Notes that a checkpoint is written while the block runs, in any thread."""
+        """Records that a checkpoint is being written while the block runs, in any thread."""
         with self._saves_change:
             self._saves += 1
         try:
@@ -120,11 +157,11 @@ class Activity:
                 self._saves -= 1
 
     def wait_for_save(self, seconds: float) -> None:
-        """Returns when no checkpoint is being written, or after so many seconds."""
+        """Waits until no checkpoint is being written, at most `seconds`."""
         wait_until(lambda: not self._saves, seconds)
 
     def begin_step(self, lanes: int) -> list[LaneActivity]:
-        """Returns the records of a pipeline step's lanes, which its threads write to."""
+        """Returns the records of the step's lanes, which the stages' threads write."""
         self.steps += 1
         if len(self.lanes) != lanes:
             self.lanes = [LaneActivity() for _ in range(lanes)]
@@ -132,15 +169,10 @@ class Activity:
 
 
 def wait_until(holds: Callable[[], bool], seconds: float) -> None:
-    """Returns when `holds` does, or after so many seconds."""
+    """Waits until `holds()` is true, at most `seconds`."""
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.02)
-
-
-def kind_of(phase: str) -> str:
-    """Returns which kind of work a phase is: "data" of "step 12: data"."""
-    return phase.rpartition(": ")[2]
 
 
 activity = Activity()
@@ -148,10 +180,11 @@ activity = Activity()
 
 
 def end_process(code: int, wait_for_save: float = WAIT_FOR_SAVE_S) -> None:
-    """Ends this process, without waiting for its threads and connections.
+    """Ends this process without waiting for its threads and connections.
 
-    A checkpoint that is being written is finished first, if that takes no longer than
-    `wait_for_save` seconds.
+    Args:
+        code: the exit code.
+        wait_for_save: seconds to wait for a checkpoint that is being written.
     """
     activity.wait_for_save(wait_for_save)
     try:

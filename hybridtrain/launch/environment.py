@@ -12,8 +12,8 @@ from functools import partial
 
 from hybridtrain.errors import WorldError
 
-# Ports to meet at. Linux gives those from 32768 on to connections, so that one which is free now
-# may be taken when rank 0 begins to listen at it.
+# Ports for rank 0's store. Linux assigns ports from 32768 on to outgoing connections, so a
+# free port in that range could be taken before rank 0 listens on it.
 _PORTS = range(10000, 30000)
 
 
@@ -29,10 +29,11 @@ class Launch:
         local_size: the number of processes on its node.
         master: host and port of the processes' store; None for a single process.
         node_gpus: the GPUs that Slurm gives to all processes on the node; 0: not known.
-        gpus_given: the variable by which this process is given GPUs, as `NAME=value`; "": none.
-        run: the run that this process is of, where others could have the same `master`.
-        nb_part: the stages that a script is given which does not say how many.
-        problem: why the other processes will not come, if that is known.
+        gpus_given: the environment variable that assigns GPUs to this process, as `NAME=value`;
+            "" if none does.
+        run: identifies the run, where another run could have the same `master`.
+        nb_part: the default number of stages for a script that does not set it.
+        problem: why the other processes will not join, if that is known.
     """
 
     launcher: str
@@ -49,7 +50,7 @@ class Launch:
 
 
 def detect(environ: Mapping[str, str]) -> Launch:
-    """Reads who launched this process; torchrun wins over Slurm, since it may run in a Slurm job.
+    """Reads the launcher's variables; torchrun precedes Slurm, since it may run in a Slurm job.
 
     Raises:
         WorldError: a variable is missing or is not a number.
@@ -88,7 +89,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
 
 
 def _gpus_given(environ: Mapping[str, str]) -> str:
-    """Returns the variable that gives this process GPUs; "" if none does, or it hides them."""
+    """Returns the variable that assigns GPUs to this process; "" if none does or it hides them."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:  # empty, -1 and Slurm's NoDevFiles: none
         named = re.match(r"\s*(\d|GPU-|MIG-)", visible)
@@ -110,7 +111,7 @@ def _torchrun_master(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _slurm_master(environ: Mapping[str, str], job: int, step: int) -> tuple[str, int]:
-    """Returns the first host of the step, and a port that two steps on it are unlikely to share.
+    """Returns the first host of the step, and a port that other steps on it are unlikely to use.
 
     MASTER_ADDR and MASTER_PORT override them.
     """
@@ -123,15 +124,15 @@ def _slurm_master(environ: Mapping[str, str], job: int, step: int) -> tuple[str,
         host = first_host(nodes) if nodes else "127.0.0.1"
     if environ.get("MASTER_PORT"):
         return host, _number(environ, "MASTER_PORT")
-    # 4099 is prime: steps of one job are far from each other, and from the next jobs' first steps
+    # 4099 is prime: ports of a job's steps are far apart, and far from the next jobs' first steps
     return host, _PORTS[(job + 4099 * step) % len(_PORTS)]
 
 
 def free_port() -> int:
-    """Returns a port of this host that nobody listens at, for processes that meet on it.
+    """Returns a free port of this host, on which processes can meet.
 
     Raises:
-        WorldError: there is none among a hundred.
+        WorldError: none of a hundred ports is free.
     """
     for _ in range(100):
         port = secrets.choice(_PORTS)  # not by `random`, which a script may have seeded
@@ -157,13 +158,13 @@ def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:
 
 
 def tasks_per_node(counts: str) -> list[int]:
-    """Returns the numbers of tasks of a step on its nodes, as Slurm writes them.
+    """Parses Slurm's list of the number of tasks on each node of a step.
 
     >>> tasks_per_node("2(x3),1")
     [2, 2, 2, 1]
 
     Raises:
-        WorldError: they cannot be read.
+        WorldError: the list cannot be parsed.
     """
     tasks: list[int] = []
     for part in counts.split(","):
@@ -175,7 +176,7 @@ def tasks_per_node(counts: str) -> list[int]:
 
 
 def _not_started_by_srun(environ: Mapping[str, str], size: int) -> str | None:
-    """Returns an error if this is the shell of a job, and not one of the tasks of a step."""
+    """Returns an error message if this is the shell of a job rather than a task of a step."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
     # Slurm numbers the batch script and the shell of an interactive job from the top.
     if size == 1 or (step is not None and _number(environ, "SLURM_STEP_ID", step) < 0xFFFF0000):

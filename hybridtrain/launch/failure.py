@@ -1,13 +1,13 @@
-"""The error that ends a process: in one line, told to the others, or traced to one of theirs.
+"""Reports the error that ends a run in all processes, with its cause.
 
-When a process fails, PyTorch tells the others of a closed connection alone, or they wait until a
-limit. Here the process that fails says why in the store first, and each of them ends with the same
-last line:
+When a process fails, the others only see a closed connection, or wait until a timeout. Here the
+failing process first publishes the reason in the store, and every process ends with the same last
+line:
 
     error: rank 1 (stage 1, node2) failed: ArithmeticError: boom (in the forward of ...)
 
-The traceback is printed by the process that has failed. `cli.run.errors` does the like for the
-commands of the command line, which catches its errors itself.
+The failing process prints the traceback. `cli.run.errors` does the same for the command line, which
+catches its errors itself.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.errors import Interrupted, Rank0Error, Rank0UserError, UserError
-from hybridtrain.launch.job import EXIT_STALLED, Failure
+from hybridtrain._base.problem import copied_problem
+from hybridtrain.errors import Interrupted, UserError
+from hybridtrain.launch.process_store import EXIT_STALLED, Failure
 
 if TYPE_CHECKING:
     from hybridtrain.launch.watchdog import Watchdog
 
-# How long a process with a broken connection waits for the one that has caused it to say why.
+# How long a process with a broken connection waits for the failing process to publish the reason.
 _WAIT_FOR_CAUSE_S = 3.0
 _WAIT_FOR_LOST_S = 0.3
 
@@ -50,7 +51,7 @@ _TIMED_OUT = ("Timed out waiting", "timed out after", "Wait timeout")
 
 
 def in_one_line(error: BaseException) -> str:
-    """Returns an error in one line, with its notes; any but a UserError with its type."""
+    """Returns an error in one line, with its notes; starts with its type unless a UserError."""
     notes = list(getattr(error, "__notes__", []))
     if isinstance(error, UserError):
         return f"{error}{''.join(f' ({note})' for note in notes)}"
@@ -68,7 +69,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    """Returns the exit code that an error ends a process with."""
+    """Returns the exit code for a process that ends with this error."""
     if isinstance(error, UserError):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
@@ -77,62 +78,63 @@ def exit_code(error: BaseException) -> int:
 
 
 def find_cause(error: BaseException, watchdog: Watchdog) -> Failure | None:
-    """Returns the failure of another process that this error is a consequence of, if it is one.
+    """Returns the failure of another process that caused this error; None if there is none.
 
     Raises:
         RuntimeError: the store is gone.
     """
     failure: Failure | None
     text = "" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    copied = isinstance(error, (Rank0UserError, Rank0Error))
-    broken = is_broken_connection(error)
-    late = any(sign in text for sign in _TIMED_OUT)
-    ended = isinstance(error, KeyboardInterrupt)  # perhaps by the launcher, as another has died
-    if not (copied or broken or late or ended):
+    is_broken = is_broken_connection(error)
+    is_copy = copied_problem(error) is not None and not is_broken
+    has_timed_out = any(sign in text for sign in _TIMED_OUT)
+    # perhaps by the launcher, as another process has died
+    is_interrupted = isinstance(error, KeyboardInterrupt)
+    if not (is_copy or is_broken or has_timed_out or is_interrupted):
         return None
-    deadline = time.monotonic() + (_WAIT_FOR_LOST_S if ended else _WAIT_FOR_CAUSE_S)
+    deadline = time.monotonic() + (_WAIT_FOR_LOST_S if is_interrupted else _WAIT_FOR_CAUSE_S)
     while time.monotonic() < deadline:
-        failure = watchdog.heard or watchdog.job.failure()
+        failure = watchdog.known_failure or watchdog.store.failure()
         if failure is not None:
             return failure
-        if not copied and (failure := watchdog.lost_process(watchdog.job)) is not None:
-            return watchdog.job.claim(failure)
+        if not is_copy and (failure := watchdog.lost_process(watchdog.store)) is not None:
+            return watchdog.store.claim(failure)
         time.sleep(0.05)
-    if late:
-        failure = watchdog.explain_stall(watchdog.job, watchdog.timeout_s)
-        return None if failure is None else watchdog.job.claim(failure)
-    if broken:
+    if has_timed_out:
+        failure = watchdog.explain_stall(watchdog.store, watchdog.timeout_s)
+        return None if failure is None else watchdog.store.claim(failure)
+    if is_broken:
         failure = _left(watchdog) or watchdog.process_gone(0.0)
-        return None if failure is None else watchdog.job.claim(failure)
+        return None if failure is None else watchdog.store.claim(failure)
     return None
 
 
 def is_broken_connection(error: BaseException) -> bool:
-    """Returns whether an error is that of a connection to another process."""
+    """Returns whether an error is a broken connection to another process."""
     text = "" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     return any(sign in text for sign in _BROKEN_CONNECTION)
 
 
-def store_gone(own: Failure, error: BaseException, watchdog: Watchdog) -> Failure:
-    """Returns the failure that ends this process where the store, and rank 0, are gone.
+def store_gone(failure: Failure, error: BaseException, watchdog: Watchdog) -> Failure:
+    """Returns the failure to report when the store, which rank 0 may host, is gone.
 
-    It is rank 0's end if the error is a broken connection.
+    For a broken connection the message says that rank 0 is gone.
     """
-    if own.rank != 0 and is_broken_connection(error):
-        return replace(own, line=watchdog.main_gone())
-    return own
+    if failure.rank != 0 and is_broken_connection(error):
+        return replace(failure, line=watchdog.main_gone())
+    return failure
 
 
 def _left(watchdog: Watchdog) -> Failure | None:
-    """Returns the failure that a process is which has ended as it should, but too early."""
-    job = watchdog.job
-    for rank in range(job.size):
-        if rank != job.rank and job.has_left(rank):
+    """Returns a failure about a process that ended normally, but too early, or None."""
+    store = watchdog.store
+    for rank in range(store.size):
+        if rank != store.rank and store.has_left(rank):
             line = (
-                f"{watchdog.short_name(job, rank)} has come to its end while rank {job.rank} "
+                f"{watchdog.short_name(store, rank)} has come to its end while rank {store.rank} "
                 f"waited for it: every process has to take the same number of steps"
             )
-            return Failure(job.rank, line)
+            return Failure(store.rank, line)
     return None
 
 
@@ -141,58 +143,62 @@ def _signal_of(error: KeyboardInterrupt) -> str:
     return name if name in signal.Signals.__members__ else "SIGINT"
 
 
-# How long rank 0, which may have the store, stays for the others to hear of its failure.
+# How long rank 0, which may host the store, waits for the others to read its failure.
 _WAIT_FOR_OTHERS_S = 2.0
 
 _before: Any = None
 
 
 def tell_uncaught_errors() -> None:
-    """Makes an uncaught error of this process known to the others; from now on."""
+    """Installs an exception hook that reports an uncaught error to the other processes."""
     global _before
     if sys.excepthook is not _report:
         _before, sys.excepthook = sys.excepthook, _report
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints an error that ends this process, or the one that it is a consequence of."""
+    """Prints the error that ends this process, or the failure that caused it."""
     from hybridtrain.launch.watchdog import current  # which imports this module
 
     watchdog = current()
-    if watchdog is None or watchdog.job.size == 1:
+    if watchdog is None or watchdog.store.size == 1:
         _before(kind, error, trace)
         return
-    job, line = watchdog.job, in_one_line(error)
-    said = f"{'' if isinstance(error, Interrupted) else ' failed'}: {line}"
-    own = Failure(job.rank, f"rank {job.rank}{said}", exit_code(error))
-    # known already: the store may be gone, and PyTorch prints its stacks where it is asked then
-    cause = watchdog.heard if is_broken_connection(error) else None
+    store, line = watchdog.store, in_one_line(error)
+    text = f"{'' if isinstance(error, Interrupted) else ' failed'}: {line}"
+    failure = Failure(store.rank, f"rank {store.rank}{text}", exit_code(error))
+    # without a request: the store may be gone, and PyTorch prints stacks on a request then
+    cause = watchdog.known_failure if is_broken_connection(error) else None
     try:
         if cause is None:
-            own = replace(own, line=f"{watchdog.short_name(job, job.rank)}{said}")
+            failure = replace(failure, line=f"{watchdog.short_name(store, store.rank)}{text}")
             cause = find_cause(error, watchdog)
-        first = cause or job.claim(own)
-    except RuntimeError:  # the launcher or rank 0 has ended, and the store with it
-        first = watchdog.heard or store_gone(own, error, watchdog)
-        cause = None if first is own else first
-    watchdog.end_threads()  # a debugger may follow, and ends when its user wants it to
-    if cause is None and (first == own or not first.line.endswith(said)):
+        first = cause or store.claim(failure)
+    except RuntimeError:  # the launcher or rank 0 has ended, and with it the store
+        first = watchdog.known_failure or store_gone(failure, error, watchdog)
+        cause = None if first is failure else first
+    watchdog.end_threads()  # a debugger may follow, which must not be killed
+    if cause is None and (first == failure or not first.line.endswith(text)):
         _before(kind, error, trace)
     with suppress(OSError, ValueError):  # the terminal is gone
         print(f"error: {first.line}", file=sys.stderr, flush=True)
-    write_error_file(first.line, first.time + (first != own))
+    write_error_file(first.line, first.time + (first != failure))
     if first.exit_code == EXIT_STALLED:
         watchdog.end(first)
-    if first == own and job.rank == 0:
+    if first == failure and store.rank == 0:
         with suppress(RuntimeError):
-            job.wait_until_heard(_WAIT_FOR_OTHERS_S)
+            store.wait_for_acknowledgements(_WAIT_FOR_OTHERS_S)
 
 
 def write_error_file(line: str, at: float | None = None) -> None:
-    """Leaves `line` where torchrun looks for the cause of a failure; it shows the earliest one.
+    """Writes `line` to torchrun's error file; torchrun reports the earliest error of all.
 
-    In the format of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`, which itself
-    writes whole tracebacks only. Without torchrun nothing is written.
+    The format is that of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`, which
+    itself only writes whole tracebacks. Does nothing without torchrun.
+
+    Args:
+        line: the error message.
+        at: the time of the failure, in seconds since the epoch; None: now.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:

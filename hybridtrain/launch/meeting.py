@@ -1,18 +1,18 @@
-"""The meeting of a run's processes in a store that this attempt alone uses.
+"""The rendezvous of a run's processes, in a store that only this attempt uses.
 
-torchrun's agent serves one store for all attempts of a job, with the addresses of processes that
-have died under the same keys; a restarted process that reads one of them cannot join. So each
-attempt gets its own prefix. Neither the restart count nor the run's id is one: an elastic
-job may begin anew without either having changed. Rank 0 draws the prefix and hands it out:
+torchrun's agent serves one store for all attempts of a job, in which the addresses of dead
+processes remain under the same keys; a restarted process that reads one of them cannot join. So
+each attempt gets its own prefix. Neither the restart count nor the run's id can serve as prefix: an
+elastic job may restart without a change of either. Rank 0 draws the prefix and hands it out:
 
     rank r   hello/r = x (drawn now)          welcome/x ?  ------------>  <prefix>/joined/r
     rank 0   hello/r ?  ->  welcome/x = <prefix>        until all of <prefix>/joined/... are there
 
-What an earlier attempt has left can only be a stale hello, whose answer nobody reads.
+An earlier attempt can only leave a stale hello behind, and nobody reads its answer.
 
-A process that fails before says so in `failed/x`, and rank 0, failed or not, in the outcome that
-all read at the end: so no process waits for one that will not come, and one mistake that all have
-made is told once.
+A process that fails before the meeting publishes its error in `failed/x`. Rank 0 puts that error,
+or its own, into the outcome that all processes read at the end. So no process waits for one that
+will not join, and an error that all processes have is printed once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.errors import Rank0UserError, WorldError
+from hybridtrain._base.problem import Problem
+from hybridtrain.errors import WorldError
 from hybridtrain.launch.activity import wait_until
 from hybridtrain.launch.environment import Launch
 
@@ -35,19 +36,20 @@ if TYPE_CHECKING:
     from hybridtrain._base.torch_private import Store
 
 _POLL_S = 0.02
-# how long rank 0 waits, when the run has failed, for those who are still to hear of it
+# how long rank 0 waits, after a failure, for the other processes to read the outcome
 _TELL_S = 4.0
 
 
-class _ToldByRank0(Rank0UserError, WorldError):
-    """A failure before or in a meeting, which rank 0 reports."""
-
-
 def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
-    """Returns a store that is shared with the other processes of this attempt, once all are there.
+    """Waits for all processes of this attempt and returns their shared store.
+
+    Args:
+        launch: the launcher's facts about this process.
+        environ: the environment variables.
+        timeout_s: seconds to wait.
 
     Raises:
-        WorldError: some did not come within `timeout_s`, or have failed; the message names them.
+        WorldError: processes did not join within `timeout_s`, or failed; the message names them.
     """
     deadline = time.monotonic() + timeout_s
     shared = _shared(launch, environ, timeout_s)
@@ -58,32 +60,40 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
             prefix, outcome = _arrive(shared, launch, deadline)
     except (RuntimeError, ValueError) as error:
         raise WorldError(_not_joined(launch, timeout_s, error)) from error
-    kind = WorldError if launch.rank == 0 else _ToldByRank0
     if outcome["error"] is not None:
-        raise kind(outcome["error"])
+        raise _error(launch, outcome["error"])
     if missing := outcome["missing"]:
         several = len(missing) != 1
-        raise kind(
+        raise _error(
+            launch,
             f"rank{'s' * several} {', '.join(map(str, missing))} of the {launch.size} processes "
             f"that {launch.launcher} announced did not come within timeout_s={timeout_s:g} s: see "
             f"what {'their' if several else 'its'} own output says (under Slurm, start all with "
-            f"srun)"
+            f"srun)",
         )
     from hybridtrain._base.torch_private import PrefixStore  # which imports torch
 
     return PrefixStore(prefix, shared)
 
 
+def _error(launch: Launch, message: str) -> Exception:
+    """Returns the error of all processes, which rank 0 reports."""
+    return WorldError(message) if launch.rank == 0 else Problem(0, WorldError, message).error()
+
+
 def tell_failure(
     launch: Launch, environ: Mapping[str, str], line: str, seconds: float
 ) -> str | None:
-    """Tells the others of an error in this process before it met them; returns what rank 0 says.
+    """Publishes an error that this process had before the meeting.
 
     Args:
-        launch: who the processes are.
-        environ: the environment.
-        line: the error.
-        seconds: how long this may take.
+        launch: the launcher's facts about this process.
+        environ: the environment variables.
+        line: the error message.
+        seconds: the time limit.
+
+    Returns:
+        the error that rank 0 reports; None if there is none or rank 0 cannot be reached.
     """
     deadline = time.monotonic() + seconds
     try:
@@ -91,17 +101,17 @@ def tell_failure(
         if launch.rank == 0:
             _welcome(shared, launch.size, deadline, line)
             return line
-        said: str | None = _arrive(shared, launch, deadline, line)[1]["error"]
-        return said
+        rank0_error: str | None = _arrive(shared, launch, deadline, line)[1]["error"]
+        return rank0_error
     except (RuntimeError, ValueError, WorldError):
         return None
 
 
 def _shared(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
-    """Returns the store that all attempts share; with a wait for rank 0, which may host it.
+    """Returns the store that all attempts share; waits for rank 0, which may host it.
 
     Raises:
-        WorldError: there is none, or it is another run's.
+        WorldError: the store cannot be reached, or it belongs to another run.
     """
     from hybridtrain._base.torch_private import PrefixStore, TCPStore
 
@@ -153,9 +163,16 @@ def _not_joined(launch: Launch, timeout_s: float, error: Exception) -> str:
 def _welcome(
     store: Store, size: int, deadline: float, error: str | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """Hands out a new prefix until every rank has it; rank 0's part. Returns it and the outcome.
+    """Runs rank 0's part of the meeting: hands out a new prefix until every rank has joined.
 
-    `error` is rank 0's own, which ends the run.
+    Args:
+        store: the store that all attempts share.
+        size: the number of processes.
+        deadline: when to give up, on the monotonic clock.
+        error: an error of rank 0, which ends the run.
+
+    Returns:
+        the prefix, and the outcome with the keys `missing` and `error`.
     """
     prefix = uuid.uuid4().hex
     answered: dict[int, bytes] = {}
@@ -178,47 +195,53 @@ def _welcome(
     outcome = {"missing": sorted(pending), "error": error}
     store.set(f"{prefix}/outcome", json.dumps(outcome))
     if error is not None or pending:  # the store may end with this process
-        left = [f"{prefix}/left/{rank}" for rank in range(1, size) if rank not in pending]
-        wait_until(lambda: not left or store.check(left), _TELL_S)
+        leave_keys = [f"{prefix}/left/{rank}" for rank in range(1, size) if rank not in pending]
+        wait_until(lambda: not leave_keys or store.check(leave_keys), _TELL_S)
     return prefix, outcome
 
 
 def _arrive(
     store: Store, launch: Launch, deadline: float, error: str | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """Asks for the prefix, says that it has come, and waits for the outcome; or with an `error`.
+    """Runs the other ranks' part of the meeting: asks for the prefix, joins, awaits the outcome.
 
-    Returns both.
+    Args:
+        store: the store that all attempts share.
+        launch: the launcher's facts about this process.
+        deadline: when to give up, on the monotonic clock.
+        error: an error of this process, which ends the run.
+
+    Returns:
+        the prefix, and the outcome with the keys `missing` and `error`.
     """
     rank, hello = launch.rank, uuid.uuid4().hex
     if error is not None:
         store.set(f"failed/{hello}", error)
     store.set(f"hello/{rank}", hello)
 
-    def left() -> timedelta:
+    def remaining() -> timedelta:
         return timedelta(seconds=max(1.0, deadline - time.monotonic()))
 
     try:
-        store.wait([f"welcome/{hello}"], left())
+        store.wait([f"welcome/{hello}"], remaining())
         prefix = str(store.get(f"welcome/{hello}"), "utf-8")
         store.set(f"{prefix}/joined/{rank}", "")
         # rank 0 gives up at about the same deadline
-        store.wait([f"{prefix}/outcome"], left() + timedelta(seconds=_TELL_S))
+        store.wait([f"{prefix}/outcome"], remaining() + timedelta(seconds=_TELL_S))
     except RuntimeError as waited:
         raise WorldError(
-            f"rank 0 did not come, and rank {rank} has waited for it as long as timeout_s= allows: "
-            f"see what the output of rank 0 says"
+            f"rank {rank} timed out (timeout_s=) waiting for rank 0 to join; check rank 0's output"
         ) from waited
     outcome = json.loads(store.get(f"{prefix}/outcome"))
     if outcome["error"] is not None or outcome["missing"]:
-        # the last word: rank 0 ends at it, and the store with rank 0
+        # the last access to the store: rank 0 waits for it and then ends with the store
         with suppress(RuntimeError):
             store.set(f"{prefix}/left/{rank}", "")
     return prefix, outcome
 
 
-# gloo listens at the interface that this names, or at the address that the host's own name stands
-# for. That is 127.0.1.1 on a Debian or Ubuntu without DNS, and gloo then waits for minutes.
+# gloo listens on the interface that this variable names, or on the address that the host name
+# resolves to. On a Debian or Ubuntu without DNS that is 127.0.1.1, and gloo then waits for minutes.
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
@@ -228,36 +251,36 @@ def check_interface(environ: Mapping[str, str]) -> None:
     Raises:
         WorldError: this host does not have one of them.
     """
-    chosen, there = environ.get(_VARIABLE, ""), _interfaces()
-    missing = [name for name in chosen.split(",") if name and name not in there]
+    chosen, interfaces = environ.get(_VARIABLE, ""), _interfaces()
+    missing = [name for name in chosen.split(",") if name and name not in interfaces]
     if missing:
         raise WorldError(
             f"{_VARIABLE}={chosen}: the host {socket.gethostname()} has no network interface "
-            f"{missing[0]}; it has: {', '.join(there)}"
+            f"{missing[0]}; it has: {', '.join(interfaces)}"
         )
 
 
 def check_reachable(store: Store, launch: Launch, environ: Mapping[str, str]) -> None:
-    """Checks that every host has an address for gloo that the others can reach; a collective call.
+    """Checks that the other hosts can reach each host's address for gloo; a collective call.
 
     Raises:
-        WorldError: one has none; names the host and the interfaces to choose from. It is a
-            Rank0UserError too on the other ranks.
+        WorldError: one has none; names the host and the interfaces to choose from. Rank 0 reports
+            it, and the other ranks raise copies.
     """
     if launch.size == launch.local_size:  # on one host
         return
-    own = [socket.gethostname(), _is_loopback(environ), _interfaces()]
-    store.set(f"address/{launch.rank}", json.dumps(own))
-    found = [json.loads(store.get(f"address/{rank}")) for rank in range(launch.size)]
-    if len({host for host, _, _ in found}) == 1:
+    address = [socket.gethostname(), _is_loopback(environ), _interfaces()]
+    store.set(f"address/{launch.rank}", json.dumps(address))
+    addresses = [json.loads(store.get(f"address/{rank}")) for rank in range(launch.size)]
+    if len({host for host, _, _ in addresses}) == 1:
         return
-    for host, loopback, interfaces in found:
+    for host, loopback, interfaces in addresses:
         if loopback:
-            kind = WorldError if launch.rank == 0 else _ToldByRank0
-            raise kind(
+            raise _error(
+                launch,
                 f"the name of the host {host} stands for {loopback} there, which no other host can "
                 f"reach: set {_VARIABLE} to the network interface between the hosts (it has "
-                f"{', '.join(interfaces)}), or mend its /etc/hosts"
+                f"{', '.join(interfaces)}), or mend its /etc/hosts",
             )
 
 
@@ -266,12 +289,12 @@ def _interfaces() -> list[str]:
 
 
 def _is_loopback(environ: Mapping[str, str]) -> str | None:
-    """Returns the address that gloo takes, if it is a loopback one."""
+    """Returns the address that gloo would use if it is a loopback address, else None."""
     if environ.get(_VARIABLE):
         return None
     with suppress(OSError, ValueError):
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-        address = str(found[0][4][0])
+        addresses = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        address = str(addresses[0][4][0])
         if ipaddress.ip_address(address).is_loopback:
             return address
     return None

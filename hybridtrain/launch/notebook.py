@@ -1,8 +1,8 @@
-"""Starts a function in several processes, from a notebook or a script.
+"""Runs a function in several processes, from a notebook or a script.
 
-The processes are new interpreters, not forks: a fork of a kernel that has threads, or has used
-CUDA, is unsafe. The function and its arguments are sent with cloudpickle, which takes along what
-was defined in a notebook's cells.
+The processes are new interpreters, because a fork of a kernel that has threads or has used CUDA is
+unsafe. cloudpickle sends the function, its arguments and the definitions of notebook cells that
+they use.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 from hybridtrain._base.files import write_atomically
 from hybridtrain.errors import ConfigError, ProcessFailedError
 from hybridtrain.launch.environment import free_port
-from hybridtrain.launch.job import end_with_parent
+from hybridtrain.launch.process_id import end_with_parent
 
-# How long the other processes have to end by themselves when one has failed, and after a signal.
+# How long the other processes have to end when one has failed, and after a signal.
 _GRACE_S = 15.0
 _CHILD = "from hybridtrain.launch.notebook import run_child; run_child()"
 _FOREIGN = ("TORCHELASTIC_", "SLURM_", "GROUP_", "ROLE_", "MASTER_")
@@ -42,22 +42,23 @@ def notebook_launcher(
     """Calls `function(*args)` in each of `num_processes` new processes on this machine.
 
     They find one another as under torchrun, so `World.from_env()`, `Session()` and everything on
-    top of them work. What they print appears here, with the rank in front for all but rank 0. It
-    can be called again and again. An interrupt is passed on, so that a `Trainer` saves first.
+    top of them work. Their output appears here, with the rank in front for all but rank 0. The
+    launcher can be called repeatedly. It passes an interrupt on, so that a `Trainer` saves first.
 
     Args:
-        function: may be defined in a cell. It must not rely on what other cells change afterwards.
-        args: its arguments; like the function, they are sent with cloudpickle.
-        num_processes: how many.
-        nb_part: the stages of `World.from_env()` and `Session()`, unless the function says.
-        env: more environment variables.
+        function: the function, which may be defined in a cell; later changes in other cells do not
+            reach it.
+        args: the arguments of the function; cloudpickle sends them too.
+        num_processes: the number of processes.
+        nb_part: the default number of stages of `World.from_env()` and `Session()`.
+        env: additional environment variables.
 
     Returns:
-        what `function` returns on rank 0.
+        the result of `function` on rank 0.
 
     Raises:
-        ProcessFailedError: a process has failed; the message has its traceback.
-        ConfigError: an argument is out of its range, or something cannot be sent.
+        ProcessFailedError: a process failed; the message has its traceback.
+        ConfigError: an argument is invalid, or cloudpickle cannot send an object.
     """
     if not callable(function):
         raise ConfigError(
@@ -85,7 +86,7 @@ def notebook_launcher(
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # an interrupt comes from here alone, and once
+                    start_new_session=True,  # so that only this process passes an interrupt on
                 )
                 children.append(child)
             failed = _follow(children)
@@ -109,7 +110,7 @@ def notebook_launcher(
 def run_child() -> None:
     """Calls the function in a process that `notebook_launcher` has started.
 
-    Leaves its result or its error in the folder that `sys.argv` has.
+    Writes its result or its error to the folder `sys.argv[1]`.
     """
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     end_with_parent(always=True)
@@ -119,7 +120,7 @@ def run_child() -> None:
         if rank == 0:
             write_atomically(folder / "result.pkl", dumped(result, "the result of the function"))
     except BaseException as error:
-        # told to the notebook before the others notice and fail as well
+        # reported to the notebook before the other processes notice and fail as well
         report = {
             "rank": rank,
             "time": time.time(),
@@ -129,7 +130,7 @@ def run_child() -> None:
         write_atomically(folder / f"error{rank}.pkl", pickle.dumps(report))
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # no thread, and no process that waits for this one, may keep it
+        os._exit(1)  # without waiting for threads or other processes
 
 
 def dumped(value: Any, what: str) -> bytes:
@@ -153,29 +154,29 @@ def dumped(value: Any, what: str) -> bytes:
 
 
 def _environment(num_processes: int, nb_part: int) -> dict[str, str]:
-    own = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
     if num_processes > 1:
-        own.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+        inherited.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     return {
-        **own,
+        **inherited,
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "HYBRIDTRAIN_NB_PART": str(nb_part),
         "PYTHONUNBUFFERED": "1",
-        # modules beside the notebook
+        # modules in the notebook's folder
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
 
 
 def _follow(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Shows what the children print until all have ended; passes on an interrupt.
+    """Shows the children's output until all have ended; passes an interrupt on.
 
     Returns:
-        the rank that was the first to fail, before others were stopped; None: none has.
+        the rank that failed first, before others were stopped; None if none failed.
     """
-    rests = [b""] * len(children)
+    incomplete_lines = [b""] * len(children)
     failed: int | None = None
     deadline: float | None = None
     interrupted = False
@@ -185,7 +186,7 @@ def _follow(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
             selector.register(child.stdout, selectors.EVENT_READ, rank)
         while True:
             try:
-                # asked first, so that what an ended child has printed is read below
+                # polled first, so that the output of an ended child is read below
                 codes = [child.poll() for child in children]
                 running = None in codes
                 if failed is None:
@@ -196,11 +197,11 @@ def _follow(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
                 for key, _ in events:
                     rank = key.data
                     read = os.read(key.fd, 65536)
-                    *lines, rests[rank] = (rests[rank] + read).split(b"\n")
+                    *lines, incomplete_lines[rank] = (incomplete_lines[rank] + read).split(b"\n")
                     if not read:
                         selector.unregister(key.fileobj)
-                        lines += [rests[rank]] if rests[rank] else []
-                        rests[rank] = b""
+                        lines += [incomplete_lines[rank]] if incomplete_lines[rank] else []
+                        incomplete_lines[rank] = b""
                     _show(rank, lines)
                 if deadline is None and (failed is not None or not running):
                     deadline = time.monotonic() + _GRACE_S
@@ -214,8 +215,8 @@ def _follow(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
                 for child in children:
                     if child.poll() is None:
                         child.send_signal(signal.SIGINT)
-    for rank, rest in enumerate(rests):
-        _show(rank, [rest] if rest else [])
+    for rank, incomplete in enumerate(incomplete_lines):
+        _show(rank, [incomplete] if incomplete else [])
     if interrupted:
         raise KeyboardInterrupt
     return failed
@@ -231,7 +232,7 @@ def _show(rank: int, lines: Sequence[bytes]) -> None:
 def _raise_first_failure(
     folder: Path, children: Sequence[subprocess.Popen[bytes]], failed: int | None
 ) -> None:
-    """Raises the error of the process that has failed first, which is `failed` without a report."""
+    """Raises the error of the process that failed first: the earliest report, or else `failed`."""
     reports = [pickle.loads(path.read_bytes()) for path in folder.glob("error*.pkl")]
     if reports:
         first = min(reports, key=lambda report: report["time"])

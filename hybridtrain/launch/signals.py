@@ -1,13 +1,13 @@
-"""Signals: what ends a command at once, what asks a run to stop, and what ends one that is blocked.
+"""Signals that end a command, ask a run to stop, or end a process that is blocked.
 
-    before the processes have met    a signal ends the process without a word, as in any program
+    before the processes have met    a signal ends the process silently, as in any program
     outside of training              `raise_on_signals`: the command ends with one line
     in training                      `stop_on_signals`: the run saves at the end of the step
     a second SIGTERM or Ctrl-C       `second_signal_ends`, also where the main thread is blocked
 
-Python calls a signal's handler in the main thread, between two of its instructions: never while
-that thread waits in a collective for a process whose layer does not return. What the system calls
-at once writes the signal's number to a pipe (`signal.set_wakeup_fd`), and a thread reads it there.
+Python calls a signal handler in the main thread between two bytecode instructions, so never while
+that thread is blocked in a collective. But Python's C-level handler runs at once and writes the
+signal's number to a pipe (`signal.set_wakeup_fd`), where a thread reads it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def raise_on_signals() -> None:
 
 
 def ignore_signals() -> None:
-    """Ignores the signals of `raise_on_signals`: an error is being reported, and then all ends.
+    """Ignores the signals of `raise_on_signals`, while an error is being reported before the end.
 
-    A launcher sends SIGTERM to the processes that are left, also to one that is about to say why.
+    A launcher sends SIGTERM to the remaining processes, also to one that is reporting the error.
     """
     if threading.current_thread() is threading.main_thread():
         for number in _previous:
@@ -69,18 +69,18 @@ def _interrupt(number: int, frame: object) -> None:
 
 @contextmanager
 def stop_on_signals(ask: Callable[[str], None], speaks: bool) -> Iterator[None]:
-    """Makes a signal ask for a stop while the block runs; a second one ends at once.
+    """Makes a signal ask for a stop while the block runs; a second one ends the process at once.
 
-    The second SIGTERM or Ctrl-C, whichever the first was; the other signals only ask. Handlers can
-    only be set in the main thread; in another one the signals keep their meaning. A signal that the
-    process ignores (SIGHUP under nohup) stays ignored.
+    Only SIGTERM and Ctrl-C count as a second signal, in any combination; the other signals only
+    ask. Handlers can only be set in the main thread; in another thread this does nothing. A signal
+    that the process ignores (SIGHUP under nohup) stays ignored.
 
     Args:
-        ask: given the name of the signal; runs in its handler.
-        speaks: say on the terminal what a second Ctrl-C does.
+        ask: called with the name of the signal, in the signal's handler.
+        speaks: whether to print on the terminal what a second Ctrl-C does.
 
     Raises:
-        KeyboardInterrupt: at a second Ctrl-C. Where the main thread is blocked, the process ends.
+        KeyboardInterrupt: at a second Ctrl-C. If the main thread is blocked, the process ends.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -96,7 +96,7 @@ def stop_on_signals(ask: Callable[[str], None], speaks: bool) -> Iterator[None]:
             if is_second(number, first, now):
                 end_at_once()
                 _restore(previous)
-                signal.raise_signal(number)  # which ends a script as it would without `fit`
+                signal.raise_signal(number)  # ends a script as it would without `fit`
                 return
             if first is None and number == signal.SIGINT and speaks:
                 # os.write: a handler may interrupt a print
@@ -116,10 +116,10 @@ def stop_on_signals(ask: Callable[[str], None], speaks: bool) -> Iterator[None]:
         _restore(previous)
 
 
-# How long a block may take to end after a second signal, before the process is ended.
+# How long a block may take to end after a second signal, before the process exits.
 _GRACE_S = 3.0
-# Launchers pass on what their processes have got already: torchrun a Ctrl-C of the terminal, srun
-# and timeout a SIGTERM that was for all.
+# Launchers pass on signals that their processes have already received: torchrun a Ctrl-C of the
+# terminal, srun and timeout a SIGTERM to the whole process group.
 _PASSED_ON_S = 2.0
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")
 
@@ -129,8 +129,8 @@ class _Block:
 
     Attributes:
         numbers: the signals that count.
-        first: when the first one came.
-        ends_at_once: whether the handler of the second one has said so.
+        first: the time of the first signal, in seconds; None before it.
+        ends_at_once: whether a second signal's handler has called `end_at_once`.
     """
 
     def __init__(self, numbers: Collection[int]) -> None:
@@ -144,12 +144,12 @@ _write_end: int | None = None
 
 
 def is_second(number: int, first: float | None, now: float) -> bool:
-    """Returns whether a signal is another one than the first, and not the same, passed on.
+    """Returns whether a signal is a second one, rather than the first, passed on by a launcher.
 
     Args:
-        number: of the signal.
-        first: when the first one came, in seconds; None: there was none.
-        now: in seconds.
+        number: the number of the signal.
+        first: the time of the first signal, in seconds; None: there was none.
+        now: the current time, in seconds.
     """
     if first is None:
         return False
@@ -161,11 +161,11 @@ def is_second(number: int, first: float | None, now: float) -> bool:
 def second_signal_ends(numbers: Collection[int] | None = None) -> Iterator[None]:
     """Ends the process if the block has not ended some seconds after a second signal.
 
-    Only in the main thread, and only the outermost of such blocks.
+    Works only in the main thread, for the outermost of nested blocks.
 
     Args:
-        numbers: the signals that count; None: Ctrl-C, if Python raises at it. A script's own
-            handler of a signal may want to wait for the end of the block.
+        numbers: the signals that count; None: Ctrl-C, if it has Python's default handler. A
+            script's own handler may want to wait for the end of the block.
     """
     global _block
     if _block is not None or threading.current_thread() is not threading.main_thread():
@@ -180,34 +180,34 @@ def second_signal_ends(numbers: Collection[int] | None = None) -> Iterator[None]
         yield
     finally:
         _block = None
-        with suppress(ValueError, OSError):  # an event loop that has been closed meanwhile
+        with suppress(ValueError, OSError):  # the fd of an event loop that was closed meanwhile
             signal.set_wakeup_fd(previous)
 
 
 def end_at_once() -> None:
-    """Says that a second signal has come: what waits for threads to end in order does not wait."""
+    """Marks the block as ended by a second signal, so that nothing waits for threads to end."""
     if _block is not None:
         _block.ends_at_once = True
 
 
 def ends_at_once() -> bool:
-    """Returns whether `end_at_once` was called in the block that runs."""
+    """Returns whether `end_at_once` was called in the current block."""
     return _block is not None and _block.ends_at_once
 
 
 def _pipe() -> int:
-    """Returns the end of the pipe for signals; a thread reads at the other end from now on."""
+    """Returns the write end of the pipe for signals, and starts the thread that reads it."""
     global _write_end
     if _write_end is None:
         read_end, _write_end = os.pipe()
         os.set_blocking(_write_end, False)
-        threading.Thread(target=_listen, args=(read_end,), name="signals", daemon=True).start()
+        threading.Thread(target=_watch_pipe, args=(read_end,), name="signals", daemon=True).start()
         os.register_at_fork(after_in_child=_forget)
     return _write_end
 
 
 def _forget() -> None:
-    """Takes a forked process off its parent's pipe: its signals are not the parent's."""
+    """Detaches a forked process from the pipe, so that its signals do not reach the parent."""
     global _block, _write_end
     if _block is not None:
         with suppress(ValueError):
@@ -215,7 +215,8 @@ def _forget() -> None:
     _block = _write_end = None
 
 
-def _listen(read_end: int) -> None:
+def _watch_pipe(read_end: int) -> None:
+    """Reads signal numbers from the pipe, and ends the process after a second signal in a block."""
     while number := os.read(read_end, 1)[0]:
         block, now = _block, time.monotonic()
         if block is None or number not in block.numbers:

@@ -1,21 +1,21 @@
-"""A thread per process that ends the run when it fails or stands still.
+"""A thread per process that ends the run when it fails or stalls.
 
-A process whose main thread is blocked in a collective notices nothing: not that another process
-has failed, not that nothing moves any more. This thread does. It has a separate connection to the
+A process whose main thread is blocked in a collective notices neither that another process has
+failed nor that the run has stalled. This thread does. It has a separate connection to the
 processes' store, and ends the process by `os._exit`, since a blocked thread cannot be stopped. A
-second thread notices that the store itself does not answer.
+second thread notices when the store itself does not answer.
 
-A host that loses its power or its network closes no connection: those who wait for it in a
-collective wait until the limit of the collective, which is long where rank 0 may download or write.
-So every process counts in the store while it lives. Rank 0 reads everyone's count and the others
-rank 0's. A process that can read none, because its own host is cut off, learns it from the clock:
+A host that loses power or network closes no connection: processes that wait for it in a collective
+wait until the collective's timeout, which is long because rank 0 may download or write. So every
+process increments a counter in the store while it lives. Rank 0 reads all counters and the others
+read rank 0's. A process whose own host is cut off gets no answer and notices that by the clock:
 
     rank 0    alive/1 the same for too long           ->  ends the run, and names rank 1
-    rank 2    told by rank 0 through the store
-    rank 1    no answer from the store for too long   ->  ends by itself
+    rank 2    reads rank 0's failure in the store     ->  ends
+    rank 1    no answer from the store for too long   ->  ends
 
-Where nothing moves, each process says by its own stacks what it is doing and whether it seems to
-wait for others (`report`), and the one that waits for nobody is named.
+If the run stalls, each process derives from its stacks what it is doing and whether it waits for
+others (`report`). The failure names the process that waits for nobody.
 """
 
 from __future__ import annotations
@@ -38,28 +38,33 @@ from types import FrameType
 from hybridtrain.launch.activity import (
     WAIT_FOR_SAVE_S,
     Activity,
+    Phase,
+    Work,
     activity,
     end_process,
-    kind_of,
     wait_until,
 )
 from hybridtrain.launch.failure import write_error_file
-from hybridtrain.launch.job import EXIT_STALLED, Failure, Job, Report, has_ended, is_stopped, kill
+from hybridtrain.launch.process_id import has_ended, is_stopped, kill
+from hybridtrain.launch.process_store import EXIT_STALLED, Failure, ProcessStore, Report
 from hybridtrain.schedule import WORDS
 
 _TORCH = Path(str(getattr(find_spec("torch"), "origin", ""))).parent  # without an import
 _LIBRARY = Path(__file__).parents[1]
 _STDLIB = Path(threading.__file__).parent
 
-# In these the innermost frame waits for another process, or for another thread that is looked at
-# by itself.
+# An innermost frame in these files waits for another process, or for a thread that is examined
+# separately.
 _WAITS = (
     *(str(_LIBRARY / name) for name in ("world.py", "launch", "pipeline/engines")),
     str(_TORCH / "distributed"),
 )
-# Here it may: a backward ends with the all-reduce of a stage, without any frame that says so.
+# An innermost frame here may wait: a backward ends with an all-reduce that has no Python frame.
 _MAY_WAIT = (
-    *(str(_LIBRARY / name) for name in ("pipeline", "_torch_private.py", "checkpoint/state.py")),
+    *(
+        str(_LIBRARY / name)
+        for name in ("pipeline", "_base/torch_private.py", "checkpoint/state.py")
+    ),
     str(_TORCH / "nn/parallel"),
     str(_TORCH / "autograd"),
 )
@@ -68,14 +73,14 @@ _MAY_WAIT = (
 def write_stacks(path: Path) -> None:
     """Writes the stacks of all threads of this process to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A new file: a link that is there is not followed, and one that comes in between is an error.
+    # A new file: an existing link is not followed, and a link that appears meanwhile is an error.
     path.unlink(missing_ok=True)
     with path.open("x") as file:
         faulthandler.dump_traceback(file, all_threads=True)
 
 
 def report(activity: Activity) -> Report:
-    """Says what this process is doing, and whether it seems to wait for other processes."""
+    """Returns what this process is doing, and whether it seems to wait for other processes."""
     frames = sys._current_frames()
     main = threading.main_thread()
     best: tuple[int, str, FrameType | None] = (0, "", None)
@@ -92,21 +97,21 @@ def report(activity: Activity) -> Report:
             if record.action is not None:
                 action = describe(record.action)
         elif thread is not main:
-            blame = 0  # a lane that has ended
+            blame = 0  # the lane has finished
         if best[2] is None or (blame, bool(action)) > (best[0], bool(best[1])):
             best = blame, action, frame
     blame, action, innermost = best
-    phase = activity.phase or "no phase of training"
-    what = f"in the {action} ({phase})" if action else f"in {phase!r}"
+    work = str(activity.work or "no phase of training")
+    what = f"in the {action} ({work})" if action else f"in {work!r}"
     where = _user_frame(innermost)
     if where:
         what += f", {where}"
-    # micro-batches done count within a step: between equal steps, the one behind is the cause
+
     return Report(what, blame, activity.steps)
 
 
 def stands_in_debugger() -> bool:
-    """Returns whether a thread of this process is in a debugger, where nothing has to move."""
+    """Returns whether a thread of this process is in a debugger, where no progress is expected."""
     return any(
         frame.f_code.co_filename.endswith("bdb.py") or "pydevd" in frame.f_code.co_filename
         for innermost in sys._current_frames().values()
@@ -116,14 +121,14 @@ def stands_in_debugger() -> bool:
 
 def summary(activity: Activity) -> str:
     """Says in a few words what the training loop and the busy lanes are doing."""
-    phase = activity.phase or "no phase of training"
+    work = str(activity.work or "no phase of training")
     busy = [lane.action for lane in activity.lanes if lane.action and not lane.waiting]
     doing = " and the ".join(describe(action) for action in busy)
-    return f"in the {doing} ({phase})" if doing else f"in {phase!r}"
+    return f"in the {doing} ({work})" if doing else f"in {work!r}"
 
 
 def describe(action: tuple[str, int, int]) -> str:
-    """Returns a schedule's action in words."""
+    """Returns an action of a schedule as text."""
     kind, stage, microbatch = action
     return f"{WORDS[kind]} of micro-batch {microbatch} on stage {stage}"
 
@@ -131,7 +136,7 @@ def describe(action: tuple[str, int, int]) -> str:
 def _blame(frame: FrameType) -> int:
     """Returns 0 if the innermost frame waits for others, 1 if it may, 2 if it is busy."""
     innermost: FrameType | None = frame
-    # queues, conditions and context managers wait for whoever calls them
+    # skip queues, conditions and context managers: their caller decides
     while innermost is not None and innermost.f_code.co_filename.startswith(
         (str(_STDLIB / "threading.py"), str(_STDLIB / "queue.py"), str(_STDLIB / "contextlib.py"))
     ):
@@ -143,19 +148,19 @@ def _blame(frame: FrameType) -> int:
 
 
 def _lane_of(thread: threading.Thread, frame: FrameType) -> int | None:
-    """Returns the record of a thread that executes actions; a single one may be the caller's."""
-    running = any(each.f_code.co_name == "run_actions" for each in _frames(frame))
+    """Returns the lane that a thread executes; None if it does not execute actions."""
+    running = any(inner.f_code.co_name == "run_actions" for inner in _frames(frame))
     if not running:
         return None
     return int(thread.name[6:]) if thread.name.startswith("stage-") else 0
 
 
 def _user_frame(frame: FrameType | None) -> str:
-    """Returns where the innermost frame of the user's code is, or nothing."""
-    for each in _frames(frame):
-        path = each.f_code.co_filename
+    """Returns the location of the innermost frame in the user's code, or ""."""
+    for user_frame in _frames(frame):
+        path = user_frame.f_code.co_filename
         if not path.startswith((str(_LIBRARY), str(_TORCH), str(_STDLIB), "<")):
-            summary = traceback.extract_stack(each, limit=1)[0]
+            summary = traceback.extract_stack(user_frame, limit=1)[0]
             return f'File "{summary.filename}", line {summary.lineno}, in {summary.name}'
     return ""
 
@@ -173,62 +178,62 @@ _LEAST_S = 20.0
 
 
 class Liveness:
-    """The signs of life of this process and of those it looks at.
+    """The signs of life of this process and of the processes that it watches.
 
     Args:
-        job: what the processes share; used by one thread alone.
-        timeout_s: seconds without a sign after which a process counts as gone; 20 at least.
-        clock: seconds, for tests.
+        store: the store of the processes; only one thread may use it.
+        timeout_s: seconds without a sign of life after which a process counts as gone; at least 20.
+        clock: returns the time in seconds; for tests.
 
     Attributes:
-        timeout_s: the limit that holds.
+        timeout_s: the limit in effect, in seconds.
     """
 
     def __init__(
-        self, job: Job, timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self, store: ProcessStore, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.timeout_s = max(timeout_s, _LEAST_S)
-        self._job = job
+        self._store = store
         self._clock = clock
-        self._others = [rank for rank in range(job.size) if rank != job.rank]
-        if job.rank != 0:
-            self._others = [0]
+        self._watched_ranks = [rank for rank in range(store.size) if rank != store.rank]
+        if store.rank != 0:
+            self._watched_ranks = [0]
         self._counts: dict[int, int] = {}
         self._changed: dict[int, float] = {}
         self._next = 0.0
-        self._own = 0
+        self._beat_count = 0
         self._answered = clock()
 
     def beat(self) -> None:
-        """Gives a sign of life, and reads those of the others, if it is time to."""
+        """Publishes a sign of life and reads the other processes' signs, if they are due."""
         now = self._clock()
         if now >= self._next:
             self._next = now + BEAT_S
-            self._own += 1
-            self._job.beat(self._own)
-            for rank in self._others:
-                count = self._job.beats(rank)
+            self._beat_count += 1
+            self._store.beat(self._beat_count)
+            for rank in self._watched_ranks:
+                count = self._store.beats(rank)
                 if count != self._counts.get(rank):
                     self._counts[rank] = count
                     self._changed[rank] = self._clock()
         self._answered = self._clock()
 
     def silent(self) -> tuple[int, float] | None:
-        """Returns the process that has been silent for too long, and for how many seconds."""
+        """Returns the rank that has been silent for too long and for how many seconds, or None."""
         now = self._clock()
-        for rank in self._others:
+        for rank in self._watched_ranks:
             seconds = now - self._changed.get(rank, now)
-            if seconds > self.timeout_s and not self._job.has_left(rank):
+            if seconds > self.timeout_s and not self._store.has_left(rank):
                 return rank, seconds
         return None
 
     def unanswered_s(self) -> float:
-        """Returns for how long the store has not answered; from any thread."""
+        """Returns for how many seconds the store has not answered; callable from any thread."""
         return self._clock() - self._answered
 
 
 _TICK_S = 0.25
-# How long a process may take to end by itself after a failure, and after an interruption.
+# How long a process may take to end after a failure, and after an interruption.
 _GRACE_S = 2.0
 _GRACE_INTERRUPTED_S = 15.0
 _WAIT_FOR_STACKS_S = 2.0
@@ -236,7 +241,7 @@ _WAIT_FOR_STACKS_S = 2.0
 _FIRST_TIMES = 4.0
 _FIRST_STEPS = 2
 # Work that may take long without a sign of life, and how many times the limit it gets.
-_LONG = {"save": 10.0, "setup": float("inf")}
+_LONG = {Phase.SAVE: 10.0, Phase.SETUP: float("inf")}
 
 _log = logging.getLogger(__name__)
 
@@ -244,7 +249,7 @@ _current: Watchdog | None = None
 
 
 def current() -> Watchdog | None:
-    """Returns the watchdog of this process, while there is one."""
+    """Returns the watchdog of this process; None if there is none."""
     return _current
 
 
@@ -252,33 +257,33 @@ class Watchdog:
     """Watches this process and, through the store, the others.
 
     Args:
-        job: what the processes share.
-        stall_s: seconds without progress after which the run ends; 0: never. Only a phase of
+        store: the store of the processes.
+        stall_s: seconds without progress after which the run ends; 0: never. Only work of
             `activity` is watched: outside of a run nobody expects progress.
         timeout_s: seconds that a collective may take.
-        record: what this process is doing.
+        record: the record of what this process is doing.
 
     Attributes:
-        job: what the processes share, for the main thread.
-        stacks: the folder that the stacks of a run that stands still are written to; None: a new
-            one in the temporary directory.
-        exit_code: of this process, when another one's failure ends it.
-        heard: the failure that ends the run, once this process knows it.
-        tells: whether a process that another one's failure ends prints it.
+        store: the store of the processes, for the main thread.
+        stacks: the folder for the stacks of a stalled run; None: a new folder in the temporary
+            directory.
+        exit_code: the exit code of this process if another process's failure ends it.
+        known_failure: the failure that ends the run, once this process has read it.
+        prints_failures: whether this process prints another process's failure that ends it.
     """
 
     def __init__(
-        self, job: Job, stall_s: float, timeout_s: float, record: Activity = activity
+        self, store: ProcessStore, stall_s: float, timeout_s: float, record: Activity = activity
     ) -> None:
-        self.job = job
+        self.store = store
         self.timeout_s = timeout_s
         self.stacks: Path | None = None
         self.exit_code = 1
-        self.heard: Failure | None = None
-        self.tells = True
-        self._processes = job.enter()
-        self._job = job.clone()
-        self._liveness = Liveness(self._job, timeout_s)
+        self.known_failure: Failure | None = None
+        self.prints_failures = True
+        self._processes = store.enter()
+        self._store = store.clone()
+        self._liveness = Liveness(self._store, timeout_s)
         self._stall_s = stall_s
         self._activity = record
         self._ended = threading.Event()
@@ -286,14 +291,14 @@ class Watchdog:
         self._answered = False
 
     def start(self) -> None:
-        """Starts the thread, unless it runs, in place of one that runs for this process."""
+        """Starts the threads unless they run; replaces another watchdog of this process."""
         global _current
         if _current is not None and _current is not self:
             _current.end_threads()
             atexit.unregister(_current.end_threads)
         _current = self
         if not self._threads:
-            alone = self._job.size == 1
+            alone = self._store.size == 1
             targets = [self._watch] if alone else [self._watch, self._watch_store]
             self._threads = [
                 threading.Thread(target=target, name="watchdog", daemon=True) for target in targets
@@ -304,70 +309,74 @@ class Watchdog:
             atexit.register(self.end_threads)
 
     def close(self) -> None:
-        """Ends the thread, and tells the other processes that this one ends as it should."""
+        """Ends the threads, and publishes that this process ends normally."""
         global _current
         if _current is self:
             _current = None
         with suppress(RuntimeError):
-            self.job.leave()
+            self.store.leave()
         self.end_threads()
         atexit.unregister(self.end_threads)
-        self._activity.now(None)
+        self._activity.set(None)
 
     def end_threads(self) -> None:
-        """Ends the threads: from now on nobody watches this process."""
+        """Ends the threads; this process is not watched any more."""
         self._ended.set()
         for thread in self._threads:
             thread.join(timeout=_GRACE_S)
 
-    def lost_process(self, job: Job) -> Failure | None:
-        """Returns the failure that a process of this host is, if one ended without a word."""
+    def lost_process(self, store: ProcessStore) -> Failure | None:
+        """Returns a failure about a process of this host that ended silently, or None."""
         for rank, process in enumerate(self._processes):
-            if rank == job.rank or not has_ended(process) or job.has_left(rank):
+            if rank == store.rank or not has_ended(process) or store.has_left(rank):
                 continue
-            last = self._last_seen(job, rank)
+            last = self._last_seen(store, rank)
             return Failure(
-                job.rank,
-                f"{self.name(job, rank)} has ended without a message{last}: it was killed (by the "
-                f"system if memory ran out), has crashed or has "
-                f"called exit; the launcher's report has its signal or exit code",
+                store.rank,
+                f"{self.name(store, rank)} has ended without a message{last}: it was killed (by "
+                f"the system if memory ran out), has crashed or has called exit; the launcher's "
+                f"report has its signal or exit code",
                 time=time.time() + 2,  # after what the launcher says of that process
             )
         return None
 
     def silent_process(self) -> Failure | None:
-        """Returns the failure that a process is which gives no sign of life, if there is one."""
-        found = self._liveness.silent()
-        if found is None:
+        """Returns a failure about a process that gives no sign of life, or None."""
+        silent = self._liveness.silent()
+        if silent is None:
             return None
-        rank, seconds = found
+        rank, seconds = silent
         return Failure(
-            self._job.rank,
-            f"{self.name(self._job, rank)} has given no sign of life for "
-            f"{seconds:.0f} s{self._last_seen(self._job, rank)}: its host, or the network to it, "
+            self._store.rank,
+            f"{self.name(self._store, rank)} has given no sign of life for "
+            f"{seconds:.0f} s{self._last_seen(self._store, rank)}: its host, or the network to it, "
             f"is gone, or the process is stopped (the limit is timeout_s, and at least 20 s)",
         )
 
     def process_gone(self, seconds: float) -> Failure | None:
-        """Returns the failure that a process of another host is which has ended meanwhile.
+        """Returns a failure about a process of another host that has ended, or None.
 
-        Looks for as many seconds for signs of life; for the main thread, when a connection broke.
+        For the main thread, after a broken connection. Watches signs of life for `seconds`.
         """
-        job = self.job
-        before = [job.beats(rank) for rank in range(job.size)]
+        store = self.store
+        beats_before = [store.beats(rank) for rank in range(store.size)]
         time.sleep(max(seconds, 2.5 * BEAT_S))
-        for rank in range(job.size):
-            if rank != job.rank and job.beats(rank) == before[rank] and not job.has_left(rank):
+        for rank in range(store.size):
+            if (
+                rank != store.rank
+                and store.beats(rank) == beats_before[rank]
+                and not store.has_left(rank)
+            ):
                 return Failure(
-                    job.rank,
-                    f"{self.name(job, rank)} is gone: its connection "
-                    f"broke, and it gives no sign of life{self._last_seen(job, rank)}; see what "
+                    store.rank,
+                    f"{self.name(store, rank)} is gone: its connection "
+                    f"broke, and it gives no sign of life{self._last_seen(store, rank)}; see what "
                     f"its own output says, and the launcher's report",
                 )
         return None
 
     def main_gone(self) -> str:
-        """Returns the failure that rank 0's end is, in one line, when its store is not there."""
+        """Returns a message about the end of rank 0, for when its store is gone."""
         process = self._processes[0]
         return (
             f"the processes' store is gone, and with it rank 0 (pid {process.pid} on "
@@ -375,80 +384,88 @@ class Watchdog:
         )
 
     def _watch_store(self) -> None:
-        """Ends this process when the store does not answer any more, and nobody can be asked."""
-        before = since = time.monotonic()
+        """Ends this process when the store does not answer any more."""
+        last_tick = since = time.monotonic()
         while not self._ended.wait(1.0):
             now = time.monotonic()
-            if now - before > 20 * _TICK_S:  # it was stopped itself meanwhile
+            if now - last_tick > 20 * _TICK_S:  # it was stopped itself meanwhile
                 since = now
-            before = now
+            last_tick = now
             seconds = min(self._liveness.unanswered_s(), now - since)
-            if seconds <= self._liveness.timeout_s or self._activity.phase is None:
+            if seconds <= self._liveness.timeout_s or self._activity.work is None:
                 continue
             host = self._processes[0].host
+            rank = self._store.rank
             failure = Failure(
-                self._job.rank,
-                f"rank {self._job.rank} on {self._processes[self._job.rank].host} has been cut off "
-                f"from rank 0 on {host} for {seconds:.0f} s: that host or the network is gone (the "
+                rank,
+                f"rank {rank} on {self._processes[rank].host} has been cut off from rank 0 on "
+                f"{host} for {seconds:.0f} s: that host or the network is gone (the "
                 f"limit is timeout_s, and at least 20 s)",
             )
             self._print_and_end(failure)
 
-    def explain_stall(self, job: Job, seconds: float) -> Failure | None:
-        """Collects the stacks of all processes and finds the one that the others wait for.
+    def explain_stall(self, store: ProcessStore, seconds: float) -> Failure | None:
+        """Collects the stacks of all processes and finds the process that the others wait for.
 
-        Returns None if another process does it.
+        Args:
+            store: the store of the processes, for the calling thread.
+            seconds: how long the run has stalled.
+
+        Returns:
+            the failure; None if another process collects the stacks.
         """
-        # A name that no other user of the machine can foresee, with a link in it.
+        # A name that no other user of the machine can predict and occupy with a link.
         folder = Path(tempfile.gettempdir()) / f"hybridtrain-stalls-{secrets.token_hex(8)}"
         folder = self.stacks or folder
-        if not job.ask_for_stacks(str(folder)):
+        if not store.request_stacks(str(folder)):
             return None
-        self._answer(job, folder)
-        ranks = range(job.size)
-        wait_until(lambda: len(job.said("stands", ranks)) == job.size, _WAIT_FOR_STACKS_S)
-        said = job.said("stands", ranks)
-        silent = [rank for rank in ranks if rank not in said]
+        self._answer(store, folder)
+        ranks = range(store.size)
+        wait_until(lambda: len(store.published("stands", ranks)) == store.size, _WAIT_FOR_STACKS_S)
+        reports = store.published("stands", ranks)
+        silent = [rank for rank in ranks if rank not in reports]
         if silent:
             culprit, process = silent[0], self._processes[silent[0]]
             state = "stopped" if is_stopped(process) else "stopped, or in a call that never returns"
             line = (
-                f"{self.name(job, culprit)} does not answer ({state})"
-                f"{self._last_seen(job, culprit)}; nothing has moved for {seconds:.0f} s"
+                f"{self.name(store, culprit)} does not answer ({state})"
+                f"{self._last_seen(store, culprit)}; nothing has moved for {seconds:.0f} s"
             )
         else:
-            culprit = min(ranks, key=lambda rank: (-said[rank].blame, said[rank].progress, rank))
-            name = self.short_name(job, culprit)
-            line = f"{name} has stood still for {seconds:.0f} s {said[culprit].what}"
+            culprit = min(
+                ranks, key=lambda rank: (-reports[rank].blame, reports[rank].progress, rank)
+            )
+            name = self.short_name(store, culprit)
+            line = f"{name} has stood still for {seconds:.0f} s {reports[culprit].what}"
         return Failure(
-            job.rank,
+            store.rank,
             f"{line}; the stacks of all ranks are in {folder} (the limit, "
             f"stall_s, is {self._stall_s:g} s)",
             EXIT_STALLED,
             unresponsive=tuple(self._processes[rank] for rank in silent),
         )
 
-    def name(self, job: Job, rank: int) -> str:
-        """Returns a process as messages name it when it has ended: `rank 3 (stage 1, pid 7 on n2)`.
+    def name(self, store: ProcessStore, rank: int) -> str:
+        """Returns the name of an ended process for messages: `rank 3 (stage 1, pid 7 on n2)`.
 
-        The stage is there if its pipeline is over several processes.
+        It includes the stage if the pipeline spans several processes.
         """
-        process, place = self._processes[rank], job.place(rank)
+        process, place = self._processes[rank], store.place(rank)
         return f"rank {rank} ({place and place + ', '}pid {process.pid} on {process.host})"
 
-    def short_name(self, job: Job, rank: int) -> str:
-        """Returns a process as messages name it that it prints itself: `rank 3 (stage 1, n2)`."""
-        place = job.place(rank)
+    def short_name(self, store: ProcessStore, rank: int) -> str:
+        """Returns the name of a process for messages about itself: `rank 3 (stage 1, n2)`."""
+        place = store.place(rank)
         return f"rank {rank}" + (f" ({place}, {self._processes[rank].host})" if place else "")
 
-    def _last_seen(self, job: Job, rank: int) -> str:
-        """Returns where a process was that cannot say it, by the last tick of its watchdog."""
-        doing = job.said("doing", [rank]).get(rank)
+    def _last_seen(self, store: ProcessStore, rank: int) -> str:
+        """Returns what a process was doing at its watchdog's last report, as the end of a text."""
+        doing = store.published("doing", [rank]).get(rank)
         return f", last heard of {doing.what}" if doing else ""
 
     def _watch(self) -> None:
-        # Without the store there is nobody to tell: the launcher or rank 0 has died. The system
-        # tells this process of its parent's death, and the collectives notice rank 0's.
+        # A RuntimeError: the store is gone, because the launcher or rank 0 has died. The system
+        # signals the parent's death, and the collectives notice rank 0's.
         try:
             with suppress(RuntimeError):
                 self._run()
@@ -459,64 +476,66 @@ class Watchdog:
     def _run(self) -> None:
         state: object = None
         published = ""
-        since = before = time.monotonic()
+        since = last_tick = time.monotonic()
         while not self._ended.wait(_TICK_S):
             now = time.monotonic()
-            phase = self._activity.phase
-            if self._job.size > 1:
+            work = self._activity.work
+            if self._store.size > 1:
                 self._liveness.beat()
             record = self._activity
             lanes = tuple((lane.action, lane.waiting) for lane in record.lanes)
-            current = record.phase, record.steps, lanes
-            if current != state or now - before > 20 * _TICK_S:  # it was stopped itself meanwhile
+            current = record.work, record.steps, lanes
+            if (
+                current != state or now - last_tick > 20 * _TICK_S
+            ):  # it was stopped itself meanwhile
                 state, since = current, now
-            before = now
-            failure = self._job.failure()
+            last_tick = now
+            failure = self._store.failure()
             if failure is not None:
                 self._follow(failure)
                 return
-            if (folder := self._job.stacks_asked_for()) is not None:
-                self._answer(self._job, Path(folder))
-            if phase is None:
+            if (folder := self._store.requested_stacks()) is not None:
+                self._answer(self._store, Path(folder))
+            if work is None:
                 continue
-            if self._job.size > 1:
-                lost = self.lost_process(self._job)
+            if self._store.size > 1:
+                lost = self.lost_process(self._store)
                 lost = lost or self.silent_process()
                 if lost is not None:
                     self._end(lost)
                 doing = summary(self._activity)
-                if doing != published and phase != "setup":
-                    self._job.say("doing", Report(doing, 0))
+                if doing != published and work.phase is not Phase.SETUP:
+                    self._store.publish("doing", Report(doing, 0))
                     published = doing
-            if now - since >= self._limit(phase):
+            if now - since >= self._limit(work):
                 if stands_in_debugger():
                     since = now
                     continue
-                stall = self.explain_stall(self._job, now - since)
+                stall = self.explain_stall(self._store, now - since)
                 if stall is not None:
                     self._end(stall)
 
-    def _limit(self, phase: str) -> float:
-        """Returns the seconds without progress that `phase` may take."""
+    def _limit(self, work: Work) -> float:
+        """Returns the seconds without progress that `work` may take."""
         if self._stall_s <= 0:
             return float("inf")
-        kind, steps = kind_of(phase), self._activity.steps
-        first = steps - self._activity.entered.get(kind, steps) <= _FIRST_STEPS
+        phase, steps = work.phase, self._activity.steps
+        first = steps - self._activity.entered.get(phase, steps) <= _FIRST_STEPS
         # processes meet at the end of an evaluation only, and may wait there for one's first batch
-        first |= kind == "evaluate" and self._activity.evaluations <= 1
-        return self._stall_s * max(_LONG.get(kind, 1.0), _FIRST_TIMES if first else 1.0)
+        first |= phase is Phase.EVALUATE and self._activity.evaluations <= 1
+        return self._stall_s * max(_LONG.get(phase, 1.0), _FIRST_TIMES if first else 1.0)
 
-    def _answer(self, job: Job, folder: Path) -> None:
-        """Says what this process is doing, and writes its stacks, to `folder` if it has no own."""
+    def _answer(self, store: ProcessStore, folder: Path) -> None:
+        """Publishes this process's report and writes its stacks, to `folder` if it has no other."""
         if not self._answered:
             self._answered = True
-            job.say("stands", report(self._activity))
+            store.publish("stands", report(self._activity))
             with suppress(OSError):
-                write_stacks((self.stacks or folder) / f"rank_{job.rank}.txt")
+                write_stacks((self.stacks or folder) / f"rank_{store.rank}.txt")
 
     def _end(self, failure: Failure) -> None:
-        """Makes `failure` the run's, prints it unless there is an earlier one, and ends."""
-        first = self._job.claim(failure)
+        """Records `failure` as the run's, prints it unless there is an earlier one, and ends."""
+        first = self._store.claim(failure)
         if first == failure:
             self._print_and_end(failure)
         self._follow(first)
@@ -526,7 +545,7 @@ class Watchdog:
         self._tell_and_end(failure, failure.time)
 
     def _tell_and_end(self, failure: Failure, at: float, prints: bool = True) -> None:
-        """Prints a failure, leaves it for torchrun as one of the time `at`, and ends."""
+        """Prints a failure, writes it for torchrun with the time `at`, and ends."""
         try:
             with suppress(OSError, ValueError):  # the terminal is gone, or the disk is full
                 if prints:
@@ -536,26 +555,24 @@ class Watchdog:
             self.end(failure)
 
     def _follow(self, failure: Failure) -> None:
-        """Ends this process because of a failure that another one has reported."""
-        self.heard = failure
+        """Ends this process because of a failure that another process has reported."""
+        self.known_failure = failure
         with suppress(RuntimeError):  # the store has ended meanwhile
-            self._job.say_heard()
+            self._store.acknowledge_failure()
         if failure.exit_code == EXIT_STALLED or failure.exit_code >= 75:  # interrupted, or a signal
             self.exit_code = failure.exit_code
         if failure.exit_code != EXIT_STALLED:
             grace = _GRACE_INTERRUPTED_S if failure.exit_code >= 75 else _GRACE_S
             if self._ended.wait(grace):
                 return
-        if failure.rank == self._job.rank:
+        if failure.rank == self._store.rank:
             self.end(failure)
         else:
-            self._tell_and_end(failure, failure.time + 1, prints=self.tells)
+            self._tell_and_end(failure, failure.time + 1, prints=self.prints_failures)
 
     def end(self, failure: Failure) -> None:
         """Ends this process, and those of this host that do not answer."""
         for process in failure.unresponsive:
             kill(process)
-        stands_in_save = (
-            failure.exit_code == EXIT_STALLED and kind_of(self._activity.phase or "") == "save"
-        )
+        stands_in_save = failure.exit_code == EXIT_STALLED and self._activity.is_in(Phase.SAVE)
         end_process(self.exit_code, 0.0 if stands_in_save else WAIT_FOR_SAVE_S)

@@ -3,7 +3,7 @@
 trainer        `Trainer`: the loop
 session        `Session`: the same step for loops written by hand
 evaluation     metrics over every sample once
-callbacks/     the hooks of a run, and ready-made callbacks
+callbacks/     the hooks of a run, and the callbacks, one file each
 checkpoints    the last checkpoint, and the one of the best evaluation
 interruption   signals, time limits, saves by the clock
 run_stats      where the time of the steps goes;  throughput  the rates
@@ -13,20 +13,8 @@ checks         what is refused before or in the first step
 
 from hybridtrain.loop.callbacks import CALLBACKS
 from hybridtrain.loop.callbacks.base import Callback, CallbackStates
-from hybridtrain.loop.callbacks.monitor import Monitor, Monitors, call_hook, parts_of_account
-from hybridtrain.loop.callbacks.profile import Profile
-from hybridtrain.loop.callbacks.ready_made import (
-    EMA,
-    SWA,
-    BestWeights,
-    ClipValue,
-    EarlyStopping,
-    Freeze,
-    GradientNorms,
-    LearningRates,
-    Mfu,
-    Plateau,
-)
+from hybridtrain.loop.callbacks.mfu import Mfu
+from hybridtrain.loop.callbacks.tracker import Run, Tracker, call_hook, parts_of_account
 from hybridtrain.loop.checkpoints import BestCheckpoint, RunCheckpoints
 from hybridtrain.loop.checks import (
     batch_norms_watched,
@@ -45,27 +33,17 @@ from hybridtrain.loop.trainer import Trainer, TrainerOptions
 
 __all__ = [
     "CALLBACKS",
-    "EMA",
-    "SWA",
     "BestCheckpoint",
-    "BestWeights",
     "Callback",
     "CallbackStates",
-    "ClipValue",
-    "EarlyStopping",
-    "Freeze",
-    "GradientNorms",
     "Interruptions",
-    "LearningRates",
     "Mfu",
-    "Monitor",
-    "Monitors",
-    "Plateau",
-    "Profile",
+    "Run",
     "RunCheckpoints",
     "RunStats",
     "Session",
     "Throughput",
+    "Tracker",
     "Trainer",
     "TrainerOptions",
     "batch_norms_watched",

@@ -187,7 +187,7 @@ def _keep_activations(step: RecordedStep) -> Proposal | None:
     return Proposal(
         "recompute",
         seconds,
-        f"recomputation takes {_share(step, 'recompute')} of a step: checkpoint=never would take "
+        f"recomputation takes {_share(step, 'recompute')} of a step: recompute=never would take "
         f"{_times(step, seconds)}, for up to {with_unit(more)} more on a device",
     )
 

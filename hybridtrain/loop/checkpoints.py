@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridtrain.checkpoint import CheckpointStore, save_checkpoint
 from hybridtrain.errors import CheckpointError, ConfigError, did_you_mean
-from hybridtrain.loss import direction
+from hybridtrain.loss import direction, metric_of
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
@@ -49,11 +49,12 @@ class BestCheckpoint:
             return
         if metrics is None:
             raise ConfigError(f"best={name} needs an evaluation, and this run has none")
-        if name not in metrics:
+        metric = metric_of(name, metrics)
+        if metric is None:
             raise ConfigError(
                 f"best={name} is not a value of the evaluation: {did_you_mean(name, metrics)}"
             )
-        mode = direction("best_mode", name, metrics[name], mode)
+        mode = direction("best_mode", name, metrics[metric], mode)
         self._smallest = mode == "min"
         self._criterion = f"{mode} {name}"
 

@@ -15,8 +15,15 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.microbatch import batch_size, merge
 from hybridtrain.data import EvalLoader
-from hybridtrain.launch import activity, kind_of
-from hybridtrain.loss import BatchWeight, LogProbabilityCheck, LossFn, Metric, main_output
+from hybridtrain.launch import Phase, activity
+from hybridtrain.loss import (
+    BatchWeight,
+    LogProbabilityCheck,
+    LossFn,
+    Metric,
+    main_output,
+    named_values,
+)
 from hybridtrain.model import HybridModel
 
 _log = logging.getLogger(__name__)
@@ -25,13 +32,13 @@ _log = logging.getLogger(__name__)
 @contextmanager
 def _phase() -> Iterator[None]:
     """Says that this process evaluates, so that it is expected to move on."""
-    before = activity.phase
-    if before is None or kind_of(before) != "evaluate":
-        activity.now("evaluate")
+    before = activity.work
+    if not activity.is_in(Phase.EVALUATE):
+        activity.now(Phase.EVALUATE)
     try:
         yield
     finally:
-        activity.now(before)
+        activity.set(before)
 
 
 @_phase()
@@ -63,10 +70,12 @@ def evaluate(
             that needs more samples, is a warning.
 
     Returns:
-        `loss`, each metric, and `samples`, on every process.
+        `loss`, each metric, and `samples`, on every process. A metric with a value per class has
+        `metric/class` for each, by the names in `data.classes` or else by number.
 
     Raises:
-        ConfigError: the loss is an nll, and the model returns logits.
+        ConfigError: the loss is an nll, and the model returns logits; or a metric returns neither
+            a number nor one per class.
     """
     model.sync_buffers()
     world, device = model.world, model.pipeline.output_device
@@ -77,7 +86,7 @@ def evaluate(
 
     def measure(output: Any, targets: Any) -> Tensor:
         if loss.takes_log_probabilities and not done:
-            LogProbabilityCheck(loss, targets, batch_size(targets)).look(0, output)
+            LogProbabilityCheck(loss, targets, batch_size(targets)).observe(0, output)
         for name, metric in metrics.items():
             with _errors_of(name):
                 whole = isinstance(targets, Mapping)  # as a detector has them
@@ -96,7 +105,7 @@ def evaluate(
                 weight = BatchWeight(loss, (inputs, targets), model.options.chunks)
                 count += weight.count
                 samples += size
-                for value, factor in zip(losses, weight.factors, strict=True):
+                for value, factor in zip(losses, weight.weights, strict=True):
                     if factor:  # the mean of nothing is not a number
                         loss_sum.add_(value, alpha=factor)
             on_batch(done)
@@ -111,7 +120,7 @@ def evaluate(
         for name, metric in metrics.items():
             try:
                 with _errors_of(name):
-                    result[name] = float(metric.compute())
+                    result |= named_values(name, metric.compute(), data.classes)
             except Exception as error:
                 if not one_batch:
                     raise

@@ -165,7 +165,7 @@ class Interruptions:
         agree by a collective: the wish of one goes through their store, where the others look once
         a second. Every process calls this for the same evaluation.
         """
-        job = self._world.watchdog.job if self._world.watchdog is not None else None
+        store = self._world.watchdog.store if self._world.watchdog is not None else None
         work = f"stop/{next(_evaluation_numbers)}"
         told, look_at = False, 0.0
 
@@ -173,15 +173,15 @@ class Interruptions:
             nonlocal told, look_at
             self._look_at_clock()
             reason = self._flags.requested("stop")
-            if told or job is None:
+            if told or store is None:
                 return reason is not None
             with suppress(RuntimeError):  # without the store: the next collective says so
                 if reason is not None:
                     told = True
-                    job.say_stop(work, reason)
+                    store.request_stop(work, reason)
                 elif (now := time.monotonic()) >= look_at:
                     look_at = now + _POLL_S
-                    reason = job.stop_said(work)
+                    reason = store.stop_reason(work)
                     if reason is not None:
                         told = True
                         self._flags.set("stop", reason)

@@ -17,7 +17,6 @@ from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.pipeline import Phases, Timeline, read_timelines, stage_times
 from hybridtrain.schedule import (
     Account,
-    Schedule,
     Spans,
     account_of,
     bubble_fraction,
@@ -134,7 +133,7 @@ def _by_replica(accounts: Sequence[DeviceAccount]) -> dict[int, Account]:
 
 @dataclass
 class _Recorded:
-    """Sums over the recorded steps that ran in one way.
+    """Sums over the recorded steps.
 
     Attributes:
         bubbles: the idle share of each.
@@ -178,16 +177,13 @@ class RunStats:
     Args:
         model: that is trained.
         train: its data.
-
-    Means over the recorded steps are over those that ran as most of them did: all lanes in one
-    thread, or each in its own. A mean over both would be of neither.
     """
 
     def __init__(self, model: HybridModel, train: Loader) -> None:
-        self._recorded: dict[bool, _Recorded] = {}  # by whether one thread ran all lanes
+        self._recorded = _Recorded()
         self._model = model
         self._train = train
-        self._advice: list[str] | None = None  # of all monitors, until the next recorded step
+        self._advice: list[str] | None = None  # for all trackers, until the next recorded step
         self._samples = 0
         self._timelines: list[Timeline] = []
         self._phases: Phases | None = None
@@ -196,13 +192,8 @@ class RunStats:
     @property
     def bubble(self) -> float | None:
         """The mean bubble fraction of the recorded steps; None: there is none."""
-        bubbles = self._usual.bubbles
+        bubbles = self._recorded.bubbles
         return sum(bubbles) / len(bubbles) if bubbles else None
-
-    @property
-    def _usual(self) -> _Recorded:
-        """Those of the way in which most recorded steps ran."""
-        return max(self._recorded.values(), key=lambda each: len(each.bubbles), default=_Recorded())
 
     def begin_step(self, recorded: bool) -> None:
         """Begins a step; its phases are timed if it is `recorded`."""
@@ -243,14 +234,13 @@ class RunStats:
             return {}
         read_timelines(self._timelines)
         spans, computing = self._timelines[-1].spans(), self._timelines[-1].computing()
-        way = self._recorded.setdefault(self._timelines[-1].in_one_thread, _Recorded())
-        way.bubbles.append(bubble_fraction(spans))
+        self._recorded.bubbles.append(bubble_fraction(spans))
         times = stage_times(computing, len(self._times))
         self._times = [(time.forward_ms, time.backward_ms) for time in times]
-        values = {"pipeline/bubble_fraction": way.bubbles[-1]}
+        values = {"pipeline/bubble_fraction": self._recorded.bubbles[-1]}
         if whole and self._phases is not None:
             accounts = self._read_account(self._phases)
-            way.add(accounts)
+            self._recorded.add(accounts)
             self._advice = None
             mean = Account.mean([each.account for each in accounts])
             samples = -(-self._samples // self._timelines[-1].schedule.chunks)
@@ -265,7 +255,7 @@ class RunStats:
                 workers=None if isinstance(self._train, OwnLoader) else self._train.options.workers,
                 costs=mean_costs(computing, len(self._times)),
             )
-            way.keep(recorded)
+            self._recorded.keep(recorded)
             values |= {f"account/{name}_ms": s * 1e3 for name, s in mean._asdict().items()}
             own = list(own_times(accounts).values())
             if len(own) > 1:
@@ -303,14 +293,7 @@ class RunStats:
             known = self._model.world.gather(reductions)
             least = {action: min(each.get(action, 0.0) for each in known) for action in reductions}
         again = self._model.pipeline.recomputed(schedule.chunks)
-        devices = len(schedule.lanes)
-        if timeline.in_one_thread:  # nobody idles; the lanes share one account
-            actions = sorted((span for lane in spans for span in lane), key=lambda s: s.start)
-            spans = (tuple(actions),)
-            lanes = (tuple(span.action for span in actions),)
-            schedule = Schedule(schedule.name, schedule.stages, schedule.chunks, lanes)
-        accounts = account_of(schedule, spans, reductions, least, again)
-        return accounts * (devices // len(accounts))
+        return account_of(schedule, spans, reductions, least, again)
 
     def timelines(self) -> tuple[Spans, Spans]:
         """Returns the predicted and the measured spans of the last recorded batch, in seconds.
@@ -325,7 +308,7 @@ class RunStats:
 
         And which replica the others wait for, by the means over all recorded steps.
         """
-        typical = self._usual.typical
+        typical = self._recorded.typical
         if typical is None:
             return []
         if self._advice is None:
@@ -340,9 +323,9 @@ class RunStats:
 
     def _means(self) -> list[DeviceAccount]:
         """Returns the means over the recorded steps."""
-        usual = self._usual
-        share = 1 / max(1, usual.accounted)
-        return [each._replace(account=each.account.scaled(share)) for each in usual.accounts]
+        share = 1 / max(1, self._recorded.accounted)
+        accounts = self._recorded.accounts
+        return [each._replace(account=each.account.scaled(share)) for each in accounts]
 
     def account_summary(self) -> dict[str, Any] | None:
         """Returns the means over the recorded steps, in milliseconds; None: no step has any."""

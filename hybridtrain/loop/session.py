@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,21 +33,19 @@ from hybridtrain.data import (
     TrainLoader,
     example_batch,
     name_of,
+    next_step,
     share_of,
-    take,
 )
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError, DataError
-from hybridtrain.loop.callbacks.monitor import Monitor, Monitors
+from hybridtrain.loop.callbacks.tracker import Tracker, call_hook
 from hybridtrain.loss import LossFn
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.options import PipelineOptions, with_settings
-from hybridtrain.step import OptimizerStep, check_steps_alone
+from hybridtrain.step import OptimizerStep, StepInProgress, check_steps_alone
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
-
-    from hybridtrain.loss import StepWeights
 
 
 class PreparedModel:
@@ -121,7 +119,7 @@ class PreparedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, unless more batches are to be accumulated to them."""
-        if not self._session.in_use.open:
+        if not self._session.in_use.is_open:
             self.optimizer.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
@@ -158,18 +156,14 @@ class StepInUse:
     Attributes:
         batches: of the step, of this replica.
         index: of the batch in use.
-        weights: of the batches, once one of them was trained on.
-        open: gradients are there of a part of its batches.
-        waits: gradients are there that no optimizer has stepped on.
+        training: the step, once one of its batches was trained on.
         stepped: an optimizer has stepped.
         looping: the loop that uses it has not been left.
     """
 
     batches: Sequence[Batch] = ()
     index: int = 0
-    weights: StepWeights | None = None
-    open: bool = False
-    waits: bool = False
+    training: StepInProgress | None = None
     stepped: bool = False
     looping: bool = False
 
@@ -177,6 +171,16 @@ class StepInUse:
     def at_last(self) -> bool:
         """Tells whether the batch in use is the last one."""
         return self.index + 1 >= len(self.batches)
+
+    @property
+    def is_open(self) -> bool:
+        """Tells whether gradients of a part of its batches are there."""
+        return self.training is not None and not self.training.is_trained
+
+    @property
+    def waits(self) -> bool:
+        """Tells whether gradients are there that no optimizer has stepped on."""
+        return self.training is not None and not self.stepped
 
 
 class PreparedLoader:
@@ -203,7 +207,7 @@ class PreparedLoader:
         outer, step = session.in_use, StepInUse()
         try:
             with closing(self.loader.batches()) as batches:
-                while group := take(batches, session.accumulate):
+                while group := next_step(batches, session.accumulate):
                     session.in_use = step = StepInUse(group, looping=True)
                     for index, batch in enumerate(group):
                         session.in_use, step.index = step, index
@@ -310,6 +314,19 @@ def keep_own_parameters(optimizer: Optimizer, model: HybridModel, before: Collec
             group["params"] = kept or [Parameter(torch.empty(0))]
 
 
+@dataclass(frozen=True)
+class _SessionRun:
+    """The `Run` of a script's own loop, which knows the number of steps alone."""
+
+    step: int
+    total_steps: int | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
+    account: Mapping[str, Any] | None = None
+    advice: Sequence[str] = ()
+    finished: bool = False
+    results: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Session:
     """Runs a training script unchanged on any number of processes and stages.
 
@@ -335,7 +352,7 @@ class Session:
         accumulate: batches per optimizer step. `optimizer.step` and `scheduler.step` do nothing
             until the last of them, as `sync_gradients` says, and `zero_grad` nothing in between.
         seed: of the order of the samples.
-        monitors: receive what `log` is given, on rank 0, such as `TensorBoard(directory)`.
+        trackers: receive what `log` is given, on rank 0, such as `TensorBoard(directory)`.
         options: how the model is cut and run; see `PipelineOptions`.
         **settings: fields of `options` to change.
 
@@ -357,7 +374,7 @@ class Session:
         accumulate: int = 1,
         max_skipped: int | None = 10,
         seed: int = 0,
-        monitors: Sequence[Monitor] = (),
+        trackers: Sequence[Tracker] = (),
         options: PipelineOptions | None = None,
         **settings: Any,
     ) -> None:
@@ -376,14 +393,16 @@ class Session:
         self._optimizer_step: OptimizerStep | None = None
         self._schedulers: list[PreparedScheduler] = []
         self._loaders: list[Loader] = []
-        self._monitor = Monitors(monitors if self.world.is_main else ())
+        self._trackers = tuple(trackers if self.world.is_main else ())
         self._logs = False
 
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._monitor.close()
+    def __exit__(self, kind: type[BaseException] | None, error: Any, _: object) -> None:
+        if error is not None:
+            self._tell("on_exception", error)
+        self._tell("on_end")
         if kind is None:  # an error is told to the other processes first; see `launch.failure`
             self.close()
 
@@ -493,14 +512,11 @@ class Session:
         use = self.in_use
         if not use.batches:
             raise BatchError("a training step is for a batch of a prepared loader: none is used")
-        if use.weights is None:
-            use.weights = self._step.begin(use.batches, loss_fn)
-        if use.weights is not self._step.weights:
+        if use.training is None:
+            use.training = self._step.begin(use.batches, loss_fn)
+        if use.training is not self._step.in_progress:
             raise BatchError("another loop has trained between the batches of one step")
-        use.open = use.waits = True  # also if an error leaves a part of the gradients
-        result = self._step.train_step(inputs, targets, index=use.index)
-        use.open = not use.at_last
-        return result
+        return self._step.train_step(inputs, targets, index=use.index)
 
     def forward_backward(self, inputs: Any, targets: Any, loss_fn: LossFn) -> Tensor:
         """Returns the loss of a `train_step`: the mean of this replica, a detached 0-dim tensor.
@@ -551,11 +567,17 @@ class Session:
             print(*values, **options)
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Hands values by tag, such as `train/loss`, to the monitors on rank 0."""
+        """Hands values by tag, such as `train/loss`, to the trackers on rank 0."""
         if not self._logs:
             self._logs = True
-            self._monitor.start(total_steps=None, first_step=self.steps, texts={})
-        self._monitor.scalars(self.steps, values)
+            self._tell("on_start")
+        self._tell("on_log", dict(values))
+
+    def _tell(self, hook: str, *args: object) -> None:
+        """Calls a hook of all trackers."""
+        run = _SessionRun(self.steps)
+        for tracker in self._trackers:
+            call_hook(tracker, hook, run, *args)
 
     def unwrap(self, model: PreparedModel) -> nn.Module:
         """Returns the user's module; with stages in several processes, other stages' are empty."""
@@ -655,14 +677,14 @@ class Session:
         self._step.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """Closes the monitors and leaves the other processes; the session cannot be used again."""
-        self._monitor.close()
+        """Ends the trackers and leaves the other processes; the session cannot be used again."""
+        self._tell("on_end")
         self._optimizer_step = None
         self.world.close()
 
     def _leave(self, step: StepInUse, outer: StepInUse) -> None:
         """Ends the use of `step`, whose loop is left, inside that of `outer`."""
-        if step.open:
+        if step.is_open:
             self.model.zero_grad()
             for optimizer in self._step.optimizers:
                 optimizer.zero_grad()
@@ -677,4 +699,4 @@ class Session:
         self._step.take(optimizer)
         if not use.stepped:
             self._step.end()
-        use.stepped, use.waits = True, False
+        use.stepped = True

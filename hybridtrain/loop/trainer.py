@@ -25,17 +25,16 @@ from hybridtrain.checkpoint import (
     finishing_saves,
     restore_run,
 )
-from hybridtrain.data import Batch, EvalLoader, Loader, as_loader, take
+from hybridtrain.data import Batch, EvalLoader, Loader, as_loader, next_step
 from hybridtrain.errors import CheckpointError, ConfigError, DivergedError, Interrupted
-from hybridtrain.launch import activity
+from hybridtrain.launch import Phase, activity
 from hybridtrain.loop.callbacks.base import Callback, CallbackStates
-from hybridtrain.loop.callbacks.monitor import Monitor, call_hook
+from hybridtrain.loop.callbacks.tracker import Tracker, call_hook
 from hybridtrain.loop.checkpoints import BestCheckpoint, RunCheckpoints
 from hybridtrain.loop.checks import (
     batch_norms_watched,
     check_arguments,
     check_eval_loader,
-    check_hooks,
     check_last_batch,
     check_state_names,
 )
@@ -43,7 +42,7 @@ from hybridtrain.loop.evaluation import evaluate, predict
 from hybridtrain.loop.interruption import Interruptions
 from hybridtrain.loop.run_stats import RunStats
 from hybridtrain.loop.throughput import Throughput
-from hybridtrain.loss import LossFn, Metric, StepWeights
+from hybridtrain.loss import LossFn, Metric, check_reported
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.options import TrainerOptions, check_names
 from hybridtrain.step import OptimizerStep, check_sharded, learning_rates
@@ -60,7 +59,7 @@ _WAIT_FOR_OTHERS_S = 10.0
 
 
 class Trainer:
-    """Trains a `HybridModel`. Every process runs it, with a store; rank 0 alone has a monitor.
+    """Trains a `HybridModel`. Every process runs it, with a store.
 
     Args:
         model: the model to train.
@@ -80,10 +79,8 @@ class Trainer:
         states: what else is saved and restored, by name: anything with `state_dict` and
             `load_state_dict` of tensors and plain values, such as a moving average of the weights.
             Rank 0's state counts; every process calls `state_dict`, so that one may gather.
-        monitor: receives what is logged; one more callback, after all others. One that raises is
-            left out for the rest of the run.
         callbacks: follow the run; see `Callback`. Every process has them, with their states in the
-            checkpoint; those that are `main_only` run on rank 0.
+            checkpoint; those that are `main_only`, such as each `Tracker`, run on rank 0.
         training_step: in place of the method of that name, with this trainer as first argument.
         settings: fields of `TrainerOptions`, in place of or on top of `options`.
 
@@ -93,6 +90,7 @@ class Trainer:
         total_steps: the length of the run; may be set between two calls of `fit`.
         logging: whether the step in progress will be logged.
         texts: those of `fit`.
+        compared: the values of the evaluation that `best` and callbacks compare.
 
     Raises:
         ConfigError: see `TrainerOptions`; `best` is not a value of the evaluation; `optimizer` is
@@ -113,7 +111,6 @@ class Trainer:
         scaler: GradScaler | None = None,
         store: CheckpointStore | None = None,
         states: Mapping[str, Stateful] | None = None,
-        monitor: Monitor | None = None,
         callbacks: Iterable[Callback] = (),
         training_step: Callable[..., list[TrainStepResult]] | None = None,
         **settings: Any,
@@ -122,7 +119,6 @@ class Trainer:
         self.options = replace(options, **settings) if options else TrainerOptions(**settings)
         callbacks = check_arguments(model, optimizer, evaluation, metrics, callbacks)
         check_sharded(model, optimizer)
-        check_hooks(monitor or Monitor())
         self.model = model
         self.world = model.world
         self._step = OptimizerStep(
@@ -141,6 +137,7 @@ class Trainer:
         self.train = as_loader(train, self.world)
         self.evaluation = evaluation
         self.metrics = metrics or {}
+        self.compared = {self.options.best} if self.options.best else set()
         self.samples = 0
         self.total_steps = self.options.total_steps(self.train.batches_per_epoch)
         check_last_batch(model, self.train)
@@ -149,10 +146,9 @@ class Trainer:
         check_state_names(self.states)
         if self.train.has_state:
             self.states["data"] = self.train
-        self.monitor = monitor or Monitor()
         self.callbacks = sorted(
             (each for each in callbacks if self.world.is_main or not each.main_only),
-            key=lambda each: each.main_only,
+            key=lambda each: (isinstance(each, Tracker), each.main_only),
         )
         self.texts: Mapping[str, str] = {}
         self.logging = False
@@ -198,7 +194,7 @@ class Trainer:
         SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 are listened to meanwhile, in the main thread.
 
         Args:
-            texts: shown by the monitors beside the curves, by title.
+            texts: shown by the trackers beside the curves, by title.
 
         Raises:
             Interrupted: a signal came, or `max_time` is over; the step was finished and saved.
@@ -242,9 +238,7 @@ class Trainer:
         """
         raise NotImplementedError
 
-    def training_step(
-        self, batches: Sequence[Batch], weights: StepWeights, timeline: bool
-    ) -> list[TrainStepResult]:
+    def training_step(self, batches: Sequence[Batch], timeline: bool) -> list[TrainStepResult]:
         """Runs forward, loss and backward of the batches of a step; for subclasses.
 
         Whether the optimizer may step, clipping, the loss scale and the schedule stay the
@@ -252,30 +246,35 @@ class Trainer:
 
         Args:
             batches: this replica's, `accumulate` of them or fewer.
-            weights: of each batch in the step; see `HybridModel.step_weights`.
             timeline: whether to record the batches.
 
         Returns:
             the result of each batch. The gradients are in `parameter.grad`, averaged over the
             replicas.
         """
-        last = len(batches) - 1
         return [
-            self.model.train_step(
-                batch.inputs,
-                batch.targets,
-                self.loss_fn,
-                weight=weights[index],
-                sync=index == last,
-                scale_loss=self.scaler.scale,
-                timeline=timeline,
-            )
-            for index, batch in enumerate(batches)
+            self.train_step(batch.inputs, batch.targets, timeline=timeline) for batch in batches
         ]
 
+    def train_step(self, inputs: Any, targets: Any, *, timeline: bool = False) -> TrainStepResult:
+        """Runs forward, loss and backward of the next batch; for a `training_step`.
+
+        The batches of the step come in their order, with their weights in the mean of the step. The
+        last one averages the gradients over the replicas.
+
+        Args:
+            inputs: of the batch, which may be changed.
+            targets: likewise, if as many of them count.
+            timeline: whether to record the batch.
+
+        Raises:
+            BatchError: the step has no further batch.
+        """
+        return self._step.train_step(inputs, targets, timeline=timeline)
+
     def _tell(self, hook: str, *args: object) -> None:
-        """Calls a hook of all callbacks; the monitor, which may be replaced, is the last."""
-        for callback in (*self.callbacks, self.monitor):
+        """Calls a hook of all callbacks, the trackers last."""
+        for callback in self.callbacks:
             call_hook(callback, hook, self, *args)
 
     @contextmanager
@@ -284,22 +283,22 @@ class Trainer:
 
         For the launcher would send the others a signal, in the middle of their last lines.
         """
-        phase_before, interrupted = activity.phase, False
+        work_before, interrupted = activity.work, False
         try:
             yield
         except BaseException as error:
             interrupted = isinstance(error, Interrupted)
-            for callback in (*self.callbacks, self.monitor):
+            for callback in self.callbacks:
                 try:
                     call_hook(callback, "on_exception", self, error)
                 except Exception:  # which must not take the place of the run's own
                     _log.exception("on_exception of %s has failed", type(callback).__name__)
             raise
         finally:
-            activity.now(phase_before)
+            activity.set(work_before)
             stream.close()
             with ExitStack() as ends:  # all of them, even if one fails
-                for callback in reversed((*self.callbacks, self.monitor)):
+                for callback in reversed(self.callbacks):
                     ends.callback(call_hook, callback, "on_end", self)
             if interrupted:
                 self.world.all_arrive(_WAIT_FOR_OTHERS_S)
@@ -356,7 +355,8 @@ class Trainer:
         with ExitStack() as contexts:
             contexts.enter_context(self._step.evaluation_weights())
             for callback in self.callbacks:
-                contexts.enter_context(callback.evaluation_context(self))
+                if not isinstance(callback, Tracker):
+                    contexts.enter_context(callback.evaluation_context(self))
             yield
 
     def save(self, required: bool = True) -> None:
@@ -378,7 +378,7 @@ class Trainer:
             return
         saved = self._checkpoints.step == self.step
         if again or not saved:
-            activity.now(f"step {self.step}: save")
+            activity.now(Phase.SAVE, self.step)
             # weights that the last step could not be taken with may be at fault
             prune = not self._finite.skipping
             required = required and not saved
@@ -545,7 +545,9 @@ class Trainer:
     @property
     def _ended(self) -> bool:
         """True if no step is left, or a callback has ended the run."""
-        return self.step >= self.total_steps or any(each.stops for each in self.callbacks)
+        return self.step >= self.total_steps or any(
+            callback.stops for callback in self.callbacks if not isinstance(callback, Tracker)
+        )
 
     @property
     def account(self) -> dict[str, Any] | None:
@@ -590,13 +592,13 @@ class Trainer:
         start, number = self.train.position, self.step
         try:
             self._stats.begin_step(timeline)
-            activity.now(f"step {self.step + 1}: data")
-            batches = take(stream, self.options.accumulate)
+            activity.now(Phase.DATA, self.step + 1)
+            batches = next_step(stream, self.options.accumulate)
             self._stats.end_phase("data")
-            activity.now(f"step {self.step + 1}: train")
+            activity.now(Phase.TRAIN, self.step + 1)
             self._between_steps = False
-            weights = self._step.begin(batches, self.loss_fn)
-            results = self._training_step(self, batches, weights, timeline)
+            self._step.begin(batches, self.loss_fn)
+            results = self._training_step(self, batches, timeline)
             if len(results) != len(batches):
                 raise ConfigError(
                     f"training_step has returned {len(results)} results for {len(batches)} "
@@ -702,19 +704,34 @@ class Trainer:
         """
         if self.evaluation is None or self._ended or self._evaluation_is_due():
             return
-        activity.now(f"step {self.step}: evaluate")
+        activity.now(Phase.EVALUATE, self.step)
         draws = default_generators()
         with self._evaluation_context():
-            evaluate(self.model, self.evaluation, self.loss_fn, self.metrics, one_batch=True)
-        activity.forget("evaluate")
+            result = evaluate(
+                self.model, self.evaluation, self.loss_fn, self.metrics, one_batch=True
+            )
+        activity.forget(Phase.EVALUATE)
+        self._check_compared(result)
         for metric in self.metrics.values():
             metric.reset()
         rewind(draws)
 
+    def _check_compared(self, result: Mapping[str, float]) -> None:
+        """Checks that an evaluation has all values that are compared; a collective call.
+
+        How many values a metric has is known from its first result.
+        """
+
+        def check() -> None:
+            for value in sorted(self.compared):
+                check_reported(value, ["loss", *self.metrics], result)
+
+        self.world.on_main(check)  # where all callbacks are
+
     def _evaluate_in_run(self) -> bool:
         """Evaluates and reports, unless somebody stops the run; returns whether to save."""
         assert self.evaluation is not None
-        activity.now(f"step {self.step}: evaluate")
+        activity.now(Phase.EVALUATE, self.step)
         share = getattr(self.evaluation, "samples", None)
         with self._evaluation_context():
             result = evaluate(
@@ -727,6 +744,8 @@ class Trainer:
             )
             # the same on all ranks to the last bit: all must agree on whether it is the best
             result = self.world.broadcast(result)
+            if self._evaluated[1] is None:
+                self._check_compared(result)
             wanted = self._wanted()
             if "stop" not in wanted:  # else the result may be of a part of the samples
                 self._evaluated = self.step, result

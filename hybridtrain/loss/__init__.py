@@ -1,9 +1,13 @@
-"""Losses: a sum and a number. A mean over samples is one whose number is its samples.
+"""Losses: every loss is a sum and a count. A mean over samples counts the samples.
 
-`by_name` has the losses that a config names, `counted` what any loss is resolved to, `weights` how
-its values are weighed in a step, `transformers_counts` what the models of transformers average
-over, and `proof` compares a loss with its count in its first step: by calls of a copy (`captures`)
-with equal random numbers (`replayed_draws`). `metrics` are what an evaluation adds up.
+by_name              the losses that a config can name
+counted              `CountedLoss`, which every loss is resolved to
+weights              the weights of the batches and micro-batches of a step
+transformers_counts  counts for models of transformers that return their own loss
+proof                compares a loss with its count in the first step,
+captures             by calling a copy of the loss
+replayed_draws       with the same random numbers
+metrics              the metrics of an evaluation
 """
 
 from hybridtrain.loss.by_name import (
@@ -18,7 +22,16 @@ from hybridtrain.loss.by_name import (
 )
 from hybridtrain.loss.captures import SeenLosses
 from hybridtrain.loss.counted import CountedLoss, MeanLoss, SumLoss, resolve, zero_of
-from hybridtrain.loss.metrics import IGNORED, Accuracy, Metric, direction, main_output
+from hybridtrain.loss.metrics import (
+    IGNORED,
+    Accuracy,
+    Metric,
+    check_reported,
+    direction,
+    main_output,
+    metric_of,
+    named_values,
+)
 from hybridtrain.loss.proof import (
     LogProbabilityCheck,
     ModelLossProof,
@@ -46,13 +59,16 @@ __all__ = [
     "StepWeights",
     "SumLoss",
     "accuracy",
+    "check_reported",
     "count_of_output",
     "cross_entropy",
     "direction",
     "is_of_model",
     "main_output",
+    "metric_of",
     "model_output",
     "mse",
+    "named_values",
     "nll",
     "prove_in_training",
     "resolve",

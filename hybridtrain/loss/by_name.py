@@ -1,8 +1,8 @@
-"""The losses and metrics that are chosen by name.
+"""The losses and metrics that a config can choose by name.
 
-They take outputs with the classes in the last dimension or in dim 1. Of an output with a field
-`logits` (a mapping, a named tuple, a dataclass), that field is used. The fields `aux_logits...` of
-a named tuple are those of auxiliary heads, whose losses are added with a smaller weight.
+They take outputs with the classes in the last dimension or in dim 1. If an output has a field
+`logits` (a mapping, a named tuple, a dataclass), they use that field. The fields `aux_logits...` of
+a named tuple are outputs of auxiliary heads, whose losses are added with a smaller weight.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hybridtrain.loss.metrics import (
 
 LossFn = Callable[[Any, Any], Tensor]
 
-# `count(inputs, targets)` of a batch or of one micro-batch: how many elements its loss counts.
+# `count(inputs, targets)` of a batch or micro-batch returns how many elements its loss counts.
 CountFn = Callable[[Any, Any], int | float | Tensor]
 
 
@@ -51,10 +51,10 @@ def mse(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def model_output(output: Any, targets: Any) -> Tensor:
-    """The model's own loss, `output.loss`, for a model that is given its labels as an input.
+    """Returns `output.loss`, for a model that computes its loss from labels among its inputs.
 
-    What it averages over is known for models of transformers; see
-    `hybridtrain.loss.transformers_counts`.
+    For models of transformers, `hybridtrain.loss.transformers_counts` knows what the loss averages
+    over.
     """
     loss = field_of(output, "loss")
     if not isinstance(loss, Tensor):
@@ -66,7 +66,7 @@ def model_output(output: Any, targets: Any) -> Tensor:
 
 
 def accuracy() -> Metric:
-    """A new `hybridtrain.loss.metrics.Accuracy`."""
+    """Returns a new `hybridtrain.loss.metrics.Accuracy`."""
     return Accuracy()
 
 

@@ -1,7 +1,7 @@
 """The objects that a loss function captures: in a closure, a partial, a method's self, a global.
 
-Losses with the same code differ by them, so that `SeenLosses` tells them apart, and a trial call
-must not change them, so that `copied` gives the call copies.
+`SeenLosses` uses them to tell losses with the same code apart. A trial call of a loss must not
+change them, so `copied` gives the call copies.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from hybridtrain.loss.counted import CountedLoss
 # Compared by value; everything else by identity.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, CodeType)
 
-# This many losses with the same code all count as new; after that, one does each time their number
-# doubles. Otherwise a function that is made in each step, around its tensors, would always be new.
+# The first 64 losses with the same code all count as new; after that, only one each time their
+# number doubles. Otherwise a function that each step makes around new tensors would always be new.
 _ALL_NEW = 64
 
-_MOST_COMPARED = 32  # entries of a list; a longer one is an object like others
+_MOST_COMPARED = 32  # entries of a list that is compared by value; a longer one by identity
 _SMALL = 1000  # entries of a list that is copied
-_COPIED_BYTES = 2**26  # of a tensor: a larger one is shared
+_COPIED_BYTES = 2**26  # bytes of a tensor that is copied; a larger one is shared
 
 
 class SeenLosses:
-    """Tells whether a loss is new: other code, or the same code that captures other objects.
+    """Decides whether a loss is new: different code, or the same code with other captured objects.
 
-    A lambda in a loop is a new function each time, and the same loss. Numbers and texts are
-    compared by value, also in lists and dicts, other objects by identity. None is kept alive.
+    A lambda in a loop is a new function in each iteration, but the same loss. Numbers and strings
+    are compared by value, also in lists and dicts, other objects by identity. Captured objects are
+    not kept alive.
     """
 
     def __init__(self) -> None:
@@ -47,11 +48,11 @@ class SeenLosses:
         self._warned = set[Hashable]()
 
     def is_new(self, loss: CountedLoss, divided: bool) -> bool:
-        """Returns whether `loss` was not seen before, and notes it.
+        """Returns whether `loss` was not seen before, and records it.
 
         Args:
             loss: the loss of a step.
-            divided: whether the step has several micro-batches. With one it is another loss.
+            divided: whether the step has several micro-batches; counts as part of the loss.
         """
         key = divided, _key(loss, {})
         if key in self._seen:
@@ -64,7 +65,7 @@ class SeenLosses:
         self._seen.add(key)
         return True
 
-    def says(self, loss: CountedLoss) -> bool:
+    def should_warn(self, loss: CountedLoss) -> bool:
         """Returns True for the first loss with its code, so that a warning is logged once."""
         code = tuple(_codes(_key(loss, {})))
         is_first = code not in self._warned
@@ -73,7 +74,7 @@ class SeenLosses:
 
 
 class _Same:
-    """A reference to an object, equal to others of the same object; does not keep it alive."""
+    """A weak reference to an object; two are equal if they refer to the same object."""
 
     def __init__(self, value: Any) -> None:
         self.kind: Any = type(value)
@@ -95,11 +96,12 @@ class _Same:
 
 
 def _key(value: Any, seen: dict[int, int]) -> Hashable:
-    """Returns a value that is equal for losses that capture the same.
+    """Returns a key that is equal for losses with the same code and captured objects.
 
     Args:
-        value: the loss, or something that it captures.
-        seen: what has its place in the key already, by id; a function may call itself.
+        value: the loss, or an object that it captures.
+        seen: the positions of objects that are already in the key, by id; a function may refer to
+            itself.
     """
     if isinstance(value, _PLAIN):
         return type(value), value
@@ -130,7 +132,7 @@ def _key(value: Any, seen: dict[int, int]) -> Hashable:
 
 
 def _codes(key: Any) -> Iterator[Hashable]:
-    """Yields the code, and the types, in a key."""
+    """Yields the code objects and types in a key."""
     if isinstance(key, tuple):
         is_plain = len(key) == 2 and isinstance(key[0], type) and isinstance(key[1], key[0])
         kind: Hashable = key[1] if key[0] is CodeType else key[0]
@@ -149,7 +151,7 @@ def _content(cell: CellType) -> Any:
 
 
 def _globals_of(function: FunctionType) -> Mapping[str, Any]:
-    """Returns the global objects that a function of the user's names, but for other modules'."""
+    """Returns the globals that a user's function names, without modules, types and imports."""
     if is_library_file(function.__code__.co_filename):
         return {}
     namespace = function.__globals__
@@ -164,19 +166,19 @@ def _is_captured(namespace: Mapping[str, Any], name: str) -> bool:
     return not isinstance(value, FunctionType) or value.__globals__ is namespace
 
 
-def copied(function: Any, held: dict[int, Any] | None = None) -> Any:
-    """Returns a copy of a loss, whose calls change nothing that `function` captures.
+def copied(function: Any, copies: dict[int, Any] | None = None) -> Any:
+    """Returns a copy of a loss; calling it does not change the objects that `function` captures.
 
     A closure, a partial, a method or a callable object is copied with the lists, counters, metrics
     and buffers in it. Parameters are shared, since no loss changes them, and so are large tensors.
-    For an object with a model or much data, such as a trainer, only the attributes that the code
-    names are copied. Globals of library functions are not copied.
+    For an object that holds a model or much data, such as a trainer, only the attributes that the
+    code names are copied. Globals of library functions are not copied.
 
     Args:
         function: the loss.
-        held: gets the copies that the result holds, by the id of the original.
+        copies: a dict that receives all copies, by the id of the original.
     """
-    return _copied(function, {} if held is None else held)
+    return _copied(function, {} if copies is None else copies)
 
 
 def _copied(value: Any, memo: dict[int, Any], code: CodeType | None = None) -> Any:
@@ -184,7 +186,7 @@ def _copied(value: Any, memo: dict[int, Any], code: CodeType | None = None) -> A
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, (type, *_PLAIN)) or hasattr(type(value), "__del__"):
-        return value  # the end of a copy would end what both hold
+        return value  # `__del__` of a copy would release resources of the original
     if isinstance(value, partial):
         args = [_copied(argument, memo) for argument in value.args]
         keywords = {key: _copied(argument, memo) for key, argument in value.keywords.items()}
@@ -217,7 +219,7 @@ def _copied(value: Any, memo: dict[int, Any], code: CodeType | None = None) -> A
 
 
 def _is_state(tensor: Tensor) -> bool:
-    """Returns whether a loss may change a tensor, which is small enough to be copied."""
+    """Returns whether a loss may change a tensor that is small enough to be copied."""
     if tensor.requires_grad or isinstance(tensor, nn.Parameter) or tensor.is_meta:
         return False
     return tensor.numel() * tensor.element_size() <= _COPIED_BYTES
@@ -238,9 +240,9 @@ def _function_copied(function: FunctionType, memo: dict[int, Any]) -> FunctionTy
     defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
     twin.__defaults__ = tuple(_copied(default, memo, code) for default in defaults)
     twin.__kwdefaults__ = {name: _copied(default, memo, code) for name, default in keywords.items()}
-    for new, cell in zip(cells, function.__closure__ or (), strict=True):
+    for new_cell, cell in zip(cells, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not set yet
-            new.cell_contents = _copied(cell.cell_contents, memo, code)
+            new_cell.cell_contents = _copied(cell.cell_contents, memo, code)
     return twin
 
 
@@ -256,7 +258,10 @@ def _holds_much(value: Any) -> bool:
 
 
 def _object_copied(value: Any, memo: dict[int, Any], code: CodeType | None) -> Any:
-    """Returns a copy of an object that shares what the code does not name; or the object itself."""
+    """Returns a copy of an object with copies of the attributes that the code names.
+
+    Other attributes are shared. An object without a `__dict__` is returned itself.
+    """
     kind = type(value)
     calls = [code, getattr(kind.__call__, "__code__", None) if callable(value) else None]
     try:
@@ -273,7 +278,7 @@ def _object_copied(value: Any, memo: dict[int, Any], code: CodeType | None) -> A
 
 
 def _names_used(code: CodeType, kind: type, seen: set[CodeType]) -> Iterator[str]:
-    """Yields the names in a code, and in the methods and properties of `kind` that it names."""
+    """Yields the names in a code object, and in the methods of `kind` that it names."""
     if code in seen:
         return
     seen.add(code)

@@ -1,9 +1,9 @@
 """A loss and what it counts: a sum and a number.
 
-`resolve` makes a `CountedLoss` of every loss, once. From then on all are one: the loss of a step is
-the sum over its micro-batches of factor x value, divided by the sum of their counts, where the
-factor is 1 for a loss whose values are sums, and the micro-batch's count for one whose values are
-means. A plain function is a mean that counts samples.
+`resolve` converts every loss to a `CountedLoss`. The loss of a step is then the sum over its
+micro-batches of weight x value, divided by the sum of their counts. The weight is 1 if the loss
+returns sums, and the micro-batch's count if it returns means. A plain function is a mean over
+samples.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ from hybridtrain.loss.transformers_counts import count_of_output
 
 
 def count_samples(inputs: Any, targets: Any) -> int:
-    """Returns the number of samples of a batch, which a plain function is a mean over."""
+    """Returns the number of samples of a batch: the count of a plain loss function."""
     return batch_size(inputs, targets)
 
 
 @dataclass(frozen=True)
 class CountedLoss:
-    """A loss and what it counts, as `resolve` makes it of any loss.
+    """A loss and what it counts; `resolve` makes one from any loss.
 
     Attributes:
-        function: `function(output, targets)` of one micro-batch.
-        count: `count(inputs, targets)` of a batch or of one micro-batch: what its loss counts.
-        is_sum: whether the values of `function` are sums over what counts, and not means.
-        trusted: whether it is known to be the mean or the sum that it is taken for, so that a first
-            step proves nothing, and that a target of -100 is to it a number like others.
+        function: `function(output, targets)` returns the loss of one micro-batch, 0-dim.
+        count: `count(inputs, targets)` returns the number of counted elements of a batch or
+            micro-batch.
+        is_sum: whether `function` returns sums over the counted elements rather than means.
+        is_known_reduction: whether `function` is known to be that mean or sum, so that the first
+            step need not check it, and that it handles a target of -100.
     """
 
     function: LossFn
     count: CountFn = count_samples
     is_sum: bool = False
-    trusted: bool = False
+    is_known_reduction: bool = False
 
     def __call__(self, output: Any, targets: Any) -> Tensor:
         """Returns the value for one micro-batch, a 0-dim tensor.
@@ -74,25 +75,25 @@ class CountedLoss:
         shown = f"a tensor of shape {tuple(value.shape)}" if is_tensor else repr(value)
         raise BatchError(f"loss_fn must return a 0-dim tensor, the mean, not {shown}")
 
-    def of(self, function: LossFn, trusted: bool = False) -> CountedLoss:
-        """Returns the loss of another function, whose values are those of this one's."""
-        return CountedLoss(function, self.count, self.is_sum, trusted)
+    def of(self, function: LossFn, is_known_reduction: bool = False) -> CountedLoss:
+        """Returns a loss with the same count for another function that returns the same values."""
+        return CountedLoss(function, self.count, self.is_sum, is_known_reduction)
 
     @property
     def name(self) -> str:
-        """The name of the function, for an error message."""
+        """The name of the function, for error messages."""
         function: Any = self.function
         function = function.func if isinstance(function, functools.partial) else function
         return str(getattr(function, "__name__", type(function).__name__))
 
     @property
     def counts_samples(self) -> bool:
-        """True for a loss that was given without a count."""
+        """True for a loss without a count, which is a mean over samples."""
         return self.count is count_samples
 
     @property
     def has_class_targets(self) -> bool:
-        """True for a cross-entropy or nll, whose targets are classes."""
+        """True for a cross-entropy or nll, which take classes as targets."""
         return isinstance(self.count, TargetCount)
 
     @property
@@ -104,12 +105,12 @@ class CountedLoss:
     def counts(
         self, inputs: Any, targets: Any, sizes: Sequence[int]
     ) -> Sequence[int | float | Tensor]:
-        """Returns the count of each micro-batch of a batch, or of all together for a sum.
+        """Returns the count of each micro-batch, or for a sum the count of the whole batch.
 
         Args:
-            inputs: of the batch.
-            targets: of the batch.
-            sizes: of its micro-batches.
+            inputs: the inputs of the batch.
+            targets: the targets of the batch.
+            sizes: the number of samples of each micro-batch.
         """
         if self.is_sum:
             return [self.count(inputs, targets)]
@@ -120,15 +121,15 @@ class CountedLoss:
         return list(map(self.count, split(inputs, sizes), split(targets, sizes)))
 
     def refuse_ignored(self, inputs: Any, targets: Any) -> None:
-        """Refuses labels of -100 for a loss that does not say what it averages over.
+        """Refuses labels of -100 for a loss without a count.
 
-        Looks at the integer tensors of the targets, or without targets at `inputs["labels"]`; on
-        the CPU alone, so that no step waits for a GPU.
+        Checks the integer tensors of the targets, or `inputs["labels"]` if there are no targets;
+        only tensors on the CPU, so that no step waits for a GPU.
 
         Raises:
-            BatchError: there are such labels, and samples would be counted.
+            BatchError: a label is -100 and the loss would be weighted by samples.
         """
-        if self.trusted or not self.counts_samples:
+        if self.is_known_reduction or not self.counts_samples:
             return
         if targets is None and isinstance(inputs, Mapping):
             targets = inputs.get("labels")
@@ -143,17 +144,17 @@ class CountedLoss:
 
 
 def _smallest(labels: Any) -> int | None:
-    """Returns the smallest number of an integer tensor on the CPU, None for anything else."""
+    """Returns the smallest value of an integer tensor on the CPU, None for anything else."""
     if not isinstance(labels, Tensor) or not labels.is_cpu or not labels.numel():
         return None
     return None if labels.is_floating_point() or labels.is_complex() else int(labels.min())
 
 
 class SumLoss(CountedLoss):
-    """A loss that is a sum, and how many elements it sums.
+    """A loss that is a sum, with the number of elements it sums.
 
-    A step is the sum over all micro-batches, batches and replicas divided by the sum of their
-    counts. Any callable with a method `count` is such a loss too.
+    The loss of a step is the sum over all micro-batches, batches and replicas, divided by the sum
+    of their counts. Any callable with a method `count` is treated the same way.
 
     >>> SumLoss(
     ...     lambda output, targets: F.cross_entropy(output, targets, reduction="sum"),
@@ -161,10 +162,10 @@ class SumLoss(CountedLoss):
     ... )  # doctest: +SKIP
 
     Args:
-        loss_sum: `loss_sum(output, targets)` of one micro-batch, a 0-dim tensor.
-        count: `count(inputs, targets)` of one batch, before its forward: an int, a float (such as
-            a sum of weights) or a 0-dim tensor. The count of a batch must be the sum of the counts
-            of its samples.
+        loss_sum: `loss_sum(output, targets)` returns the sum for one micro-batch, 0-dim.
+        count: `count(inputs, targets)` returns the count of one batch, before its forward: an int,
+            a float (such as a sum of weights) or a 0-dim tensor. The count of a batch must be the
+            sum of the counts of its samples.
     """
 
     def __init__(self, loss_sum: LossFn, count: CountFn) -> None:
@@ -172,7 +173,7 @@ class SumLoss(CountedLoss):
 
 
 class MeanLoss(CountedLoss):
-    """A loss that is a mean over what `count` counts, such as the labels that are not ignored.
+    """A loss that is a mean over the elements that `count` counts, such as labels other than -100.
 
     Each micro-batch is weighted by its count. A micro-batch that counts nothing contributes
     nothing, and `loss_mean` is not called for it.
@@ -183,8 +184,9 @@ class MeanLoss(CountedLoss):
     ... )  # doctest: +SKIP
 
     Args:
-        loss_mean: `loss_mean(output, targets)` of one micro-batch, a 0-dim tensor.
-        count: as in `SumLoss`, of one batch or one micro-batch.
+        loss_mean: `loss_mean(output, targets)` returns the mean for one micro-batch, 0-dim.
+        count: `count(inputs, targets)` returns the count of one batch or micro-batch, before its
+            forward: an int, a float or a 0-dim tensor.
     """
 
     def __init__(self, loss_mean: LossFn, count: CountFn) -> None:
@@ -195,12 +197,12 @@ class MeanLoss(CountedLoss):
 class TargetCount:
     """The denominator of PyTorch's cross-entropy and nll with `reduction="mean"`.
 
-    That is the number of targets other than `ignore_index`, or the sum of their class weights. For
+    It is the number of targets other than `ignore_index`, or the sum of their class weights. For
     targets that are probabilities, which cannot be ignored, it is the number of samples.
 
     Args:
-        ignore_index: the target that does not count.
-        weight: a weight for each class, of shape (C); None: 1 each.
+        ignore_index: the class that does not count.
+        weight: class weights of shape (C); None: every class has weight 1.
     """
 
     ignore_index: int = IGNORED
@@ -231,13 +233,13 @@ class TargetCount:
         """Returns the count of each micro-batch of `targets`."""
         smallest = _smallest(targets) if self.weight is None and self.ignore_index < 0 else None
         if smallest is not None and smallest >= 0:
-            # all count: one pass in place of one for each part
-            each = targets.numel() // len(targets)
-            return [size * each for size in sizes]
+            # all targets count: one pass over the batch instead of one per micro-batch
+            targets_per_sample = targets.numel() // len(targets)
+            return [size * targets_per_sample for size in sizes]
         return [self(None, part) for part in split(targets, sizes)]
 
     def _weight_on(self, targets: Tensor) -> Tensor:
-        """Returns the class weights beside the targets, copied again only when they change."""
+        """Returns the class weights on the targets' device, copied again only when they change."""
         weight = self.weight
         assert weight is not None
         if weight.device == targets.device:
@@ -252,17 +254,17 @@ _BY_TARGETS = F.cross_entropy, F.nll_loss, cross_entropy, nll
 
 
 def resolve(loss_fn: Any, net: nn.Module | None = None) -> CountedLoss:
-    """Returns `loss_fn` with what it counts; with the samples for a plain function.
+    """Returns `loss_fn` with its count; a plain function counts samples.
 
-    Counts are known of `SumLoss`, `MeanLoss` and losses with a method `count`; of `cross_entropy`
-    and `nll` of PyTorch and of `hybridtrain.loss`; and of `nn.CrossEntropyLoss`, `nn.NLLLoss` and
-    what is derived from them with the same forward; also in a `functools.partial` and under
-    `torch.compile`. `loss.model_output` is counted as `net`, a model of transformers, computes
-    it.
+    `SumLoss`, `MeanLoss` and losses with a method `count` bring their count. It is known for
+    `cross_entropy` and `nll` of PyTorch and of `hybridtrain.loss`, and for `nn.CrossEntropyLoss`,
+    `nn.NLLLoss` and subclasses with the same forward, also in a `functools.partial` and under
+    `torch.compile`. The count of `loss.model_output` depends on the class of `net`, a model of
+    transformers.
 
     Raises:
-        ConfigError: a loss of PyTorch with `reduction="sum"` or `"none"`, or `model_output` of a
-            model whose rule is unknown.
+        ConfigError: a loss of PyTorch has `reduction="sum"` or `"none"`, or the count of
+            `model_output` is unknown for this model.
     """
     if isinstance(loss_fn, CountedLoss):
         return loss_fn
@@ -277,12 +279,12 @@ def resolve(loss_fn: Any, net: nn.Module | None = None) -> CountedLoss:
             f'it at "mean", or say what the sum is divided by: '
             f"SumLoss(loss_fn, lambda inputs, targets: targets.numel())"
         )
-    if any(function is known for known in _BY_TARGETS):
+    if any(function is reduction for reduction in _BY_TARGETS):
         count = TargetCount(settings.get("ignore_index", IGNORED), settings.get("weight"))
-        return CountedLoss(loss_fn, count, trusted=True)
+        return CountedLoss(loss_fn, count, is_known_reduction=True)
     in_torch = getattr(F, getattr(function, "__name__", ""), None) is function
     in_torch |= isinstance(function, type) and function.__module__ == _TORCH_LOSSES
-    return CountedLoss(loss_fn, trusted=in_torch or function is mse)
+    return CountedLoss(loss_fn, is_known_reduction=in_torch or function is mse)
 
 
 _TORCH_LOSSES = nn.modules.loss.__name__
@@ -290,21 +292,22 @@ _CALLS = "forward", "__call__"
 
 
 def _unwrapped(loss_fn: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Returns the function or the class of PyTorch that `loss_fn` is a form of, and its settings.
+    """Returns the PyTorch function or class behind `loss_fn`, and its settings.
 
-    It is looked for in `functools.partial`, under `torch.compile`, and among the bases of a class
-    that keeps their forward. A loss of the user is returned unchanged, with the settings of its
-    `partial`.
+    Unwraps `functools.partial` and `torch.compile`, and finds the PyTorch base of a class that
+    inherits its forward. A user's loss is returned unchanged, with the settings of its `partial`.
     """
     settings: dict[str, Any] = {}
     while True:
         if isinstance(loss_fn, functools.partial):
             args, named = loss_fn.args, loss_fn.keywords
             try:
-                given = inspect.signature(loss_fn.func).bind_partial(*args, **named).arguments
+                settings_of_call = (
+                    inspect.signature(loss_fn.func).bind_partial(*args, **named).arguments
+                )
             except (TypeError, ValueError):
-                given = named
-            settings, loss_fn = {**given, **settings}, loss_fn.func
+                settings_of_call = named
+            settings, loss_fn = {**settings_of_call, **settings}, loss_fn.func
         elif isinstance(loss_fn, nn.Module) and "_orig_mod" in loss_fn._modules:
             loss_fn = loss_fn._modules["_orig_mod"]
         elif _is_compiled(loss_fn):
@@ -321,13 +324,13 @@ def _unwrapped(loss_fn: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def _is_compiled(function: Any) -> bool:
-    """Returns whether `function` is the result of `torch.compile`, and not a decorator's of it."""
-    own = getattr(function, "_torchdynamo_orig_callable", None)
-    return own is not None and getattr(function, "__wrapped__", None) is own
+    """Returns whether `function` is the direct result of `torch.compile`, without a decorator."""
+    original = getattr(function, "_torchdynamo_orig_callable", None)
+    return original is not None and getattr(function, "__wrapped__", None) is original
 
 
 def zero_of(output: Any) -> Tensor:
-    """Returns 0, from which a backward gives zeros to all that `output` was computed from."""
+    """Returns 0 as a tensor whose backward gives zero gradients to the inputs of `output`."""
     leaves = leaves_of(output)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     # without an output's own loss, whose backward may divide by 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from hybridtrain.errors import ConfigError, check_choice
 
 IGNORED = -100
-"""The target that PyTorch's losses leave out, and `Accuracy`."""
+"""The target that PyTorch's losses and `Accuracy` ignore."""
 
 
 class Metric(Protocol):
-    """The interface that an evaluation uses; metrics of torchmetrics have it.
+    """The metric interface that an evaluation uses; metrics of torchmetrics have it.
 
-    A module in it whose attribute `dist_sync_fn` is None is given a function there, while `compute`
-    runs, that returns a tensor's values of all replicas.
+    While `compute` runs, each module in the metric whose attribute `dist_sync_fn` is None gets a
+    function there that gathers a tensor from all replicas.
     """
 
     def to(self, device: torch.device) -> Any:
-        """Moves what it has to a device."""
+        """Moves the state to a device."""
 
     def reset(self) -> None:
         """Forgets all batches."""
@@ -32,26 +32,26 @@ class Metric(Protocol):
         """Adds a batch."""
 
     def compute(self) -> Any:
-        """Returns the value of all batches of all replicas."""
+        """Returns the value over all batches of all replicas."""
 
     def modules(self) -> Iterator[nn.Module]:
-        """Returns the metric and those that it is made of."""
+        """Returns the metric and the modules in it."""
 
 
 def direction(key: str, value: str, metric: Any, mode: str | None) -> str:
     """Returns `min` or `max`: whether the smallest or the largest value of an evaluation is best.
 
-    This is the only place that decides it. A `mode` decides; the loss is best where it is smallest;
-    a metric says it by `higher_is_better`, as those of torchmetrics do.
+    A `mode` takes precedence. Without one, the smallest loss is best, and a metric decides by its
+    `higher_is_better`, as in torchmetrics.
 
     Args:
-        key: of `mode`, for the message, such as `best_mode`.
+        key: the name of the argument `mode` in error messages, such as `best_mode`.
         value: `loss`, or the name of a metric.
-        metric: of that name, or its class; None: the loss, or it is not known.
+        metric: the metric with that name, or its class; None for the loss or an unknown metric.
         mode: `min`, `max` or None.
 
     Raises:
-        ConfigError: the mode is neither, or has to be given.
+        ConfigError: `mode` is invalid, or is missing and the metric has no `higher_is_better`.
     """
     if mode is not None:
         check_choice(key, mode, ("min", "max"))
@@ -66,15 +66,79 @@ def direction(key: str, value: str, metric: Any, mode: str | None) -> str:
     return "max" if higher else "min"
 
 
-class Accuracy(nn.Module):
-    """The share of predictions that are right; NaN without any. Targets of -100 are left out.
+def named_values(name: str, value: Any, classes: Sequence[str] | None = None) -> dict[str, float]:
+    """Returns the values of a metric by name, as an evaluation reports them.
 
-    A `Metric`, but not one of torchmetrics, and so not for a `MetricCollection`. It needs no number
-    of classes and takes them in the last dimension too: (N, C) with (N), (N, T, C) with (N, T),
-    (N, C, ...) with (N, ...).
+    A number has the metric's name. A tensor of one value per class, as metrics of torchmetrics with
+    `average=None` return it, has a name for each: `f1/cat`, or `f1/0` where the classes have no
+    names. A mapping, as a `MetricCollection` returns it, has `name/key`.
+
+    Args:
+        name: of the metric.
+        value: what its `compute` returns.
+        classes: the names of the classes, in the order of their numbers.
+
+    Raises:
+        ConfigError: the value is a tensor of several dimensions, or several tensors.
+    """
+    if isinstance(value, Mapping):
+        parts = [named_values(f"{name}/{key}", part, classes) for key, part in value.items()]
+        return {key: number for part in parts for key, number in part.items()}
+    if isinstance(value, Tensor) and value.dim() == 1 and len(value) > 1:
+        known = classes is not None and len(classes) == len(value)
+        labels: Sequence[Any] = classes if known and classes else range(len(value))
+        return {f"{name}/{x}": number for x, number in zip(labels, value.tolist(), strict=True)}
+    returned = None
+    if isinstance(value, Tensor) and value.numel() != 1:
+        returned = f"tensor of shape {tuple(value.shape)}"
+    elif isinstance(value, list | tuple):
+        returned = type(value).__name__
+    if returned is not None:
+        raise ConfigError(
+            f"the metric {name!r} returns a {returned}: a metric of an evaluation must "
+            f"return a number, or one number per class"
+        )
+    return {name: float(value)}
+
+
+def metric_of(value: str, metrics: Iterable[str]) -> str | None:
+    """Returns the name of the metric that reports `value`, such as f1 for f1/cat, or None.
+
+    Args:
+        value: of an evaluation, as `named_values` names it.
+        metrics: their names.
+    """
+    names = [name for name in metrics if value == name or value.startswith(f"{name}/")]
+    return max(names, key=len, default=None)
+
+
+def check_reported(value: str, metrics: Iterable[str], result: Mapping[str, float]) -> None:
+    """Checks that an evaluation reports `value`, a metric or one of the values of a metric.
+
+    Args:
+        value: that runs are compared by.
+        metrics: the names of all metrics.
+        result: of an evaluation; a metric that could not be computed is not in it.
+
+    Raises:
+        ConfigError: the metric reports others; lists some of them.
+    """
+    metric = metric_of(value, metrics)
+    reported = [name for name in result if metric_of(name, metrics) == metric]
+    if metric is not None and reported and value not in reported:
+        few = ", ".join(reported[:8]) + (", ..." if len(reported) > 8 else "")
+        raise ConfigError(f"{value} is not a value of the evaluation: {metric} has {few}")
+
+
+class Accuracy(nn.Module):
+    """The share of correct predictions, 0 to 1; NaN without predictions. Ignores targets of -100.
+
+    A `Metric`, but not a metric of torchmetrics, so it cannot be in a `MetricCollection`. It does
+    not need the number of classes, and accepts classes in dim 1 or in the last dimension: (N, C)
+    with (N), (N, T, C) with (N, T), (N, C, ...) with (N, ...).
 
     Attributes:
-        dist_sync_fn: given a tensor of counts, returns those of all replicas; None: there is one.
+        dist_sync_fn: gathers a tensor of counts from all replicas; None: there is one replica.
     """
 
     higher_is_better = True
@@ -103,12 +167,12 @@ class Accuracy(nn.Module):
 
 
 class Perplexity(nn.Module):
-    """The perplexity: exp of the mean cross-entropy over all targets but those of -100.
+    """The perplexity: exp of the mean cross-entropy over all targets other than -100.
 
-    A `Metric` as `Accuracy` is, of logits or log-probabilities. NaN without any target.
+    A `Metric` like `Accuracy`, for logits or log-probabilities. NaN without targets.
 
     Attributes:
-        dist_sync_fn: given a tensor of sums, returns those of all replicas; None: there is one.
+        dist_sync_fn: gathers a tensor of sums from all replicas; None: there is one replica.
     """
 
     higher_is_better = False
@@ -138,10 +202,10 @@ class Perplexity(nn.Module):
 
 
 def main_output(outputs: Any) -> Tensor:
-    """Returns the tensor that predictions are made from: the output, or its field `logits`.
+    """Returns the tensor of predictions: the output itself, or its field `logits`.
 
     Raises:
-        ConfigError: there is no such tensor.
+        ConfigError: the output is not a tensor and has no field `logits`.
     """
     main = field_of(outputs, "logits", outputs)
     if not isinstance(main, Tensor):
@@ -160,7 +224,7 @@ def field_of(output: Any, name: str, default: Any = None) -> Any:
 
 
 def classes_in_dim_1(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Flattens (N, T, C) with (N, T) to (N * T, C) with (N * T); others are returned unchanged."""
+    """Flattens (N, T, C) with (N, T) to (N * T, C) with (N * T); keeps other shapes unchanged."""
     if outputs.dim() > 2 and outputs.shape[:-1] == targets.shape:
         return outputs.flatten(0, -2), torch.flatten(targets)
     return outputs, targets

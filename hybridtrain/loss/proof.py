@@ -1,23 +1,24 @@
-"""A proof in the first step with a loss: is it the mean, or the sum, that it is taken for?
+"""Checks in the first step with a loss that it is the mean, or the sum, that it is treated as.
 
-Some samples are cut into parts, and the loss of all is compared with the losses of the parts:
+Some samples are cut into parts, and the loss of all samples is compared with the parts' losses:
 
     a mean    loss(all) = (count(a) loss(a) + count(b) loss(b) + ...) / (count(a) + count(b) + ...)
     a sum     loss(all) = loss(a) + loss(b) + ...
 
-So are their gradients with respect to the outputs, which decide what is learnt. A loss that is
-contradicted by its own count is an error. A plain function, which is treated as a mean over
-samples, may compare samples with one another on purpose: that is a warning. Losses of PyTorch and
-of `hybridtrain.loss` are known, and only checked for logits in place of log-probabilities.
+The same comparison is made for their gradients with respect to the outputs. A loss that contradicts
+its count is an error. A plain function, which is treated as a mean over samples, may compare
+samples with one another on purpose, so a mismatch is only a warning. Losses of PyTorch and of
+`hybridtrain.loss` are known, and are only checked for logits instead of log-probabilities.
 
-The parts are the micro-batches of the step, as many of the first ones as have outputs of at most
-`KEPT_BYTES`. Where not even two have, they are halves of one micro-batch, or two micro-batches of
-one sample each: the ones whose parts both count, and most unevenly, since equal parts tell little
-of a count. Of larger halves only as many samples are taken as fit, or one of each. At its peak the
-proof holds about five times the outputs of these samples.
+The parts are the first micro-batches of the step whose outputs together take at most `KEPT_BYTES`.
+If not even two micro-batches fit, the parts are the halves of one micro-batch, or two micro-batches
+of one sample each. Among these pairs the check takes the one whose parts both count and whose
+counts are most uneven, because equal parts would not reveal a wrong count. From halves that are too
+large it takes as many samples as fit, at least one of each. At its peak the check holds about five
+times the outputs of these samples.
 
-A copy of the loss is called (`captures.copied`), on copies of the outputs, with gradients as in
-training. The random numbers that it draws for all samples are replayed for the parts
+The check calls a copy of the loss (`captures.copied`) on copies of the outputs, with gradients as
+in training. The random numbers that the loss draws for all samples are replayed for the parts
 (`replayed_draws`).
 """
 
@@ -53,16 +54,16 @@ from hybridtrain.pipeline import HeadOutput, default_generator_lock
 
 Warn = Callable[..., object]
 
-# How far both sides may be apart, relative to the larger values, and at all. Sums in another order
-# explain 1e-6; an output in half precision is rounded, and may tip when it is computed again.
+# Tolerances of both sides: relative to the larger value, and absolute. A different order of
+# summation explains 1e-6; outputs in half precision are rounded.
 _RELATIVE, _RELATIVE_OF_HALF, _ABSOLUTE = 1e-4, 1e-2, 1e-6
-_RELATIVE_OF_GRADIENT = 1e-3  # to the largest one
+_RELATIVE_OF_GRADIENT = 1e-3  # relative to the largest gradient
 
-KEPT_BYTES = 2**26  # of the outputs of several micro-batches
+KEPT_BYTES = 2**26  # limit for the outputs that are compared, in bytes
 
 
 def is_of_model(loss: CountedLoss, targets: Any) -> bool:
-    """Returns whether a loss comes out of the model, so that its output has no samples to cut."""
+    """Returns whether the model computes the loss, so that its output has no samples to cut."""
     has_counts = not (loss.is_sum or loss.counts_samples)
     return loss.function is model_output or (targets is None and has_counts)
 
@@ -71,10 +72,10 @@ class _Samples(NamedTuple):
     """Some samples of a batch, in parts.
 
     Attributes:
-        start: the number of the first sample in the batch.
+        start: the index of the first sample in the batch.
         sizes: the number of samples in each part.
         counts: the count of each part.
-        microbatches: the micro-batches that have these samples.
+        microbatches: the micro-batches that contain these samples.
     """
 
     start: int
@@ -83,15 +84,15 @@ class _Samples(NamedTuple):
     microbatches: range
 
     def of(self, batch: Any, batch_size: int) -> list[Any]:
-        """Returns these samples of a batch: all together, then in parts."""
+        """Returns these samples of a batch: first all together, then each part."""
         samples = sum(self.sizes)
-        rest = batch_size - self.start - samples
-        together = split(batch, [self.start, samples, rest])[1]
-        # of the batch again, in which values are marked that are not cut
-        return [together, *split(batch, [self.start, *self.sizes, rest])[1:-1]]
+        remainder = batch_size - self.start - samples
+        together = split(batch, [self.start, samples, remainder])[1]
+        # from the batch, not from `together`: only the batch marks the values that are not cut
+        return [together, *split(batch, [self.start, *self.sizes, remainder])[1:-1]]
 
     def first(self, microbatches: int) -> _Samples:
-        """Returns the first parts, each of which is a micro-batch."""
+        """Returns the first parts, of which each is a micro-batch."""
         sizes, counts = self.sizes[:microbatches], self.counts[:microbatches]
         return _Samples(0, sizes, counts, range(microbatches))
 
@@ -102,9 +103,11 @@ def _counts(loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int]) 
     return copied_to_host(loss.counts(inputs, targets, sizes))()
 
 
-def _telling(loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int]) -> _Samples:
-    """Returns the samples of a micro-batch, or of two of one sample, that tell most of a count."""
-    # each micro-batch in two parts; one of a single sample stays whole
+def _most_informative(
+    loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int]
+) -> _Samples:
+    """Returns the two halves of a micro-batch, or two samples, with the most uneven counts."""
+    # each micro-batch in two parts; a micro-batch of a single sample stays whole
     parts = [part for size in sizes for part in (size - size // 2, size // 2) if part]
     microbatch = [number for number, size in enumerate(sizes) for _ in range(min(size, 2))]
     counts = _counts(loss, inputs, targets, parts)
@@ -115,20 +118,20 @@ def _telling(loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int])
 
     pairs = [at for at in range(len(parts) - 1) if microbatch[at] == microbatch[at + 1]]
     first = max(pairs or range(len(parts) - 1), key=unevenness)
-    two = slice(first, first + 2)
-    within = range(microbatch[first], microbatch[first + 1] + 1)
-    return _Samples(sum(parts[:first]), parts[two], counts[two], within)
+    pair = slice(first, first + 2)
+    microbatches = range(microbatch[first], microbatch[first + 1] + 1)
+    return _Samples(sum(parts[:first]), parts[pair], counts[pair], microbatches)
 
 
 class ModelLossProof:
-    """Compares a loss that comes out of the model, by a forward of some samples and of their parts.
+    """Checks a loss that the model computes, by a forward of some samples and of their parts.
 
     Args:
-        loss: of the step.
-        inputs: of the batch.
-        targets: of the batch.
-        sizes: of its micro-batches; two samples or more.
-        warn: says what is only a warning, with the arguments of `Logger.warning`.
+        loss: the loss of the step.
+        inputs: the inputs of the batch.
+        targets: the targets of the batch.
+        sizes: the number of samples of each micro-batch; two samples or more in all.
+        warn: logs a warning; takes the arguments of `Logger.warning`.
 
     Attributes:
         inputs: the micro-batches of the forward, which ends with `head`.
@@ -137,15 +140,15 @@ class ModelLossProof:
     def __init__(
         self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int], warn: Warn
     ) -> None:
-        samples = _telling(loss, inputs, targets, sizes)
+        samples = _most_informative(loss, inputs, targets, sizes)
         self.inputs = samples.of(inputs, sum(sizes))
         self._calls = _Calls(_Copy(loss), samples, samples.of(targets, sum(sizes)), warn)
 
     def head(self, number: int, output: Any) -> HeadOutput:
-        """Takes the output for one of `inputs`.
+        """Takes the output for the micro-batch `inputs[number]`.
 
         Raises:
-            ConfigError: the loss is not what it is said to be.
+            ConfigError: the loss contradicts its count.
         """
         self._calls.add(number, output)
         return HeadOutput(None)
@@ -154,29 +157,29 @@ class ModelLossProof:
 def prove_in_training(
     loss: CountedLoss, net: nn.Module, inputs: Any, targets: Any, sizes: Sequence[int], warn: Warn
 ) -> None:
-    """Compares the loss of a small model in training mode too, in a copy of it.
+    """Checks the loss of a small model in training mode too, on a copy of the model.
 
-    A difference is a warning, since samples may change one another there on purpose; batch norms
-    are in evaluation mode. A model of more than `KEPT_BYTES`, or in several processes, is not
-    compared.
+    A mismatch is a warning, since samples may affect one another in training on purpose; batch
+    norms are in evaluation mode. A model that is larger than `KEPT_BYTES`, or that is in several
+    processes, is not checked.
 
     Args:
-        loss: of the step, which comes out of the model.
+        loss: the loss of the step, which the model computes.
         net: the model.
-        inputs: of the batch.
-        targets: of the batch.
-        sizes: of its micro-batches.
-        warn: as of `OutputProof`.
+        inputs: the inputs of the batch.
+        targets: the targets of the batch.
+        sizes: the number of samples of each micro-batch.
+        warn: logs a warning; takes the arguments of `Logger.warning`.
     """
     tensors = [*net.parameters(), *net.buffers()]
     if not net.training or any(t.is_meta for t in tensors):
         return
     if sum(map(byte_size, tensors)) > KEPT_BYTES:
         return
-    samples = _telling(loss, inputs, targets, sizes)
+    samples = _most_informative(loss, inputs, targets, sizes)
     try:
         whole = copy.deepcopy(net).to(_device_of(tensors))
-    except Exception:  # a module may refuse to be copied; then the model is not compared
+    except Exception:  # a module may refuse to be copied; then the model is not checked
         return
     for module in whole.modules():
         for hooks in hooks_of(module):
@@ -205,24 +208,24 @@ def prove_in_training(
 class LogProbabilityCheck:
     """Refuses logits in the first step with an nll.
 
-    The output is looked at for an nll that is known, and otherwise what `nll_loss` is given in a
-    call of a copy of the loss for one sample.
+    For a known nll it checks the model's output. For other losses it checks the argument of
+    `nll_loss`, in a call of a copy of the loss for one sample.
 
     Args:
-        loss: of the step.
-        targets: of the batch.
-        samples: of the batch.
+        loss: the loss of the step.
+        targets: the targets of the batch.
+        samples: the number of samples of the batch.
     """
 
     def __init__(self, loss: CountedLoss, targets: Any, samples: int) -> None:
         self._loss, self._targets, self._samples = loss, targets, samples
         self._copy = None if loss.takes_log_probabilities else _Copy(loss)
 
-    def look(self, microbatch: int, output: Any) -> None:
-        """Looks at the output of the first micro-batch.
+    def observe(self, microbatch: int, output: Any) -> None:
+        """Checks the output if it is of the first micro-batch.
 
         Raises:
-            ConfigError: it has logits.
+            ConfigError: the output has logits.
         """
         if microbatch:
             return
@@ -232,17 +235,19 @@ class LogProbabilityCheck:
         if any(not t.dim() or not t.shape[0] or t.is_sparse for t in _tensors_of(output)):
             return
         sample = map_tensors(lambda t: t[:1].detach(), output)
-        one = _Samples(0, [1], [1], range(1))
-        calls = _Calls(self._copy, one, one.of(self._targets, self._samples), lambda *_: None)
+        sample_part = _Samples(0, [1], [1], range(1))
+        calls = _Calls(
+            self._copy, sample_part, sample_part.of(self._targets, self._samples), lambda *_: None
+        )
         calls.add(0, sample)
 
 
 @torch.no_grad()
 def check_log_probabilities(values: Any, loss: str) -> None:
-    """Makes sure that no value is above 0, but for rounding; waits for a device.
+    """Checks that no value is above 0 by more than rounding; waits for the device.
 
     Raises:
-        ConfigError: one is.
+        ConfigError: a value is above 0.
     """
     if not isinstance(values, Tensor) or not values.is_floating_point() or not values.numel():
         return
@@ -256,7 +261,7 @@ def check_log_probabilities(values: Any, loss: str) -> None:
 
 
 class _NllInputs(TorchFunctionMode):
-    """Looks at what `nll_loss` is given, whoever calls it."""
+    """Checks the input of every call of `nll_loss` in its context."""
 
     def __init__(self, loss: str) -> None:
         super().__init__()
@@ -269,14 +274,14 @@ class _NllInputs(TorchFunctionMode):
 
 
 class OutputProof:
-    """Compares the loss of outputs of the training step, whose head calls `look`.
+    """Checks a loss on the outputs of the training step; the step's head calls `observe`.
 
     Args:
-        loss: of the step.
-        inputs: of the batch.
-        targets: of the batch.
-        sizes: of its micro-batches; two samples or more.
-        warn: says what is only a warning, with the arguments of `Logger.warning`.
+        loss: the loss of the step.
+        inputs: the inputs of the batch.
+        targets: the targets of the batch.
+        sizes: the number of samples of each micro-batch; two samples or more in all.
+        warn: logs a warning; takes the arguments of `Logger.warning`.
     """
 
     def __init__(
@@ -284,30 +289,30 @@ class OutputProof:
     ) -> None:
         self._loss, self._inputs, self._targets = loss, inputs, targets
         self._sizes, self._warn = sizes, warn
-        self._copy = _Copy(loss)  # while no stage changes what it captures
+        self._copy = _Copy(loss)  # now, before a stage changes objects that it captures
         everything = range(len(sizes))
         self._whole = _Samples(0, sizes, _counts(loss, inputs, targets, sizes), everything)
-        self._samples = _telling(loss, inputs, targets, sizes)
-        self._outputs: list[Any] | None = []  # None: they cannot be cut, or the proof is done
+        self._samples = _most_informative(loss, inputs, targets, sizes)
+        self._outputs: list[Any] | None = []  # None: they cannot be cut, or the check is done
         self._trained: list[bool] = []
 
-    def look(self, microbatch: int, output: Any) -> None:
-        """Looks at the output of a micro-batch of the training step.
+    def observe(self, microbatch: int, output: Any) -> None:
+        """Takes the output of a micro-batch; compares once all samples have come.
 
         Raises:
-            ConfigError: the loss is not what it is said to be.
+            ConfigError: the loss contradicts its count.
         """
         if self._outputs is None:
             return
         try:
-            self._look(self._outputs, microbatch, output)
+            self._observe(self._outputs, microbatch, output)
         except ConfigError:
             raise
-        except Exception as error:  # of outputs that cannot be cut, such as sparse ones
+        except Exception as error:  # outputs that cannot be cut, such as sparse tensors
             self._outputs = None
             _say_not_compared(self._loss, self._warn, error)
 
-    def _look(self, outputs: list[Any], microbatch: int, output: Any) -> None:
+    def _observe(self, outputs: list[Any], microbatch: int, output: Any) -> None:
         tensors = _tensors_of(output)
         if any(not t.dim() or t.shape[0] != self._sizes[microbatch] for t in tensors):
             self._outputs = None  # not cut along its samples
@@ -327,7 +332,7 @@ class OutputProof:
         self._outputs = None
         try:
             merged = merge(outputs)
-        except (BatchError, RuntimeError):  # of other shapes, as where padding is cut off
+        except (BatchError, RuntimeError):  # different shapes, as when padding is cut off
             return
         del outputs
         targets = self._samples.of(self._targets, sum(self._sizes))
@@ -337,7 +342,7 @@ class OutputProof:
                 calls.add(number, part)
 
     def _choose(self, sample_bytes: float) -> None:
-        """Chooses the samples to compare by the bytes of the outputs of one."""
+        """Chooses the samples to compare, by the output bytes of a sample."""
         ends = accumulate(self._sizes)
         fitting = sum(samples * sample_bytes <= KEPT_BYTES for samples in ends)
         if fitting > 1:
@@ -346,14 +351,14 @@ class OutputProof:
             self._samples = self._fewer(max(1, int(KEPT_BYTES / sample_bytes / 2)))
 
     def _fewer(self, most: int) -> _Samples:
-        """Returns so many samples at most of each of both parts, where they meet."""
+        """Returns at most `most` samples of each of both parts, around their boundary."""
         start, (first, second), _, microbatches = self._samples
-        meet, end = start + first, sum(self._sizes)
-        two = [min(first, most), min(second, most)]
-        sizes = [meet - two[0], *two, end - meet - two[1]]
+        boundary, end = start + first, sum(self._sizes)
+        pair_sizes = [min(first, most), min(second, most)]
+        sizes = [boundary - pair_sizes[0], *pair_sizes, end - boundary - pair_sizes[1]]
         counts = iter(_counts(self._loss, self._inputs, self._targets, [n for n in sizes if n]))
         by_part = [next(counts) if size else 0 for size in sizes]
-        return _Samples(meet - two[0], two, by_part[1:3], microbatches)
+        return _Samples(boundary - pair_sizes[0], pair_sizes, by_part[1:3], microbatches)
 
 
 _NOT_BY_SAMPLE = (
@@ -369,24 +374,25 @@ _NOT_COMPARED = (
 
 def _say_not_compared(loss: CountedLoss, warn: Warn, error: Exception) -> None:
     if loss.counts_samples:
-        why = "draws others"
+        reason = "draws others"
         if not isinstance(error, OtherDrawsError):
-            why = f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        warn(_NOT_COMPARED, loss.name, why)
+            reason = f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        warn(_NOT_COMPARED, loss.name, reason)
 
 
 class _Calls:
-    """Calls of a loss for some samples and for parts of them, which are compared after the last.
+    """Calls a loss for some samples and for their parts, and compares after the last call.
 
     Args:
         loss_copy: a copy of the step's loss.
         samples: the samples.
-        targets: theirs: all together, and in parts.
-        warn: see `OutputProof`.
-        trained: for each tensor of an output whether it has a gradient; None: none is compared.
+        targets: the targets of all samples together, then of each part.
+        warn: logs a warning; takes the arguments of `Logger.warning`.
+        trained: for each tensor of an output, whether it has a gradient; None: no gradients are
+            compared.
 
     Attributes:
-        is_half: something is computed in half precision.
+        is_half: whether any value is in half precision.
     """
 
     def __init__(
@@ -406,16 +412,16 @@ class _Calls:
         self.is_half = False
 
     def add(self, number: int, output: Any) -> None:
-        """Calls the loss for all samples (0), or for a part; compares after the last.
+        """Calls the loss for all samples (`number` 0) or for a part; compares after the last.
 
         Raises:
-            ConfigError: the loss is not what it is said to be.
+            ConfigError: the loss contradicts its count.
         """
         tensors = _tensors_of(output)
         device = _device_of(tensors)
         self.is_half |= any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tensors)
-        if len(self._values) == number:  # else an earlier one has failed
-            if number and not self._counts[number - 1]:  # of nothing: it is not called
+        if len(self._values) == number:  # else an earlier call has failed
+            if number and not self._counts[number - 1]:  # an empty part: the loss is not called
                 self._values.append(torch.zeros((), device=device, dtype=torch.double))
                 trained = self._trained or ()
                 pairs = zip(tensors, trained, strict=bool(trained))
@@ -423,7 +429,7 @@ class _Calls:
             else:
                 self._try(number, output, device)
         if len(self._values) == 1 + len(self._sizes):
-            self._judge()
+            self._compare()
 
     def _try(self, number: int, output: Any, device: torch.device) -> None:
         try:
@@ -433,7 +439,7 @@ class _Calls:
         except OtherDrawsError as error:
             _say_not_compared(self._loss, self._warn, error)
         except Exception as error:
-            # the step calls it for the parts too, but with draws that are not the same
+            # the step calls the loss for the parts too, but with different random numbers
             if number == 0 or self._draws.drawn:
                 _say_not_compared(self._loss, self._warn, error)
 
@@ -470,26 +476,31 @@ class _Calls:
             ]
         )
 
-    def _judge(self) -> None:
+    def _compare(self) -> None:
         if not any(self._counts):
             return
         total = 1 if self._loss.is_sum else sum(self._counts)
         weights = [1 if self._loss.is_sum else count / total for count in self._counts]
-        # the one wait for a GPU
-        apart, scale = self._gradients_apart(weights)
-        whole, *parts, apart, scale = torch.stack([*self._values, apart, scale]).cpu().tolist()
+        # the only synchronization with a GPU
+        gradient_difference, scale = self._gradients_apart(weights)
+        whole, *parts, gradient_difference, scale = (
+            torch.stack([*self._values, gradient_difference, scale]).cpu().tolist()
+        )
         expected = sum(part * weight for part, weight in zip(parts, weights, strict=True))
         largest = max(map(abs, [whole, *map(float.__mul__, parts, map(float, weights))]))
         relative = _RELATIVE_OF_HALF if self.is_half else _RELATIVE
         if not math.isfinite(whole):
             return
-        if not abs(whole - expected) <= _ABSOLUTE + relative * largest:  # of a part it may be NaN
-            self._contradict(whole, expected, parts)
-        elif math.isfinite(scale) and apart > max(relative, _RELATIVE_OF_GRADIENT) * scale:
-            self._contradict(whole, expected, parts, apart / scale)
+        if not abs(whole - expected) <= _ABSOLUTE + relative * largest:  # a part's loss may be NaN
+            self._report_mismatch(whole, expected, parts)
+        elif (
+            math.isfinite(scale)
+            and gradient_difference > max(relative, _RELATIVE_OF_GRADIENT) * scale
+        ):
+            self._report_mismatch(whole, expected, parts, gradient_difference / scale)
 
     def _gradients_apart(self, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """Returns the largest difference of the gradients, and the largest gradient."""
+        """Returns the largest absolute difference of the gradients and the largest gradient."""
         zero = torch.zeros_like(self._values[0])
         differences, sizes = [zero], [zero]
         whole, *parts = self._gradients
@@ -500,7 +511,7 @@ class _Calls:
                 differences.append((torch.cat(pieces) - gradient).abs().max().double())
         return torch.stack(differences).max(), torch.stack(sizes).max()
 
-    def _contradict(
+    def _report_mismatch(
         self, whole: float, expected: float, parts: Sequence[float], apart: float | None = None
     ) -> None:
         name, samples = self._loss.name, sum(self._sizes)
@@ -524,9 +535,9 @@ class _Calls:
                 f"model adds to its loss (of a router, a z-loss), or {WAY_OUT}"
             )
         if apart is None and abs(whole - sum(parts)) <= _ABSOLUTE + _RELATIVE * abs(whole):
-            way = "It is a sum: pass SumLoss(loss_fn, lambda inputs, targets: len(targets))"
+            remedy = "It is a sum: pass SumLoss(loss_fn, lambda inputs, targets: len(targets))"
         else:
-            way = (
+            remedy = (
                 "If it averages over something else, pass MeanLoss(loss_fn, lambda inputs, "
                 "targets: ...) with a count of that, such as (targets != -100).sum() or "
                 "weight[targets].sum(); a loss that compares samples sees those of its "
@@ -536,11 +547,11 @@ class _Calls:
             "loss_fn=%s is treated as a mean over samples, but it is not one: %s mean of parts of "
             "%s. %s"
         )
-        self._warn(text, name, result, of_parts, way)
+        self._warn(text, name, result, of_parts, remedy)
 
 
 def _listed(numbers: Sequence[float]) -> str:
-    """Returns numbers as a text: the first few of them, and the last."""
+    """Returns numbers as text: the first few and the last."""
     texts = [f"{number:.7g}" for number in numbers]
     if len(texts) > 6:
         texts = [*texts[:4], "...", texts[-1]]
@@ -548,10 +559,10 @@ def _listed(numbers: Sequence[float]) -> str:
 
 
 class _Copy:
-    """A copy of a loss, whose calls leave no trace and draw the same numbers each time.
+    """A copy of a loss whose calls have no side effects and draw the same numbers each time.
 
     Attributes:
-        has_drawn: whether the last call has drawn from a default generator of PyTorch.
+        has_drawn: whether the last call drew from a default generator of PyTorch.
     """
 
     def __init__(self, loss: CountedLoss) -> None:
@@ -568,14 +579,14 @@ class _Copy:
 
         # stages in other threads may use the same generators
         with default_generator_lock, torch.random.fork_rng(gpus), self._draws.call():
-            before = generators()
+            states_before = generators()
             value = self.loss(output, targets)
-            self.has_drawn = not all(map(torch.equal, before, generators()))
+            self.has_drawn = not all(map(torch.equal, states_before, generators()))
             return value
 
 
 def _single(tensor: Tensor) -> Tensor:
-    """Returns a copy, in single precision if it is in half: rounding would hide differences."""
+    """Returns a copy, in fp32 if the tensor is in half precision: rounding hides differences."""
     tensor = tensor.detach()
     if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
         return tensor.float()

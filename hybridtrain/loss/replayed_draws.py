@@ -1,8 +1,8 @@
-"""The draws of a loss for some samples, given again to its calls for parts of them.
+"""Replays the random numbers that a loss draws for a batch in its calls for parts of the batch.
 
-Draws of PyTorch are cut as the samples are (`RecordedDraws`, `SameDraws`). Draws of Python and
-NumPy cannot be seen: each call begins with the same numbers, and must take equally many
-(`HostDraws`).
+Random tensors of PyTorch are recorded and cut along the samples (`RecordedDraws`, `SameDraws`).
+Draws from Python's and NumPy's generators cannot be intercepted: each call starts from the same
+generator state and must draw equally many numbers (`HostDraws`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _DROPOUT = torch.ops.aten.native_dropout.default
 
 
 class OtherDrawsError(Exception):
-    """The draws for a part are not those for its samples."""
+    """The random numbers for a part differ from the numbers that were drawn for its samples."""
 
 
 class RecordedDraws(InterceptedDraws):
-    """Notes the random numbers that are drawn inside of it.
+    """Records the random numbers that are drawn in its context.
 
     Attributes:
-        drawn: the results of the random operations, in their order.
+        drawn: the results of the random operations, in order.
     """
 
     for_other_threads = False
@@ -41,7 +41,7 @@ class RecordedDraws(InterceptedDraws):
         self.drawn: list[Any] = []
 
     def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the result of `operation`, and notes it."""
+        """Returns the result of `operation` and records it."""
         result = operation(*args, **kwargs)
         numbers = result[1] if operation is _DROPOUT else result
         self.drawn.append(tree_map_only(Tensor, lambda t: t.detach().clone(), numbers))
@@ -49,13 +49,13 @@ class RecordedDraws(InterceptedDraws):
 
 
 class SameDraws(InterceptedDraws):
-    """Gives the calls for some of the samples the numbers that were drawn for them.
+    """Replays, for a part of the samples, the random numbers that were drawn for these samples.
 
     A tensor with all samples in dim 0 is cut; any other tensor is the same for each part.
 
     Args:
-        drawn: see `RecordedDraws`, for all samples.
-        start: the number of the first sample of the part.
+        drawn: `RecordedDraws.drawn` of the call for all samples.
+        start: the index of the first sample of the part.
         size: the number of samples in the part.
         samples: the number of all samples.
     """
@@ -67,13 +67,13 @@ class SameDraws(InterceptedDraws):
         self._start, self._size, self._samples = start, size, samples
 
     def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns what was drawn for these samples in place of the result of `operation`.
+        """Returns the recorded numbers for these samples instead of the result of `operation`.
 
         Raises:
-            OtherDrawsError: nothing was drawn for them, or it depends on more than the shapes.
+            OtherDrawsError: nothing was recorded, or the result depends on more than the shapes.
         """
         numbers = next(self._drawn, None)
-        if operation is _DROPOUT:  # its result has the input in it
+        if operation is _DROPOUT:  # its result depends on the input
             if not args[2]:
                 return operation(*args, **kwargs)  # off
             mask = self._cut(numbers, args[0])
@@ -82,7 +82,7 @@ class SameDraws(InterceptedDraws):
         if operation.overloadpacket.__name__.endswith("_"):  # in place
             return args[0].copy_(self._cut(numbers, args[0]))
         result = operation(*args, **kwargs)  # for its shape
-        if isinstance(result, Tensor) and result.requires_grad:  # it has the input in it
+        if isinstance(result, Tensor) and result.requires_grad:  # it depends on the input
             raise OtherDrawsError
         return self._cut(numbers, result)
 
@@ -98,10 +98,10 @@ class SameDraws(InterceptedDraws):
 
 
 class HostDraws:
-    """Gives each call of a loss the same numbers of Python and NumPy.
+    """Makes each call of a loss draw the same numbers from Python's and NumPy's generators.
 
     Args:
-        held: objects that a copy of the loss holds, among them perhaps generators.
+        held: objects that the copy of the loss holds; generators among them are included.
     """
 
     def __init__(self, held: Iterable[Any]) -> None:
@@ -116,13 +116,13 @@ class HostDraws:
         Raises:
             OtherDrawsError: the call has drawn more or fewer numbers than the call before.
         """
-        before = [read() for read, _ in self._generators]
+        states_before = [read() for read, _ in self._generators]
         try:
             yield
-            after = pickle.dumps([read() for read, _ in self._generators])
+            states_after = pickle.dumps([read() for read, _ in self._generators])
         finally:
-            for (_, write), state in zip(self._generators, before, strict=True):
+            for (_, write), state in zip(self._generators, states_before, strict=True):
                 write(state)
-        if self._after not in (None, after):
+        if self._after not in (None, states_after):
             raise OtherDrawsError
-        self._after = after
+        self._after = states_after

@@ -1,7 +1,7 @@
-"""Counts for `output.loss` of the models of transformers, which compute it from their labels.
+"""Counts for `output.loss` of models of transformers, which compute the loss from their labels.
 
-The rules are those of transformers 5.23 (`loss/loss_utils.py`, and the models' own forwards). A
-model is only counted by a rule that its forward is seen to follow, and is refused otherwise.
+The rules follow transformers 5.23 (`loss/loss_utils.py`, and the models' forwards). A rule is only
+used if the source of the model's forward matches it; other models are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WAY_OUT = (
 
 
 def count_of_output(net: nn.Module) -> CountFn:
-    """Returns what `output.loss` of `net` is a mean over, as `count(inputs, targets)`.
+    """Returns `count(inputs, targets)`, the number of elements that `output.loss` is a mean over.
 
     - causal language models: the labels from the second on that are not -100;
     - masked language models, token classification, encoders with decoders: the labels that are
@@ -33,22 +33,22 @@ def count_of_output(net: nn.Module) -> CountFn:
     - question answering: the samples, whose positions must lie within the sequence.
 
     Raises:
-        ConfigError: it cannot be told from the forward of `net`.
+        ConfigError: the forward of `net` matches no rule.
     """
-    for found in _inside(net):
-        config, name = getattr(found, "config", None), type(found).__name__
+    for module in _inside(net):
+        config, name = getattr(module, "config", None), type(module).__name__
         configs = config, getattr(config, "text_config", None)
         for setting in ("output_router_logits", "z_loss_coefficient"):
-            if any(getattr(each, setting, 0) for each in configs):
+            if any(getattr(settings, setting, 0) for settings in configs):
                 raise ConfigError(
                     f"loss=model_output: {name} adds a second loss, which is not a mean over "
                     f"labels: set {setting}=0 in its config, or {WAY_OUT}"
                 )
         try:
-            source = inspect.getsource(inspect.unwrap(type(found).forward))
+            source = inspect.getsource(inspect.unwrap(type(module).forward))
         except (OSError, TypeError):
             source = ""
-        count = _RULES.get(_rule(found, name, source))
+        count = _RULES.get(_rule(module, name, source))
         if count is not None:
             return _attended if count is _valid and "active_loss" in source else count
     raise ConfigError(
@@ -57,9 +57,9 @@ def count_of_output(net: nn.Module) -> CountFn:
 
 
 def _inside(net: nn.Module) -> Iterator[nn.Module]:
-    """Gives `net` and the modules that it may be a wrapper of, such as that of PEFT, in turn.
+    """Yields `net` and, if it is a wrapper such as PEFT's, the modules inside it in turn.
 
-    A wrapper may change what it returns, too: the proof of the first step sees that.
+    A wrapper may change the loss; the check of the first step detects that.
     """
     while True:
         yield net
@@ -71,15 +71,15 @@ def _inside(net: nn.Module) -> Iterator[nn.Module]:
 
 
 def _rule(net: nn.Module, name: str, source: str) -> str:
-    """Returns the key of `_RULES` that the forward of `net` follows, or something else."""
+    """Returns the key of `_RULES` that the forward of `net` matches; no key if there is none."""
     if "self.loss_function(" in source:
         return "" if "shift_labels" in source else getattr(net.loss_function, "__name__", "")
     suffix, config = name[name.rfind("For") :], getattr(net, "config", None)
     if suffix == "ForConditionalGeneration" and not getattr(config, "is_encoder_decoder", False):
         return ""
     answers = suffix == "ForQuestionAnswering"
-    known = [["ignore_index=ignored_index"]] if answers else [[""], ["ignore_index=-100"]]
-    return suffix if re.findall(r"CrossEntropyLoss\((.*?)\)", source) in known else ""
+    accepted = [["ignore_index=ignored_index"]] if answers else [[""], ["ignore_index=-100"]]
+    return suffix if re.findall(r"CrossEntropyLoss\((.*?)\)", source) in accepted else ""
 
 
 def _labels(inputs: Any) -> Tensor:

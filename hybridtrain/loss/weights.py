@@ -1,12 +1,12 @@
 """The weights of the batches and micro-batches of an optimizer step in its loss.
 
-With two replicas, of which the first has two batches of two micro-batches, for a loss whose values
-are means:
+An example with two replicas, the first with two batches of two micro-batches each, the second with
+one, for a loss that returns means:
 
     count of a micro-batch     3   1     0   2         4   0
     count of a batch             4         2             4
     weight of its mean        4x2/10    2x2/10        4x2/10   replicas are averaged: x 2; total: 10
-    grad_scales              .6  .2     0  .4        .8   0    weight x factor / count of the batch
+    grad_scales              .6  .2     0  .4        .8   0    batch's weight x count / batch count
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from hybridtrain.world import World
 class BatchWeight:
     """The weight of a batch and its micro-batches in the loss of an optimizer step.
 
-    The mean of a batch is the sum over its micro-batches of factor x value of the loss function,
+    The mean of a batch is the sum over its micro-batches of weight x value of the loss function,
     divided by `count`.
 
     Args:
-        loss: of the step.
+        loss: the loss of the step.
         batch: `(inputs, targets)`.
-        chunks: how many micro-batches to cut a batch into.
-        step: of the batch; None for one that is not trained on.
-        in_step: False for a batch that only fills a place.
+        chunks: the number of micro-batches to cut a batch into.
+        step: the weights of the whole step; None for a batch that is only evaluated.
+        in_step: False for a padding batch, which does not count in the step.
 
     Attributes:
-        microbatches: how many micro-batches the batch has.
-        is_whole_step: whether the step is this one micro-batch.
+        microbatches: the number of micro-batches of the batch.
+        is_single_microbatch: whether the whole step is this one micro-batch.
 
     Raises:
-        BatchError: a count is negative or not a finite number, or a loss without a count is given
-            labels to ignore.
+        BatchError: a count is negative or not finite, or a loss without a count gets labels to
+            ignore.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class BatchWeight:
     ) -> None:
         sizes = chunk_sizes(batch_size(*batch), chunks)
         self.microbatches = len(sizes)
-        self.is_whole_step = step is not None and step.is_one_batch and len(sizes) == 1
-        if not self.is_whole_step:
+        self.is_single_microbatch = step is not None and step.is_one_batch and len(sizes) == 1
+        if not self.is_single_microbatch:
             loss.refuse_ignored(*batch)
         self._is_sum, self._step, self._in_step = loss.is_sum, step, in_step
         self._counts = copied_to_host(loss.counts(*batch, sizes))
 
     @cached_property
-    def factors(self) -> Sequence[float]:
-        """The factors of the loss function's values, by micro-batch; 0 where nothing counts."""
+    def weights(self) -> Sequence[float]:
+        """The weight of each micro-batch's loss value: 1 for sums, its count for means."""
         return [1] * self.microbatches if self._is_sum else self._counts()
 
     @cached_property
@@ -75,50 +75,51 @@ class BatchWeight:
         return sum(self._counts())
 
     @cached_property
-    def count_in_step(self) -> float:
-        """The count of the batch in the step: 0 for a batch that only fills a place."""
+    def counted(self) -> float:
+        """The count of the batch in the step: 0 for a padding batch."""
         return self.count if self._in_step else 0
 
     @cached_property
     def grad_scales(self) -> Sequence[float]:
-        """The gradients of the loss function's values, by micro-batch."""
+        """The gradient of the step's loss with respect to each micro-batch's loss value."""
         assert self._step is not None
-        weight, count = self._step.weight_of(self.count_in_step), self.count
-        return [weight * factor / count if count else 0.0 for factor in self.factors]
+        weight, count = self._step.weight_of(self.counted), self.count
+        return [weight * part / count if count else 0.0 for part in self.weights]
 
     def mean(self, values: Sequence[Tensor]) -> Tensor:
-        """Returns the mean of the batch from the values of its micro-batches, 0-dim.
+        """Returns the mean of the batch from the loss values of its micro-batches, 0-dim.
 
-        0 if nothing is counted, NaN without values (the last stage is in another process).
+        It is 0 if nothing counts, and NaN without values (another process has the last stage).
         """
         if not values:
             return torch.tensor(float("nan"))
-        factors, count = self.factors, self.count
+        weights, count = self.weights, self.count
         if not count:
             return torch.zeros_like(values[0])
         if len(values) == 1:
-            return values[0] if factors[0] == count else values[0] * factors[0] / count
+            return values[0] if weights[0] == count else values[0] * weights[0] / count
         stacked = torch.stack(list(values))
         stacked = stacked.to(torch.promote_types(stacked.dtype, torch.float32))
-        # not new_tensor, which waits until the device is done with all that is queued
-        on_device = put(torch.tensor(factors, dtype=stacked.dtype), stacked.device)
+        # not new_tensor, which waits for all kernels queued on the device
+        on_device = put(torch.tensor(weights, dtype=stacked.dtype), stacked.device)
         return (stacked * on_device).sum() / count
 
 
 class StepWeights(list[BatchWeight]):
-    """The weights of the batches of one optimizer step; see `HybridModel.step_weights`.
+    """The weights of the batches of one optimizer step.
 
     Args:
-        loss: of the step.
-        batches: this replica's `(inputs, targets)`.
-        chunks: how many micro-batches to cut a batch into.
-        world: the replicas.
-        samples: for each batch the samples that count; 0 for one that only fills a place.
-        total: the samples of the step over all batches and replicas, if they are known and count.
-        weight: what multiplies the mean of each batch, in place of its share of `total`.
+        loss: the loss of the step.
+        batches: this replica's batches, each `(inputs, targets)`.
+        chunks: the number of micro-batches to cut a batch into.
+        world: the processes and replicas.
+        samples: for each batch, the number of samples that count; 0 for a padding batch.
+        total: the samples of the step over all batches and replicas, if known; used by a loss that
+            counts samples.
+        weight: a factor for the mean of each batch instead of its share of the total.
 
     Attributes:
-        is_one_batch: whether the mean of one batch is the loss of the step.
+        is_one_batch: whether the loss of the step is the mean of one batch.
     """
 
     def __init__(
@@ -141,28 +142,28 @@ class StepWeights(list[BatchWeight]):
         self._known = total if loss.counts_samples else None
         self._sum: Tensor | None = None
         if self._known is None and weight is None and world.replicas > 1:
-            # every process of a replica has its batch
-            own = sum(batch.count_in_step for batch in self) if world.pipeline_rank == 0 else 0
-            self._sum = torch.tensor(own, dtype=torch.float64)
-            # the forward goes on meanwhile
+            # all processes of a replica have the same batch: count it once
+            local_count = sum(batch.counted for batch in self) if world.pipeline_rank == 0 else 0
+            self._sum = torch.tensor(local_count, dtype=torch.float64)
+            # asynchronous: the all-reduce overlaps with the forward
             self._work = world.begin_sum(self._sum)
 
     @cached_property
     def total(self) -> float:
-        """The count of the step over all batches and replicas; the first use waits for them.
+        """The count of the step over all batches and replicas; the first use waits for the sum.
 
-        0: there is nothing to learn from, and the optimizer should not step.
+        If it is 0, there is no gradient and the optimizer should not step.
         """
         if self._known is not None:
             return self._known
         if self._sum is None:
-            return sum(batch.count_in_step for batch in self)
+            return sum(batch.counted for batch in self)
         if self._work is not None:
             self._work.wait()
         return float(self._sum)
 
     def weight_of(self, count: float) -> float:
-        """Returns what multiplies the gradient of the mean of a batch that counts `count`."""
+        """Returns the weight of a batch's mean in the step, for a batch with this count."""
         if self._weight is not None:
             return self._weight
         # gradients are averaged over the replicas
@@ -170,13 +171,14 @@ class StepWeights(list[BatchWeight]):
 
 
 def copied_to_host(counts: Sequence[int | float | Tensor]) -> Callable[[], Sequence[float]]:
-    """Returns a function that returns the counts as numbers, and waits for those from a GPU.
+    """Returns a function that returns the counts as numbers, and waits for counts on a GPU.
 
-    The copy is queued before the forwards and waited for at the first loss, so that a step's
-    forwards are launched while the GPU is still busy with the step before.
+    The copy to the host is queued before the forwards and awaited at the first loss, so that the
+    host can launch a step's forwards while the GPU is still busy with the previous step.
 
     Raises:
-        BatchError: one is negative or not a finite number; of a GPU's, the function raises it.
+        BatchError: a count is negative or not finite; for counts on a GPU the returned function
+            raises it.
     """
     tensors = [count for count in counts if isinstance(count, Tensor)]
     if len(tensors) < len(counts) or accelerator_of(tensors[0].device) is None:

@@ -38,8 +38,8 @@ def timm_model(
     except ImportError as error:
         raise ConfigError("models of timm need pip install 'hybridtrain[timm]'") from error
     if not timm.is_model(name):
-        known = timm.list_models()
-        raise ConfigError(f"name={name}: timm has no such model; {did_you_mean(name, known)}")
+        available = timm.list_models()
+        raise ConfigError(f"name={name}: timm has no such model; {did_you_mean(name, available)}")
     check_sizes(num_classes=num_classes, channels=channels)
     options: dict[str, Any] = {"num_classes": num_classes, "in_chans": channels}
     if dropout is not None:

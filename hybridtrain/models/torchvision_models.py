@@ -52,11 +52,11 @@ def torchvision_model(
     """
     from torchvision import models  # seconds of imports: only for a run that needs them
 
-    known = models.list_models(module=models)
-    if name not in known:
+    available = models.list_models(module=models)
+    if name not in available:
         raise ConfigError(
             f"name={name}: torchvision has no such classification model; "
-            f"{did_you_mean(str(name), known, 'models')}"
+            f"{did_you_mean(str(name), available, 'models')}"
         )
     first = image_size if resize is None else resize
     key = "image_size" if resize is None else "resize"

@@ -60,29 +60,30 @@ def transformers_model(
     reads for its own stages.
 
     Args:
-        source: a folder with a `config.json`, or a name on the Hub, whose configuration it has.
-        config: instead, `model_type` and what differs from its defaults, such as
-            `{model_type: bert, hidden_size: 256}`.
+        source: a folder with a `config.json`, or a name on the Hub; the model gets its
+            configuration.
+        config: instead of `source`, a `model_type` and settings that differ from its defaults, such
+            as `{model_type: bert, hidden_size: 256}`.
         task: classification, regression, image_classification, causal_lm, masked_lm or seq2seq.
-        auto: an Auto class of transformers by its name, for other tasks; None: that of the task.
-        num_classes: classes, or numbers, that it predicts; for classification and regression.
-        vocab_size: tokens in the vocabulary of the data; a `config` without one takes it.
-        pad_index: the id of the token that the data is padded with.
-        attention: how attention is computed, such as eager or sdpa; None: the model's default.
-        dtype: of the parameters: float32, bfloat16 or float16. In float32, also where the source
-            was saved in another, the optimizer's small steps are not rounded away.
-        classes: the names of the classes, which `config.json` has as `id2label`.
-        special_tokens: ids of the data's tokenizer, such as `eos_token_id`, which the model's
-            configuration and its generation take.
-        max_len: tokens after which the data cuts a text.
-        longest: tokens of the longest text, if it is known.
-        image_size: pixels per side of the data's images; a `config` without an `image_size` takes
-            it.
-        channels: their colours, likewise for `num_channels`.
+        auto: the name of an Auto class of transformers, for other tasks; None: the task's class.
+        num_classes: the number of classes, or of predicted numbers in a regression.
+        vocab_size: the size of the data's vocabulary; the default of `config.vocab_size`.
+        pad_index: the id of the data's padding token.
+        attention: the attention implementation, such as eager or sdpa; None: the model's default.
+        dtype: the dtype of the parameters: float32, bfloat16 or float16. float32 keeps small
+            updates of the optimizer from being rounded away, whatever the source's dtype.
+        classes: the names of the classes, which become `id2label` in `config.json`.
+        special_tokens: ids of the data's tokenizer, such as `eos_token_id`, for the model's
+            configuration and generation.
+        max_len: the number of tokens after which the data cuts a text.
+        longest: the number of tokens of the longest text, if it is known.
+        image_size: pixels per side of the data's images; the default of `config.image_size`.
+        channels: color channels of the data's images; the default of `config.num_channels`.
 
     Raises:
-        ConfigError: transformers is not installed, an argument is unknown, or the data has tokens
-            that the model does not, longer texts, or no padding where the model needs one.
+        ConfigError: transformers is not installed, an argument is unknown, or the data does not fit
+            the model: its vocabulary or texts are too large, it lacks a padding token, its images
+            have another size, or it has texts for a model of images or the reverse.
     """
     transformers = _transformers()
     check_choice("task", task, list(TASKS))
@@ -101,41 +102,47 @@ def transformers_model(
                 f"source={source}: there is no such folder ({Path(source).absolute()})"
             )
         try:
-            made = transformers.AutoConfig.from_pretrained(
+            model_config = transformers.AutoConfig.from_pretrained(
                 source, trust_remote_code=False, **labels
             )
         except (OSError, ValueError) as error:
             raise ConfigError(f"source={source}: {_first_line(error)}") from error
     else:
         of_data = {"vocab_size": vocab_size, "image_size": image_size, "num_channels": channels}
-        made = _from_settings(transformers, dict(config or {}), labels, of_data)
-    known = getattr(made, "vocab_size", None)
-    if vocab_size is not None and known is not None and known < vocab_size:
+        model_config = _from_settings(transformers, dict(config or {}), labels, of_data)
+    model_vocab_size = getattr(model_config, "vocab_size", None)
+    if vocab_size is not None and model_vocab_size is not None and model_vocab_size < vocab_size:
         raise ConfigError(
-            f"the data has {vocab_size} tokens, and the model {known}: take the tokenizer of the "
-            f"model"
+            f"the data has {vocab_size} tokens, and the model {model_vocab_size}: take the "
+            f"tokenizer of the model"
         )
-    _take_special_tokens(made, special_tokens or {}, pad_index, set(config or {}))
-    if task in ("classification", "regression") and getattr(made, "pad_token_id", 0) is None:
+    _take_special_tokens(model_config, special_tokens or {}, pad_index, set(config or {}))
+    if (
+        task in ("classification", "regression")
+        and getattr(model_config, "pad_token_id", 0) is None
+    ):
         raise ConfigError(
             "this model classifies by the last token that is not padding, and neither it nor the "
             "tokenizer has a padding token: add one to the tokenizer, or set pad_index="
         )
-    made.use_cache = False  # of keys and values, for generation; stages cannot pass it on
+    model_config.use_cache = False  # of keys and values, for generation; stages cannot pass it on
     name = auto or TASKS[task]
     kind = getattr(transformers, name, None)
     if kind is None or not hasattr(kind, "from_config"):
         raise ConfigError(f"auto={name}: transformers has no such Auto class")
-    how: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     if attention is not None:
-        how["attn_implementation"] = attention
+        options["attn_implementation"] = attention
     try:
-        model: nn.Module = kind.from_config(made, trust_remote_code=False, **how)
+        model: nn.Module = kind.from_config(model_config, trust_remote_code=False, **options)
     except (ValueError, ImportError) as error:
         raise ConfigError(
-            f"{name} of {made.model_type}: {_first_line(error)} task={task} may be another one of "
-            f"{', '.join(TASKS)}"
+            f"{name} of {model_config.model_type}: {_first_line(error)} task={task} may be another "
+            f"one of {', '.join(TASKS)}"
         ) from error
+    _check_kind_of_data(model, vocab_size, image_size)
+    if image_size is not None:
+        _check_images(kind, model_config, options, image_size, channels or 3)
     length, positions = longest if longest is not None else max_len, _positions(model)
     if length is not None and max_len is not None and positions is not None:
         length = min(length, max_len)
@@ -147,42 +154,80 @@ def transformers_model(
     return model
 
 
-def _take_special_tokens(
-    config: Any, tokens: Mapping[str, int], pad_index: int | None, given: set[str]
-) -> None:
-    """Gives a model's configuration the special tokens of the data, but those `given` to it.
+def _check_kind_of_data(model: nn.Module, vocab_size: int | None, image_size: int | None) -> None:
+    """Refuses texts for a model of images, and images for one of texts."""
+    takes = getattr(model, "main_input_name", None)
+    if takes == "pixel_values" and vocab_size is not None and image_size is None:
+        raise ConfigError(
+            f"{type(model).__name__} takes images, and the data set has texts: choose a model of "
+            f"texts, or a data set of images"
+        )
+    if takes == "input_ids" and image_size is not None and vocab_size is None:
+        raise ConfigError(
+            f"{type(model).__name__} takes token ids, and the data set has images: choose a model "
+            f"of images, with task=image_classification, or a data set of texts"
+        )
 
-    An id that the configuration has by default, and that is not one of the vocabulary, is left out.
+
+def _check_images(kind: Any, config: Any, how: Mapping[str, Any], side: int, channels: int) -> None:
+    """Refuses images that the model does not take, which it says in its forward alone.
+
+    Some models take images of other sizes than that of their configuration.
+    """
+    size = getattr(config, "image_size", side)
+    sizes = {*size} if isinstance(size, list | tuple) else {size}
+    if sizes == {side} and getattr(config, "num_channels", channels) == channels:
+        return
+    with torch.random.fork_rng([]), torch.device("meta"):
+        net = kind.from_config(config, trust_remote_code=False, **how)
+        images = torch.empty(2, channels, side, side, dtype=how["dtype"])
+        try:
+            net(pixel_values=images)
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"{type(net).__name__} does not take the images of the data set, {side} x {side} "
+                f"pixels in {channels} colours: {_first_line(error)} Set data.image_size= to the "
+                f"size of the model; or leave image_size and num_channels out of config="
+            ) from error
+
+
+def _take_special_tokens(
+    config: Any, tokens: Mapping[str, int], pad_index: int | None, settings: set[str]
+) -> None:
+    """Sets the data's special tokens in a model's configuration, unless `settings` has them.
+
+    A default id outside of the vocabulary is removed.
     """
     ids = dict(tokens)
     if pad_index is not None:
         ids["pad_token_id"] = pad_index
     size = getattr(config, "vocab_size", None)
     for name in _SPECIAL_TOKENS:
-        now = getattr(config, name, None)
-        if name in given or (isinstance(now, list) and ids.get(name) in now):
+        current = getattr(config, name, None)
+        if name in settings or (isinstance(current, list) and ids.get(name) in current):
             continue
         if name in ids and (name != "sep_token_id" or hasattr(config, name)):
             setattr(config, name, ids[name])
-        elif isinstance(now, int) and isinstance(size, int) and now >= size:
+        elif isinstance(current, int) and isinstance(size, int) and current >= size:
             setattr(config, name, None)
     start = "decoder_start_token_id"
-    if start in ids and start not in given:
+    if start in ids and start not in settings:
         setattr(config, start, ids[start])
 
 
 def _positions(model: nn.Module) -> int | None:
-    """Returns the longest text that the model's table of positions allows; None: it has none.
+    """Returns the number of positions that the model supports; None without position embeddings.
 
-    RoBERTa's and others begin after their padding's index, and OPT's and BART's after an offset.
+    The positions of RoBERTa and others begin after the padding index, of OPT and BART after an
+    offset.
     """
-    found = [
+    table_sizes = [
         module.num_embeddings
         - (getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1)
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and _OF_POSITIONS.search(name)
     ]
-    return min(found, default=None)
+    return min(table_sizes, default=None)
 
 
 def _from_settings(
@@ -192,10 +237,10 @@ def _from_settings(
     of_data: dict[str, Any],
 ) -> Any:
     kind = settings.pop("model_type", None)
-    known = sorted(transformers.CONFIG_MAPPING)
+    model_types = sorted(transformers.CONFIG_MAPPING)
     if kind is None:
         raise ConfigError("config= needs a model_type, such as bert or gpt2")
-    check_choice("config.model_type", kind, known)
+    check_choice("config.model_type", kind, model_types)
     default = transformers.AutoConfig.for_model(kind)
     size = settings.get("vocab_size", of_data["vocab_size"])
     of_data = {

@@ -7,6 +7,9 @@ timeline       what the stages do when, in files
 notebook       pictures of a run in a notebook
 """
 
+from typing import TYPE_CHECKING, Any
+
+from hybridtrain.observe import trackers
 from hybridtrain.observe.pictures import (
     COLOURS,
     CRITICAL,
@@ -24,19 +27,26 @@ from hybridtrain.observe.report.page import check_installed, write_report
 from hybridtrain.observe.report.record import Curves, RunRecord, accounts_of, curves_of
 from hybridtrain.observe.report.settings import RunSettings, that_differ
 from hybridtrain.observe.timeline import TimelineFiles, spans_of_trace
-from hybridtrain.observe.trackers import MONITORS
-from hybridtrain.observe.trackers.files import CSVFile, MetricsFile
-from hybridtrain.observe.trackers.mlflow import MLflow
-from hybridtrain.observe.trackers.progress import Progress, format_value
-from hybridtrain.observe.trackers.tensorboard import TensorBoard
-from hybridtrain.observe.trackers.tracker import Tracker
-from hybridtrain.observe.trackers.wandb import WandB
+from hybridtrain.observe.trackers import TRACKERS
+from hybridtrain.observe.trackers.progress import describe_values
+
+if TYPE_CHECKING:
+    from hybridtrain.observe.trackers import (
+        CSVFile,
+        MetricsFile,
+        MLflow,
+        Progress,
+        QueuedTracker,
+        TensorBoard,
+        Tracker,
+        WandB,
+    )
 
 __all__ = [
     "COLOURS",
     "CRITICAL",
-    "MONITORS",
     "PARTS",
+    "TRACKERS",
     "WAITS",
     "CSVFile",
     "Curve",
@@ -45,6 +55,7 @@ __all__ = [
     "MetricsFile",
     "NodesPoint",
     "Progress",
+    "QueuedTracker",
     "RunRecord",
     "RunSettings",
     "TensorBoard",
@@ -54,13 +65,20 @@ __all__ = [
     "accounts_of",
     "check_installed",
     "curves_of",
+    "describe_values",
     "draw_accounts",
     "draw_curves",
     "draw_plan",
     "draw_timelines",
-    "format_value",
     "in_ms",
     "spans_of_trace",
     "that_differ",
     "write_report",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # on first use, see `TRACKERS`
+    if name in trackers.__all__:
+        return getattr(trackers, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridtrain._base.files import atomic_file, parse_json, write_atomically
-from hybridtrain.loop import Monitor
+from hybridtrain.loop import Run, Tracker
 from hybridtrain.observe.pictures import draw
 from hybridtrain.schedule import WORDS, Action, Span, Spans
 
 
-class TimelineFiles(Monitor):
+class TimelineFiles(Tracker):
     """Keeps `timeline.json` (Chrome's trace format) and `timeline.png` in `directory`."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
 
-    def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
-        """See `Monitor.start`; makes the directory."""
+    def on_start(self, run: Run) -> None:
+        """Makes the directory."""
         self.directory.mkdir(parents=True, exist_ok=True)
 
-    def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
-        """See `Monitor.timeline`; the files of an earlier step are replaced."""
+    def on_timeline(self, run: Run, predicted: Spans, measured: Spans) -> None:
+        """Writes the files, in the place of those of an earlier step."""
+        step = run.step
         title = f"{self.directory.resolve().name}, step {step}"
         events = [
             *chrome_trace(measured, f"step {step}")["traceEvents"],

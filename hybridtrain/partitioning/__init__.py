@@ -7,6 +7,7 @@ estimates      the same by FLOPs and bytes, without running a kernel
 cost_table     the costs of layers for any number of samples in a micro-batch
 objective      the cost of a stage, and the exact best cut
 manual_split   cuts by counts, names and patterns; `with partition(i):`
+recompute      what is recomputed in the backward pass
 stage_owners   the devices that a replica is spread over, and the processes that own them
 """
 
@@ -31,6 +32,7 @@ from hybridtrain.partitioning.planner import (
     balance_by_time,
     plan,
 )
+from hybridtrain.partitioning.recompute import RecomputePolicy, recompute_policy, whole_stages
 from hybridtrain.partitioning.stage_owners import StageOwners
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Plan",
     "PlannedLayers",
     "Planner",
+    "RecomputePolicy",
     "StageOwners",
     "StagePlan",
     "balance_by_size",
@@ -57,7 +60,9 @@ __all__ = [
     "needs_costs",
     "partition",
     "plan",
+    "recompute_policy",
     "set_partition",
     "stage_costs",
     "table",
+    "whole_stages",
 ]

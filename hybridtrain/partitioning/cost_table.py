@@ -1,8 +1,7 @@
-"""The costs of a chain's layers for any number of samples in a micro-batch.
+"""The costs of a chain's layers as a function of the samples in a micro-batch.
 
-Two sizes are counted or measured, and everything in between and beyond follows on a straight line:
-what a layer does has a part that grows with the samples and a part that does not, such as reading
-the weights.
+Costs are counted or measured for two sizes, and interpolated or extrapolated linearly for others:
+a layer's work has a part that grows with the samples, and a fixed part such as reading the weights.
 """
 
 from __future__ import annotations
@@ -32,18 +31,19 @@ class CostTable:
     """The costs of all layers of a model.
 
     Attributes:
-        costs_at: returns the costs for a micro-batch of so many samples; `crossing_ms` is not used.
-        sizes: what does not depend on the samples.
-        host_ms: for each layer the host's time to call the operators of a forward and a backward.
-        costs_from: as of a `Plan`.
-        no_cut_before: layers that cannot begin a stage, by index.
-        model: the class of the model.
-        flops_per_sample: of a forward and a backward, which is taken for two forwards: the products
-            of matrices, as Narayanan et al. (arXiv:2104.04473) count them, without what is computed
-            again. None: not counted.
-        contention_at: returns, for a micro-batch of so many samples, how many times as long a
-            device takes while all others of its pipeline compute too.
-        recomputed: the layers whose activations the costs have as recomputed, by index.
+        costs_at: `costs_at(samples)` returns the costs of all layers for a micro-batch of that many
+            samples; `crossing_ms` is not used.
+        sizes: the bytes of each layer's weights.
+        host_ms: for each layer, host milliseconds to launch a forward and a backward.
+        costs_from: the source of the costs, as in `Plan`.
+        no_cut_before: the indices of layers that cannot begin a stage.
+        model: the class name of the model.
+        flops_per_sample: FLOPs of the matrix products of a forward and a backward, where a backward
+            counts as two forwards (Narayanan et al., arXiv:2104.04473), without recomputation;
+            None: not counted.
+        contention_at: `contention_at(samples)` returns by which factor a device is slower while all
+            other devices of its pipeline compute.
+        recomputed: the indices of the layers whose activations are recomputed in these costs.
     """
 
     costs_at: Callable[[int], Sequence[LayerCost]]
@@ -57,10 +57,10 @@ class CostTable:
     recomputed: Set[int] = frozenset()
 
     def recomputing(self, layers: Set[int]) -> CostTable:
-        """Returns the costs of a run that recomputes the activations of these layers in backwards.
+        """Returns the costs of a run that recomputes the activations of these layers.
 
-        Such a layer keeps its output, the input of the next one. Its backward runs the forward
-        again, and then holds its activations for one micro-batch.
+        Such a layer stores only its output, which is the input of the next layer. Its backward runs
+        the forward again and then holds the activations of one micro-batch.
         """
         if not layers:
             return self
@@ -80,12 +80,12 @@ class CostTable:
 
 
 def _recomputing(cost: LayerCost) -> LayerCost:
-    kept = min(cost.activation_bytes, cost.crossing_bytes)
+    stored = min(cost.activation_bytes, cost.crossing_bytes)
     return replace(
         cost,
         backward_ms=cost.backward_ms + cost.forward_ms,
-        activation_bytes=kept,
-        temporary_bytes=cost.temporary_bytes + cost.activation_bytes - kept,
+        activation_bytes=stored,
+        temporary_bytes=cost.temporary_bytes + cost.activation_bytes - stored,
     )
 
 
@@ -94,17 +94,17 @@ class LossOfStep:
     """The loss that ends the last stage.
 
     Attributes:
-        function: of the model's outputs and the targets of a micro-batch.
-        targets: of the example's samples.
+        function: `function(output, targets)` for one micro-batch.
+        targets: the targets of the example inputs.
     """
 
     function: Callable[[Any, Any], torch.Tensor]
     targets: Any
 
     def layer(self, samples: int) -> Layer:
-        """Returns the loss of the first `samples` as a layer."""
-        there = batch_size(self.targets)
-        sizes = [samples, there - samples] if samples < there else [there]
+        """Returns the loss of the first `samples` samples as a layer."""
+        total = batch_size(self.targets)
+        sizes = [samples, total - samples] if samples < total else [total]
         return Layer("loss", _LossLayer(self.function, split_batch(self.targets, sizes)[0]))
 
 
@@ -120,7 +120,7 @@ class _LossLayer(nn.Module):
 def given_costs(
     costs_at: Callable[[int], Sequence[LayerCost]], sizes: Sequence[LayerSize] | None = None
 ) -> CostTable:
-    """Returns a table of costs that the caller computes; without `sizes`, weights are 0 bytes."""
+    """Returns a table of costs from a caller's function; without `sizes`, weights have 0 bytes."""
     layers = len(costs_at(1))
     return CostTable(
         costs_at=cache(costs_at),
@@ -137,26 +137,26 @@ def counted_costs(
     tf32: bool = False,
     loss: LossOfStep | None = None,
 ) -> CostTable:
-    """Returns the costs by FLOPs and bytes, counted without running a kernel; see `estimates`.
+    """Returns costs from FLOPs and bytes, which are counted without running a kernel.
 
-    A product takes as long as its arithmetic or its memory traffic, whichever is longer; all other
-    operators take as long as their traffic.
+    A matrix product takes as long as its arithmetic or its memory traffic, whichever is longer; all
+    other operators take as long as their memory traffic.
 
     Args:
         chain: the model, also on the meta device.
-        example_inputs: the inputs of one batch, of which shapes and types count.
-        machine: the rates.
+        example_inputs: the inputs of one batch; only shapes and types matter.
+        hardware: the rates of a device.
         precision: `fp32`, `bf16` or `fp16`.
-        tf32: fp32 products are in TF32.
-        loss: its time and memory are those of the last layer.
+        tf32: whether fp32 matrix products run in TF32.
+        loss: a loss whose time and memory are added to the last layer's.
 
     Raises:
-        SplitError: a layer does not run on fake tensors; names the layer.
-        ConfigError: the machine has no rate for this precision.
+        SplitError: a layer does not run on fake tensors; the message names the layer.
+        ConfigError: the hardware has no rate for this precision.
     """
     rates = Rates.of(hardware, precision, tf32)
     sizes, batches = _two_sizes(example_inputs)
-    few, many = (count_layers(chain.layers, batch, precision, loss) for batch in batches)
+    small, large = (count_layers(chain.layers, batch, precision, loss) for batch in batches)
 
     @cache
     def costs_at(samples: int) -> Sequence[LayerCost]:
@@ -170,16 +170,16 @@ def counted_costs(
                     backward=_between(a.backward, b.backward, at),
                 )
             )
-            for a, b in zip(few, many, strict=True)
+            for a, b in zip(small, large, strict=True)
         ]
 
     return CostTable(
         costs_at=costs_at,
         sizes=layer_sizes(chain.layers),
-        host_ms=[rates.host_ms(layer) for layer in few],
+        host_ms=[rates.host_ms(layer) for layer in small],
         costs_from="estimated",
         no_cut_before=chain.no_cut_before,
-        flops_per_sample=3 * sum(layer.forward.flops for layer in many) / sizes[1],
+        flops_per_sample=3 * sum(layer.forward.flops for layer in large) / sizes[1],
     )
 
 
@@ -191,7 +191,7 @@ def counted_costs_of_one_size(
     tf32: bool = False,
     loss: LossOfStep | None = None,
 ) -> CostTable:
-    """Returns the costs for micro-batches like this one alone; otherwise as `counted_costs`."""
+    """Returns costs like `counted_costs`, but only valid for micro-batches of this size."""
     rates = Rates.of(hardware, precision, tf32)
     counted = count_layers(layers, microbatch, precision, loss)
     costs = [rates.timed(layer) for layer in counted]
@@ -206,11 +206,8 @@ def counted_costs_of_one_size(
 def count_layers(
     layers: Sequence[Layer], microbatch: Any, precision: str, loss: LossOfStep | None = None
 ) -> list[CountedLayer]:
-    """Returns what the layers do for a micro-batch, in this precision; see `count_chain`.
-
-    With a `loss` the last of them does its work too.
-    """
-    # an autocast for the CPU, where fake tensors are; it knows fp16 too
+    """Returns the work of each layer for a micro-batch; a `loss` is added to the last layer."""
+    # CPU autocast, because fake tensors are on the CPU; it supports fp16 too
     context = partial(autocast, precision, "cpu")
     count = partial(count_chain, precision=context, optimizer_tensors_per_param=0)
     if loss is None:
@@ -222,7 +219,7 @@ def count_layers(
 
 def _with_loss(last: LayerCost, loss: LayerCost) -> LayerCost:
     """Returns the cost of the last layer and the loss together."""
-    # while the last layer runs, the loss is not there yet, or has gone already
+    # while the last layer runs, the loss's activations do not exist yet or are already freed
     held = max(last.temporary_bytes - loss.activation_bytes, loss.temporary_bytes)
     return replace(
         last,
@@ -242,17 +239,17 @@ def measured_costs(
     sharing: int = 1,
     loss: LossOfStep | None = None,
 ) -> CostTable:
-    """Returns the costs by times on `device`, for one sample and for the whole batch.
+    """Returns costs measured on `device`, for a few samples and for the whole batch.
 
     Args:
         chain: the model; parameters on the meta device get random values while their layer runs.
         example_inputs: the inputs of one batch, as large as a micro-batch may become.
-        device: where layers run.
+        device: the device to run layers on.
         precision: `fp32`, `bf16` or `fp16`.
-        seconds: how long each of the two sizes is timed, about.
-        sharing: devices that run at one time, and share this process's intra-op threads, as CPU
-            stages do.
-        loss: its time and memory are those of the last layer.
+        seconds: roughly how long to time each of the two sizes.
+        sharing: the number of devices that run at the same time and share this process's intra-op
+            threads, as CPU stages do.
+        loss: a loss whose time and memory are added to the last layer's.
     """
     sizes, batches = _two_sizes(example_inputs)
     tables, slower = [], []
@@ -273,21 +270,21 @@ def measured_costs(
     @cache
     def costs_at(samples: int) -> Sequence[LayerCost]:
         at = (samples - sizes[0]) / (sizes[1] - sizes[0])
-        return [_between(few, many, at) for few, many in zip(*tables, strict=True)]
+        return [_between(small, large, at) for small, large in zip(*tables, strict=True)]
 
-    # what is lost to the other devices is on a straight line too, and not its share
+    # the time lost to other devices is linear in the samples; its share is not
     alone = [sum(c.forward_ms + c.backward_ms for c in costs) for costs in tables]
     lost = [(factor - 1) * ms for factor, ms in zip(slower, alone, strict=True)]
 
     def contention_at(samples: int) -> float:
         at = (samples - sizes[0]) / (sizes[1] - sizes[0])
-        one, other = (max(0.0, a + at * (b - a)) for a, b in (lost, alone))
-        return 1.0 + one / other if other else 1.0
+        slowdown, alone_ms = (max(0.0, a + at * (b - a)) for a, b in (lost, alone))
+        return 1.0 + slowdown / alone_ms if alone_ms else 1.0
 
     return CostTable(
         costs_at=costs_at,
         sizes=layer_sizes(chain.layers),
-        host_ms=[(0.0, 0.0)] * len(chain.layers),  # the times have it already
+        host_ms=[(0.0, 0.0)] * len(chain.layers),  # included in the measured times
         costs_from="measured",
         no_cut_before=chain.no_cut_before,
         contention_at=contention_at,
@@ -295,23 +292,26 @@ def measured_costs(
 
 
 def _two_sizes(example_inputs: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
-    """Returns two numbers of samples, and inputs of so many."""
+    """Returns two numbers of samples, and inputs with these numbers of samples."""
     samples = batch_size(example_inputs)
     if samples < 2:
         raise ConfigError(
             "example_inputs= must have at least 2 samples to price a plan: what layers cost is "
             "looked at for two sizes of a micro-batch"
         )
-    few = min(2, samples - 1)  # a batch norm needs two, where it has one value for each
-    return (few, samples), (split_batch(example_inputs, [few, samples - few])[0], example_inputs)
+    fewer = min(2, samples - 1)  # a batch norm needs two, where it has one value for each
+    return (fewer, samples), (
+        split_batch(example_inputs, [fewer, samples - fewer])[0],
+        example_inputs,
+    )
 
 
-def _between(one: Facts, other: Facts, at: float) -> Facts:
-    """Returns the numbers at 0 for `one` and 1 for `other`, and nowhere negative."""
+def _between(first: Facts, second: Facts, at: float) -> Facts:
+    """Returns the linear interpolation from `first` at 0 to `second` at 1, at least 0."""
     values = {}
-    for each in fields(one):
-        a, b = getattr(one, each.name), getattr(other, each.name)
+    for cost_field in fields(first):
+        a, b = getattr(first, cost_field.name), getattr(second, cost_field.name)
         if not isinstance(a, str):
             value = max(0, a + at * (b - a))
-            values[each.name] = round(value) if isinstance(a, int) else value
-    return replace(one, **values)
+            values[cost_field.name] = round(value) if isinstance(a, int) else value
+    return replace(first, **values)

@@ -1,8 +1,8 @@
 """The costs of a model's layers for one micro-batch: time, memory, and bytes that cross a cut.
 
-A cost has two parts. The bytes of weights are counted (`count`). The rest needs a run of the chain,
-one layer after the other on copies (`run_chain`): on the device with a clock (`LayerProfiler`), or
-in `estimates` on fake tensors with counters.
+The bytes of weights are counted (`count`). The other costs need a run of the chain, layer by layer
+on copies (`run_chain`): timed on the device (`LayerProfiler`), or on fake tensors with counters
+(`estimates`).
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class LayerCost:
     """The cost of one layer, for one micro-batch; times are in milliseconds.
 
     Attributes:
-        parameters: elements of its parameters.
-        weight_bytes: its parameters and buffers, and the gradients and the optimizer's state of
-            those parameters that are trained.
-        activation_bytes: what it makes that autograd keeps for a backward, its own or a later
-            layer's. The first layer has the model's inputs too.
-        temporary_bytes: what its forward or its backward holds in addition, at its peak: values in
-            between, gradients, and an input that no backward needs. 0 where it is not known.
-        crossing_bytes: what would cross a cut right after it: its own output, and every value of
-            an earlier layer that a later one needs.
-        crossing_ms: the time to bring that to another device; 0 where it stays.
+        parameters: the number of elements of its parameters.
+        weight_bytes: its parameters and buffers, and the gradients and optimizer state of its
+            trained parameters.
+        activation_bytes: the tensors it makes that autograd saves for its backward or a later
+            layer's; for the first layer also the model's inputs.
+        temporary_bytes: the peak of further memory during its forward or backward: intermediate
+            values, gradients, and an input that no backward needs; 0 if unknown.
+        crossing_bytes: the values that cross a cut right after it: its output, and values of
+            earlier layers that later layers need.
+        crossing_ms: the time to send these values to another device; 0 on the same device.
     """
 
     name: str
@@ -65,9 +65,9 @@ class LayerSize:
     """The bytes of a layer's parameters and buffers, and of the parameters that are trained.
 
     Attributes:
-        weights: of all parameters and buffers.
-        trained: of the parameters that are trained.
-        parameters: their elements.
+        weights: bytes of all parameters and buffers.
+        trained: bytes of the trained parameters.
+        parameters: the number of elements of the parameters.
     """
 
     weights: int
@@ -76,13 +76,13 @@ class LayerSize:
 
 
 def layer_sizes(layers: Sequence[Layer]) -> list[LayerSize]:
-    """Returns the size of each layer; what several share counts in the first of them."""
-    seen: set[int] = set()
+    """Returns the size of each layer; a shared parameter counts in the first layer that has it."""
+    counted: set[int] = set()
     sizes = []
     for layer in layers:
-        parameters = [p for p in layer.module.parameters() if id(p) not in seen]
-        buffers = [b for b in layer.module.buffers() if id(b) not in seen]
-        seen.update(map(id, [*parameters, *buffers]))
+        parameters = [p for p in layer.module.parameters() if id(p) not in counted]
+        buffers = [b for b in layer.module.buffers() if id(b) not in counted]
+        counted.update(map(id, [*parameters, *buffers]))
         weights = sum(map(byte_size, [*parameters, *buffers]))
         trained = sum(byte_size(p) for p in parameters if p.requires_grad)
         sizes.append(LayerSize(weights, trained, sum(p.numel() for p in parameters)))
@@ -90,9 +90,12 @@ def layer_sizes(layers: Sequence[Layer]) -> list[LayerSize]:
 
 
 def count(layers: Sequence[Layer], optimizer_tensors_per_param: int = 2) -> list[LayerCost]:
-    """Returns the costs that need no run: parameters and bytes of the weights, on any device.
+    """Returns the costs that need no run: the parameters and bytes of the weights.
 
-    The optimizer keeps so many tensors of a parameter's size for it; AdamW keeps 2.
+    Args:
+        layers: the layers of the chain, on any device.
+        optimizer_tensors_per_param: tensors of a parameter's size that the optimizer keeps for it;
+            AdamW keeps 2.
     """
     return [
         LayerCost(
@@ -108,14 +111,17 @@ def count(layers: Sequence[Layer], optimizer_tensors_per_param: int = 2) -> list
 Clock = Callable[[Callable[[], Any]], tuple[Any, float]]
 
 # The input of a layer in the chain: the value before it, and the skip values that it pops.
-Given = tuple[Any, dict[str, Any]]
+LayerInput = tuple[Any, dict[str, Any]]
 
 
 class LayerRun(NamedTuple):
-    """One forward and backward of a layer; `backward_ms` is 0 where there is no backward.
+    """The results of one forward and backward of a layer.
 
-    `handed_on` is the output and the skip values that the layer stashes, without their graph;
-    `gradients` are those of its inputs and trained parameters.
+    Attributes:
+        handed_on: the output, and the skip values that the layer stashes, without their graph.
+        gradients: the gradients of its inputs and trained parameters.
+        forward_ms: milliseconds of the forward.
+        backward_ms: milliseconds of the backward; 0 without a backward.
     """
 
     handed_on: tuple[Any, dict[str, Any]]
@@ -126,14 +132,20 @@ class LayerRun(NamedTuple):
 
 def run_layer(
     module: nn.Module,
-    given: Given,
+    layer_input: LayerInput,
     precision: Callable[[], AbstractContextManager[object]],
     clock: Clock,
 ) -> LayerRun:
-    """Runs `module`, a copy of a layer's, alone, as a stage would: its inputs begin a graph.
+    """Runs a layer's copy alone, like a stage of one layer: its inputs are leaves of a new graph.
 
-    The forward runs in the context `precision`. There is a backward where gradients are enabled and
-    an output requires one; it leaves no gradients.
+    It runs a backward if gradients are enabled and an output requires them, and leaves no
+    gradients.
+
+    Args:
+        module: the copy of the layer's module.
+        layer_input: the input of the layer.
+        precision: returns the context for the forward.
+        clock: runs a function and measures it.
     """
     leaves: list[Tensor] = [tensor for tensor in module.parameters() if tensor.requires_grad]
     copy = works_in_place(module)
@@ -144,7 +156,7 @@ def run_layer(
             leaves.append(leaf)
         return leaf.clone() if copy else leaf
 
-    value, popped = tree_map_only(Tensor, enter, given)
+    value, popped = tree_map_only(Tensor, enter, layer_input)
 
     def forward() -> tuple[Any, dict[str, Any]]:
         with precision(), skip_scope(popped) as values:
@@ -165,9 +177,8 @@ def run_layer(
     return LayerRun(tree_map_only(Tensor, _detached, handed_on), gradients, forward_ms, backward_ms)
 
 
-# Runs a layer; also returns the bytes of each storage that autograd keeps for its backward, by
-# `storage_id`.
-RunLayer = Callable[[Layer, Given], tuple[LayerRun, Mapping[int, int]]]
+# Runs a layer; also returns the bytes of each storage that autograd saves for its backward, by id.
+RunLayer = Callable[[Layer, LayerInput], tuple[LayerRun, Mapping[int, int]]]
 
 
 def run_chain(
@@ -180,12 +191,12 @@ def run_chain(
     last_pop = {name: i for i, layer in enumerate(layers) for name in popped_by(layer.module)}
     costs = count(layers, optimizer_tensors_per_param)
     activations = [0] * len(layers)
-    kept: list[Given] = []  # so that no storage gets the id of an earlier one
+    layer_inputs: list[LayerInput] = []  # kept alive, so that no storage id is reused
     value = inputs
     for index, layer in enumerate(layers):
         popped = {name: stashes[name] for name in popped_by(layer.module) if name in stashes}
-        kept.append((value, popped))
-        ran, saved = run(layer, kept[-1])
+        layer_inputs.append((value, popped))
+        ran, saved = run(layer, layer_inputs[-1])
         value, stashed = ran.handed_on
         stashes = {k: v for k, v in (stashes | stashed).items() if last_pop.get(k, 0) > index}
         for storage, nbytes in saved.items():
@@ -206,28 +217,32 @@ def run_chain(
     return [replace(cost, activation_bytes=nbytes) for cost, nbytes in pairs]
 
 
-def copy_of(layer: Layer, own: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Returns a copy of a layer's module, whose runs leave no trace in the model.
+def copy_of(layer: Layer, replacement: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Returns a copy of a layer's module that can run without side effects on the model.
 
-    `own` returns what stands in it for a parameter, a buffer or another tensor. Hooks do not run in
-    it, and synchronised batch norms normalise by themselves: other processes do not take part.
+    Hooks do not run in the copy, and synchronised batch norms normalise locally, because other
+    processes do not take part.
+
+    Args:
+        layer: the layer.
+        replacement: returns the copy's tensor for a parameter, a buffer or another tensor.
 
     Raises:
         ConfigError: the module cannot be copied.
     """
-    known: dict[int, Any] = {}
+    memo: dict[int, Any] = {}
     for part in layer.module.modules():
         if isinstance(part, Segment):
-            known |= part.surroundings()
-        for leaf in tree_leaves(dict(vars(part))):  # of its parameters and buffers, too
+            memo |= part.surroundings()
+        for leaf in tree_leaves(dict(vars(part))):  # includes its parameters and buffers
             if isinstance(leaf, torch.Generator):
-                known[id(leaf)] = leaf.clone_state()
-            elif isinstance(leaf, Tensor) and id(leaf) not in known:
-                ours = own(leaf).requires_grad_(leaf.requires_grad)
+                memo[id(leaf)] = leaf.clone_state()
+            elif isinstance(leaf, Tensor) and id(leaf) not in memo:
+                value = replacement(leaf).requires_grad_(leaf.requires_grad)
                 is_parameter = isinstance(leaf, nn.Parameter)
-                known[id(leaf)] = nn.Parameter(ours, ours.requires_grad) if is_parameter else ours
+                memo[id(leaf)] = nn.Parameter(value, value.requires_grad) if is_parameter else value
     try:
-        module = deepcopy(layer.module, known)
+        module = deepcopy(layer.module, memo)
     except Exception as error:
         raise ConfigError(
             f"layer {layer.name!r} is measured on a copy, and cannot be copied ({error}): choose a "
@@ -243,20 +258,20 @@ def copy_of(layer: Layer, own: Callable[[Tensor], Tensor]) -> nn.Module:
 
 @contextmanager
 def undisturbed(layers: Sequence[Layer], device: torch.device) -> Iterator[None]:
-    """Turns gradients on, and restores the default generators.
+    """Enables gradients in the block, and restores the default generators after it.
 
-    A model that is all in evaluation mode, as `from_pretrained` returns it, is in training mode in
-    the block: it will be trained so. Modules that the user keeps in evaluation mode stay there.
+    If the whole model is in evaluation mode, as `from_pretrained` returns it, it is in training
+    mode in the block, because it will be trained. Otherwise modules keep their modes.
 
     Args:
-        layers: all of the model's.
-        device: that they run on.
+        layers: all layers of the model.
+        device: the device that they run on.
     """
-    # of a traced model its own modules: those of the graph have no mode
+    # for a traced model the original modules, because the graph's modules have no mode
     roots = [m.root if isinstance(m := layer.module, Segment) else m for layer in layers]
     modes = {part: part.training for root in dict.fromkeys(roots) for part in root.modules()}
     gpus = [device] if device.type == "cuda" else []
-    before = default_generators()
+    generator_states = default_generators()
     try:
         if not any(modes.values()):
             for part in modes:
@@ -266,7 +281,7 @@ def undisturbed(layers: Sequence[Layer], device: torch.device) -> Iterator[None]
     finally:
         for part, training in modes.items():
             part.training = training
-        rewind(before)
+        rewind(generator_states)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -275,35 +290,35 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    """Returns the same values, with `requires_grad` as in training but no graph behind them."""
+    """Returns a detached tensor with the same `requires_grad`."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-# How often `LayerProfiler.repeat` times each layer, at most.
+# The most times that `LayerProfiler.repeat` times each layer.
 MAX_REPEATS = 10
 
-# After so many seconds of the first pass, a layer whose warm-up took longer than so many
-# milliseconds is not timed as well.
+# After this many seconds of the first pass, layers whose warm-up took longer than SLOW_MS are not
+# timed in it.
 FIRST_PASS_BUDGET_S = 3.0
 SLOW_MS = 50.0
 
-# How many runs' results are kept on a CPU, as a step does. If they were dropped at once, the C
-# library would give the memory back, and the next layer would be timed getting it, page by page.
+# The number of runs whose results are kept alive on a CPU, as in a step. If they were freed at
+# once, the C library would return the memory, and the next layer's time would include page faults.
 RECENT = 8
-# The same where the model has no values: to have room for it all is what that is for.
+# The same for a model without values, which is used where memory is short.
 RECENT_WITHOUT_VALUES = 2
 
 
-# How often a layer is run alone and together with others like it, of which there are no more.
+# How often a layer runs alone and together with copies, and the most copies.
 _CONTENTION_REPEATS = 8
 _MOST_TOGETHER = 8
 
 
 class _Timing(NamedTuple):
-    """A layer, its input in the chain, and the times of its runs."""
+    """A layer, its input in the chain, and the times of its runs in milliseconds."""
 
     layer: Layer
-    given: Given
+    layer_input: LayerInput
     forward_ms: list[float]
     backward_ms: list[float]
 
@@ -311,18 +326,18 @@ class _Timing(NamedTuple):
 class LayerProfiler:
     """Measures the layers of a chain.
 
-    Copies of the layers run, one at a time, so that none leaves a trace in the model. The default
-    generators and the inputs stay as they were. Layers run in the mode they are in; if all are in
-    evaluation mode, they run in training mode. At first every layer is warmed up and timed once, or
-    only warmed up if this takes long.
+    It runs copies of the layers, one at a time, and does not change the model, the default
+    generators or the inputs. Layers keep their modes; if all are in evaluation mode, they run in
+    training mode. The constructor warms every layer up and times it once, or only warms it up if
+    this takes long.
 
     Args:
-        layers: the chain; for parameters on the meta device there are random values.
-        inputs: a micro-batch, as the first layer takes it.
-        devices: those of the process's stages, which share its intra-op threads. Layers run on the
-            first.
-        precision: the context that a forward runs in, such as autocast.
-        optimizer_tensors_per_param: as for `count`.
+        layers: the chain; parameters on the meta device get random values.
+        inputs: the inputs of a micro-batch.
+        devices: the devices of the process's stages, which share its intra-op threads. Layers run
+            on the first device.
+        precision: returns the context of a forward, such as autocast.
+        optimizer_tensors_per_param: tensors of a parameter's size that the optimizer keeps for it.
 
     Raises:
         Exception: whatever a layer raises, with a note that names the layer.
@@ -342,14 +357,14 @@ class LayerProfiler:
         self._device = device = devices[0]
         self._precision = precision or nullcontext
         self._timings: list[_Timing] = []
-        # of few layers fewer, or most runs would get new memory
-        kept = min(RECENT, 2 * len(layers)) if device.type == "cpu" else 0
+        # fewer for few layers, or most runs would get new memory
+        recent_runs = min(RECENT, 2 * len(layers)) if device.type == "cpu" else 0
         if any(p.is_meta for layer in layers for p in layer.module.parameters()):
-            kept = min(kept, RECENT_WITHOUT_VALUES)
-        self._recent: deque[LayerRun] = deque(maxlen=kept)
+            recent_runs = min(recent_runs, RECENT_WITHOUT_VALUES)
+        self._recent: deque[LayerRun] = deque(maxlen=recent_runs)
         self._patient_until = perf_counter() + FIRST_PASS_BUDGET_S
         with self._as_in_a_step():
-            # copied, as micro-batches are views of all of a batch's memory
+            # copied, because a micro-batch is a view of the whole batch's memory
             copies = tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), inputs)
             costs = run_chain(layers, copies, self._first_run, optimizer_tensors_per_param)
             copy_ms = cache(partial(_copy_ms, device, devices[-1]))
@@ -358,8 +373,8 @@ class LayerProfiler:
     def repeat(self, seconds: float) -> None:
         """Times the layers again: at least once, and for about `seconds`.
 
-        A round goes over all layers, one after the other: what disturbs the machine for a while
-        disturbs a run or two of each, which the median leaves out.
+        Each round times all layers once, so that a temporary disturbance affects only a run or two
+        of each layer, which the median ignores.
         """
         deadline = perf_counter() + seconds
         with self._as_in_a_step():
@@ -371,7 +386,7 @@ class LayerProfiler:
                     break
 
     def costs(self) -> list[LayerCost]:
-        """Returns what each layer costs, by the median of its times."""
+        """Returns the cost of each layer, with the medians of its times."""
         medians = [map(_median_warm, (t.forward_ms, t.backward_ms)) for t in self._timings]
         return [
             replace(cost, forward_ms=forward, backward_ms=backward)
@@ -379,26 +394,26 @@ class LayerProfiler:
         ]
 
     def contention(self) -> float:
-        """Returns how much longer the longest layer takes while all devices run one like it.
+        """Returns by which factor the slowest layer is slower while all devices run a copy of it.
 
-        CPU stages share caches, memory and the interpreter: 1 for GPUs, and for one device. Alone
-        and together take turns, so that what disturbs the machine disturbs both.
+        CPU stages share caches, memory and the interpreter; the factor is 1 for GPUs and for one
+        device. Runs alone and together alternate, so that a disturbance affects both.
         """
-        others = min(len(self._devices), _MOST_TOGETHER) - 1
-        if self._device.type != "cpu" or others < 1:
+        other_devices = min(len(self._devices), _MOST_TOGETHER) - 1
+        if self._device.type != "cpu" or other_devices < 1:
             return 1.0
         timing = max(self._timings, key=lambda t: median(t.forward_ms) + median(t.backward_ms))
         alone: list[float] = []
         together: list[float] = []
         with (
             self._as_in_a_step(),
-            self._copied(timing.layer, 1 + others) as modules,
+            self._copied(timing.layer, 1 + other_devices) as modules,
         ):
 
             def run(module: nn.Module) -> float:
-                with torch.enable_grad():  # of each thread its own
+                with torch.enable_grad():  # the mode is per thread
                     clock = partial(_timed, self._device)
-                    ran = run_layer(module, timing.given, self._precision, clock)
+                    ran = run_layer(module, timing.layer_input, self._precision, clock)
                 return ran.forward_ms + ran.backward_ms
 
             with ThreadPoolExecutor(len(modules)) as threads:
@@ -407,8 +422,10 @@ class LayerProfiler:
                     together += threads.map(run, modules)
         return max(1.0, median(together) / median(alone))
 
-    def _first_run(self, layer: Layer, given: Given) -> tuple[LayerRun, Mapping[int, int]]:
-        timing = _Timing(layer, given, [], [])
+    def _first_run(
+        self, layer: Layer, layer_input: LayerInput
+    ) -> tuple[LayerRun, Mapping[int, int]]:
+        timing = _Timing(layer, layer_input, [], [])
         self._timings.append(timing)
         with self._copied(layer) as (module,):
             with count_saved(module) as saved:
@@ -420,7 +437,7 @@ class LayerProfiler:
 
     def _run(self, timing: _Timing, module: nn.Module) -> LayerRun:
         clock = partial(_timed, self._device)
-        ran = run_layer(module, timing.given, self._precision, clock)
+        ran = run_layer(module, timing.layer_input, self._precision, clock)
         timing.forward_ms.append(ran.forward_ms)
         timing.backward_ms.append(ran.backward_ms)
         self._recent.append(ran)
@@ -428,14 +445,14 @@ class LayerProfiler:
 
     @contextmanager
     def _copied(self, layer: Layer, number: int = 1) -> Iterator[list[nn.Module]]:
-        """Yields copies of a layer on the device, and names the layer in what they raise."""
+        """Yields copies of a layer on the device, and adds the layer's name to their errors."""
 
-        def own(tensor: Tensor) -> Tensor:
+        def on_device(tensor: Tensor) -> Tensor:
             if tensor.is_meta:
                 return stand_in(tensor, self._device)
             return tensor.detach().to(self._device, copy=True)
 
-        modules = [copy_of(layer, own).to(self._device) for _ in range(number)]
+        modules = [copy_of(layer, on_device).to(self._device) for _ in range(number)]
         try:
             yield modules
         except Exception as error:
@@ -446,7 +463,7 @@ class LayerProfiler:
 
     @contextmanager
     def _as_in_a_step(self) -> Iterator[None]:
-        """Gives layers the intra-op threads and the gradient mode that they have in a step."""
+        """Sets the intra-op threads and the gradient mode of a step in the block."""
         threads = torch.get_num_threads()
         torch.set_num_threads(max(1, threads // len(self._devices)))
         try:
@@ -477,5 +494,5 @@ def _copy_ms(source: torch.device, target: torch.device, nbytes: int) -> float:
 
 
 def _median_warm(times: Sequence[float]) -> float:
-    """Returns the median without the first time, which warms up, if there are more."""
+    """Returns the median without the first time, which is a warm-up, if there are others."""
     return median(times[1:] or times)

@@ -2,7 +2,7 @@
 
 Time follows the roofline model (Williams, Waterman and Patterson, CACM 2009): a forward or a
 backward takes as long as its arithmetic or its memory traffic, whichever is longer. The traffic is
-that of every operation by itself, as in eager mode: what it reads and what it writes.
+the sum of each operation's reads and writes, as in eager mode.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hybridtrain._base.torch_private import FakeTensorMode, TorchDispatchMode, a
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer, Segment
 from hybridtrain.partitioning.costs import (
-    Given,
     LayerCost,
+    LayerInput,
     LayerRun,
     RunLayer,
     copy_of,
@@ -38,13 +38,13 @@ from hybridtrain.partitioning.costs import (
     undisturbed,
 )
 
-# About a data-center GPU, as training reaches it. Only the ratio matters for where a model is cut.
+# Rates of a data-center GPU in training, roughly. Only their ratio affects where a model is cut.
 FLOPS_PER_S = 100e12
 BYTES_PER_S = 1e12
 
 
-# PyTorch's counter may know attention on GPUs alone, and fake tensors are on the CPU. The counter
-# wraps the formulas that it is given, so these are unwrapped.
+# PyTorch's FLOP counter may have formulas for attention on GPUs only, but fake tensors are on the
+# CPU. The counter wraps the formulas that it receives, so these are unwrapped.
 _aten = torch.ops.aten
 _ATTENTION_ON_CPU = {
     on_cpu: inspect.unwrap(flop_registry[on_gpu])
@@ -66,11 +66,11 @@ class Work:
     """The work of a forward or a backward.
 
     Attributes:
-        flops: of matrix products, convolutions and attention.
-        bytes: read and written by all operators, each by itself.
-        product_bytes: of these, the bytes of the operators that `flops` counts.
-        operators: calls, of views too.
-        peak_bytes: the most that is alive at one time of what it makes.
+        flops: FLOPs of matrix products, convolutions and attention.
+        bytes: the sum of the bytes that each operator reads and writes.
+        product_bytes: the part of `bytes` of the operators that `flops` counts.
+        operators: the number of operator calls, including views.
+        peak_bytes: the peak memory of new tensors.
     """
 
     flops: float = 0
@@ -90,9 +90,9 @@ class CountedLayer:
     """A layer's cost without times, and the work of its forward and backward.
 
     Attributes:
-        cost: the rest of it.
-        forward: of the forward.
-        backward: of the backward.
+        cost: the cost without times.
+        forward: the work of the forward.
+        backward: the work of the backward.
     """
 
     cost: LayerCost
@@ -102,12 +102,12 @@ class CountedLayer:
 
 @dataclass(frozen=True)
 class Rates:
-    """The operations and bytes per second of a device, as training reaches them.
+    """The rates of a device that training reaches.
 
     Attributes:
-        flops: of matrix products.
-        bandwidth: bytes from and to its memory.
-        operator_ms: the host's time to call an operator.
+        flops: FLOPs per second of matrix products.
+        bandwidth: bytes per second from and to its memory.
+        operator_ms: host milliseconds to launch an operator.
     """
 
     flops: float
@@ -116,7 +116,7 @@ class Rates:
 
     @classmethod
     def of(cls, hardware: Hardware, precision: str, tf32: bool) -> Rates:
-        """Returns the rates of a machine for a precision."""
+        """Returns the rates of `hardware` for a precision."""
         name = "tf32" if tf32 and precision == "fp32" else precision
         return cls(
             hardware.sustained_flops(name),
@@ -125,7 +125,7 @@ class Rates:
         )
 
     def timed(self, layer: CountedLayer) -> LayerCost:
-        """Returns the cost of a layer with the times that its work takes."""
+        """Returns the cost of a layer, with the times of its work."""
         return replace(
             layer.cost,
             forward_ms=self._ms(layer.forward),
@@ -133,7 +133,7 @@ class Rates:
         )
 
     def host_ms(self, layer: CountedLayer) -> tuple[float, float]:
-        """Returns the host's times to call the operators of a forward and of a backward."""
+        """Returns the host milliseconds to launch a forward and a backward."""
         return (
             layer.forward.operators * self.operator_ms,
             layer.backward.operators * self.operator_ms,
@@ -153,15 +153,20 @@ def estimate_costs(
     precision: Callable[[], AbstractContextManager[object]] | None = None,
     optimizer_tensors_per_param: int = 2,
 ) -> list[LayerCost]:
-    """Returns the cost that each layer should have; the layers may be on the meta device.
+    """Returns the estimated cost of each layer; crossing a cut costs no time.
 
-    Of `inputs`, a micro-batch, only shapes and types are used. A multiplication and an addition are
-    two of `flops_per_s`; `bytes_per_s` are those to and from the device's memory. Crossing a cut is
-    free. Forwards run in the context `precision`: an autocast for the CPU, where fake tensors are.
+    Args:
+        layers: the layers of the chain, also on the meta device.
+        inputs: the inputs of a micro-batch; only shapes and types matter.
+        flops_per_s: FLOPs per second; a multiplication and an addition are two.
+        bytes_per_s: bytes per second from and to the device's memory.
+        precision: returns the context of forwards; a CPU autocast, because fake tensors are on the
+            CPU.
+        optimizer_tensors_per_param: tensors of a parameter's size that the optimizer keeps for it.
 
     Raises:
-        SplitError: a layer does not run on fake tensors, such as one whose control flow depends on
-            values; names the layer.
+        SplitError: a layer does not run on fake tensors, for example because its control flow
+            depends on values; the message names the layer.
     """
 
     def roofline_ms(work: Work) -> float:
@@ -190,27 +195,33 @@ def count_chain(
     precision: Callable[[], AbstractContextManager[object]] | None = None,
     optimizer_tensors_per_param: int = 2,
 ) -> list[CountedLayer]:
-    """Returns what each layer does for the micro-batch `inputs`; arguments as `estimate_costs`.
+    """Returns the work of each layer for the micro-batch `inputs`.
+
+    Args:
+        layers: the layers of the chain, also on the meta device.
+        inputs: the inputs of a micro-batch; only shapes and types matter.
+        precision: returns the context of forwards.
+        optimizer_tensors_per_param: tensors of a parameter's size that the optimizer keeps for it.
 
     Raises:
-        SplitError: see `estimate_costs`.
+        SplitError: a layer does not run on fake tensors; the message names the layer.
     """
     work: list[list[Work]] = []
 
     def clock(function: Callable[[], Any]) -> tuple[Any, float]:
-        result, done = _counted(function)
-        work[-1].append(done)
+        result, work_done = _counted(function)
+        work[-1].append(work_done)
         return result, 0.0
 
-    def run(layer: Layer, given: Given) -> tuple[LayerRun, dict[int, int]]:
+    def run(layer: Layer, layer_input: LayerInput) -> tuple[LayerRun, dict[int, int]]:
         work.append([])
         try:
             module = copy_of(layer, _fake)
             for part in module.modules():
-                if isinstance(part, Segment):  # of a model on the meta device, say
+                if isinstance(part, Segment):  # the model may be on the meta device
                     part.put_constants_on(torch.device("cpu"))
             with count_saved(module) as saved:
-                ran = run_layer(module, given, precision or nullcontext, clock)
+                ran = run_layer(module, layer_input, precision or nullcontext, clock)
         except Exception as error:
             raise SplitError(
                 f"costs='estimated': layer {layer.name!r} does not run on fake tensors "
@@ -221,12 +232,12 @@ def count_chain(
 
     with undisturbed(layers, torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = tree_map_only(Tensor, _fake, inputs)
-        once = _RunOnce(run)
-        costs = run_chain(layers, fakes, once, optimizer_tensors_per_param)
-    work_of = dict(zip(dict.fromkeys(once.first), work, strict=True))
+        run_once = _RunOnce(run)
+        costs = run_chain(layers, fakes, run_once, optimizer_tensors_per_param)
+    work_of = dict(zip(dict.fromkeys(run_once.first), work, strict=True))
     counted = []
     received = 0
-    for layer, cost, first in zip(layers, costs, once.first, strict=True):
+    for layer, cost, first in zip(layers, costs, run_once.first, strict=True):
         forward, *backward = work_of[first]
         counted.append(CountedLayer(cost, forward, *(backward or [Work()])))
         held = _temporary_bytes(counted[-1], layer, received)
@@ -236,31 +247,31 @@ def count_chain(
 
 
 def _temporary_bytes(counted: CountedLayer, layer: Layer, received: int) -> int:
-    """Returns what a layer holds at its peak beside activations and the gradients of weights.
+    """Returns the peak bytes of a layer in addition to activations and gradients of weights.
 
     Args:
-        counted: its work.
+        counted: the layer's work.
         layer: the layer.
-        received: the bytes of its input, which are counted although a backward may need them too.
+        received: the bytes of its input, which count even if a backward needs them too.
     """
     cost = counted.cost
     grads = [byte_size(p) for p in layer.module.parameters() if p.requires_grad]
     forward = max(0.0, counted.forward.peak_bytes - cost.activation_bytes)
-    # here the gradients of all weights are made one after the other and kept; in a run each is
-    # added to its bucket and freed
+    # the counted run keeps the gradients of all weights; a real run adds each to its bucket and
+    # frees it
     backward = max(0.0, counted.backward.peak_bytes - sum(grads)) + max(grads, default=0)
     gradient = cost.crossing_bytes * bool(counted.backward.operators)
     return round(max(forward + received, backward + gradient))
 
 
 def _fake(tensor: Tensor) -> Tensor:
-    """Returns a fake CPU tensor of the layout and dtype of `tensor`; called in a fake mode."""
+    """Returns a fake CPU tensor with the layout and dtype of `tensor`; call it in a fake mode."""
     fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     return fake.requires_grad_(tensor.requires_grad)
 
 
 def _counted(function: Callable[[], Any]) -> tuple[Any, Work]:
-    """Returns the result of `function`, and what it does."""
+    """Returns the result of `function` and its work."""
     counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION_ON_CPU)
     with counter as flops, _TrafficCounter(flops) as traffic:
         result = function()
@@ -274,7 +285,7 @@ def _counted(function: Callable[[], Any]) -> tuple[Any, Work]:
 
 
 class _TrafficCounter(TorchDispatchMode):
-    """Counts the bytes that operations read and write, and those alive; views do neither."""
+    """Counts the bytes that operations read, write and keep alive; views do neither."""
 
     def __init__(self, flops: FlopCounterMode) -> None:
         super().__init__()
@@ -285,24 +296,24 @@ class _TrafficCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if adds_up_gradients():  # for fake tensors by copies, which real ones do not need
+        if adds_up_gradients():  # fake tensors need copies for it, real tensors do not
             return result
-        written = tensors_of(result)  # none: a question, such as for the device
-        self.operators += bool(written)
-        if written and not func.is_view and func is not torch.ops.aten._unsafe_view.default:
+        outputs = tensors_of(result)  # empty for a query, such as of the device
+        self.operators += bool(outputs)
+        if outputs and not func.is_view and func is not torch.ops.aten._unsafe_view.default:
             read = tensors_of((args, kwargs))
-            nbytes = sum(map(byte_size, [*read, *written]))
+            nbytes = sum(map(byte_size, [*read, *outputs]))
             self.bytes += nbytes
             self.product_bytes += nbytes * (func.overloadpacket in self._products)
-            self._follow(written, {storage_id(tensor) for tensor in read})
+            self._follow(outputs, {storage_id(tensor) for tensor in read})
         return result
 
-    def _follow(self, written: Sequence[Tensor], read: Collection[int]) -> None:
+    def _follow(self, outputs: Sequence[Tensor], inputs: Collection[int]) -> None:
         """Counts new storages until they are freed."""
-        for tensor in written:
+        for tensor in outputs:
             storage, number = tensor.untyped_storage(), storage_id(tensor)
-            known = self._known.get(number)
-            if number in read or (known is not None and known() is storage):
+            counted = self._known.get(number)
+            if number in inputs or (counted is not None and counted() is storage):
                 continue  # in place, or counted already
             self._alive += storage.nbytes()
             self._known[number] = weakref.ref(storage, partial(self._free, storage.nbytes()))
@@ -314,82 +325,90 @@ class _TrafficCounter(TorchDispatchMode):
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
-# What every module has, and what does not decide what a forward does.
+# Attributes of every module, which do not affect its forward.
 _OF_MODULE = frozenset(vars(nn.Module()))
 
 
 class _First(NamedTuple):
-    """The run of the first of equal layers."""
+    """The run of the first of several equal layers."""
 
-    given: list[Tensor]
+    input_tensors: list[Tensor]
     ran: LayerRun
     saved: Mapping[int, int]
 
 
 class _RunOnce:
-    """Runs the first of equal layers, and gives the others its run with new tensors.
+    """Runs only the first of several equal layers, and reuses its run for the others.
 
-    The layers of a transformer are copies of each other. Each gives an output of the same shape, so
-    what was counted for the first holds for all, and only the first has to run.
+    The layers of a transformer are copies of each other with outputs of equal shape, so the counts
+    of the first are valid for all.
 
     Attributes:
-        first: for each layer that came, the number of the one whose run it has; counted from 0.
+        first: for each layer, the index of the layer whose run it uses.
     """
 
     def __init__(self, run: RunLayer) -> None:
         self.first: list[int] = []
         self._run = run
         self._known: dict[Hashable, tuple[int, _First]] = {}
-        self._numbers = count(-1, -1)  # of storages that nobody sees; no real one is negative
+        self._numbers = count(-1, -1)  # ids for internal storages; real ids are not negative
 
-    def __call__(self, layer: Layer, given: Given) -> tuple[LayerRun, Mapping[int, int]]:
+    def __call__(self, layer: Layer, layer_input: LayerInput) -> tuple[LayerRun, Mapping[int, int]]:
         """Returns what `run` returns."""
-        tensors = tensors_of(given)
-        key = _structure(layer.module), _form(given)
+        tensors = tensors_of(layer_input)
+        key = _structure(layer.module), _form(layer_input)
         if None not in key and key in self._known:
             number, first = self._known[key]
             self.first.append(number)
-            return self._again(first, tensors)
-        ran, saved = self._run(layer, given)
+            return self._repeated(first, tensors)
+        ran, saved = self._run(layer, layer_input)
         self._known[key] = len(self.first), _First(tensors, ran, saved)
         self.first.append(len(self.first))
         return ran, saved
 
-    def _again(self, first: _First, given: list[Tensor]) -> tuple[LayerRun, Mapping[int, int]]:
-        storages = {storage_id(a): storage_id(b) for a, b in zip(first.given, given, strict=True)}
+    def _repeated(
+        self, first: _First, input_tensors: list[Tensor]
+    ) -> tuple[LayerRun, Mapping[int, int]]:
+        storages = {
+            storage_id(a): storage_id(b)
+            for a, b in zip(first.input_tensors, input_tensors, strict=True)
+        }
 
         def renewed(tensor: Tensor) -> Tensor:
-            for old, new in zip(first.given, given, strict=True):
-                if storage_id(old) == storage_id(tensor):  # the layer hands its input on
-                    return new if old.shape == tensor.shape else new.detach().view(tensor.shape)
+            for first_input, same_input in zip(first.input_tensors, input_tensors, strict=True):
+                if storage_id(first_input) == storage_id(tensor):  # the layer returns its input
+                    is_unchanged = first_input.shape == tensor.shape
+                    return same_input if is_unchanged else same_input.detach().view(tensor.shape)
             return torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
             ).requires_grad_(tensor.requires_grad)
 
         handed_on = tree_map_only(Tensor, renewed, first.ran.handed_on)
-        made = zip(tensors_of(first.ran.handed_on), tensors_of(handed_on), strict=True)
-        storages |= {storage_id(old): storage_id(new) for old, new in made}
+        outputs = zip(tensors_of(first.ran.handed_on), tensors_of(handed_on), strict=True)
+        storages |= {
+            storage_id(first_tensor): storage_id(tensor) for first_tensor, tensor in outputs
+        }
         saved = {
-            storages[old] if old in storages else next(self._numbers): nbytes
-            for old, nbytes in first.saved.items()
+            storages[first_tensor] if first_tensor in storages else next(self._numbers): nbytes
+            for first_tensor, nbytes in first.saved.items()
         }
         return first.ran._replace(handed_on=handed_on), saved
 
 
 def _structure(module: nn.Module) -> Hashable:
-    """Returns a value that is equal for modules that compute the same; None if that is not known.
+    """Returns a key that is equal for modules with the same computation; None if unknown.
 
-    Modules are equal if their types, parameters' shapes and plain attributes are, and all other
-    attributes are the same objects.
+    The keys of modules are equal if their types, parameter shapes and plain attributes are equal,
+    and all other attributes are identical objects.
     """
     described: list[Hashable] = []
     for name, part in module.named_modules():
         hooks = [key for key, value in vars(part).items() if key.endswith("_hooks") and value]
-        own = {key: value for key, value in vars(part).items() if key not in _OF_MODULE}
-        attributes = tuple(sorted((key, _value(value)) for key, value in own.items()))
-        if hooks or any(value is None for _, value in attributes):
+        plain = {key: value for key, value in vars(part).items() if key not in _OF_MODULE}
+        comparable = tuple(sorted((key, _value(value)) for key, value in plain.items()))
+        if hooks or any(value is None for _, value in comparable):
             return None
-        described.append((name, type(part), part.training, attributes))
+        described.append((name, type(part), part.training, comparable))
     for kind in (module.named_parameters, module.named_buffers):
         for name, tensor in kind(remove_duplicate=False):
             described.append((name, tensor.shape, tensor.stride(), tensor.dtype))
@@ -398,7 +417,7 @@ def _structure(module: nn.Module) -> Hashable:
 
 
 def _value(value: Any) -> str | None:
-    """Returns an attribute as text, so that all can be sorted; None if it may not be compared."""
+    """Returns an attribute as text, for sorting; None if it cannot be compared."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, tuple | list) and all(isinstance(item, _PLAIN) for item in value):
@@ -408,8 +427,8 @@ def _value(value: Any) -> str | None:
     return None
 
 
-def _form(given: Given) -> Hashable:
-    leaves, tree = tree_flatten(given)
+def _form(layer_input: LayerInput) -> Hashable:
+    leaves, tree = tree_flatten(layer_input)
     ids = [storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
     return (
         str(tree),

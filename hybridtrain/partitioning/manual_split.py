@@ -1,4 +1,4 @@
-"""Splits given by hand: a list, or marks on the modules.
+"""Manual splits: by a list, or by marks on the modules.
 
 A list has layer counts, cut points, layer names or name patterns (`split_layers`). Marks, for
 `split="manual"`, are made by `partition` and `set_partition`:
@@ -11,8 +11,8 @@ A list has layer counts, cut points, layer names or name patterns (`split_layers
             with partition(1):
                 self.decoder = Decoder()
 
-A mark is an attribute of the instance, so that copies and pickles keep it; `state_dict` does not
-have it. A module without one goes with the nearest module around it.
+A mark is an attribute of the instance, so copies and pickles keep it, and `state_dict` does not
+contain it. A module without a mark belongs to the stage of the nearest enclosing module.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _MARK = "_pipeline_stage"
 
 
 class _Current(threading.local):
-    stage: int | None = None  # the partition that this thread is in
+    stage: int | None = None  # the innermost `partition` of this thread
 
 
 class _Marking:
     """Marks new modules while any thread is in a `partition`.
 
-    PyTorch's registration hooks see where a module is put, not where it is made: they would mark
-    a module from outside that is assigned inside, and miss one from inside that is assigned
-    later. Every new module passes through `nn.Module.__init__`, and every copied or unpickled one
-    through `__setstate__`; these two are wrapped until the last thread has left.
+    PyTorch's registration hooks run where a module is assigned, not where it is made: they would
+    mark a module from outside that is assigned inside, and miss a module from inside that is
+    assigned later. So this wraps `nn.Module.__init__`, which every new module calls, and
+    `__setstate__`, which every copied or unpickled module calls, until the last thread has left.
     """
 
     def __init__(self) -> None:
@@ -88,42 +88,42 @@ _marking = _Marking()
 
 @contextmanager
 def partition(index: int) -> Iterator[None]:
-    """Marks the modules that this thread makes inside, also by copying, for the stage `index`.
+    """Marks modules that this thread makes or copies in the block for the stage `index`.
 
-    Of nested partitions the innermost counts.
+    In nested partitions the innermost counts.
 
     Raises:
         SplitError: `index` is not the index of a stage.
     """
     _check_index(index)
-    before = _current.stage
+    outer_stage = _current.stage
     with _marking:
         _current.stage = index
         try:
             yield
         finally:
-            _current.stage = before
+            _current.stage = outer_stage
 
 
 def set_partition(module: nn.Module, index: int) -> None:
-    """Marks `module` for the stage `index`, with what is in it; parts with other marks stay.
+    """Marks `module` and its submodules for the stage `index`; other marks inside it remain.
 
     Raises:
         SplitError: `index` is not the index of a stage.
     """
     _check_index(index)
-    before = _mark(module)
+    former_mark = _mark(module)
     for part in module.modules():
-        if before is not None and _mark(part) == before:  # made in one partition with it
+        if former_mark is not None and _mark(part) == former_mark:  # made in the same partition
             part.__dict__[_MARK] = index
     module.__dict__[_MARK] = index
 
 
 def marked_stage(net: nn.Module, name: str, default: int | None) -> int | None:
-    """Returns the mark of the module `name` of `net`, or else of the nearest one around it.
+    """Returns the mark of the module `name` of `net`, or of the nearest enclosing module.
 
-    A name that `net` does not have, such as that of an operation in a module's forward, counts as
-    being in the nearest module that it does have.
+    A name that is not a module, such as an operation in a module's forward, counts as part of the
+    nearest enclosing module.
     """
     module: object = net
     stage: int | None = _mark(net, default)
@@ -139,35 +139,40 @@ def has_marks(net: nn.Module) -> bool:
 
 
 def spans_stages(module: nn.Module, default: int | None = None) -> bool:
-    """Returns whether parts of `module` belong to different stages, so that it must be cut inside.
+    """Returns whether parts of `module` belong to different stages, so that it must be expanded.
 
-    State without a mark belongs to `default`, where None counts as a stage too. A container without
-    parameters belongs to none.
+    State without a mark belongs to `default`, where None counts as a stage. A container without
+    parameters belongs to no stage.
     """
-    wanted = {
+    stages = {
         default if mark is None else mark
         for part, mark in _marks_in(module)
         if _own_state(part) or (mark is not None and not any(part.children()))
     }
-    return len(wanted) > 1
+    return len(stages) > 1
 
 
 def counts_by_marks(
     net: nn.Module, layers: Sequence[Layer], stages: int, default_partition: int | None
 ) -> list[int]:
-    """Returns how many layers each stage gets if they go where the marks say.
+    """Returns the number of layers of each stage according to the marks.
 
-    A layer without a mark goes as near to `default_partition` as the order of the layers allows,
-    with a line in the log where that is another stage. A layer with neither a mark nor parameters
-    nor buffers, or a stateless one that runs again, can run anywhere: it goes as near to its mark
-    or to `default_partition`, and without either with the layer before it.
+    A layer without a mark goes to the stage nearest to `default_partition` that the order of layers
+    allows; if that is a different stage, it is logged. A layer without mark, parameters and
+    buffers, or a repeated call of a stateless module, can run anywhere: it goes to the stage
+    nearest to its mark or to `default_partition`, and without either to the previous layer's stage.
 
-    `layers` are those of `net` in the order in which they run, by their names there; a further call
-    of a module has a suffix (`decoder@2`). `default_partition` None allows no layer with state
-    without a mark.
+    Args:
+        net: the model with marks.
+        layers: its layers in execution order, with their names in `net`; a repeated call of a
+            module has a suffix (`decoder@2`).
+        stages: the number of stages.
+        default_partition: the stage for layers without a mark; None: a layer with state must have
+            a mark.
 
     Raises:
-        SplitError: the marks do not describe `stages` runs of layers; says which layer, and why.
+        SplitError: the marks do not describe `stages` consecutive groups of layers; the message
+            names the layer and the reason.
     """
     if not has_marks(net):
         raise SplitError(
@@ -185,14 +190,14 @@ def counts_by_marks(
     moves: list[bool] = []  # layers with state and without a mark
     ran: set[int] = set()
     for layer in layers:
-        wanted = _wanted_stages(net, layer, marks)
-        stage = _stage_of(layer, wanted, default_partition)
+        marked_stages = _marked_stages(net, layer, marks)
+        stage = _stage_of(layer, marked_stages, default_partition)
         preferred.append(default_partition if stage is None else stage)
-        again = id(layer.module) in ran or layer.name != strip_call_index(layer.name)
+        is_repeated = id(layer.module) in ran or layer.name != strip_call_index(layer.name)
         ran.add(id(layer.module))
         stateless = not any(_own_state(part) for part in layer.module.modules())
-        moves.append(wanted == {None})
-        assigned.append(None if moves[-1] or (again and stateless) else stage)
+        moves.append(marked_stages == {None})
+        assigned.append(None if moves[-1] or (is_repeated and stateless) else stage)
     filled = _fill_in(assigned, preferred, stages)
     for layer, is_moved, stage in zip(layers, moves, filled, strict=True):
         if is_moved and stage != default_partition:
@@ -204,43 +209,50 @@ def counts_by_marks(
     return _counts_of(layers, filled, stages)
 
 
-def _wanted_stages(
+def _marked_stages(
     net: nn.Module, layer: Layer, marks: Mapping[int, int | None]
 ) -> set[int | None]:
-    """Returns the marks of what is in a layer, None for what has none; empty: it can run anywhere.
+    """Returns the marks of the parts of a layer; empty if the layer can run anywhere.
 
-    What holds state decides, since the rest can be computed next to it. The layer may be a segment
-    of the model's forward: not a module of the model, but with some of its modules and parameters,
-    whose `marks` are given by identity.
+    Parts with state decide, since other parts can run next to them; None stands for such a part
+    without a mark. The layer may be a segment of the model's forward, which is not a module of the
+    model but contains some of its modules and parameters.
+
+    Args:
+        net: the model.
+        layer: the layer.
+        marks: the marks of modules, parameters and buffers, by id.
     """
     by_name = marked_stage(net, layer.name, None)
     parts = list(layer.module.modules())
-    wanted = {
+    stages = {
         marks.get(id(part), marks.get(id(tensor), by_name))
         for part in parts
         for tensor in _own_state(part)
     }
-    if not wanted:
-        wanted = {marks.get(id(part)) for part in parts if not any(part.children())} - {None}
-        wanted = wanted or {by_name} - {None}
-    return wanted
+    if not stages:
+        stages = {marks.get(id(part)) for part in parts if not any(part.children())} - {None}
+        stages = stages or {by_name} - {None}
+    return stages
 
 
-def _stage_of(layer: Layer, wanted: Collection[int | None], default: int | None) -> int | None:
+def _stage_of(
+    layer: Layer, marked_stages: Collection[int | None], default: int | None
+) -> int | None:
     """Returns the stage of a layer; None if it can run anywhere."""
-    found = {default if mark is None else mark for mark in wanted}
-    if None in found:
+    stages = {default if mark is None else mark for mark in marked_stages}
+    if None in stages:
         raise SplitError(
             f"layer {layer.name!r} has no partition: put its construction into "
             f"`with partition(i):`, call set_partition, or set default_partition="
         )
-    if len(found) > 1:
-        stages = _listed(sorted(stage for stage in found if stage is not None))
+    if len(stages) > 1:
+        listed = _listed(sorted(stage for stage in stages if stage is not None))
         raise SplitError(
-            f"layer {layer.name!r} runs as one, but has parts for the stages {stages}: place all "
+            f"layer {layer.name!r} runs as one, but has parts for the stages {listed}: place all "
             f"of it on one, or make its parts layers of the model"
         )
-    return next(iter(found), None)
+    return next(iter(stages), None)
 
 
 def _mark(module: object, default: Any = None) -> Any:
@@ -278,30 +290,30 @@ def split_layers(layers: Sequence[Layer], stages: int, split: SplitSpec) -> list
         SplitError: it does not fit the layers; says why and what would.
     """
     n = len(layers)
-    given: list[Any] = list(split)
-    if stages == 1 and not given:
+    entries: list[Any] = list(split)
+    if stages == 1 and not entries:
         return [n]
-    if all(type(item) is int for item in given) and len(given) == stages:
-        if sum(given) != n or min(given) < 1:
+    if all(type(item) is int for item in entries) and len(entries) == stages:
+        if sum(entries) != n or min(entries) < 1:
             raise SplitError(
-                f"split={given}: layer counts must be positive and add up to the model's {n} "
-                f"layers; these add up to {sum(given)}"
+                f"split={entries}: layer counts must be positive and add up to the model's {n} "
+                f"layers; these add up to {sum(entries)}"
             )
-        return given
-    if all(type(item) in (int, str) for item in given) and len(given) == stages - 1:
-        if len({type(item) for item in given}) == 1:
-            cuts = [_index(layers, item) if isinstance(item, str) else item for item in given]
+        return entries
+    if all(type(item) in (int, str) for item in entries) and len(entries) == stages - 1:
+        if len({type(item) for item in entries}) == 1:
+            cuts = [_index(layers, item) if isinstance(item, str) else item for item in entries]
             counts = [end - start for start, end in pairwise([0, *cuts, n])]
             if min(counts) < 1:
                 raise SplitError(
-                    f"split={given}: cut points must rise and lie between 1 and {n - 1}, so that "
+                    f"split={entries}: cut points must rise and lie between 1 and {n - 1}, so that "
                     f"no stage is empty (layer 0 begins stage 0 anyway)"
                 )
             return counts
-    elif all(isinstance(item, str | list | tuple) for item in given) and len(given) == stages:
-        return counts_by_patterns(layers, stages, given)
+    elif all(isinstance(item, str | list | tuple) for item in entries) and len(entries) == stages:
+        return counts_by_patterns(layers, stages, entries)
     raise SplitError(
-        f"split={given} does not describe {stages} stages: give {stages} layer counts, "
+        f"split={entries} does not describe {stages} stages: give {stages} layer counts, "
         f"{stages - 1} cut point{'s' * (stages != 2)} (indices or names of the layers that begin "
         f"a stage), or {stages} name patterns"
     )
@@ -320,22 +332,24 @@ def counts_by_patterns(
         SplitError: the patterns do not describe `stages` runs of layers; says which, and why.
     """
     owner: dict[str, tuple[int, str]] = {}
-    for stage, given in enumerate(patterns):
-        for pattern in [given] if isinstance(given, str) else given:
+    for stage, patterns_of_stage in enumerate(patterns):
+        for pattern in (
+            [patterns_of_stage] if isinstance(patterns_of_stage, str) else patterns_of_stage
+        ):
             matched = [
                 layer.name
                 for layer in layers
                 if any(fnmatchcase(name, pattern) for name in (layer.name, *_path(layer.name)))
             ]
             if not matched:
-                known = dict.fromkeys(name for layer in layers for name in _path(layer.name))
-                hint = did_you_mean(pattern, known, "layers and groups")
+                module_names = dict.fromkeys(name for layer in layers for name in _path(layer.name))
+                hint = did_you_mean(pattern, module_names, "layers and groups")
                 raise SplitError(f"split=: no layer matches {pattern!r}; {hint}")
             for name in matched:
-                other, earlier = owner.setdefault(name, (stage, pattern))
-                if other != stage:
+                other_stage, earlier = owner.setdefault(name, (stage, pattern))
+                if other_stage != stage:
                     raise SplitError(
-                        f"split=: layer {name!r} matches {earlier!r} of stage {other} and "
+                        f"split=: layer {name!r} matches {earlier!r} of stage {other_stage} and "
                         f"{pattern!r} of stage {stage}; it can be on one"
                     )
     assigned = [owner[layer.name][0] if layer.name in owner else None for layer in layers]
@@ -347,37 +361,39 @@ def _fill_in(
 ) -> list[int]:
     """Assigns each layer whose stage is None to the one nearest to its preferred stage.
 
-    The order of the stages is kept. None as preferred stage: that of the layer before.
+    The order of stages is kept. A preferred stage of None means the previous layer's stage.
     """
     filled: list[int] = []
     for index, (stage, preference) in enumerate(zip(assigned, preferred, strict=True)):
-        before = filled[-1] if filled else 0
-        after = next((later for later in assigned[index:] if later is not None), stages - 1)
+        previous = filled[-1] if filled else 0
+        following = next(
+            (later_stage for later_stage in assigned[index:] if later_stage is not None), stages - 1
+        )
         if preference is None:
-            preference = before if filled else after
-        filled.append(sorted((before, preference, after))[1] if stage is None else stage)
+            preference = previous if filled else following
+        filled.append(sorted((previous, preference, following))[1] if stage is None else stage)
     return filled
 
 
 def _counts_of(layers: Sequence[Layer], assigned: Sequence[int], stages: int) -> list[int]:
-    """Returns how many layers each stage gets, by the stage that each layer is assigned to.
+    """Returns the number of layers of each stage, given the stage of each layer.
 
     Raises:
         SplitError: a stage does not exist or has no layer, or the stages are not in order.
     """
     for layer, stage in zip(layers, assigned, strict=True):
         _check_stage(f"layer {layer.name!r} is to be on stage {stage}", stage, stages)
-    for (before, earlier), (layer, stage) in pairwise(zip(layers, assigned, strict=True)):
+    for (previous_layer, earlier), (layer, stage) in pairwise(zip(layers, assigned, strict=True)):
         if stage < earlier:
-            first = next(one.name for one in layers if one.module is layer.module)
+            first = next(candidate.name for candidate in layers if candidate.module is layer.module)
             remedy = f"stages run in order, so put {layer.name!r} on a later one or "
-            remedy += f"{before.name!r} on an earlier one"
+            remedy += f"{previous_layer.name!r} on an earlier one"
             if first != layer.name:
                 remedy = f"it calls the module of {first!r} again, so put all layers between the "
                 remedy += "two calls on one stage"
             raise SplitError(
-                f"layer {layer.name!r} is to be on stage {stage} but runs after {before.name!r} "
-                f"on stage {earlier}: {remedy}"
+                f"layer {layer.name!r} is to be on stage {stage} but runs after "
+                f"{previous_layer.name!r} on stage {earlier}: {remedy}"
             )
     counts = [assigned.count(stage) for stage in range(stages)]
     if 0 in counts:
@@ -389,30 +405,30 @@ def _counts_of(layers: Sequence[Layer], assigned: Sequence[int], stages: int) ->
     return counts
 
 
-def _check_stage(what: str, stage: int, stages: int) -> None:
-    """Raises a SplitError that begins with `what` unless there is such a stage."""
+def _check_stage(subject: str, stage: int, stages: int) -> None:
+    """Raises a SplitError that begins with `subject` if the stage does not exist."""
     if not 0 <= stage < stages:
-        known = "is only stage 0" if stages == 1 else f"are stages {_listed(range(stages))}"
-        raise SplitError(f"{what}, but there {known}")
+        existing = "is only stage 0" if stages == 1 else f"are stages {_listed(range(stages))}"
+        raise SplitError(f"{subject}, but there {existing}")
 
 
 def _listed(stages: Sequence[int]) -> str:
     """Returns `0 to 3`, or `1 and 3`."""
     if len(stages) > 2 and stages[-1] - stages[0] == len(stages) - 1:
         return f"{stages[0]} to {stages[-1]}"
-    *others, last = map(str, stages)
-    return f"{', '.join(others)} and {last}" if others else last
+    *all_but_last, last = map(str, stages)
+    return f"{', '.join(all_but_last)} and {last}" if all_but_last else last
 
 
 def modules_around(names: Collection[str], split: Sequence[Any]) -> set[str]:
-    """Returns which of the modules `names` must be expanded to find the layers in `split`."""
-    given = [name for item in split for name in ([item] if isinstance(item, str) else item)]
-    literal = [re.split(r"[*?\[]", name)[0].rpartition(".")[0] for name in given]
+    """Returns the modules among `names` that must be expanded to get the layers in `split`."""
+    patterns = [name for item in split for name in ([item] if isinstance(item, str) else item)]
+    literal = [re.split(r"[*?\[]", name)[0].rpartition(".")[0] for name in patterns]
     return {path for name in literal for path in _path(name)} & set(names)
 
 
 def strip_call_index(name: str) -> str:
-    """Returns a layer's name without the number of its call: `decoder` for `decoder@2`."""
+    """Returns a layer's name without its call index: `decoder` for `decoder@2`."""
     return re.sub(r"@\d+$", "", name)
 
 

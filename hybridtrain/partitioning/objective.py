@@ -1,4 +1,4 @@
-"""The partitioning objective: the size of a stage, and the cut whose largest stage is smallest."""
+"""The partitioning objective: what a stage's size is, and the cut that minimizes the largest."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ from torch import Tensor
 from hybridtrain.errors import SplitError, closest
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning.costs import LayerCost
+from hybridtrain.partitioning.recompute import recomputes_stages
 
 GIB = 2**30
 INFINITY = float("inf")
-
-# The modes of activation checkpointing in which whole stages are recomputed.
-WHOLE_STAGES = ("always", "except_last")
 
 MEASURED_SPLITS = ("time", "memory", "balanced")
 SPLITS = ("uniform", "size", *MEASURED_SPLITS, "manual")
 
 
 def needs_costs(options: PipelineOptions) -> bool:
-    """Returns whether the plan depends on what layers cost."""
+    """Returns whether the plan depends on the costs of layers."""
     return options.split in MEASURED_SPLITS
 
 
@@ -36,17 +34,18 @@ ROUNDING = 1 + 1e-12
 
 @dataclass(frozen=True)
 class Objective:
-    """The measure of a stage's size.
+    """The quantity that the partitioner balances across stages.
 
     Attributes:
-        unit: `layers` and `parameters` are counted; `costs` are times and bytes.
-        memory_weight: for `costs`, the weight of a stage's share of the model's memory against its
-            share of the model's time: 0 balances time alone, 1 memory alone.
-        memory_limit: for `costs`, the bytes that a device may hold.
-        recomputes: stages keep only their inputs for each micro-batch, and their activations for
-            one micro-batch.
-        stages_per_device: stages that share a device's limit equally, even where a small stage
-            would leave space for a large one.
+        unit: the unit of size: number of `layers`, number of `parameters`, or `costs` (times and
+            bytes).
+        memory_weight: for `costs`, the weight of memory against time: 0 balances only time, 1 only
+            memory.
+        memory_limit: for `costs`, the most bytes per device.
+        recomputes: whether stages store only their inputs for each micro-batch, and activations
+            for one micro-batch.
+        stages_per_device: the number of stages per device, which share its limit equally, even if
+            a small stage would leave space for a large one.
     """
 
     unit: Literal["layers", "parameters", "costs"] = "costs"
@@ -60,7 +59,7 @@ class Objective:
         """Returns the objective of `options.split`.
 
         Raises:
-            SplitError: it is not the name of an objective.
+            SplitError: `split` is not the name of an objective.
         """
         split = str(options.split)
         if split in ("uniform", "size"):
@@ -75,26 +74,29 @@ class Objective:
         return cls(
             memory_weight={"time": 0.0, "memory": 1.0}.get(split, options.memory_weight),
             memory_limit=(options.memory_limit_gib or INFINITY) * GIB,
-            recomputes=options.checkpoint in WHOLE_STAGES,
+            recomputes=recomputes_stages(options.recompute),
             stages_per_device=options.stages_per_device,
         )
 
     @property
     def stage_limit(self) -> float:
-        """The bytes that a stage may take."""
+        """The most bytes per stage."""
         return self.memory_limit / self.stages_per_device
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """The cost of a stage: milliseconds for one micro-batch, memory for all that it keeps alive.
+    """The cost of a stage: milliseconds for one micro-batch, memory for all in flight.
 
     Attributes:
-        time_ms: the sum of the following three.
-        crossing_ms: the time to bring values and their gradients over the cuts at its two ends; a
-            cut counts for both stages that it separates.
-        memory_bytes: its weights, and what it keeps of the micro-batches that it holds at most.
-        parameters: elements of its parameters.
+        time_ms: the sum of the following three times.
+        forward_ms: the forward of its layers.
+        backward_ms: the backward of its layers.
+        crossing_ms: the transfer of values and gradients over the cuts at both ends; a cut counts
+            for both stages that it separates.
+        memory_bytes: its weights, and the activations and inputs of the peak number of
+            micro-batches in flight.
+        parameters: the number of elements of its parameters.
     """
 
     time_ms: float
@@ -111,10 +113,13 @@ def cut_by_costs(
     goal: Objective,
     no_cut_before: Collection[int] = (),
 ) -> list[int]:
-    """Returns how many layers each stage gets so that the largest is as small as it can be.
+    """Returns the number of layers of each stage that minimizes the size of the largest stage.
 
-    Each stage keeps at most `in_flight` micro-batches alive at one time, and no stage begins with
-    one of the layers `no_cut_before`, given by index.
+    Args:
+        costs: the costs of all layers.
+        in_flight: for each stage, the peak number of micro-batches in flight.
+        goal: the size of a stage, and the memory limit.
+        no_cut_before: the indices of layers that cannot begin a stage.
 
     Raises:
         SplitError: there are too few layers or places to cut, or no cut fits into memory.
@@ -139,11 +144,16 @@ def stage_tables(
     goal: Objective,
     no_cut_before: Collection[int] = (),
 ) -> list[Tensor]:
-    """Returns the tables that `best_cut` takes, infinity where the arguments forbid the stage.
+    """Returns the tables of stage sizes for `best_cut`; infinity where a stage is not allowed.
 
-    Arguments as for `cut_by_costs`. A stage's time and memory are shares of the uncut model's; the
-    latter with as many micro-batches alive as the stages hold on average, so that the stages'
-    shares add up to about 1 in both.
+    A stage's time and memory are shares of the uncut model's, the latter with the stages' average
+    number of micro-batches in flight, so that both shares add up to about 1 over the stages.
+
+    Args:
+        costs: the costs of all layers.
+        in_flight: for each stage, the peak number of micro-batches in flight.
+        goal: the size of a stage, and the memory limit.
+        no_cut_before: the indices of layers that cannot begin a stage.
     """
     if goal.unit == "costs":
         time = _time_ms(costs)
@@ -158,7 +168,7 @@ def stage_tables(
         sizes = [1 if goal.unit == "layers" else cost.parameters for cost in costs]
         tables = [range_sums(sizes) for _ in in_flight]
     for table in tables:
-        table[list(no_cut_before)] = INFINITY  # no stage begins here, and so none ends here
+        table[list(no_cut_before)] = INFINITY  # no stage begins here, so none ends here
     return tables
 
 
@@ -168,7 +178,7 @@ def stage_costs(
     in_flight: Sequence[int],
     recomputes: bool = False,
 ) -> list[StageCost]:
-    """Returns the costs of stages with `counts` layers that hold `in_flight` micro-batches."""
+    """Returns the costs of stages with `counts` layers and `in_flight` micro-batches each."""
     bounds = pairwise(accumulate(counts, initial=0))
     time = _time_ms(costs)
     cut = _at_cuts([cost.crossing_ms for cost in costs]).tolist()
@@ -186,22 +196,26 @@ def stage_costs(
 
 
 def _time_ms(costs: Sequence[LayerCost]) -> Tensor:
-    """Returns at [start, end] a stage's milliseconds: layers, and values and gradients at cuts."""
+    """Returns a table of a stage's milliseconds at [start, end]: layers, and transfers at cuts."""
     cut = _at_cuts([cost.crossing_ms for cost in costs])
     layers = range_sums([cost.forward_ms + cost.backward_ms for cost in costs])
     return layers + 2 * (cut[:, None] + cut)
 
 
 def _memory_bytes(costs: Sequence[LayerCost], microbatches: int, recomputes: bool) -> Tensor:
-    """Returns at [start, end] a stage's bytes: weights, and the inputs and activations kept."""
+    """Returns a table of a stage's bytes at [start, end]: weights, stored inputs, activations."""
     weights = range_sums([cost.weight_bytes for cost in costs])
-    kept = range_sums([cost.activation_bytes for cost in costs])
+    activations = range_sums([cost.activation_bytes for cost in costs])
     received = _at_cuts([cost.crossing_bytes for cost in costs])
-    return weights + microbatches * received[:, None] + (1 if recomputes else microbatches) * kept
+    return (
+        weights
+        + microbatches * received[:, None]
+        + (1 if recomputes else microbatches) * activations
+    )
 
 
 def _at_cuts(crossing: Sequence[float]) -> Tensor:
-    """Returns the cost of each cut; nothing crosses the model's two ends."""
+    """Returns the cost of each cut; it is 0 at the model's two ends."""
     return torch.tensor([0.0, *crossing[:-1], 0.0], dtype=torch.float64)
 
 
@@ -212,17 +226,19 @@ def _why_nothing_fits(
     no_cut_before: Collection[int],
 ) -> str:
     n, stages, per_device = len(costs), len(in_flight), goal.stages_per_device
-    each = f", {goal.stage_limit / GIB:g} GiB for each of a device's {per_device} stages"
-    limit = f"memory_limit_gib={goal.stage_limit * per_device / GIB:g}{each * (per_device > 1)}"
-    # each stage before and after needs a layer too
+    share_text = f", {goal.stage_limit / GIB:g} GiB for each of a device's {per_device} stages"
+    limit = (
+        f"memory_limit_gib={goal.stage_limit * per_device / GIB:g}{share_text * (per_device > 1)}"
+    )
+    # each stage before and after needs at least one layer
     fewest = [min(in_flight[max(0, stages - n + i) : i + 1]) for i in range(n)]
     alone, alive, name = max(
         (
-            cost.weight_bytes + (1 if goal.recomputes else kept) * cost.activation_bytes,
-            kept,
+            cost.weight_bytes + (1 if goal.recomputes else held) * cost.activation_bytes,
+            held,
             cost.name,
         )
-        for cost, kept in zip(costs, fewest, strict=True)
+        for cost, held in zip(costs, fewest, strict=True)
     )
     batches = f"{alive} micro-batch{'es' * (alive != 1)}"
     culprit = f" (layer {name!r} alone needs {_gib(alone)} with {batches} in flight: divide it)"
@@ -230,12 +246,12 @@ def _why_nothing_fits(
     by_memory = Objective(memory_weight=1.0, recomputes=goal.recomputes)
     counts = cut_by_costs(costs, in_flight, by_memory, no_cut_before)
     cut = stage_costs(costs, counts, in_flight, goal.recomputes)
-    needed = max(stage.memory_bytes for stage in cut)
+    needed_bytes = max(stage.memory_bytes for stage in cut)
     return (
-        f"no cut into {stages} stages fits under {limit}: each has a stage of {_gib(needed)} or "
-        f"more{culprit}. Set memory_limit_gib= to {_gib(needed * per_device)} or more, or lower "
-        f"what a stage holds: more stages (nb_part=), smaller micro-batches (chunks=), activation "
-        f"checkpointing (checkpoint='always')"
+        f"no cut into {stages} stages fits under {limit}: each has a stage of {_gib(needed_bytes)} "
+        f"or more{culprit}. Set memory_limit_gib= to {_gib(needed_bytes * per_device)} or more, or "
+        f"lower what a stage holds: more stages (nb_part=), smaller micro-batches (chunks=), "
+        f"recomputation (recompute='always')"
     )
 
 
@@ -245,21 +261,21 @@ def _gib(size: float) -> str:
 
 
 def best_cut(costs: Sequence[Tensor] | Sequence[Sequence[Sequence[float]]]) -> list[int] | None:
-    """Returns how many consecutive layers each part gets; none is empty.
+    """Returns the number of consecutive layers of each part; every part has at least one.
 
-    The cost of the most expensive part is minimal. Among the cuts that reach this minimum, the one
-    with the smallest sum of squared costs is taken, then the one with the most even counts. What
-    differs by rounding alone (`ROUNDING`) ties. This is the linear partition problem (Skiena, The
-    Algorithm Design Manual, 8.5), solved exactly by dynamic programming, O(parts * layers^2), also
-    for costs that do not grow with the part, since one cut may be expensive to cross.
+    It minimizes the cost of the most expensive part. Ties are broken by the smallest sum of squared
+    costs, then by the most even counts; costs that differ only by rounding (`ROUNDING`) tie. This
+    is the linear partition problem (Skiena, The Algorithm Design Manual, 8.5), solved exactly by
+    dynamic programming in O(parts * layers^2). Costs need not grow with the part, since a cut may
+    be expensive to cross.
 
     Args:
-        costs: for each part a table of (layers + 1, layers + 1): `costs[part][start][end]` is its
-            cost, 0 or more, if it holds the layers from `start` up to but without `end`;
-            infinity where that is forbidden. Entries with `end <= start` are ignored.
+        costs: for each part, a table of shape (layers + 1, layers + 1): `costs[part][start][end]`
+            is its cost, at least 0, for the layers `start` to `end - 1`; infinity where that is
+            not allowed. Entries with `end <= start` are ignored.
 
     Returns:
-        None if every cut has a forbidden part.
+        the counts; None if every cut has a part that is not allowed.
     """
     tables = [torch.as_tensor(table, dtype=torch.float64) for table in costs]
     ends = torch.arange(len(tables[0]))
@@ -274,8 +290,8 @@ def best_cut(costs: Sequence[Tensor] | Sequence[Sequence[Sequence[float]]]) -> l
     if limit[-1] == INFINITY:
         return None
 
-    # squares[end] and evenness[end] are the sums of squared costs and counts of the best way to
-    # cut the first `end` layers into the parts so far; starts[part][end] is where its last begins
+    # squares[end] and evenness[end] are the sums of squared costs and counts of the best cut of
+    # the first `end` layers into the parts so far; starts[part][end] is the start of its last part
     squares = start_only
     evenness = torch.zeros_like(ends)
     starts: list[Tensor] = []
@@ -295,6 +311,6 @@ def best_cut(costs: Sequence[Tensor] | Sequence[Sequence[Sequence[float]]]) -> l
 
 
 def range_sums(values: Sequence[float]) -> Tensor:
-    """Returns a table with the sum of `values[start:end]` at `[start, end]`, float64."""
+    """Returns a float64 table with the sum of `values[start:end]` at `[start, end]`."""
     totals = torch.tensor([0.0, *values], dtype=torch.float64).cumsum(0)
     return totals - totals[:, None]

@@ -1,4 +1,4 @@
-"""A plan: where a model is cut and what its layers cost, as data and as an editable YAML file."""
+"""A plan: where a model is cut, and the costs of its layers, as data and as an editable file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import yaml
 from hybridtrain._base.files import write_atomically
 from hybridtrain._base.text_table import text_table, with_unit
 from hybridtrain.errors import SplitError, closest
-from hybridtrain.options import CheckpointSpec
+from hybridtrain.options import RecomputeSpec
 from hybridtrain.partitioning.costs import LayerCost
-from hybridtrain.partitioning.objective import WHOLE_STAGES, StageCost, stage_costs
+from hybridtrain.partitioning.objective import StageCost, stage_costs
+from hybridtrain.partitioning.recompute import recomputes_stages
 
 _HEADER = """\
 # Where a model is cut into stages, and what its layers cost for one micro-batch.
@@ -32,9 +33,9 @@ class StagePlan:
     """One stage of a plan.
 
     Attributes:
-        device: its device, by a name local to its process.
-        process: the index of the replica's process that owns it.
-        in_flight: the most micro-batches that it keeps alive at one time.
+        device: the name of its device, local to its process.
+        process: the index in the replica of the process that owns it.
+        in_flight: the peak number of micro-batches in flight.
         layers: the costs of its layers, in order.
     """
 
@@ -46,13 +47,17 @@ class StagePlan:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """A model in stages, what they cost, and who owns them.
+    """The stages of a model, their costs, and their owners.
 
     Attributes:
-        model: the class of the model.
-        split: as in `PipelineOptions`, and `by hand` for a list; so are the fields not listed here.
-        nb_part: devices of the pipeline.
-        expand: the modules that are cut inside, by name.
+        model: the class name of the model.
+        split: the option of `PipelineOptions`, or `by hand` for a list.
+        schedule: the option of `PipelineOptions`.
+        chunks: the option of `PipelineOptions`.
+        nb_part: devices per pipeline.
+        stages_per_device: the option of `PipelineOptions`.
+        checkpoint: the option of `PipelineOptions`.
+        expand: the names of modules that are cut inside.
         costs_from: `measured`, `estimated`, `counted` (parameters only) or `given` by the caller.
         stages: the stages in the order of the pipeline.
     """
@@ -63,7 +68,7 @@ class Plan:
     chunks: int
     nb_part: int
     stages_per_device: int
-    checkpoint: CheckpointSpec
+    recompute: RecomputeSpec
     expand: list[str]
     costs_from: str
     stages: list[StagePlan]
@@ -95,18 +100,18 @@ class Plan:
 
     @property
     def in_flight(self) -> list[int]:
-        """The most micro-batches that each stage keeps alive at one time."""
+        """For each stage, the peak number of micro-batches in flight."""
         return [stage.in_flight for stage in self.stages]
 
     def stage_costs(self) -> list[StageCost]:
-        """Returns what each stage costs, by the costs of its layers."""
-        recomputes = self.checkpoint in WHOLE_STAGES
+        """Returns the cost of each stage, from the costs of its layers."""
+        recomputes = recomputes_stages(self.recompute)
         return stage_costs(self.costs, self.counts, self.in_flight, recomputes)
 
     def to_yaml(self) -> str:
-        """Returns the content of a file that `read` reads, with one line per layer."""
+        """Returns the plan as YAML with one line per layer, which `read` can parse."""
         content = asdict(self)
-        content["checkpoint"] = _plain(self.checkpoint)
+        content["recompute"] = _plain(self.recompute)
         for stage in content["stages"]:
             for cost in stage["layers"]:
                 cost |= {k: round(v, 3) for k, v in cost.items() if isinstance(v, float)}
@@ -121,65 +126,65 @@ class Plan:
 
     @classmethod
     def read(cls, path: str | PathLike[str]) -> Plan:
-        """Reads what `write` wrote.
+        """Reads a plan from a file.
 
         Raises:
-            SplitError: there is no such file, or it is not a plan.
+            SplitError: the file does not exist, or it is not a plan.
         """
         try:
             content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise SplitError(f"split=: cannot read {path}: {error.strerror}") from error
         except (UnicodeDecodeError, yaml.YAMLError) as error:
-            why = " ".join(str(error).split())
-            raise SplitError(f"split=: {path} is not a YAML file: {why}") from error
+            reason = " ".join(str(error).split())
+            raise SplitError(f"split=: {path} is not a YAML file: {reason}") from error
         plan: Plan = _parsed(cls, content, str(path))
         return plan
 
 
-def _plain(checkpoint: CheckpointSpec) -> Any:
-    """Returns `checkpoint` in the types of a YAML file."""
-    if isinstance(checkpoint, str):
-        return checkpoint
-    return dict(checkpoint) if isinstance(checkpoint, Mapping) else list(checkpoint)
+def _plain(recompute: RecomputeSpec) -> Any:
+    """Returns `recompute` as plain YAML types."""
+    if isinstance(recompute, str):
+        return recompute
+    return dict(recompute) if isinstance(recompute, Mapping) else list(recompute)
 
 
 _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
     str: ((str,), "a text (in quotes)"),
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
-    CheckpointSpec: ((str, list, dict), "a mode, {every: k} or a list of layer names"),
+    RecomputeSpec: ((str, list, dict), "a mode, {every: k} or a list of layer names"),
 }
 
 
-def _parsed(kind: Any, given: Any, where: str) -> Any:
-    """Returns `given`, from a YAML file, as a `kind`; a mapping may have other keys too."""
+def _parsed(kind: Any, value: Any, place: str) -> Any:
+    """Returns `value`, from a YAML file, as a `kind`; a mapping may have other keys too."""
     if get_origin(kind) is list:
-        if not isinstance(given, list):
-            raise SplitError(f"split=: {where}={given!r} must be a list")
-        return [_parsed(get_args(kind)[0], item, f"{where}[{i}]") for i, item in enumerate(given)]
+        if not isinstance(value, list):
+            raise SplitError(f"split=: {place}={value!r} must be a list")
+        return [_parsed(get_args(kind)[0], item, f"{place}[{i}]") for i, item in enumerate(value)]
     if kind in _TYPES:
-        types, said = _TYPES[kind]
-        if type(given) not in types:
-            raise SplitError(f"split=: {where}={given!r} must be {said}")
-        return given
+        types, type_text = _TYPES[kind]
+        if type(value) not in types:
+            raise SplitError(f"split=: {place}={value!r} must be {type_text}")
+        return value
     kinds = get_type_hints(kind)
-    if not isinstance(given, Mapping):
+    if not isinstance(value, Mapping):
         keys = ", ".join(kinds)
-        raise SplitError(f"split=: {where} must have the keys {keys} of a plan; {_NEW_PLAN}")
+        raise SplitError(f"split=: {place} must have the keys {keys} of a plan; {_NEW_PLAN}")
     values = {}
     for name, kind_of_value in kinds.items():
-        if name not in given:
-            raise SplitError(f"split=: {where} lacks the key {name!r}; {_NEW_PLAN}")
-        values[name] = _parsed(kind_of_value, given[name], f"{where}: {name}")
+        if name not in value:
+            raise SplitError(f"split=: {place} lacks the key {name!r}; {_NEW_PLAN}")
+        values[name] = _parsed(kind_of_value, value[name], f"{place}: {name}")
     return kind(**values)
 
 
 def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:
-    """Returns how many layers each stage gets in a model whose layers are `names`.
+    """Returns the number of layers of each stage, for a model with the layers `names`.
 
     Raises:
-        SplitError: the plan is for other layers, or for another number of stages.
+        SplitError: the plan has other layers, or another number of stages.
     """
     planned = [cost.name for cost in plan.costs]
     advice = _NEW_PLAN
@@ -196,8 +201,8 @@ def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:
         advice = f"put the plan's layers into the model's order, or {_NEW_PLAN}"
     elif len(plan.stages) != stages:
         wrong = f"the plan has {len(plan.stages)} stages, and {stages} are asked for"
-        both = f"nb_part={plan.nb_part} and stages_per_device={plan.stages_per_device}"
-        advice = f"set {both} as in the plan, or {_NEW_PLAN}"
+        settings = f"nb_part={plan.nb_part} and stages_per_device={plan.stages_per_device}"
+        advice = f"set {settings} as in the plan, or {_NEW_PLAN}"
     elif empty := [number for number, count in enumerate(plan.counts) if not count]:
         wrong = f"stage {empty[0]} has no layers"
     else:
@@ -206,11 +211,11 @@ def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:
 
 
 def table(plan: Plan) -> str:
-    """Returns the stages of `plan` as text, one line each.
+    """Returns the stages of `plan` as text, with one line per stage.
 
-    Times are of one micro-batch; a stage's share of the time includes what crosses its cuts. Where
-    no times are known, the share is of the parameters, and the memory is that of the weights, their
-    gradients and the optimizer's state.
+    Times are for one micro-batch; a stage's share of the time includes transfers over its cuts. If
+    the plan has no times, it shows the share of the parameters, and the memory of weights,
+    gradients and optimizer state.
     """
     stages = plan.stage_costs()
     timed = any(stage.time_ms for stage in stages)

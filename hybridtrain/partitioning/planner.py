@@ -1,7 +1,7 @@
-"""Makes a plan for a model, and rebuilds from a plan the layers of each stage.
+"""Makes a plan for a model, and rebuilds the layers of each stage from a plan.
 
-One process makes the plan, and every process rebuilds its layers. Nothing here needs an engine, a
-process group or a GPU.
+One process makes the plan, and every process rebuilds its layers. This module needs no engine,
+process group or GPU.
 """
 
 from __future__ import annotations
@@ -54,26 +54,26 @@ log = logging.getLogger("hybridtrain")
 
 Item = TypeVar("Item")
 
-# Layers this large, as a share of the mean stage, are expanded if that may even the stages out.
+# Layers larger than this share of the mean stage are expanded if that may even the stages out.
 LARGE_LAYER = 0.1
-# How often layers are expanded and the cut is looked for anew, at most.
+# The most times that layers are expanded and a new cut is computed.
 MAX_EXPANSIONS = 5
 
-# A stage this much above the mean is uneven: the noise of careful times, and of a single look.
-# Counts and estimates have none, and are held to the same.
+# A stage this much above the mean is uneven: the noise of repeated times, and of a single pass.
+# Counts and estimates have no noise, but use the same limit.
 COUNT_NOISE = 0.05
 FIRST_PASS_NOISE = 0.15
-# How long the layers of a chain that looks even enough are timed, in seconds.
+# How long the layers of a chain are timed repeatedly, in seconds.
 CAREFUL_SECONDS = 3.0
 
 COST_SOURCES = ("estimated", "measured")
 
-# Costs that a caller computes: `costs(layers, inputs)` for a chain and a micro-batch.
-GivenCosts = Callable[[Sequence[Layer], Any], Sequence[LayerCost]]
+# A caller's cost function: `costs(layers, inputs)` for a chain and a micro-batch.
+CostFunction = Callable[[Sequence[Layer], Any], Sequence[LayerCost]]
 
 
 class Costs(NamedTuple):
-    """The costs of a chain's layers, and the share of the mean that may be noise in a stage."""
+    """The costs of a chain's layers, and their noise as a share of the mean stage."""
 
     layers: Sequence[LayerCost]
     noise: float = COUNT_NOISE
@@ -85,45 +85,45 @@ def plan(
     example_inputs: Any = None,
     owners: StageOwners | None = None,
     *,
-    costs: str | GivenCosts = "measured",
+    costs: str | CostFunction = "measured",
 ) -> Plan:
-    """Decides how `net` is cut into stages and where these go.
+    """Decides how to cut `net` into stages, and which device gets each stage.
 
     Args:
         net: any module, also on the meta device unless its layers are to be measured.
-        options: the split, the schedule and what else the stages depend on.
+        options: the pipeline options, such as split, schedule and chunks.
         example_inputs: the inputs of one batch, of which the first micro-batch is used, or a
             `Microbatch`. Needed for a split by costs, and for a model that torch.fx cannot trace.
-        cluster: the devices of the pipeline; None: one CPU.
-        costs: where a split by `time`, `memory` or `balanced` takes them from: `measured` runs each
-            layer on the first device, and may leave it there; `estimated` counts FLOPs and bytes
-            without running a kernel, for a data-center GPU; or a function of the layers and a
-            micro-batch that returns them, such as `partial(estimate_costs, flops_per_s=...)`.
+        owners: the devices of the pipeline and the processes that own them; None: one CPU.
+        costs: the source of costs for a split by `time`, `memory` or `balanced`. `measured` runs
+            each layer on the first device, and may leave it there. `estimated` counts FLOPs and
+            bytes for a data-center GPU, without running a kernel. A function of the layers and a
+            micro-batch returns the costs, such as `partial(estimate_costs, flops_per_s=...)`.
 
     Raises:
         ConfigError: `example_inputs` are missing, or `costs` is unknown.
-        SplitError: the model cannot be cut like this; says what could.
+        SplitError: the model cannot be cut like this; the message says what is possible.
     """
     return Planner(net, options, example_inputs, owners, costs=costs).plan()
 
 
 def balance_by_time(net: nn.Module, example_inputs: Any, stages: int) -> list[int]:
-    """Returns the number of layers of each stage, so that the slowest is as fast as possible.
+    """Returns the number of layers of each stage that minimizes the time of the slowest stage.
 
-    Layers run on CPU stages, with the whole of `example_inputs` as a micro-batch.
+    Layers run on the CPU, with `example_inputs` as one micro-batch.
     """
     options = PipelineOptions(split="time")
     return plan(net, options, example_inputs, StageOwners.of_cpus(stages)).counts
 
 
 def balance_by_size(net: nn.Module, stages: int) -> list[int]:
-    """Returns the number of layers of each stage, so that parameters are spread evenly."""
+    """Returns the number of layers of each stage that balances the number of parameters."""
     return plan(net, PipelineOptions(split="size"), owners=StageOwners.of_cpus(stages)).counts
 
 
 @dataclass(frozen=True)
 class PlannedLayers:
-    """The layers of each stage of a plan; the other attributes are those of the `Chain`."""
+    """The layers of each stage of a plan; the other attributes come from the `Chain`."""
 
     stages: list[list[Layer]]
     units: list[tuple[int, int]]
@@ -132,7 +132,7 @@ class PlannedLayers:
 
 
 class _Decision(NamedTuple):
-    """The modules that are expanded, what the layers cost, and how many each stage gets."""
+    """The expanded modules, the costs of the layers, and the number of layers of each stage."""
 
     expand: Collection[str]
     costs: Sequence[LayerCost]
@@ -141,7 +141,15 @@ class _Decision(NamedTuple):
 
 
 class Planner:
-    """Makes a plan, and rebuilds the layers of one without tracing anew; arguments as of `plan`."""
+    """Makes a plan, and rebuilds the layers of a plan without tracing again.
+
+    Args:
+        net: any module, also on the meta device unless its layers are to be measured.
+        options: the pipeline options.
+        example_inputs: the inputs of one batch, or a `Microbatch`.
+        owners: the devices of the pipeline and the processes that own them; None: one CPU.
+        costs: `measured`, `estimated`, or a function of the layers and a micro-batch.
+    """
 
     def __init__(
         self,
@@ -150,12 +158,12 @@ class Planner:
         example_inputs: Any = None,
         owners: StageOwners | None = None,
         *,
-        costs: str | GivenCosts = "measured",
+        costs: str | CostFunction = "measured",
     ) -> None:
         self._net = net
         self._modules = dict(net.named_modules(remove_duplicate=False))
         self._options = options
-        self._cluster = (owners or StageOwners()).placed(options.placement)
+        self._owners = (owners or StageOwners()).placed(options.placement)
         if isinstance(costs, str) and costs not in COST_SOURCES:
             raise ConfigError(
                 f"costs={costs!r} is neither a function of the layers and a micro-batch nor a "
@@ -163,7 +171,7 @@ class Planner:
             )
         self._costs = costs
         self._optimizer_tensors = options.optimizer_tensors_per_param
-        self._stages = self._cluster.nb_part * options.stages_per_device
+        self._stages = self._owners.nb_part * options.stages_per_device
         if example_inputs is None and options.split in MEASURED_SPLITS:
             raise ConfigError(
                 f"split={options.split!r} weighs what layers cost for a micro-batch: pass "
@@ -175,7 +183,7 @@ class Planner:
             sizes = chunk_sizes(batch_size(example_inputs), options.chunks)
             example_inputs = split_batch(example_inputs, sizes)[0]
         self._microbatch = example_inputs
-        device = torch.device(self._cluster.devices[0])
+        device = torch.device(self._owners.devices[0])
         precision = partial(autocast, options.precision, device.type)
         seen_as = device if torch.cuda.is_available() else torch.device("cpu")
         self._chains = ChainBuilder(net, example_inputs, precision, seen_as)
@@ -184,7 +192,7 @@ class Planner:
     @torch.inference_mode(False)  # layers are measured with their backward
     def plan(self) -> Plan:
         """Decides on the stages."""
-        options, owners = self._options, self._cluster
+        options, owners = self._options, self._owners
         nb_part, chunks, per_device = owners.nb_part, options.chunks, options.stages_per_device
         shape = options.schedule, nb_part, chunks, per_device, options.max_inflight
         in_flight = peak_in_flight(make_schedule(*shape))
@@ -197,7 +205,7 @@ class Planner:
             chunks=chunks,
             nb_part=nb_part,
             stages_per_device=per_device,
-            checkpoint=options.checkpoint,
+            recompute=options.recompute,
             expand=sorted(decision.expand),
             costs_from=decision.costs_from,
             stages=[
@@ -210,7 +218,7 @@ class Planner:
         """Rebuilds the layers of `plan`, on any process.
 
         Raises:
-            SplitError: the plan does not fit the model, or cuts what must stay together.
+            SplitError: the plan does not fit the model, or separates layers that must be together.
         """
         chain = self._chain(plan.expand)
         counts = counts_for(plan, [layer.name for layer in chain.layers], self._stages)
@@ -248,17 +256,17 @@ class Planner:
         elif isinstance(split, str):
             return self._by_objective(in_flight)
         else:
-            given = [item for item in split if not isinstance(item, int)]
-            expand = modules_around(self._modules, given)
+            items = [item for item in split if not isinstance(item, int)]
+            expand = modules_around(self._modules, items)
             chain = self._chain(expand)
             counts = split_layers(chain.layers, self._stages, split)
         return _Decision(expand, count(chain.layers, self._optimizer_tensors), counts)
 
     def _by_objective(self, in_flight: Sequence[int]) -> _Decision:
-        """Finds the best cut; layers that are too large for an even one are expanded.
+        """Finds the best cut, and expands layers that are too large for an even cut.
 
         Raises:
-            SplitError: there is no cut; says why.
+            SplitError: no cut is possible; the message says why.
         """
         goal = Objective.of(self._options)
         source = self._costs if isinstance(self._costs, str) else "given"
@@ -267,23 +275,23 @@ class Planner:
         best: _Decision | None = None
         for expansions_left in reversed(range(1 + MAX_EXPANSIONS)):
             chain = self._chain(expand)
-            more: set[str] = set()
-            for found in self._costs_of(chain.layers, goal):
+            further: set[str] = set()
+            for costs in self._costs_of(chain.layers, goal):
                 counts: list[int] | None = None
                 failure: SplitError | None = None
                 try:
-                    counts = cut_by_costs(found.layers, in_flight, goal, chain.no_cut_before)
-                    best = _Decision(sorted(expand), found.layers, counts, costs_from)
+                    counts = cut_by_costs(costs.layers, in_flight, goal, chain.no_cut_before)
+                    best = _Decision(sorted(expand), costs.layers, counts, costs_from)
                 except SplitError as error:
                     failure = error
                 if expansions_left:
-                    large = _too_large(chain, found, in_flight, goal, counts)
-                    more = {path for path in large if self._may_expand(path, goal)} - expand
-                if more or failure:
-                    break  # better times would not change that
-            if not more:
+                    large = _too_large(chain, costs, in_flight, goal, counts)
+                    further = {path for path in large if self._may_expand(path, goal)} - expand
+                if further or failure:
+                    break  # more exact times would not change that
+            if not further:
                 break
-            expand |= more
+            expand |= further
         if best is None:
             assert failure is not None
             raise SplitError(f"{failure}{_hints(chain)}") from failure
@@ -296,22 +304,22 @@ class Planner:
         return path in self._modules and can_expand(self._modules[path])
 
     def _costs_of(self, layers: Sequence[Layer], goal: Objective) -> Iterator[Costs]:
-        """Yields the costs of a chain, each time more exact than before.
+        """Yields the costs of a chain with increasing accuracy.
 
-        Better ones are asked for only while they may change the cut.
+        The caller asks for more exact costs only while they may change the cut.
         """
         precision, tensors = self._options.precision, self._optimizer_tensors
         if goal.unit != "costs":
             yield Costs(count(layers, tensors))
         elif not isinstance(self._costs, str):
             yield Costs(_given(self._costs, layers, self._microbatch))
-        elif self._costs == "estimated":  # for a data-center GPU, whatever the devices are
+        elif self._costs == "estimated":  # for a data-center GPU, independent of the devices
             estimate = partial(estimate_costs, precision=partial(autocast, precision, "cpu"))
             inputs = self._microbatch
             yield Costs(estimate(layers, inputs, optimizer_tensors_per_param=tensors))
         else:
-            stages = self._cluster.stages_of(0)
-            devices = [torch.device(self._cluster.device_of(stage)) for stage in stages]
+            stages = self._owners.stages_of(0)
+            devices = [torch.device(self._owners.device_of(stage)) for stage in stages]
             profiler = LayerProfiler(
                 layers,
                 self._microbatch,
@@ -326,7 +334,7 @@ class Planner:
                 yield Costs(profiler.costs())
 
 
-def _given(function: GivenCosts, layers: Sequence[Layer], inputs: Any) -> Sequence[LayerCost]:
+def _given(function: CostFunction, layers: Sequence[Layer], inputs: Any) -> Sequence[LayerCost]:
     costs = list(function(layers, inputs))
     if [cost.name for cost in costs] != [layer.name for layer in layers]:
         raise ConfigError(
@@ -337,17 +345,17 @@ def _given(function: GivenCosts, layers: Sequence[Layer], inputs: Any) -> Sequen
 
 
 def _too_large(
-    chain: Chain, found: Costs, in_flight: Sequence[int], goal: Objective, counts: list[int] | None
+    chain: Chain, costs: Costs, in_flight: Sequence[int], goal: Objective, counts: list[int] | None
 ) -> set[str]:
     """Returns the layers whose size prevents a better cut than `counts`, or any cut."""
-    tables = stage_tables(found.layers, in_flight, goal, chain.no_cut_before)
+    tables = stage_tables(costs.layers, in_flight, goal, chain.no_cut_before)
     sizes = tables[0].diagonal(1).tolist()
     mean = sum(sizes) / len(in_flight)
     if counts is not None:
         stages = zip(tables, pairwise(accumulate(counts, initial=0)), strict=True)
         largest = max(table[bounds].item() for table, bounds in stages)
         # a number of layers is even enough
-        if goal.unit == "layers" or largest <= (1 + found.noise) * mean:
+        if goal.unit == "layers" or largest <= (1 + costs.noise) * mean:
             return set()
     return {
         strip_call_index(layer.name)
@@ -360,7 +368,7 @@ _SHARE = "Two modules may share their parameters instead of being one (b.weight 
 
 
 def _hints(chain: Chain) -> str:
-    """Returns why there are not more places to cut."""
+    """Returns the reasons why there are not more places to cut, for an error message."""
     hints = ""
     if chain.no_cut_before:
         first = last = min(chain.no_cut_before)
@@ -371,22 +379,23 @@ def _hints(chain: Chain) -> str:
             f"since they use one module, or one changes in place what another one reads. {_SHARE} "
             f"(a module that is called for each of several inputs may be called once: torch.cat)"
         )
-    for name, why in list(chain.unexpanded.items())[-3:]:
-        hints += f"; {name} could not be expanded: {why}"
+    for name, reason in list(chain.unexpanded.items())[-3:]:
+        hints += f"; {name} could not be expanded: {reason}"
     return hints
 
 
 def _runs_of(items: Sequence[Item], counts: Sequence[int], chain: Chain) -> list[list[Item]]:
-    """Returns what each stage has of `items`, one for each layer of `chain`.
+    """Returns the items of each stage, from one item per layer of `chain`.
 
     Raises:
-        SplitError: layers that must stay together do not; names the layers on both sides.
+        SplitError: a cut separates layers that must be together; the message names them.
     """
     for cut in accumulate(counts[:-1]):
         if cut in chain.no_cut_before:
-            before, after = chain.layers[cut - 1].name, chain.layers[cut].name
+            last_before, first_after = chain.layers[cut - 1].name, chain.layers[cut].name
             raise SplitError(
-                f"there can be no cut between {before!r} and {after!r}: a module is used before "
-                f"and after it, or a tensor is changed in place there. Cut elsewhere. {_SHARE}"
+                f"there can be no cut between {last_before!r} and {first_after!r}: a module is "
+                f"used before and after it, or a tensor is changed in place there. Cut elsewhere. "
+                f"{_SHARE}"
             )
     return [list(items[start:end]) for start, end in pairwise(accumulate(counts, initial=0))]

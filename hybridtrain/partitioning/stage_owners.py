@@ -1,4 +1,4 @@
-"""The devices that one replica of a model is spread over, and the processes that own them."""
+"""The devices of a replica's stages, and the processes that own them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hybridtrain.schedule import Placement, place_of
 
 @dataclass(frozen=True)
 class StageOwners:
-    """The devices that one replica of a model is spread over.
+    """The devices of a pipeline, and the processes that own them.
 
     Attributes:
         devices: the pipeline's devices in order, such as `("cuda:0", "cuda:1")`; names are local
             to the process that owns them.
-        processes: processes that share them equally, the first ones the first process's. 1: one
-            process owns all; `len(devices)`: one process per device.
-        replicas: copies of the pipeline, kept equal by data parallelism.
-        placement: how stages are laid out over the devices, which the schedule decides.
+        processes: the number of processes of a replica, which own equally many consecutive
+            devices. 1: one process owns all; `len(devices)`: one process per device.
+        replicas: the number of data-parallel copies of the pipeline.
+        placement: how the schedule assigns stages to devices.
     """
 
     devices: tuple[str, ...] = ("cpu",)

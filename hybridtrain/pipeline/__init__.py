@@ -12,7 +12,7 @@ layer_rng              the random numbers of a layer
 layer_state            what the forwards of a stage change
 recomputation_proof    compares recomputations with their forwards
 tensor_digest          a digest of a tensor's bits
-activation_checkpoint  what a backward recomputes
+recompute              what a backward computes again instead of keeping it
 links                  what crosses a border, and what a stage passes on
 engine                 what an engine is, and the step that it runs
 engines/               who runs which actions in which order, over one of two wires
@@ -23,7 +23,6 @@ model_watch            a model that was changed after wrapping
 timeline               when each action ran, in all processes
 """
 
-from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy
 from hybridtrain.pipeline.agreement import BatchCheck, batch_digest, check_replicas
 from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
 from hybridtrain.pipeline.engine import Head, HeadOutput
@@ -54,7 +53,6 @@ __all__ = [
     "Timeline",
     "batch_digest",
     "check_replicas",
-    "checkpoint_policy",
     "construct_own_stages",
     "default_generator_lock",
     "plan_without_values",

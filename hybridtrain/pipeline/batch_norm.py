@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.pipeline.activation_checkpoint import is_recomputing
+from hybridtrain.pipeline.recompute import is_recomputing
 from hybridtrain.world import World
 
 

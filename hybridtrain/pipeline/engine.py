@@ -46,7 +46,7 @@ class Step(NamedTuple):
         source: gives the first stage its inputs.
         head: takes the last stage's outputs.
         thread_state: grad mode and autocast, as the caller has them.
-        checkpointed: the micro-batches whose stages are recomputed in the backward.
+        recomputed: the micro-batches whose stages are recomputed in the backward.
         reduce: average the gradients over the replicas in the last micro-batch's backward.
         timeline: records the start and end of every action; None records nothing.
         training: whether the model is in training mode.
@@ -56,7 +56,7 @@ class Step(NamedTuple):
     source: Source
     head: Head
     thread_state: ThreadState
-    checkpointed: frozenset[int] = frozenset()
+    recomputed: frozenset[int] = frozenset()
     reduce: bool = False
     timeline: Timeline | None = None
     training: bool = True

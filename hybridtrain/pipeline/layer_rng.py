@@ -382,7 +382,7 @@ class BackwardDraws(InterceptedDraws):
             raise UserError(
                 "the model's own gradient checkpointing recomputes a layer that draws random "
                 "numbers, such as dropout, and would draw others than before: turn it off, and "
-                "set pipeline.checkpoint= (checkpoint= of HybridModel) instead"
+                "set pipeline.recompute= (recompute= of HybridModel) instead"
             )
         return operation(*args, **kwargs)
 

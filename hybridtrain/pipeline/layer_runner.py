@@ -30,12 +30,6 @@ from hybridtrain._base.torch_private import (
 )
 from hybridtrain.errors import UserError
 from hybridtrain.graph import Layer, Segment, works_in_place
-from hybridtrain.pipeline.activation_checkpoint import (
-    Piece,
-    as_recomputation,
-    checkpointed,
-    is_recomputing,
-)
 from hybridtrain.pipeline.boundary import refuse_overlaps
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_state import Change, StageState
@@ -44,6 +38,12 @@ from hybridtrain.pipeline.recomputation_proof import (
     Record,
     check_records,
     is_compared,
+)
+from hybridtrain.pipeline.recompute import (
+    Piece,
+    as_recomputation,
+    is_recomputing,
+    run_to_recompute,
 )
 from hybridtrain.pipeline.tensor_digest import digest
 
@@ -110,8 +110,8 @@ class LayerRunner:
         layers, first: see above.
         module: all of them under one root.
         rng: seeds their random operations.
-        checkpointed_layers: the numbers of the layers whose activations are recomputed.
-        clone_inputs: copy what a checkpointed layer is given; another one works in place.
+        recomputed_layers: the numbers of the layers whose activations are recomputed.
+        clone_inputs: copy what a recomputed layer is given; another one works in place.
         changer: see `boundary.refuse_overlaps`.
         tied: see above.
     """
@@ -122,7 +122,7 @@ class LayerRunner:
         first: int,
         module: nn.Module,
         rng: LayerRNG,
-        checkpointed_layers: frozenset[int],
+        recomputed_layers: frozenset[int],
         clone_inputs: bool,
         changer: str | None,
         tied: Collection[int],
@@ -130,9 +130,9 @@ class LayerRunner:
         self.layers = tuple(layers)
         self.first = first
         self.rng = rng
-        self._checkpointed_layers = checkpointed_layers
+        self._recomputed_layers = recomputed_layers
         self.recomputes = any(
-            number in checkpointed_layers for number in range(first, first + len(self.layers))
+            number in recomputed_layers for number in range(first, first + len(self.layers))
         )
         self._clone_inputs = clone_inputs
         self._changer = changer
@@ -199,8 +199,8 @@ class LayerRunner:
                     if record is not None:
                         record.at(index - self.first)
                     with profiled(layer.name), self._watched(index) if watches else _NO_SCOPE:
-                        if index in self._checkpointed_layers and torch.is_grad_enabled():
-                            value = self._run_checkpointed_layer(microbatch, index, layer, value)
+                        if index in self._recomputed_layers and torch.is_grad_enabled():
+                            value = self._run_recomputed_layer(microbatch, index, layer, value)
                         else:
                             draws.at(index)
                             value = (self._callable(index, layer) if looks else layer.module)(value)
@@ -216,7 +216,7 @@ class LayerRunner:
             raise
         return value, skipped if scope is None else scope
 
-    def run_checkpointed(
+    def run_recomputed(
         self, microbatch: int, value: Any, skipped: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """Runs all layers as `run` does, to be recomputed in the backward."""
@@ -229,7 +229,9 @@ class LayerRunner:
 
         if self._copies_to_recompute:
             refuse_overlaps((value, skipped), self._changer)
-        output, skipped = checkpointed(run, self._copies_to_recompute, microbatch, value, skipped)
+        output, skipped = run_to_recompute(
+            run, self._copies_to_recompute, microbatch, value, skipped
+        )
         return output, skipped
 
     def _watched(self, index: int) -> AbstractContextManager[None]:
@@ -317,7 +319,7 @@ class LayerRunner:
             run_plainly(layer.module, value)
         self.rng.looked_at(index)
 
-    def _run_checkpointed_layer(self, microbatch: int, index: int, layer: Layer, value: Any) -> Any:
+    def _run_recomputed_layer(self, microbatch: int, index: int, layer: Layer, value: Any) -> Any:
         def run(piece: Piece, value: Any, popped: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             position = index - self.first
             if self.variants is not None:  # this may be in a backward
@@ -342,7 +344,7 @@ class LayerRunner:
         refuse_overlaps((value, popped), self._changer)
         if self._clone_inputs and (index or self._copies_to_recompute):
             value, popped = map_tensors(torch.clone, (value, popped))
-        value, values = checkpointed(run, in_place, value, popped)
+        value, values = run_to_recompute(run, in_place, value, popped)
         # a layer that works in place has changed copies of what it popped
         for name in (*stashed_by(layer.module), *(popped if in_place else {})):
             stash(name, values[name])
@@ -355,7 +357,7 @@ def changed_before_backward(change: Change) -> UserError:
         f"{change}, and the backward of a micro-batch needs the values that its own forward has "
         f"used: the forward of the next micro-batch, which runs before in a pipeline, has changed "
         f"them. Compute with a copy ({change.name}.clone()), or recompute the layer from its own "
-        f"state: checkpoint=[{change.layer!r}]"
+        f"state: recompute=[{change.layer!r}]"
     )
 
 

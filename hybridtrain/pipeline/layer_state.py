@@ -157,7 +157,7 @@ class StageState:
                 raise ConfigError(
                     f"layer {self._layer_with(place)!r} has changed {kind} {name!r} in place in "
                     f"its forward, which cannot be undone for the recomputation: leave the layer "
-                    f"out of checkpoint=, or change it from the first forward on, as a registered "
+                    f"out of recompute=, or change it from the first forward on, as a registered "
                     f"buffer"
                 )
         self._open.discard(snapshot)
@@ -247,7 +247,7 @@ class StageState:
                 raise ConfigError(
                     f"{change} through .data, and it did not in the first steps: steps since the "
                     f"last comparison may have been recomputed from another state. Leave the layer "
-                    f"out of checkpoint=, or change the tensor under torch.no_grad() instead of "
+                    f"out of recompute=, or change the tensor under torch.no_grad() instead of "
                     f"through .data"
                 )
             if not counted:

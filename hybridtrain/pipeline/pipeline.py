@@ -24,8 +24,7 @@ from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.graph import Segment, VariantCut
 from hybridtrain.launch import activity, second_signal_ends
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import Plan, PlannedLayers
-from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy, whole_stages
+from hybridtrain.partitioning import Plan, PlannedLayers, recompute_policy, whole_stages
 from hybridtrain.pipeline.agreement import check_frozen_alike
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.engine import Head, Source, Step
@@ -98,7 +97,7 @@ class Pipeline:
         self._net = net
         self._world = world
         self._options = options
-        self._policy = checkpoint_policy(options.checkpoint, [layer.name for layer in layers])
+        self._policy = recompute_policy(options.recompute, [layer.name for layer in layers])
         shared = len(set(world.devices)) < len(world.devices) or world.devices[0].type != "cuda"
         self.rng = LayerRNG(
             options.seed,
@@ -224,10 +223,10 @@ class Pipeline:
         """
         if self._options.broadcast_buffers:
             self.sync_buffers()
-        checkpointed = whole_stages(self._policy.mode, schedule.chunks)
+        recomputed = whole_stages(self._policy.mode, schedule.chunks)
         training = self._net.training
         state = ThreadState.capture()
-        step = Step(schedule, source, head, state, checkpointed, reduce, timeline, training)
+        step = Step(schedule, source, head, state, recomputed, reduce, timeline, training)
         for stage in self.stages:
             if self.watches_state:
                 stage.begin_step((schedule.chunks, training), self._policy.is_active)
@@ -416,17 +415,8 @@ class Pipeline:
 
         Of single layers it is their share of the stage's time, as far as the plan knows it.
         """
-        whole = whole_stages(self._policy.mode, chunks)
-        shares, first = [], 0
-        for stage in self.plan.stages:
-            times = [cost.forward_ms for cost in stage.layers]
-            if not any(times):  # not known
-                times = [1.0] * len(times)
-            again = [t for n, t in enumerate(times, first) if n in self._policy.layers]
-            first += len(times)
-            share = sum(again) / sum(times)
-            shares.append([1.0 if i in whole else share for i in range(chunks)])
-        return shares
+        times = [[cost.forward_ms for cost in stage.layers] for stage in self.plan.stages]
+        return self._policy.shares(times, chunks)
 
     @property
     def has_ties(self) -> bool:

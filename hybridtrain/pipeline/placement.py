@@ -11,8 +11,7 @@ from torch.nn.parameter import Parameter
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer, Segment, SegmentGraph, VariantCut, works_in_place
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import StageOwners
-from hybridtrain.pipeline.activation_checkpoint import CheckpointPolicy
+from hybridtrain.partitioning import RecomputePolicy, StageOwners
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import Link
@@ -37,7 +36,7 @@ def build_stages(
     options: PipelineOptions,
     groups: Sequence[ProcessGroup | None],
     rng: LayerRNG,
-    policy: CheckpointPolicy,
+    policy: RecomputePolicy,
 ) -> list[Stage]:
     """Brings the layers of this process's stages to their devices, and rank 0's values to all."""
     owners = world.stage_owners.placed(options.placement)
@@ -85,7 +84,7 @@ def connections_of(
     options: PipelineOptions,
     groups: Sequence[ProcessGroup | None],
     rng: LayerRNG,
-    policy: CheckpointPolicy,
+    policy: RecomputePolicy,
     tied: Collection[int],
 ) -> list[Connection]:
     """Returns how the layers of each stage run, and what crosses its borders."""

@@ -122,7 +122,7 @@ def differs(layer: str) -> ConfigError:
         f"layer {layer!r} computes other values when the backward recomputes it than in its "
         f"forward, so that its gradients would be wrong: it depends on something that is not put "
         f"back, such as an object, a numpy array or its own random generator. Keep that state "
-        f"in a registered buffer, or leave the layer out of recomputation: checkpoint=[...] lists "
+        f"in a registered buffer, or leave the layer out of recomputation: recompute=[...] lists "
         f"the layers to recompute"
     )
 

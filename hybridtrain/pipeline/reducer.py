@@ -195,7 +195,7 @@ def explaining_ready_twice() -> Iterator[None]:
             "a parameter got its gradient more than once in one backward, and the replicas average "
             "it after the first time. A checkpoint with use_reentrant=True in a layer does so "
             "where it runs a module a second time: set use_reentrant=False, or leave it out and "
-            "set checkpoint="
+            "set recompute="
         ) from error
 
 

@@ -179,7 +179,7 @@ class Stage:
         microbatch: int,
         messages: Sequence[Message],
         head: Head | None = None,
-        checkpoint: bool = False,
+        recompute: bool = False,
     ) -> list[Message]:
         """Runs the layers on one micro-batch.
 
@@ -187,14 +187,14 @@ class Stage:
             microbatch: its index.
             messages: what came over each incoming link; for the first stage `[(inputs,)]`.
             head: ends the forward, on the last stage.
-            checkpoint: recompute the activations in the backward instead of keeping them.
+            recompute: recompute the activations in the backward instead of keeping them.
 
         Returns:
             the message for each outgoing link; on the last stage the head's value alone.
         """
         values, inputs = self._input.enter(messages)  # 1
         value = values.pop(PRIMARY_OUTPUT)
-        run = self._runner.run_checkpointed if checkpoint else self._runner.run
+        run = self._runner.run_recomputed if recompute else self._runner.run
         counts = self.saved_bytes is None and torch.is_grad_enabled()
         with self._counting_saved((value, values)) if counts else _NONE:
             output, skipped = run(microbatch, value, values)  # 2
@@ -210,7 +210,7 @@ class Stage:
                 raise UserError("the loss depends on no trainable parameter: nothing to train")
             if self.checks_graph:
                 self._refuse_foreign_parameters(inputs, roots)
-            whole = checkpoint or self._runner.recomputes or counts or self._runner.guards_saved
+            whole = recompute or self._runner.recomputes or counts or self._runner.guards_saved
             self._in_flight[microbatch] = _InFlight(inputs, roots, gradient, whole)
         return sent
 
@@ -334,7 +334,7 @@ class Stage:
             self._runner.check_recomputations()  # names the layer
             error.add_note(
                 f"a layer of {self} computes something else when it is recomputed than in its "
-                f"forward: leave it out of checkpoint="
+                f"forward: leave it out of recompute="
             )
             raise
         except RuntimeError as error:

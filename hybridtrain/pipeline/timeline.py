@@ -43,7 +43,6 @@ class Timeline:
 
     Attributes:
         schedule: the schedule of the step.
-        in_one_thread: one thread runs all lanes, which then wait for one another.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class Timeline:
         peers: LanePeers | None = None,
     ) -> None:
         self.schedule = schedule
-        self.in_one_thread = False
         self._devices = devices
         self._peers = peers
         self._marks: list[list[tuple[Action, Mark, Mark]]] = [[] for _ in devices]

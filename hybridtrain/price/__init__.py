@@ -1,15 +1,15 @@
 """The cost of a run on given hardware, and the search for the best layout.
 
-layout         the ways to spread a model over a machine
-stage_needs    what the stages of a layout need: memory, and times of actions and messages
-price          the time of a step by simulation, and the fastest layouts that fit
+layout         parallel layouts: devices per pipeline, replicas, schedule, recomputation, sharding
+stage_needs    memory of a layout's stages, and the times of their actions and messages
+price          the simulated time of a step, and the search for the fastest layouts that fit
 plan_table     plans with their prices, as a table
-fully_sharded  the price of FSDP2, to compare with
+fully_sharded  the price of FSDP2, for comparison
 """
 
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.price.fully_sharded import fully_sharded
-from hybridtrain.price.layout import Choices, Layout, StepWork, divisors
+from hybridtrain.price.layout import Choices, ParallelLayout, StepWork, divisors
 from hybridtrain.price.plan_table import PricedPlans, find_plans, in_words, model_costs
 from hybridtrain.price.price import (
     Prediction,
@@ -25,7 +25,7 @@ __all__ = [
     "Choices",
     "DeviceMemory",
     "Hardware",
-    "Layout",
+    "ParallelLayout",
     "Prediction",
     "Price",
     "PricedPlans",

@@ -1,8 +1,8 @@
-"""FSDP2 beside the plans: what PyTorch's fully sharded data parallelism would take.
+"""The price of a step with FSDP2, PyTorch's fully sharded data parallelism, to compare with plans.
 
-This project does not run it. Its price shows where a model needs no pipeline: weights, gradients
-and state are divided over all devices, each layer's weights are gathered before its forward and its
-backward, and its gradients are reduced and scattered after it (Zhao et al., arXiv:2304.11277).
+This project does not run FSDP2. The comparison shows where a model needs no pipeline. FSDP2 shards
+weights, gradients and optimizer state over all devices, gathers a layer's weights before its
+forward and its backward, and reduce-scatters its gradients (Zhao et al., arXiv:2304.11277).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hybridtrain.partitioning import CostTable
 from hybridtrain.price.layout import StepWork, divisors
 from hybridtrain.price.stage_needs import most_temporary
 
-# Layers whose weights are whole at one time: the one that computes, and the next.
+# Layers whose weights are gathered at one time: the one that computes, and the next.
 _GATHERED = 2
 
 
@@ -25,11 +25,11 @@ class FullySharded:
     """The price of a step with FSDP2.
 
     Attributes:
-        step_ms: the whole step.
-        peak_bytes: of each device.
-        chunks: micro-batches whose gradients add up.
-        recomputes: whether each layer's activations are computed again.
-        exposed_ms: gathering and scattering that takes longer than computing.
+        step_ms: milliseconds of an optimizer step.
+        peak_bytes: peak memory of a device.
+        chunks: micro-batches per batch, whose gradients accumulate.
+        recomputes: whether the backward recomputes each layer's activations.
+        exposed_ms: milliseconds of gathering and scattering that computation does not hide.
     """
 
     step_ms: float
@@ -39,11 +39,11 @@ class FullySharded:
     exposed_ms: float
 
     def __str__(self) -> str:
-        again = ", layers recomputed" if self.recomputes else ""
+        recomputed = ", layers recomputed" if self.recomputes else ""
         return (
             f"{self.step_ms:.1f} ms per step, {with_unit(self.peak_bytes)}, with "
-            f"{counted(self.chunks, 'micro-batch', 'es')}{again}; gathering and scattering exposed "
-            f"{self.exposed_ms:.1f} ms"
+            f"{counted(self.chunks, 'micro-batch', 'es')}{recomputed}; gathering and scattering "
+            f"exposed {self.exposed_ms:.1f} ms"
         )
 
 
@@ -56,25 +56,25 @@ def fully_sharded(
     chunks: int | None = None,
     recomputes: bool | None = None,
 ) -> FullySharded | None:
-    """Returns the fastest step with FSDP2 over all devices; None: nothing fits.
+    """Returns the fastest step with FSDP2 over all devices; None if no variant fits into memory.
 
     Args:
         table: the costs of the layers.
-        hardware: its devices and links.
+        hardware: the devices and links.
         work: the work of a step.
-        weight_bytes: of an element of a gathered weight: 2 in half precision.
+        weight_bytes: bytes per element of a gathered weight; 2 in half precision.
             Gradients are reduced in fp32.
-        chunks: micro-batches of a batch; None: as many as are fastest.
-        recomputes: None: if that is faster.
+        chunks: micro-batches per batch; None: the fastest number.
+        recomputes: whether to recompute activations; None: whatever is faster.
     """
     if work.samples % hardware.devices:
         return None
-    found = [
-        one
-        for one in _ways(table, hardware, work, weight_bytes)
-        if chunks in (None, one.chunks) and recomputes in (None, one.recomputes)
+    candidates = [
+        candidate
+        for candidate in _ways(table, hardware, work, weight_bytes)
+        if chunks in (None, candidate.chunks) and recomputes in (None, candidate.recomputes)
     ]
-    return min(found, key=lambda one: one.step_ms, default=None)
+    return min(candidates, key=lambda candidate: candidate.step_ms, default=None)
 
 
 def _ways(
@@ -86,7 +86,7 @@ def _ways(
     largest = max(size.trained for size in table.sizes)
     once = hardware.gather_s(sum(whole), devices, 1) * 1e3
     messages = 2 * once + hardware.gather_s(trained, devices, 1) * 1e3
-    # before the first layer and after the last nothing computes meanwhile
+    # no computation hides the gather before the first layer and the scatter after the last
     ends = (
         hardware.gather_s(max(whole), devices, 1) + hardware.gather_s(largest, devices, 1)
     ) * 1e3
@@ -97,13 +97,13 @@ def _ways(
     optimizer_ms = optimizer / hardware.sustained_bandwidth * 1e3
     for chunks in divisors(of_device):
         costs = table.costs_at(of_device // chunks)
-        kept = [cost.activation_bytes for cost in costs]
-        for again in (False, True):
+        activation_bytes = [cost.activation_bytes for cost in costs]
+        for recomputes in (False, True):
             forward = sum(cost.forward_ms for cost in costs)
-            compute = (1 + again) * forward + sum(cost.backward_ms for cost in costs)
-            host = sum((1 + again) * f + b for f, b in table.host_ms)
-            alive = sum(kept) + most_temporary(costs)
-            if again:
+            compute = (1 + recomputes) * forward + sum(cost.backward_ms for cost in costs)
+            host = sum((1 + recomputes) * f + b for f, b in table.host_ms)
+            alive = sum(activation_bytes) + most_temporary(costs)
+            if recomputes:
                 alive = sum(cost.crossing_bytes for cost in costs) + max(
                     cost.activation_bytes + cost.temporary_bytes for cost in costs
                 )
@@ -115,6 +115,6 @@ def _ways(
                 step_ms=work.accumulate * step + optimizer_ms,
                 peak_bytes=round(memory),
                 chunks=chunks,
-                recomputes=again,
+                recomputes=recomputes,
                 exposed_ms=work.accumulate * (step - chunks * max(compute, host)),
             )

@@ -1,4 +1,4 @@
-"""Layouts: the ways to spread a model over a machine, that a search goes through."""
+"""Parallel layouts: the ways to run a model on a machine, which the search for plans compares."""
 
 from __future__ import annotations
 
@@ -9,28 +9,22 @@ from functools import lru_cache
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import SHARD_MODES
-from hybridtrain.schedule import (
-    SCHEDULES,
-    STAGES_PER_DEVICE,
-    Placement,
-    place_of,
-    placement_of,
-    splits_backwards,
-)
+from hybridtrain.partitioning import whole_stages
+from hybridtrain.schedule import SCHEDULES, Placement, place_of, registered
 
 ENGINES = ("local", "distributed")
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """The work of one optimizer step, whatever the layout.
+    """The work of one optimizer step, independent of the layout.
 
     Attributes:
-        samples: of a batch, over all replicas.
-        accumulate: batches of an optimizer step.
+        samples: samples of a batch, over all replicas.
+        accumulate: batches per optimizer step.
         optimizer_tensors_per_param: tensors of a parameter's size that the optimizer keeps for it.
-        data_ms_per_sample: a process's time to load a sample, while the batch before computes.
-        tokens_per_sample: where samples are sequences of token ids; else 0.
+        data_ms_per_sample: milliseconds that a process needs to load a sample, in the background.
+        tokens_per_sample: tokens of a sample that is a sequence of token ids; 0 for other samples.
     """
 
     samples: int
@@ -41,14 +35,14 @@ class StepWork:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A way to spread a model; the fields are keys of `pipeline` and `world`.
+class ParallelLayout:
+    """A way to run a model in parallel; the fields are keys of `pipeline` and `world`.
 
     Attributes:
-        nb_part: devices of a pipeline.
+        nb_part: devices per pipeline.
         replicas: copies of the pipeline.
-        checkpoint: `never`, `always` or `layers`, of which a price says the layers; `except_last`
-            is priced too.
+        recompute: `never`, `always`, `except_last` or `layers`; for `layers`, `Price.recomputed`
+            lists the recomputed layers.
     """
 
     nb_part: int = 1
@@ -57,41 +51,39 @@ class Layout:
     chunks: int = 1
     schedule: str = "1f1b"
     stages_per_device: int = 1
-    checkpoint: str = "never"
+    recompute: str = "never"
     shard: str = "none"
 
     @property
     def stages(self) -> int:
-        """The number of stages of a pipeline."""
+        """Stages per pipeline."""
         return self.nb_part * self.stages_per_device
 
     @property
     def splits_backwards(self) -> bool:
-        """True if backwards run in two parts: what is recomputed does not."""
-        return splits_backwards(self.schedule) and self.checkpoint == "never"
+        """True if backwards run in two parts; with recomputation they do not."""
+        return registered(self.schedule).splits_backward and self.recompute == "never"
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The number of each stage's device, among those of the pipeline."""
-        return _devices(self.stages, self.nb_part, placement_of(self.schedule))
+        """For each stage, the index of its device in the pipeline."""
+        return _devices(self.stages, self.nb_part, registered(self.schedule).placement)
 
     @property
     def recomputed(self) -> float:
-        """The forwards that a backward computes again, on average over the micro-batches."""
-        if self.checkpoint == "except_last":
-            return (self.chunks - 1) / self.chunks
-        return float(self.checkpoint == "always")
+        """Forwards that a backward recomputes, on average over the micro-batches: 0 to 1."""
+        return len(whole_stages(self.recompute, self.chunks)) / self.chunks
 
     @property
     def communicators(self) -> int:
-        """The communicators that a device is in: of all processes, a pipeline, stages' replicas."""
+        """Communicators that a device joins: world, pipeline, and the replicas of each stage."""
         of_pipeline = self.engine == "distributed" and self.nb_part > 1
         if self.replicas == 1 and not of_pipeline:
             return 0  # a single process
         return 1 + of_pipeline + self.stages_per_device * (self.replicas > 1)
 
     def samples(self, work: StepWork) -> int:
-        """Returns the samples of the largest micro-batch."""
+        """Returns the number of samples in the largest micro-batch."""
         of_replica = -(-work.samples // self.replicas)
         return -(-of_replica // min(self.chunks, of_replica))
 
@@ -103,9 +95,9 @@ def _devices(stages: int, nb_part: int, placement: Placement) -> tuple[int, ...]
 
 @dataclass(frozen=True)
 class Choices:
-    """The values that a search may choose from; None: all that the machine and the job allow.
+    """The values that a search may choose from; None: all that the hardware and the work allow.
 
-    A single value fixes it.
+    A sequence of one value fixes the setting.
     """
 
     nb_part: Sequence[int] | None = None
@@ -113,38 +105,43 @@ class Choices:
     chunks: Sequence[int] | None = None
     schedule: Sequence[str] = SCHEDULES
     stages_per_device: Sequence[int] = (1, 2, 4)
-    checkpoint: Sequence[str] = ("never", "layers", "always")
+    recompute: Sequence[str] = ("never", "layers", "always")
     shard: Sequence[str] = SHARD_MODES
 
 
-def layouts(hardware: Hardware, work: StepWork, layers: int, choices: Choices) -> list[Layout]:
-    """Returns the layouts that use all devices and cut all batches evenly.
+def layouts(
+    hardware: Hardware, work: StepWork, layers: int, choices: Choices
+) -> list[ParallelLayout]:
+    """Returns the layouts that use all devices and divide all batches evenly.
 
-    The number of replicas divides the samples of a batch, the number of micro-batches those of a
-    replica. Pipelines fill nodes, or nodes fill pipelines. `engine=local` keeps a pipeline inside
-    a node. Interleaved stages need groups of `nb_part` micro-batches. Where a choice makes no
-    difference (one device has no schedule, one replica no shards), only its first value is given.
+    The number of replicas divides the samples of a batch, and the number of micro-batches divides
+    a replica's samples. A node holds whole pipelines, or a pipeline covers whole nodes;
+    `engine=local` keeps a pipeline inside a node. Interleaved stages need groups of `nb_part`
+    micro-batches. Where a choice makes no difference (one device has no schedule, one replica no
+    shards), only its first value is used.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no layout meets these conditions.
     """
-    found = list(_all(hardware, work, layers, choices))
-    if not found:
+    candidates = list(_all(hardware, work, layers, choices))
+    if not candidates:
         raise ConfigError(
             f"no layout uses all {hardware.devices} devices for batches of {work.samples} samples "
             f"and a model of {layers} layers: the replicas must divide the samples, and a pipeline "
             f"needs a layer for each stage. Change data.batch_size=, hardware.nodes= or what is "
             f"fixed of pipeline.nb_part=, pipeline.chunks= and world.engine="
         )
-    return found
+    return candidates
 
 
-def _all(hardware: Hardware, work: StepWork, layers: int, choices: Choices) -> Iterator[Layout]:
+def _all(
+    hardware: Hardware, work: StepWork, layers: int, choices: Choices
+) -> Iterator[ParallelLayout]:
     in_node = hardware.devices_per_node
     for nb_part in choices.nb_part or divisors(hardware.devices):
-        replicas, rest = divmod(hardware.devices, nb_part)
+        replicas, remainder = divmod(hardware.devices, nb_part)
         whole_nodes = nb_part % in_node == 0 or in_node % nb_part == 0
-        if rest or nb_part > layers or work.samples % replicas or not whole_nodes:
+        if remainder or nb_part > layers or work.samples % replicas or not whole_nodes:
             continue
         of_replica = work.samples // replicas
         for engine in choices.engine if nb_part > 1 else choices.engine[:1]:
@@ -154,10 +151,10 @@ def _all(hardware: Hardware, work: StepWork, layers: int, choices: Choices) -> I
                 if choices.chunks is None and of_replica % chunks:
                     continue
                 for schedule, v in _schedules(nb_part, chunks, layers, choices):
-                    for checkpoint in _checkpoints(schedule, choices):
+                    for recompute in _recompute_modes(schedule, choices):
                         for shard in choices.shard if replicas > 1 else ("none",):
-                            yield Layout(
-                                nb_part, replicas, engine, chunks, schedule, v, checkpoint, shard
+                            yield ParallelLayout(
+                                nb_part, replicas, engine, chunks, schedule, v, recompute, shard
                             )
 
 
@@ -168,19 +165,19 @@ def _schedules(
         for v in choices.stages_per_device:
             if v != 1 and (nb_part == 1 or nb_part * v > layers):
                 continue
-            if STAGES_PER_DEVICE.get(schedule, v) != v:
+            if registered(schedule).stages_per_device not in (None, v):
                 continue
-            if v == 1 or placement_of(schedule) == "v" or chunks % nb_part == 0:
+            if v == 1 or registered(schedule).placement == "v" or chunks % nb_part == 0:
                 yield schedule, v
 
 
-def _checkpoints(schedule: str, choices: Choices) -> Sequence[str]:
-    """Returns the modes to look at: what is recomputed gains nothing by backwards in two parts."""
-    if not splits_backwards(schedule):
-        return choices.checkpoint
-    if len(choices.schedule) > 1 and "never" in choices.checkpoint:
+def _recompute_modes(schedule: str, choices: Choices) -> Sequence[str]:
+    """Returns the modes to try; recomputation gains nothing from backwards in two parts."""
+    if not registered(schedule).splits_backward:
+        return choices.recompute
+    if len(choices.schedule) > 1 and "never" in choices.recompute:
         return ["never"]
-    return [mode for mode in choices.checkpoint if mode != "layers"]
+    return [mode for mode in choices.recompute if mode != "layers"]
 
 
 def divisors(number: int) -> list[int]:

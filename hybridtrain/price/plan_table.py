@@ -1,4 +1,4 @@
-"""Priced plans: the fastest layouts of a model on a machine, as a table and as a `Plan`."""
+"""Priced plans: the fastest layouts of a model on given hardware, as a table and as a `Plan`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from hybridtrain.price.fully_sharded import FullySharded, fully_sharded
 from hybridtrain.price.layout import Choices, StepWork
 from hybridtrain.price.price import ALIKE, Price, find_layouts
 from hybridtrain.price.stage_needs import planned_costs, stage_times
-from hybridtrain.schedule import Span, Spans, make_schedule, placement_of
+from hybridtrain.schedule import Span, Spans, make_schedule, registered
 
-# Models of so many parameters are trained with tensor parallelism elsewhere.
+# Models with more parameters are usually trained with tensor parallelism.
 _LARGE = 10e9
 _VERY_LARGE = 30e9
 
@@ -41,14 +41,14 @@ _MOST_SHARDED = 512
 
 @dataclass(frozen=True)
 class PricedPlans:
-    """The best layouts of a model: first the one to take, see `proposed`, then the fastest.
+    """The best layouts of a model: first the proposed one (`proposed`), then the fastest.
 
     Attributes:
         table: the costs of the model's layers.
-        hardware: its devices and links.
+        hardware: the devices and links.
         work: the work of a step.
-        prices: one for each layout.
-        rate: the name of the machine's rate for the products, such as `bf16`.
+        prices: one price per layout.
+        rate: the key of `Hardware.flops_per_s` for matrix products, such as `bf16`.
     """
 
     table: CostTable
@@ -61,7 +61,7 @@ class PricedPlans:
         lines: list[tuple[str, ...]] = [
             (
                 *("step ms", "samples/s", "idle", "memory", "nb_part", "replicas", "chunks"),
-                *("stages/device", "schedule", "engine", "checkpoint", "shard", "binds"),
+                *("stages/device", "schedule", "engine", "recompute", "shard", "binds"),
             )
         ]
         for price in self.prices:
@@ -82,14 +82,14 @@ class PricedPlans:
 
     @property
     def fully_sharded(self) -> FullySharded | None:
-        """The price of a step with FSDP2; None: it does not fit, or the batch cannot be divided."""
+        """The price with FSDP2; None if it does not fit or the devices do not divide the batch."""
         return fully_sharded(self.table, self.hardware, self.work, 4 if "32" in self.rate else 2)
 
     @property
     def advises_fsdp2(self) -> bool:
-        """True if FSDP2 is faster than the first plan by more than counts as equal.
+        """True if FSDP2 is faster than the first plan by more than the error of a prediction.
 
-        False on more devices than the price of FSDP2 holds for.
+        False for more devices than the price of FSDP2 is valid for.
         """
         sharded = self.fully_sharded
         return (
@@ -105,15 +105,15 @@ class PricedPlans:
         if self.hardware.devices > _MOST_SHARDED:
             return f"{sharded}; above {_MOST_SHARDED} GPUs published runs took 2 to 4 times as long"
         if self.advises_fsdp2:
-            less = 1 - sharded.step_ms / self.prices[0].step_ms
-            return f"{sharded}; {less:.0%} less than this plan, so take it"
+            saving = 1 - sharded.step_ms / self.prices[0].step_ms
+            return f"{sharded}; {saving:.0%} less than this plan, so take it"
         return str(sharded)
 
     def answer(self, steps: int | None = None) -> str:
-        """Returns the first plan as an answer: how fast, how much memory, how long, what it costs.
+        """Returns a summary of the first plan: speed, memory, duration and cost of a run.
 
         Args:
-            steps: optimizer steps of the run; None: not known.
+            steps: optimizer steps of the run; None: unknown.
         """
         work, hardware, price = self.work, self.hardware, self.prices[0]
         layout, per_second = price.layout, 1e3 / price.step_ms
@@ -130,7 +130,7 @@ class PricedPlans:
         total, usable = f"{fullest.total / size:.2f}", f"{hardware.usable_bytes / GIB:.3g} GiB"
         kinds = {name: f"{nbytes / size:.2f}" for name, nbytes in vars(fullest).items()}
         memory = [f"{total}{'' if unit == 'GiB' else ' MiB'} of {usable} that may be used"]
-        memory.append(", ".join(f"{k} {told}" for k, told in kinds.items() if told != "0.00"))
+        memory.append(", ".join(f"{k} {text}" for k, text in kinds.items() if text != "0.00"))
         if number := layout.communicators:
             reserved = f"{hardware.reserved_gib:g} GiB more for {counted(number, 'communicator')}"
             memory[-1] += f"; {reserved} and the CUDA context" * bool(hardware.reserved_gib)
@@ -144,12 +144,12 @@ class PricedPlans:
         ]
         if steps is not None:
             hours = steps * price.step_ms / 3.6e6
-            told = f"{counted(steps, 'step')} in {_duration(hours)}, "
-            told += f"{hours * hardware.devices:,.2f} device-hours"
+            text = f"{counted(steps, 'step')} in {_duration(hours)}, "
+            text += f"{hours * hardware.devices:,.2f} device-hours"
             if hardware.price_per_gpu_hour:
                 cost = hours * hardware.devices * hardware.price_per_gpu_hour
-                told += f", {cost:,.2f} at {hardware.price_per_gpu_hour:g} an hour"
-            lines.append(("run", told))
+                text += f", {cost:,.2f} at {hardware.price_per_gpu_hour:g} an hour"
+            lines.append(("run", text))
         if layout.replicas * layout.nb_part > 1:
             lines.append(("FSDP2", f"{self._fsdp2_in_words()}; not run by this project"))
         parameters = sum(size.parameters for size in self.table.sizes)
@@ -161,16 +161,13 @@ class PricedPlans:
         return "\n".join(f"  {name:<9} {text}" for name, text in lines)
 
     def plan(self, number: int = 0) -> Plan:
-        """Returns the plan of the layout `number`, which a run takes as its `split`.
-
-        0 is the first.
-        """
+        """Returns the plan of the layout with this index, which a run takes as its `split`."""
         price = self.prices[number]
         layout, table = price.layout, self.table
         costs = planned_costs(table, self.hardware, self.work, layout, price.counts)
         processes = layout.nb_part if layout.engine == "distributed" else 1
         owners = StageOwners(("cpu",) * layout.nb_part, processes, layout.replicas).placed(
-            placement_of(layout.schedule)
+            registered(layout.schedule).placement
         )
         bounds = pairwise(accumulate(price.counts, initial=0))
         return Plan(
@@ -180,7 +177,7 @@ class PricedPlans:
             chunks=layout.chunks,
             nb_part=layout.nb_part,
             stages_per_device=layout.stages_per_device,
-            checkpoint=self.checkpoint(number),
+            recompute=self.recompute(number),
             expand=[],
             costs_from=table.costs_from,
             stages=[
@@ -196,19 +193,19 @@ class PricedPlans:
             ],
         )
 
-    def checkpoint(self, number: int = 0) -> str | list[str]:
-        """Returns the option `checkpoint` of the layout `number`: a mode, or names of layers."""
+    def recompute(self, number: int = 0) -> str | list[str]:
+        """Returns the option `recompute` of the layout with this index: a mode or layer names."""
         price = self.prices[number]
         costs = self.table.costs_at(1)
-        return [costs[index].name for index in price.recomputed] or price.layout.checkpoint
+        return [costs[index].name for index in price.recomputed] or price.layout.recompute
 
     def timeline(self, chunks: int) -> Spans:
-        """Returns when the actions of `chunks` micro-batches run in the first layout, in s."""
-        found = self.prices[0]
-        layout = found.layout
+        """Returns the predicted timeline of `chunks` micro-batches in the first layout, in s."""
+        price = self.prices[0]
+        layout = price.layout
         schedule = make_schedule(layout.schedule, layout.nb_part, chunks, layout.stages_per_device)
-        table = self.table.recomputing(frozenset(found.recomputed))
-        times = stage_times(table, self.hardware, self.work, layout, found.counts)
+        table = self.table.recomputing(frozenset(price.recomputed))
+        times = stage_times(table, self.hardware, self.work, layout, price.counts)
         spans = times.durations.spans(schedule)
         return [
             [Span(action, start / 1e3, end / 1e3) for action, start, end in lane] for lane in spans
@@ -228,7 +225,7 @@ def find_plans(
     best: int = 10,
     loss: LossOfStep | None = None,
 ) -> PricedPlans:
-    """Returns the fastest ways to train `net` on `hardware`, by their predicted times.
+    """Returns the layouts that train `net` fastest on `hardware`, by predicted step time.
 
         hardware = Hardware(nodes=4, devices_per_node=8, ...)
         plans = find_plans(net, tokens, hardware, StepWork(samples=512))
@@ -237,22 +234,22 @@ def find_plans(
 
     Args:
         net: any module, also on the meta device; with `costs="measured"` layers get random values.
-        example_inputs: the inputs of a batch of at least 2 samples. Where layers are measured, a
-            micro-batch as large as they usually are.
-        hardware: its devices and links.
+        example_inputs: the inputs of a batch of at least 2 samples. With `costs="measured"`, a
+            micro-batch of the usual size.
+        hardware: the devices and links.
         work: the work of a step.
-        choices: what may be chosen from.
+        choices: the values that the search may choose from; None: all.
         costs: `estimated` counts FLOPs and bytes without running a kernel; `measured` times each
             layer on this machine's first device.
         precision: `fp32`, `bf16` or `fp16`.
-        tf32: fp32 products are in TF32.
-        best: how many layouts.
-        loss: that ends the last stage; None: neither its time nor its memory is counted.
+        tf32: whether fp32 matrix products run in TF32.
+        best: the number of layouts to return.
+        loss: the loss that ends the last stage; None: leave out its time and memory.
 
     Raises:
-        ConfigError: an argument is wrong, no layout uses all devices, or a layer is to be timed
-            on a GPU that is not here.
-        SplitError: the model cannot be cut, or nothing fits into memory.
+        ConfigError: an argument is wrong, no layout uses all devices, or costs are to be measured
+            on a GPU and this machine has none.
+        SplitError: the model cannot be cut, or no layout fits into memory.
     """
     table = model_costs(
         net,
@@ -281,9 +278,21 @@ def model_costs(
     sharing: int = 1,
     loss: LossOfStep | None = None,
 ) -> CostTable:
-    """Returns the costs of the layers of `net`; arguments and errors as of `find_plans`.
+    """Returns the costs of the layers of `net`, as `find_plans` uses them.
 
-    Where they are measured, `sharing` devices share this process's intra-op threads.
+    Args:
+        net: any module, also on the meta device; with `costs="measured"` layers get random values.
+        example_inputs: the inputs of a batch of at least 2 samples.
+        hardware: the devices and links.
+        costs: `estimated` or `measured`.
+        precision: `fp32`, `bf16` or `fp16`.
+        tf32: whether fp32 matrix products run in TF32.
+        sharing: the number of devices that share this process's intra-op threads in measurements.
+        loss: the loss that ends the last stage; None: leave out its time and memory.
+
+    Raises:
+        ConfigError: an argument is wrong, or costs are to be measured on a GPU and this machine
+            has none.
     """
     check_choice("hardware.costs", costs, COST_SOURCES)
     chain = ChainBuilder(net, example_inputs).chain()
@@ -301,7 +310,7 @@ def model_costs(
 
 
 def in_words(price: Price) -> str:
-    """Returns the parts of a step in one line."""
+    """Returns a one-line breakdown of a step's predicted time."""
     parts = {
         "compute": price.compute_ms,
         "of which recomputed": price.recompute_ms,
@@ -310,16 +319,16 @@ def in_words(price: Price) -> str:
         "optimizer": price.optimizer_ms,
         "data, in the background": price.data_ms,
     }
-    told = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items() if ms > 0)
-    return f"{price.step_ms:.1f} ms per step: {told}; idle {price.bubble:.0%}"
+    parts_text = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items() if ms > 0)
+    return f"{price.step_ms:.1f} ms per step: {parts_text}; idle {price.bubble:.0%}"
 
 
 def _recomputed_in_words(price: Price) -> str:
-    return counted(len(price.recomputed), "layer") if price.recomputed else price.layout.checkpoint
+    return counted(len(price.recomputed), "layer") if price.recomputed else price.layout.recompute
 
 
 def _duration(hours: float) -> str:
-    """Returns a time in the unit that fits."""
+    """Returns a duration as text, in days, hours, minutes or seconds."""
     for unit, size in (("days", 48.0), ("hours", 1.0), ("minutes", 1 / 60)):
         if hours >= 2 * size or (unit == "days" and hours >= size):
             return f"{hours / (24 if unit == 'days' else size):.1f} {unit}"

@@ -1,24 +1,24 @@
 """The price of a layout, and the search for the layouts with the lowest price that fit.
 
-The price is the time of an optimizer step, and the memory of each device at its peak:
+The price is the time of an optimizer step and the peak memory of each device:
 
     forwards and backwards by the schedule      simulated, with the transfers between stages
-    + what the replicas exchange                the all-reduce overlaps with the last backwards
+    + communication between replicas            the all-reduce overlaps with the last backwards
     + the optimizer                             reads and writes weights, gradients and state
 
-Of thousands of layouts few are worth a simulation. A queue has them by a bound that none can be
-faster than (`least_step_ms`, in closed form). The first of the queue is looked at more closely,
-which makes its bound larger, and goes back into the queue:
+The search is best-first: simulating thousands of layouts would take too long. A priority queue
+orders layouts by a lower bound of their step time (`least_step_ms`, in closed form). The search
+takes the first layout from the queue, computes a tighter bound and puts it back:
 
     without a cut   all devices are equally busy       cheap, from sums
     cut             the bound of the schedule          closed form; it fits into memory
     priced          the simulated time                 the next result
 
-So a result is never slower than a layout that was not simulated. Where a model can be cut in few
-ways all of them go into the queue; else the most even one does, improved step by step. With
-`checkpoint="layers"` a cut says which layers are recomputed: as few as memory asks for.
+So no unsimulated layout is faster than a result. If a model has few possible cuts, all of them
+enter the queue; otherwise the most even cut does, after local improvement. With
+`recompute="layers"` the cut determines which layers are recomputed: as few as memory allows.
 
-`predict_step` prices the one layout that a run has.
+`predict_step` prices the one layout of a run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from hybridtrain.partitioning import (
     given_costs,
     layer_sizes,
 )
-from hybridtrain.price.layout import Choices, Layout, StepWork, layouts
+from hybridtrain.price.layout import Choices, ParallelLayout, StepWork, layouts
 from hybridtrain.price.stage_needs import (
     DeviceMemory,
     StageTimes,
@@ -59,14 +59,14 @@ from hybridtrain.price.stage_needs import (
 )
 from hybridtrain.schedule import Durations, divided_backwards, make_schedule
 
-# DDP's default size of a bucket. The all-reduce of the last one begins when the backward has ended.
+# DDP's default bucket size. The all-reduce of the last bucket begins when the backward has ended.
 BUCKET_BYTES = 25 * 2**20
 
-# A schedule with more actions is simulated for fewer micro-batches: in its middle each takes as
-# long as the one before.
+# A schedule with more actions is simulated for fewer micro-batches and extrapolated: in its middle
+# every group of micro-batches takes equally long.
 MOST_ACTIONS = 8_000
 _MOST_GROUPS = 50
-# With more devices the micro-batches after which all of them repeat themselves are too many.
+# With more devices the period of the whole schedule (in micro-batches) is too long to simulate.
 _FEW_DEVICES = 6
 
 
@@ -75,25 +75,25 @@ class Price:
     """The price of one optimizer step.
 
     Attributes:
-        layout: what is priced.
-        counts: layers of each stage.
-        step_ms: the whole step.
-        pipeline_ms: the forwards and backwards of all micro-batches, from first to last.
+        layout: the layout that is priced.
+        counts: the number of layers of each stage.
+        step_ms: the optimizer step.
+        pipeline_ms: all forwards and backwards of the step, from the first to the last.
         compute_ms: the forwards and backwards of the busiest device, without waiting.
-        recompute_ms: of these, what is computed twice.
-        transfer_ms: what is gained if nothing crosses between devices.
-        reduce_ms: what the replicas exchange beyond the end of the backwards.
-        optimizer_ms: the optimizer.
+        recompute_ms: the part of `compute_ms` that recomputes forwards.
+        transfer_ms: the time that the step would save without transfers between devices.
+        reduce_ms: communication between replicas after the end of the backwards.
+        optimizer_ms: the optimizer's update.
         data_ms: loading the next batches, which overlaps with everything else.
-        bubble: share of the devices' time in the pipeline in which they wait.
-        memory: of each device.
-        in_flight: the most micro-batches that each stage keeps alive at one time.
-        recomputed: the layers that are recomputed by themselves, by index.
-        binds: what to change first: `compute`, `idle`, `transfers`, `all-reduce`, `optimizer`,
-            `host` or `data`, and `memory` where it is nearly full.
+        bubble: the share of the devices' time in the pipeline in which they are idle, 0 to 1.
+        memory: the peak memory of each device.
+        in_flight: for each stage, the peak number of micro-batches in flight.
+        recomputed: the indices of the layers that are recomputed individually.
+        binds: the bottleneck: `compute`, `idle`, `transfers`, `all-reduce`, `optimizer`, `host` or
+            `data`, plus `memory` where memory is nearly full.
     """
 
-    layout: Layout
+    layout: ParallelLayout
     counts: tuple[int, ...]
     step_ms: float
     pipeline_ms: float
@@ -111,40 +111,44 @@ class Price:
 
     @property
     def peak_bytes(self) -> int:
-        """The memory of the fullest device."""
+        """The peak memory of the device with the most."""
         return max(memory.total for memory in self.memory)
 
 
 def price(
-    table: CostTable, hardware: Hardware, work: StepWork, layout: Layout, counts: Sequence[int]
+    table: CostTable,
+    hardware: Hardware,
+    work: StepWork,
+    layout: ParallelLayout,
+    counts: Sequence[int],
 ) -> Price:
-    """Returns what `layout` takes if its stages have `counts` layers each.
+    """Returns the price of `layout` for stages of `counts` layers.
 
     Args:
-        table: the costs of the layers, with those that are recomputed.
-        hardware: its devices and links.
+        table: the costs of the layers, and which layers are recomputed.
+        hardware: the devices and links.
         work: the work of a step.
-        layout: how the model is spread.
+        layout: the parallel layout.
         counts: the number of layers of each stage.
     """
     times = stage_times(table, hardware, work, layout, counts)
-    spread = spread_of(layout, times.durations)
-    host = _host_bound_ms(layout, times, spread)
-    by_device = _by_device(layout, _batch_ms(layout, times, spread))
-    busy_share = sum(by_device) / (layout.nb_part * spread.length or 1.0)
+    simulated = simulated_step(layout, times.durations)
+    host = _host_bound_ms(layout, times, simulated)
+    by_device = _by_device(layout, _batch_ms(layout, times, simulated))
+    busy_share = sum(by_device) / (layout.nb_part * simulated.length or 1.0)
     contention = table.contention_at(layout.samples(work))
     shared = _time_shared(layout.nb_part, busy_share)
-    crowded = spread.length * (1 + (contention - 1) * shared)
-    one_batch = max(crowded, host)
-    # a long schedule of many devices is continued, by less than they may take
-    one_batch = max(one_batch, least_batch_ms(layout, times))
-    pipeline = one_batch * work.accumulate
-    # what the schedule would take without transfers
-    apart = replace(times, transfer=(0.0,) * len(times.transfer))
+    contended_ms = simulated.length * (1 + (contention - 1) * shared)
+    batch_ms = max(contended_ms, host)
+    # a long schedule on many devices is extrapolated, which may give too little
+    batch_ms = max(batch_ms, least_batch_ms(layout, times))
+    pipeline = batch_ms * work.accumulate
+
+    without_transfers = replace(times, transfer=(0.0,) * len(times.transfer))
     transfer = 0.0
     if any(times.transfer):
-        transfer = spread.length - spread_of(layout, apart.durations).length
-    reduce = _exchange_ms(table.sizes, hardware, layout, counts, spread)
+        transfer = simulated.length - simulated_step(layout, without_transfers.durations).length
+    reduce = _exchange_ms(table.sizes, hardware, layout, counts, simulated)
     optimizer = optimizer_ms(table.sizes, hardware, work, layout, counts)
     busy = max(by_device)
     data = work.data_ms_per_sample * work.samples * work.accumulate / layout.replicas
@@ -152,21 +156,21 @@ def price(
     memory = device_memory(table, work, layout, counts)
     parts = {
         "compute": busy * work.accumulate,
-        "idle": (spread.length - transfer - busy) * work.accumulate,
+        "idle": (simulated.length - transfer - busy) * work.accumulate,
         "transfers": transfer * work.accumulate,
         "all-reduce": reduce,
         "optimizer": optimizer,
-        "host": (one_batch - crowded) * work.accumulate,
+        "host": (batch_ms - contended_ms) * work.accumulate,
         "data": step - (pipeline + reduce + optimizer),
     }
-    # compute is always there: the rest binds where it is a fifth of the step
-    rest = {name: ms for name, ms in parts.items() if name != "compute"}
-    worst = max(rest, key=rest.__getitem__)
-    binds = worst if rest[worst] > 0.2 * step else "compute"
+    # compute is always present: another part is the bottleneck from a fifth of the step on
+    exposed_parts = {name: ms for name, ms in parts.items() if name != "compute"}
+    worst = max(exposed_parts, key=exposed_parts.__getitem__)
+    binds = worst if exposed_parts[worst] > 0.2 * step else "compute"
     if max(m.total for m in memory) > 0.9 * hardware.usable_bytes:
         binds += ", memory"
     slowed = 1 + (contention - 1) * shared / (busy_share or 1.0)
-    busy_share *= slowed * spread.length / (one_batch or 1.0)
+    busy_share *= slowed * simulated.length / (batch_ms or 1.0)
     return Price(
         layout=layout,
         counts=tuple(counts),
@@ -187,13 +191,13 @@ def price(
 
 
 @dataclass(frozen=True)
-class Spread:
+class SimulatedStep:
     """The simulated times of one batch, in milliseconds.
 
     Attributes:
-        length: when its last action ends.
-        last_backward: when the last backward of each stage begins and ends.
-        divided: how many backwards of each stage are in two parts.
+        length: the time from the first action's start to the last action's end.
+        last_backward: start and end of each stage's last backward.
+        divided: the number of backwards of each stage that run in two parts.
     """
 
     length: float
@@ -201,8 +205,8 @@ class Spread:
     divided: tuple[float, ...]
 
 
-def spread_of(layout: Layout, durations: Durations) -> Spread:
-    """Returns when the last actions of a batch run in the schedule of `layout`."""
+def simulated_step(layout: ParallelLayout, durations: Durations) -> SimulatedStep:
+    """Simulates a batch with the schedule of `layout`."""
     shape = layout.nb_part, layout.chunks, layout.stages_per_device
     return _simulated(layout.schedule, *shape, durations)
 
@@ -210,59 +214,65 @@ def spread_of(layout: Layout, durations: Durations) -> Spread:
 @lru_cache(maxsize=1024)
 def _simulated(
     schedule: str, nb_part: int, chunks: int, stages_per_device: int, durations: Durations
-) -> Spread:
-    """Returns `spread_of`; layouts that differ in their shards have the same."""
+) -> SimulatedStep:
+    """Simulates as `simulated_step`; cached, since layouts that differ only in shards share it."""
     stages = nb_part * stages_per_device
 
-    def run(chunks: int) -> Spread:
-        made = make_schedule(schedule, nb_part, chunks, stages_per_device)
+    def run(chunks: int) -> SimulatedStep:
+        table = make_schedule(schedule, nb_part, chunks, stages_per_device)
         last = [(0.0, 0.0)] * stages
-        for lane in durations.spans(made):
+        for lane in durations.spans(table):
             for action, start, end in lane:
                 if action.ends_microbatch and action.microbatch == chunks - 1:
                     last[action.stage] = start, end
-        return Spread(max(end for _, end in last), tuple(last), divided_backwards(made))
+        return SimulatedStep(max(end for _, end in last), tuple(last), divided_backwards(table))
 
-    # after some groups the schedule repeats itself: a device that holds n micro-batches every n
+    # the schedule is periodic: a device with n micro-batches in flight repeats every n of them
     group = lcm(*range(1, nb_part + 1)) if nb_part <= _FEW_DEVICES else nb_part
     groups = min(max(2, MOST_ACTIONS // (2 * stages * group)), _MOST_GROUPS)
-    less = groups * group + chunks % group
-    if chunks <= less + group:
+    simulated_chunks = groups * group + chunks % group
+    if chunks <= simulated_chunks + group:
         return run(chunks)
-    short, longer = run(less), run(less + group)
-    rounds = (chunks - less) / group
-    more = (longer.length - short.length) * rounds
-    return Spread(
-        short.length + more,
-        tuple((a + more, b + more) for a, b in short.last_backward),
-        tuple(a + (b - a) * rounds for a, b in zip(short.divided, longer.divided, strict=True)),
+    short, long = run(simulated_chunks), run(simulated_chunks + group)
+    rounds = (chunks - simulated_chunks) / group
+    added_ms = (long.length - short.length) * rounds
+    return SimulatedStep(
+        short.length + added_ms,
+        tuple((a + added_ms, b + added_ms) for a, b in short.last_backward),
+        tuple(a + (b - a) * rounds for a, b in zip(short.divided, long.divided, strict=True)),
     )
 
 
-def least_step_ms(work: StepWork, layout: Layout, times: StageTimes, optimizer: float) -> float:
-    """Returns what no step is faster than, whatever its schedule."""
+def least_step_ms(
+    work: StepWork, layout: ParallelLayout, times: StageTimes, optimizer: float
+) -> float:
+    """Returns a lower bound of the step time in milliseconds, for any schedule."""
     data = work.data_ms_per_sample * work.samples * work.accumulate / layout.replicas
     return max(least_batch_ms(layout, times) * work.accumulate + optimizer, data)
 
 
-def least_batch_ms(layout: Layout, times: StageTimes) -> float:
-    """Returns what no schedule of these stages is faster than.
+def least_batch_ms(layout: ParallelLayout, times: StageTimes) -> float:
+    """Returns a lower bound of a batch's milliseconds, for any schedule of these stages.
 
-    Device d cannot begin before the first micro-batch has come through the devices before it, then
-    it computes, and after its last backward the gradient goes back through them. If it may hold n
-    micro-batches, then every n of them take as long as one needs from there to the end and back.
+    Device d cannot begin before the first micro-batch has passed the devices before it. Then it
+    computes all its actions, and after its last backward the gradient passes those devices again.
+    If it may hold n micro-batches, every n of them take at least the time of one micro-batch from
+    d to the last device and back.
     """
     through = 0.0
     least = 0.0
-    # backwards to the weights may come after the gradients have gone back
+    # with two-part backwards, the weight parts may run after the gradients have gone back
     whole = not layout.splits_backwards
-    held = most_in_flight(layout) if layout.stages_per_device == 1 and whole else ()
-    on = sum(_sums(times)) + 2 * sum(times.transfer)
+    in_flight = most_in_flight(layout) if layout.stages_per_device == 1 and whole else ()
+    end_to_end = sum(_sums(times)) + 2 * sum(times.transfer)
     busy = _by_device(layout, _sums(times))
     for device in range(layout.nb_part):
         least = max(least, through + busy[device] * layout.chunks)
-        if held:
-            least = max(least, through + (on - through) * (1 + (layout.chunks - 1) // held[device]))
+        if in_flight:
+            least = max(
+                least,
+                through + (end_to_end - through) * (1 + (layout.chunks - 1) // in_flight[device]),
+            )
         through += times.forward[device] + whole * times.backward[device]
         if device < len(times.transfer):
             through += (1 + whole) * times.transfer[device]
@@ -273,12 +283,12 @@ def optimizer_ms(
     sizes: Sequence[LayerSize],
     hardware: Hardware,
     work: StepWork,
-    layout: Layout,
+    layout: ParallelLayout,
     counts: Sequence[int],
 ) -> float:
-    """Returns the time of the optimizer on the device that has most to do.
+    """Returns the optimizer's milliseconds on the device with the most parameters.
 
-    It reads weights, gradients and its tensors, and writes all but the gradients.
+    The optimizer reads weights, gradients and its state, and writes weights and state.
     """
     tensors = 3 + 2 * work.optimizer_tensors_per_param
     most = max(_by_device(layout, _by_stage([size.trained for size in sizes], counts)))
@@ -289,55 +299,57 @@ def optimizer_ms(
 def _exchange_ms(
     sizes: Sequence[LayerSize],
     hardware: Hardware,
-    layout: Layout,
+    layout: ParallelLayout,
     counts: Sequence[int],
-    spread: Spread,
+    simulated: SimulatedStep,
 ) -> float:
-    """Returns how much longer the replicas' exchange makes a step.
+    """Returns the milliseconds that communication between replicas adds to a step.
 
-    A stage's gradients are reduced while its last backward runs, but for the last bucket. A device
-    reduces its stages one after the other. With shards, weights are gathered as well.
+    The all-reduce of a stage overlaps with its last backward, except for the last bucket. A device
+    reduces its stages one after the other. With sharding it also gathers weights.
     """
     if layout.replicas == 1:
         return 0.0
-    end = spread.length
-    done = [0.0] * layout.nb_part
+    end = simulated.length
+    reduce_end = [0.0] * layout.nb_part
     gather = [0.0] * layout.nb_part
     trained = _by_stage([size.trained for size in sizes], counts)
-    order = sorted(range(layout.stages), key=lambda stage: spread.last_backward[stage])
+    order = sorted(range(layout.stages), key=lambda stage: simulated.last_backward[stage])
     for stage in order:
-        begin, finish = spread.last_backward[stage]
+        begin, finish = simulated.last_backward[stage]
         device = layout.devices[stage]
         one_way = hardware.gather_s(trained[stage], layout.replicas, layout.nb_part) * 1e3
-        # a reduce-scatter and an all-gather; with shards, the norm still is that of whole gradients
+        # a reduce-scatter and an all-gather, also with shards: the norm needs whole gradients
         reduce = 2 * one_way
         last_bucket = reduce * min(1.0, BUCKET_BYTES / max(1, trained[stage]))
-        begin = max(begin, done[device])
-        done[device] = max(begin + reduce, finish + last_bucket)
+        begin = max(begin, reduce_end[device])
+        reduce_end[device] = max(begin + reduce, finish + last_bucket)
         gather[device] += one_way if layout.shard != "none" else 0.0
-    return max(0.0, max(done) - end) + max(gather)
+    return max(0.0, max(reduce_end) - end) + max(gather)
 
 
-def _host_bound_ms(layout: Layout, times: StageTimes, spread: Spread | None = None) -> float:
-    """Returns the time of the process that calls most operators.
+def _host_bound_ms(
+    layout: ParallelLayout, times: StageTimes, simulated: SimulatedStep | None = None
+) -> float:
+    """Returns the milliseconds of the process that launches the most operators.
 
-    The threads of `engine=local` take turns in one interpreter. Without the times of a schedule all
-    backwards are whole.
+    The threads of `engine=local` take turns in one interpreter. Without a simulation, all backwards
+    count as whole.
     """
-    called = [host * layout.chunks for host in times.host]
-    if spread is not None:
-        more = zip(called, times.host_in_parts, spread.divided, strict=True)
-        called = [host + extra * number for host, extra, number in more]
-    by_device = _by_device(layout, called)
+    calls_ms = [host * layout.chunks for host in times.host]
+    if simulated is not None:
+        split_calls = zip(calls_ms, times.host_in_parts, simulated.divided, strict=True)
+        calls_ms = [host + extra * number for host, extra, number in split_calls]
+    by_device = _by_device(layout, calls_ms)
     return sum(by_device) if layout.engine == "local" else max(by_device)
 
 
-def _batch_ms(layout: Layout, times: StageTimes, spread: Spread) -> list[float]:
-    """Returns how long each stage computes for a batch."""
+def _batch_ms(layout: ParallelLayout, times: StageTimes, simulated: SimulatedStep) -> list[float]:
+    """Returns the milliseconds that each stage computes for a batch."""
     return [
-        one * layout.chunks + (parts - whole) * number
-        for one, parts, whole, number in zip(
-            _sums(times), times.in_parts, times.backward, spread.divided, strict=True
+        whole_ms * layout.chunks + (split_ms - backward_ms) * split_count
+        for whole_ms, split_ms, backward_ms, split_count in zip(
+            _sums(times), times.in_parts, times.backward, simulated.divided, strict=True
         )
     ]
 
@@ -345,8 +357,8 @@ def _batch_ms(layout: Layout, times: StageTimes, spread: Spread) -> list[float]:
 def _time_shared(nb_part: int, busy_share: float) -> float:
     """Returns the share of a pipeline's time in which devices slow each other down.
 
-    At any time at least one device is busy; what they are beyond that, on average, counts. For two
-    devices that is the share of the time in which both are busy.
+    At any time at least one device is busy, so only further busy devices count. For two devices the
+    result is the share of the time in which both are busy.
     """
     return max(0.0, (nb_part * busy_share - 1) / (nb_part - 1)) if nb_part > 1 else 0.0
 
@@ -356,31 +368,31 @@ def _by_stage(values: Sequence[int], counts: Sequence[int]) -> list[int]:
 
 
 def _sums(times: StageTimes) -> list[float]:
-    """Returns how long each stage takes for a forward and a whole backward."""
+    """Returns the milliseconds of a forward and a whole backward of each stage."""
     return [f + b for f, b in zip(times.forward, times.backward, strict=True)]
 
 
-def _by_device(layout: Layout, values: Sequence[float]) -> list[float]:
+def _by_device(layout: ParallelLayout, values: Sequence[float]) -> list[float]:
     sums = [0.0] * layout.nb_part
     for device, value in zip(layout.devices, values, strict=True):
         sums[device] += value
     return sums
 
 
-# A rate for where none counts.
+# A placeholder rate where only memory is predicted.
 _ANY_RATE = 1e12
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The numbers that a step is predicted to have; None where not known, with the reason.
+    """The predicted numbers of a step; None for an unknown number, with the reason.
 
     Attributes:
-        step_ms: an optimizer step, in milliseconds.
-        bubble: the share of the devices' time in the pipeline in which they wait.
-        memory_bytes: the peak of each device of a replica, in the order of the pipeline.
-        costs_from: where the layers' times are from: `measured` or `estimated`.
-        reason: why something is None.
+        step_ms: the milliseconds of an optimizer step.
+        bubble: the share of the devices' time in the pipeline in which they are idle, 0 to 1.
+        memory_bytes: the peak memory of each device of a replica, in pipeline order.
+        costs_from: the source of the layers' times: `measured` or `estimated`.
+        reason: why a number is None.
     """
 
     step_ms: float | None = None
@@ -395,7 +407,7 @@ def predict_step(
     microbatch: Any,
     hardware: Hardware,
     work: StepWork,
-    layout: Layout,
+    layout: ParallelLayout,
     measured: Sequence[LayerCost] | None = None,
     *,
     precision: str = "fp32",
@@ -403,20 +415,20 @@ def predict_step(
     loss: LossOfStep | None = None,
     recomputed: Set[int] = frozenset(),
 ) -> Prediction:
-    """Predicts a step of a model that is cut already; no layer runs.
+    """Predicts a step of a model that is already cut, without running a layer.
 
     Args:
         stages: the layers of each stage, also on the meta device.
-        microbatch: the inputs of the first micro-batch, of which shapes and types count.
-        hardware: its devices and links; without a rate for the precision, the memory alone is
-            predicted, unless the costs are measured.
+        microbatch: the inputs of the first micro-batch; only shapes and types matter.
+        hardware: the devices and links. Without a rate for the precision only memory is predicted,
+            unless `measured` is given.
         work: the work of a step.
-        layout: how the model is spread.
-        measured: the costs of all layers for such a micro-batch. None: they are counted.
+        layout: the parallel layout.
+        measured: measured costs of all layers for such a micro-batch; None: count them.
         precision: `fp32`, `bf16` or `fp16`.
-        tf32: fp32 products are in TF32.
-        loss: that ends the last stage; None, or with measured costs: it is left out.
-        recomputed: the layers that are recomputed by themselves, by index.
+        tf32: whether fp32 matrix products run in TF32.
+        loss: the loss that ends the last stage; None, or with measured costs: left out.
+        recomputed: the indices of the layers that are recomputed individually.
 
     Raises:
         SplitError: a layer does not run on fake tensors.
@@ -426,27 +438,27 @@ def predict_step(
     if measured is not None:
         table = replace(given_costs(lambda _: measured, layer_sizes(layers)), costs_from="measured")
     else:
-        known = hardware.flops_per_s or dict.fromkeys((*PRECISIONS, "tf32"), _ANY_RATE)
-        counted_on = replace(hardware, flops_per_s=known)
-        table = counted_costs_of_one_size(layers, microbatch, counted_on, precision, tf32, loss)
+        rates = hardware.flops_per_s or dict.fromkeys((*PRECISIONS, "tf32"), _ANY_RATE)
+        rated_hardware = replace(hardware, flops_per_s=rates)
+        table = counted_costs_of_one_size(layers, microbatch, rated_hardware, precision, tf32, loss)
     table = table.recomputing(recomputed)
     if measured is None and not hardware.flops_per_s:
         return Prediction(
             memory_bytes=_as_measured(device_memory(table, work, layout, counts), hardware),
             reason="`hybridtrain measure-machine`, once, or split=time would give the times",
         )
-    found = price(table, hardware, work, layout, counts)
-    memory = _as_measured(found.memory, hardware)
-    return Prediction(found.step_ms, found.bubble, memory, table.costs_from)
+    priced = price(table, hardware, work, layout, counts)
+    memory = _as_measured(priced.memory, hardware)
+    return Prediction(priced.step_ms, priced.bubble, memory, table.costs_from)
 
 
 def _as_measured(memory: Sequence[DeviceMemory], hardware: Hardware) -> tuple[int, ...]:
-    """Returns the peak of each device: of a GPU all, on a CPU what is counted there."""
+    """Returns the predicted peak of each device, counted as a run measures it."""
     return tuple(m.kept if hardware.device == "cpu" else m.total for m in memory)
 
 
 def why_not_priced(options: PipelineOptions) -> str | None:
-    """Returns what of `options` the price of a step leaves out; None: nothing."""
+    """Returns which of `options` a price does not cover, as text; None: it covers all."""
     if options.compile:
         return "compile=true is not priced"
     if options.max_inflight is not None:
@@ -454,27 +466,27 @@ def why_not_priced(options: PipelineOptions) -> str | None:
     return None
 
 
-# A model that can be cut in no more ways is tried in all of them.
+# A model with at most this many cuts is tried with all of them.
 _FEW_CUTS = 50
 
-# How many cuts are looked at to improve one.
+# The most moves of a layer that are tried to improve a cut.
 _MOST_MOVES = 100
 
-# Predictions are not better than this: of plans that are as fast, the simplest one is proposed.
+# The accuracy of predictions: of plans within this factor, the simplest is proposed.
 ALIKE = 1.02
-# As many layouts as asked for, and times as many that are as fast.
+# The search stops after this many times `best` layouts, if they are equally fast.
 _MOST_ALIKE = 10
 
-# Layouts of which the least memory is looked for if none fits.
+# The number of layouts to compute the least memory for, if none fits.
 _CLOSE = 20
 
 
 class _Entry(NamedTuple):
-    """A layout in the queue; `number` breaks ties, so that nothing else is compared."""
+    """A layout in the queue; `number` breaks ties, so that layouts are never compared."""
 
     bound_ms: float
     number: int
-    layout: Layout
+    layout: ParallelLayout
     counts: list[int] | None = None
     priced: Price | None = None
 
@@ -487,88 +499,88 @@ def find_layouts(
     *,
     best: int = 10,
 ) -> list[Price]:
-    """Returns the prices of `best` layouts that fit into memory: `proposed`, then the fastest.
+    """Returns the prices of `best` layouts that fit into memory: the proposed, then the fastest.
 
     Args:
         table: the costs of the model's layers.
-        hardware: its devices and links, all of which is used.
+        hardware: the devices and links; every layout uses all devices.
         work: the work of a step.
-        choices: what may be chosen from.
-        best: how many.
+        choices: the values that the search may choose from; None: all.
+        best: the number of prices to return.
 
     Raises:
-        ConfigError: no layout uses all devices and cuts all batches evenly.
-        SplitError: no layout fits into memory; says how much is missing.
+        ConfigError: no layout uses all devices and divides all batches evenly.
+        SplitError: no layout fits into memory; the message says how much is missing.
     """
     search = _Search(table, hardware, work)
-    every = layouts(hardware, work, len(table.sizes), choices or Choices())
-    found = search.fastest(every, best)
-    if not found:
-        raise SplitError(search.why_nothing_fits(every))
-    first = proposed(found)
-    return [first, *(one for one in found if one is not first)][:best]
+    candidates = layouts(hardware, work, len(table.sizes), choices or Choices())
+    prices = search.fastest(candidates, best)
+    if not prices:
+        raise SplitError(search.why_nothing_fits(candidates))
+    proposal = proposed(prices)
+    return [proposal, *(price for price in prices if price is not proposal)][:best]
 
 
 def proposed(prices: Sequence[Price]) -> Price:
-    """Returns the price that a person would choose, of the fastest and those that are as fast.
+    """Returns the simplest of the layouts that are about as fast as the fastest.
 
-    It has the fewest stages; of these, the simplest engine and schedule, nothing recomputed or
-    sharded if that is not needed, and then the least memory.
+    The simplest has the fewest stages, then the simplest engine and schedule, then no recomputation
+    and no sharding if possible, and then the least memory.
     """
-    limit = ALIKE * min(one.step_ms for one in prices)
+    limit = ALIKE * min(price.step_ms for price in prices)
 
-    def effort(one: Price) -> tuple[float, ...]:
-        layout = one.layout
+    def effort(price: Price) -> tuple[float, ...]:
+        layout = price.layout
         return (
             layout.stages,
             layout.engine != "local",
             layout.splits_backwards,
-            layout.checkpoint != "never",
+            layout.recompute != "never",
             layout.shard != "none",
-            one.peak_bytes,
-            one.step_ms,
+            price.peak_bytes,
+            price.step_ms,
         )
 
-    return min((one for one in prices if one.step_ms <= limit), key=effort)
+    return min((price for price in prices if price.step_ms <= limit), key=effort)
 
 
 class _Search:
-    """Cuts and bounds, of which many layouts share some."""
+    """The search: cuts, bounds and prices, cached where layouts share them."""
 
     def __init__(self, table: CostTable, hardware: Hardware, work: StepWork) -> None:
         self._table = table
-        self._machine = hardware
-        self._job = work
+        self._hardware = hardware
+        self._work = work
         self._cut = cache(self._cut_by_time)
         self._times = cache(self._whole_times)
         self._weighed_at = cache(self._weighed_of)
         self._recomputed = cache(self._fewest_recomputed)
-        # all but the last, whose cost is also that of the loss
+        # all but the last layer, whose cost includes the loss
         self._most_recomputed = table.recomputing(frozenset(range(len(table.sizes) - 1)))
 
-    def fastest(self, every: Sequence[Layout], best: int) -> list[Price]:
+    def fastest(self, candidates: Sequence[ParallelLayout], best: int) -> list[Price]:
         """Returns the prices of the `best` fastest layouts that fit into memory, by time.
 
-        And of more that are as fast as the first one.
+        More layouts are included if they are about as fast as the fastest.
         """
         numbers = counter()
-        queue = [_Entry(self.bound(layout), next(numbers), layout) for layout in every]
+        queue = [_Entry(self.bound(layout), next(numbers), layout) for layout in candidates]
         heapq.heapify(queue)
-        found: dict[Layout, Price] = {}
+        prices: dict[ParallelLayout, Price] = {}
         fastest = math.inf
-        while queue and len(found) < _MOST_ALIKE * best:
+        while queue and len(prices) < _MOST_ALIKE * best:
             entry = heapq.heappop(queue)
-            if len(found) >= best and entry.bound_ms > ALIKE * fastest:
+            if len(prices) >= best and entry.bound_ms > ALIKE * fastest:
                 break
             layout, counts = entry.layout, entry.counts
-            if layout in found:  # with a better cut
+            if layout in prices:  # with a better cut
                 continue
             if entry.priced is not None:
-                found[layout] = entry.priced
+                prices[layout] = entry.priced
                 fastest = min(fastest, entry.priced.step_ms)
             elif counts is not None:
                 table = self._table_of(layout, counts)
-                priced = price(table, self._machine, self._job, layout, counts)
+                priced = price(table, self._hardware, self._work, layout, counts)
                 bound = max(entry.bound_ms, priced.step_ms)
                 heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts, priced))
             else:
@@ -576,26 +588,26 @@ class _Search:
                     bound = max(entry.bound_ms, self.bound_of_cut(layout, counts))
                     heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts))
         # bounds differ from prices by rounding
-        return sorted(found.values(), key=lambda one: one.step_ms)
+        return sorted(prices.values(), key=lambda price: price.step_ms)
 
-    def bound(self, layout: Layout) -> float:
-        """Returns what no cut of the model is faster than, in milliseconds."""
-        whole, largest = self._times(layout.samples(self._job), layout.checkpoint)
+    def bound(self, layout: ParallelLayout) -> float:
+        """Returns a lower bound of the step's milliseconds, for any cut of the model."""
+        whole, largest = self._times(layout.samples(self._work), layout.recompute)
         busy = max(whole / layout.nb_part, largest) * layout.chunks
         if layout.stages_per_device == 1 and not layout.splits_backwards:
             busy = max(busy, _least_with_idle_time(whole, layout.nb_part, layout.chunks))
-        load = self._job.data_ms_per_sample * self._job.samples / layout.replicas
-        return max(busy, load) * self._job.accumulate
+        load = self._work.data_ms_per_sample * self._work.samples / layout.replicas
+        return max(busy, load) * self._work.accumulate
 
-    def bound_of_cut(self, layout: Layout, counts: Sequence[int]) -> float:
-        """Returns what no schedule of these stages is faster than, in milliseconds."""
+    def bound_of_cut(self, layout: ParallelLayout, counts: Sequence[int]) -> float:
+        """Returns a lower bound of the step's milliseconds for this cut, for any schedule."""
         table = self._table_of(layout, counts)
-        times = stage_times(table, self._machine, self._job, layout, counts)
-        step = optimizer_ms(self._table.sizes, self._machine, self._job, layout, counts)
-        return least_step_ms(self._job, layout, times, step)
+        times = stage_times(table, self._hardware, self._work, layout, counts)
+        step = optimizer_ms(self._table.sizes, self._hardware, self._work, layout, counts)
+        return least_step_ms(self._work, layout, times, step)
 
-    def cuts(self, layout: Layout) -> list[list[int]]:
-        """Returns cuts that fit into memory, as the layers of each stage: all if there are few."""
+    def cuts(self, layout: ParallelLayout) -> list[list[int]]:
+        """Returns cuts that fit into memory, as layers per stage: all, or one if there are many."""
         if not self._weights_fit(layout):
             return []
         layers = len(self._table.sizes)
@@ -603,50 +615,56 @@ class _Search:
             even = self.fitting_cut(layout)
             return [] if even is None else [self._improved(layout, even)]
         places = [at for at in range(1, layers) if at not in self._table.no_cut_before]
-        every = combinations(places, layout.stages - 1)
-        counts = [[b - a for a, b in pairwise((0, *bounds, layers))] for bounds in every]
-        return [one for one in counts if self._fits(layout, one)]
+        cuts = combinations(places, layout.stages - 1)
+        counts = [[b - a for a, b in pairwise((0, *bounds, layers))] for bounds in cuts]
+        return [cut for cut in counts if self._fits(layout, cut)]
 
-    def _fits(self, layout: Layout, counts: Sequence[int]) -> bool:
-        if layout.checkpoint == "layers":  # with none it is that of "never"
+    def _fits(self, layout: ParallelLayout, counts: Sequence[int]) -> bool:
+        if layout.recompute == "layers":  # with none it is that of "never"
             return bool(self._recomputed(layout, tuple(counts)))
-        return not any(map(self._is_over, device_memory(self._table, self._job, layout, counts)))
+        return not any(map(self._is_over, device_memory(self._table, self._work, layout, counts)))
 
-    def _table_of(self, layout: Layout, counts: Sequence[int]) -> CostTable:
-        if layout.checkpoint != "layers":
+    def _table_of(self, layout: ParallelLayout, counts: Sequence[int]) -> CostTable:
+        if layout.recompute != "layers":
             return self._table
         return self._table.recomputing(self._recomputed(layout, tuple(counts)) or frozenset())
 
-    def _fewest_recomputed(self, layout: Layout, counts: tuple[int, ...]) -> frozenset[int] | None:
-        """Returns layers whose recomputation makes these stages fit; None: it does not.
+    def _fewest_recomputed(
+        self, layout: ParallelLayout, counts: tuple[int, ...]
+    ) -> frozenset[int] | None:
+        """Returns the layers to recompute so that these stages fit; None if they cannot fit.
 
-        On each device as few as are needed, of the order in which they free the most bytes for the
-        time of their forward.
+        On each device, layers are taken in the order of bytes freed per time of their forward,
+        until the rest fits.
         """
-        kept, again = (
-            table.costs_at(layout.samples(self._job))
+        stored, recomputed = (
+            table.costs_at(layout.samples(self._work))
             for table in (self._table, self._most_recomputed)
         )
         in_flight = most_in_flight(layout)
         gains: list[list[tuple[float, int]]] = [[] for _ in range(layout.nb_part)]
         for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
             for index in range(start, end):
-                freed = kept[index].activation_bytes - again[index].activation_bytes
+                freed = stored[index].activation_bytes - recomputed[index].activation_bytes
                 if freed:
-                    rate = freed * in_flight[stage] / (kept[index].forward_ms or math.ulp(0.0))
+                    rate = freed * in_flight[stage] / (stored[index].forward_ms or math.ulp(0.0))
                     gains[layout.devices[stage]].append((-rate, index))
-        order = [[index for _, index in sorted(each)] for each in gains]
+        order = [[index for _, index in sorted(pairs)] for pairs in gains]
 
         def chosen(numbers: Sequence[int]) -> frozenset[int]:
-            return frozenset(i for own, n in zip(order, numbers, strict=True) for i in own[:n])
+            return frozenset(
+                i for indexes, n in zip(order, numbers, strict=True) for i in indexes[:n]
+            )
 
         def over(numbers: Sequence[int]) -> list[bool]:
             table = self._table.recomputing(chosen(numbers))
-            return list(map(self._is_over, device_memory(table, self._job, layout, counts)))
+            return list(map(self._is_over, device_memory(table, self._work, layout, counts)))
 
         # bisection, on all devices at once
         fewest = [0] * layout.nb_part
-        most = [len(own) * is_over for own, is_over in zip(order, over(fewest), strict=True)]
+        most = [
+            len(indexes) * is_over for indexes, is_over in zip(order, over(fewest), strict=True)
+        ]
         if any(over(most)):
             return None
         while fewest != most:
@@ -659,16 +677,16 @@ class _Search:
         return chosen(most)
 
     def _is_over(self, memory: DeviceMemory) -> bool:
-        return memory.total > self._machine.usable_bytes
+        return memory.total > self._hardware.usable_bytes
 
-    def _weights_fit(self, layout: Layout) -> bool:
+    def _weights_fit(self, layout: ParallelLayout) -> bool:
         weights = sum(cost.weight_bytes for cost in self._weighed(layout))
-        return weights / layout.nb_part <= self._machine.usable_bytes
+        return weights / layout.nb_part <= self._hardware.usable_bytes
 
-    def _improved(self, layout: Layout, counts: list[int]) -> list[int]:
+    def _improved(self, layout: ParallelLayout, counts: list[int]) -> list[int]:
         """Returns a cut with a smaller bound, found by moving layers to the next stage and back.
 
-        The most even stages may send large messages, and may add up to uneven devices.
+        The most even stages may send large messages, and a device's stages may add up unevenly.
         """
         best = self.bound_of_cut(layout, counts)
         moves = iter(range(_MOST_MOVES))
@@ -688,16 +706,16 @@ class _Search:
             border = (border + 1) % (layout.stages - 1)
         return counts
 
-    def fitting_cut(self, layout: Layout) -> list[int] | None:
-        """Returns the layers of each stage, as even as memory allows; None if nothing fits."""
+    def fitting_cut(self, layout: ParallelLayout) -> list[int] | None:
+        """Returns the most even cut that fits into memory, as layers per stage, or None."""
         if not self._weights_fit(layout):
             return None
-        limit = self._machine.usable_bytes
+        limit = self._hardware.usable_bytes
         try:
-            counts = self._cut(layout.samples(self._job), layout.checkpoint, layout.stages)
+            counts = self._cut(layout.samples(self._work), layout.recompute, layout.stages)
             if self._fits(layout, counts):
                 return counts
-            single = layout.checkpoint == "layers"
+            single = layout.recompute == "layers"
             if single and self._recomputed(layout, tuple(counts)) == frozenset():
                 return None  # nothing has to be recomputed
             if not self._may_fit(layout, limit / layout.stages_per_device):
@@ -707,11 +725,11 @@ class _Search:
             return None
         return counts if self._fits(layout, counts) else None
 
-    def _may_fit(self, layout: Layout, limit: float) -> bool:
-        """Returns whether stages that are filled up to `limit` have room for all layers.
+    def _may_fit(self, layout: ParallelLayout, limit: float) -> bool:
+        """Returns whether stages that are filled up to `limit` bytes have room for all layers.
 
-        What comes from other stages is left out, so that a smaller stage never needs more. Far
-        quicker than to look for a cut.
+        Inputs from other stages are left out, so that a smaller stage never needs more. This test
+        is much faster than a search for a cut.
         """
         stage, used = 0, 0.0
         in_flight = most_in_flight(layout)
@@ -727,52 +745,52 @@ class _Search:
                     return False
         return True
 
-    def why_nothing_fits(self, every: Sequence[Layout]) -> str:
-        """Returns what is missing where the least is."""
-        found: list[tuple[int, int, Layout]] = []
-        for layout in sorted(every, key=self._least_bytes)[:_CLOSE]:
+    def why_nothing_fits(self, candidates: Sequence[ParallelLayout]) -> str:
+        """Returns an error message about the layout that misses the fewest bytes."""
+        least_memory: list[tuple[int, int, ParallelLayout]] = []
+        for layout in sorted(candidates, key=self._least_bytes)[:_CLOSE]:
             try:
                 counts = self._cut_for_memory(layout, memory_weight=1.0)
             except SplitError:
                 continue
-            table = self._most_recomputed if layout.checkpoint == "layers" else self._table
-            memory = device_memory(table, self._job, layout, counts)
+            table = self._most_recomputed if layout.recompute == "layers" else self._table
+            memory = device_memory(table, self._work, layout, counts)
             device, nbytes = max(enumerate(m.total for m in memory), key=lambda pair: pair[1])
-            found.append((nbytes, device, layout))
-        if not found:
+            least_memory.append((nbytes, device, layout))
+        if not least_memory:
             return (
                 f"no plan fits: the model's {len(self._table.sizes)} layers cannot be cut into as "
                 f"many stages as asked for: lower nb_part= or stages_per_device="
             )
-        nbytes, device, layout = min(found, key=lambda entry: entry[0])
-        usable = self._machine.usable_bytes
-        checkpoint = {"layers": "of single layers"}.get(layout.checkpoint, layout.checkpoint)
+        nbytes, device, layout = min(least_memory, key=lambda entry: entry[0])
+        usable = self._hardware.usable_bytes
+        recompute = {"layers": "of single layers"}.get(layout.recompute, layout.recompute)
         return (
             f"no plan fits: {(nbytes - usable) / GIB:.1f} GiB are missing on device {device}; the "
             f"least memory is {nbytes / GIB:.1f} GiB of {usable / GIB:.1f} GiB that may be used "
-            f"(nb_part={layout.nb_part}, chunks={layout.chunks}, checkpoint {checkpoint}, "
+            f"(nb_part={layout.nb_part}, chunks={layout.chunks}, recompute {recompute}, "
             f"shard={layout.shard}): more devices (hardware.nodes=), larger ones "
             f"(hardware.memory_gib=) or a smaller model would do"
         )
 
-    def _least_bytes(self, layout: Layout) -> float:
-        """Returns about how much a device needs: an even share, and the inputs of its stage."""
+    def _least_bytes(self, layout: ParallelLayout) -> float:
+        """Returns an estimate of the bytes per device: an even share of weights and activations."""
         costs = self._weighed(layout)
         alive = 1 if layout.recomputed else sum(most_in_flight(layout)) / layout.stages
         whole = sum(cost.weight_bytes + alive * cost.activation_bytes for cost in costs)
         return whole / layout.nb_part
 
-    def _weighed(self, layout: Layout) -> list[LayerCost]:
-        """Returns the costs with the bytes of weights, and the least of activations."""
-        single = layout.checkpoint == "layers"
-        return self._weighed_at(layout.samples(self._job), layout.replicas, layout.shard, single)
+    def _weighed(self, layout: ParallelLayout) -> list[LayerCost]:
+        """Returns the costs with weight bytes, and with the least activation bytes possible."""
+        single = layout.recompute == "layers"
+        return self._weighed_at(layout.samples(self._work), layout.replicas, layout.shard, single)
 
     def _weighed_of(self, samples: int, replicas: int, shard: str, single: bool) -> list[LayerCost]:
-        layout = Layout(replicas=replicas, shard=shard)
+        layout = ParallelLayout(replicas=replicas, shard=shard)
         table = self._most_recomputed if single else self._table
-        return with_weight_bytes(table.costs_at(samples), table.sizes, self._job, layout)
+        return with_weight_bytes(table.costs_at(samples), table.sizes, self._work, layout)
 
-    def _cut_for_memory(self, layout: Layout, **goal: float) -> list[int]:
+    def _cut_for_memory(self, layout: ParallelLayout, **goal: float) -> list[int]:
         objective = Objective(
             recomputes=bool(layout.recomputed),
             stages_per_device=layout.stages_per_device,
@@ -781,19 +799,19 @@ class _Search:
         in_flight = most_in_flight(layout)
         return cut_by_costs(self._weighed(layout), in_flight, objective, self._table.no_cut_before)
 
-    def _cut_by_time(self, samples: int, checkpoint: str, stages: int) -> list[int]:
-        again = 1 if checkpoint in ("never", "layers") else 2
+    def _cut_by_time(self, samples: int, recompute: str, stages: int) -> list[int]:
+        forwards = 1 if recompute in ("never", "layers") else 2
         costs = [
-            replace(cost, forward_ms=again * cost.forward_ms, crossing_ms=0.0)
+            replace(cost, forward_ms=forwards * cost.forward_ms, crossing_ms=0.0)
             for cost in self._table.costs_at(samples)
         ]
         return cut_by_costs(costs, [1] * stages, Objective(), self._table.no_cut_before)
 
-    def _whole_times(self, samples: int, checkpoint: str) -> tuple[float, float]:
-        """Returns the milliseconds of all layers for a micro-batch, and of the largest one."""
-        again = checkpoint == "always"
+    def _whole_times(self, samples: int, recompute: str) -> tuple[float, float]:
+        """Returns the milliseconds of a micro-batch in all layers, and in the slowest layer."""
+        recomputes = recompute == "always"
         times = [
-            cost.forward_ms * (1 + again) + cost.backward_ms
+            cost.forward_ms * (1 + recomputes) + cost.backward_ms
             for cost in self._table.costs_at(samples)
         ]
         return sum(times), max(times)
@@ -802,9 +820,9 @@ class _Search:
 def _least_with_idle_time(whole: float, stages: int, chunks: int) -> float:
     """Returns the least time of a batch, with one stage per device and whole backwards.
 
-    Stage `s` takes `t[s]` for a micro-batch. It begins when the first one has passed the stages
-    before it, and after its last backward come theirs. So the batch, of `m` micro-batches, takes at
-    least `t[0] + ... + t[s-1] + m t[s]`. The largest of these is the smallest, M, if all are equal:
-    `t[s] = M / m * (1 - 1 / m) ** s`, whose sum is `whole`.
+    Stage `s` takes `t[s]` per micro-batch. It begins when the first micro-batch has passed the
+    stages before it, and their backwards follow its last backward. So a batch of `m` micro-batches
+    takes at least `t[0] + ... + t[s-1] + m t[s]`. The maximum over `s` is smallest, M, if all are
+    equal: `t[s] = M / m * (1 - 1 / m) ** s`, and these add up to `whole`.
     """
     return whole / (1 - (1 - 1 / chunks) ** stages)

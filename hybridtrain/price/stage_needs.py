@@ -1,4 +1,4 @@
-"""The needs of a layout's stages: memory at the peak, and times of actions and messages."""
+"""Peak memory of a layout's stages, and the times of their actions and messages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ from hybridtrain.partitioning import (
     LayerCost,
     LayerSize,
 )
-from hybridtrain.price.layout import Layout, StepWork
-from hybridtrain.schedule import Durations, make_schedule, peak_in_flight, peak_waiting
+from hybridtrain.price.layout import ParallelLayout, StepWork
+from hybridtrain.schedule import (
+    Durations,
+    RegisteredSchedule,
+    peak_in_flight,
+    peak_waiting,
+    registered,
+)
 
-# What a micro-batch holds in addition between the two parts of its backward, over its activations:
-# gradients, less the activations that only the first part needs. Counted for blocks of a GPT.
+# Extra memory of a micro-batch between the two parts of its backward, relative to its activations:
+# gradients, minus the activations that only the first part needs. Counted for blocks of a GPT.
 WAITING = 0.3
+
+# Groups of `nb_part` micro-batches after which each further one changes a peak by as much.
+_GROUPS_UNTIL_STEADY = 2
 
 
 @dataclass(frozen=True)
@@ -28,11 +37,11 @@ class DeviceMemory:
 
     Attributes:
         weights: parameters and buffers.
-        gradients: in the buckets of the all-reduce.
-        state: of the optimizer.
-        activations: of all micro-batches in flight.
-        boundaries: what has come from other stages, for all micro-batches in flight.
-        temporaries: what a layer holds in addition while it runs, where that is most.
+        gradients: gradients, in the buckets of the all-reduce.
+        state: optimizer state.
+        activations: activations of all micro-batches in flight.
+        boundaries: inputs received from other stages, for all micro-batches in flight.
+        temporaries: the largest extra memory of a layer while it runs.
     """
 
     weights: int = 0
@@ -44,54 +53,62 @@ class DeviceMemory:
 
     @property
     def total(self) -> int:
-        """The sum."""
+        """The sum of all kinds."""
         return sum(vars(self).values())
 
     @property
     def kept(self) -> int:
-        """Bytes between two layers, where the memory of a CPU is read."""
+        """Bytes held between two layers, which is where a CPU's memory is measured."""
         return self.total - self.temporaries
 
 
 def device_memory(
-    table: CostTable, work: StepWork, layout: Layout, counts: Sequence[int]
+    table: CostTable, work: StepWork, layout: ParallelLayout, counts: Sequence[int]
 ) -> list[DeviceMemory]:
     """Returns the memory of each device at its peak.
 
     Args:
         table: the costs of the layers.
         work: the work of a step.
-        layout: how the model is spread.
+        layout: the parallel layout.
         counts: the number of layers of each stage.
     """
     costs = table.costs_at(layout.samples(work))
     in_flight = most_in_flight(layout)
-    own: list[list[LayerSize]] = [[] for _ in range(layout.nb_part)]
+    sizes_by_device: list[list[LayerSize]] = [[] for _ in range(layout.nb_part)]
     waiting = _most_waiting(layout)
     activations = [0] * layout.nb_part
     boundaries = [0] * layout.nb_part
     temporaries = [0] * layout.nb_part
     for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
         device = layout.devices[stage]
-        own[device] += table.sizes[start:end]
+        sizes_by_device[device] += table.sizes[start:end]
         alive = 1 if layout.recomputed else in_flight[stage]
-        kept = sum(cost.activation_bytes for cost in costs[start:end])
-        activations[device] += alive * kept + round(WAITING * waiting[stage] * kept)
+        activation_bytes = sum(cost.activation_bytes for cost in costs[start:end])
+        activations[device] += alive * activation_bytes + round(
+            WAITING * waiting[stage] * activation_bytes
+        )
         temporaries[device] = max(temporaries[device], most_temporary(costs[start:end]))
         if start:
             boundaries[device] += in_flight[stage] * costs[start - 1].crossing_bytes
     return [
         replace(
-            _fixed_memory(sizes, work, layout), activations=kept, boundaries=received, temporaries=t
+            _fixed_memory(sizes, work, layout),
+            activations=activation_bytes,
+            boundaries=boundary_bytes,
+            temporaries=temporary_bytes,
         )
-        for sizes, kept, received, t in zip(own, activations, boundaries, temporaries, strict=True)
+        for sizes, activation_bytes, boundary_bytes, temporary_bytes in zip(
+            sizes_by_device, activations, boundaries, temporaries, strict=True
+        )
     ]
 
 
 def most_temporary(costs: Sequence[LayerCost]) -> int:
     """Returns by how much a stage exceeds its activations, while one of its layers runs.
 
-    While a layer runs, those behind it in the stage keep nothing: it is not yet, or not any more.
+    While a layer runs, the later layers of the stage hold no activations: in the forward they have
+    not run yet, and in the backward theirs are freed.
     """
     most = behind = 0
     for cost in reversed(costs):
@@ -100,52 +117,67 @@ def most_temporary(costs: Sequence[LayerCost]) -> int:
     return most
 
 
-def most_in_flight(layout: Layout) -> tuple[int, ...]:
-    """Returns the most micro-batches that each stage keeps alive at one time."""
-    return _most_in_flight(layout.schedule, *_shape(layout))
+def most_in_flight(layout: ParallelLayout) -> tuple[int, ...]:
+    """Returns, for each stage, the peak number of micro-batches in flight."""
+    return _peaks(registered(layout.schedule), *_shape(layout)).in_flight
 
 
-def _most_waiting(layout: Layout) -> tuple[int, ...]:
-    """Returns how many micro-batches of each stage are between the parts of their backward."""
+def _most_waiting(layout: ParallelLayout) -> tuple[int, ...]:
+    """Returns, for each stage, the peak number of micro-batches between their backward's parts."""
     if not layout.splits_backwards:
         return (0,) * layout.stages
-    return _waiting_of(layout.schedule, *_shape(layout))
+    return _peaks(registered(layout.schedule), *_shape(layout)).waiting
 
 
-def _shape(layout: Layout) -> tuple[int, int, int]:
+def _shape(layout: ParallelLayout) -> tuple[int, int, int]:
     return layout.nb_part, layout.chunks, layout.stages_per_device
 
 
-@lru_cache(maxsize=4096)
-def _most_in_flight(
-    schedule: str, nb_part: int, chunks: int, stages_per_device: int
-) -> tuple[int, ...]:
-    """Returns `peak_in_flight`, of few micro-batches where more would hold as many."""
-    if schedule == "gpipe":
-        return (chunks,) * (nb_part * stages_per_device)
-    if schedule == "1f1b" and stages_per_device == 1:
-        return tuple(min(chunks, nb_part - stage) for stage in range(nb_part))
-    if schedule == "zb-h1":
-        return (min(chunks, nb_part),) * nb_part
-    if schedule == "zb-v":
-        chunks = min(chunks, 2 * nb_part)
-    elif chunks % nb_part == 0:  # groups of `nb_part`, of which a device holds at most three
-        chunks = min(chunks, 4 * nb_part)
-    return peak_in_flight(make_schedule(schedule, nb_part, chunks, stages_per_device))
+class _Peaks(NamedTuple):
+    """The most micro-batches of each stage at one time.
+
+    Attributes:
+        in_flight: begun and not finished.
+        waiting: between the two parts of their backward.
+    """
+
+    in_flight: tuple[int, ...]
+    waiting: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
-def _waiting_of(
-    schedule: str, nb_part: int, chunks: int, stages_per_device: int
-) -> tuple[int, ...]:
-    few = min(chunks, 2 * nb_part)
-    return peak_waiting(make_schedule(schedule, nb_part, few, stages_per_device))
+def _peaks(
+    schedule: RegisteredSchedule, nb_part: int, chunks: int, stages_per_device: int
+) -> _Peaks:
+    """Returns the peaks of a schedule's table, by those of smaller tables if it is large.
+
+    After some groups of `nb_part` micro-batches a schedule repeats itself, and each further group
+    adds as much to a peak as the one before: nothing with 1F1B, all its micro-batches with GPipe.
+    """
+
+    def count(chunks: int) -> _Peaks:
+        table = schedule.build(nb_part, chunks, stages_per_device)
+        return _Peaks(peak_in_flight(table), peak_waiting(table))
+
+    # interleaved stages share the rest out over the groups, which then differ in size at first
+    rest = chunks % nb_part
+    few = (_GROUPS_UNTIL_STEADY + rest) * nb_part + rest
+    groups = (chunks - few) // nb_part
+    if groups <= 1:
+        return count(chunks)
+    before, after = count(few), count(few + nb_part)
+    return _Peaks(
+        *(
+            tuple(first + (then - first) * groups for first, then in zip(*peak, strict=True))
+            for peak in zip(before, after, strict=True)
+        )
+    )
 
 
 def with_weight_bytes(
-    costs: Sequence[LayerCost], sizes: Sequence[LayerSize], work: StepWork, layout: Layout
+    costs: Sequence[LayerCost], sizes: Sequence[LayerSize], work: StepWork, layout: ParallelLayout
 ) -> list[LayerCost]:
-    """Returns the costs with the bytes of a layer's weights, gradients and state, for a cut."""
+    """Returns the costs with the bytes of each layer's weights, gradients and state, for a cut."""
 
     def weight_bytes(size: LayerSize) -> int:
         memory = _fixed_memory([size], work, layout)
@@ -157,10 +189,12 @@ def with_weight_bytes(
     ]
 
 
-def _fixed_memory(sizes: Sequence[LayerSize], work: StepWork, layout: Layout) -> DeviceMemory:
-    """Returns the memory of layers that does not depend on the number in flight.
+def _fixed_memory(
+    sizes: Sequence[LayerSize], work: StepWork, layout: ParallelLayout
+) -> DeviceMemory:
+    """Returns the memory of layers that does not depend on the micro-batches in flight.
 
-    Gradients are views of DDP's buckets, which it keeps for good.
+    Gradients are views of DDP's buckets, which DDP never frees.
     """
     trained = sum(size.trained for size in sizes)
     state = trained * work.optimizer_tensors_per_param
@@ -171,13 +205,13 @@ def _fixed_memory(sizes: Sequence[LayerSize], work: StepWork, layout: Layout) ->
     )
 
 
-# What the operators of both parts of a backward take on a CPU, over those of a whole one: what both
-# read has left the caches. From 1.0 (an encoder layer of width 1024) to 1.3 (width 256, with the
-# calls) were measured.
+# CPU time of the operators in a two-part backward, relative to a whole one: tensors that both parts
+# read have left the caches in between. Measured: 1.0 (an encoder layer of width 1024) to 1.3 (width
+# 256, with the calls).
 SPLIT_OPERATORS = 1.1
 
-# The host's time for a backward in two parts, over that for a whole one: the graph is walked once,
-# and each node with weights is called by itself.
+# Host time of a two-part backward, relative to a whole one: autograd walks the graph once and then
+# calls each node with weights separately.
 SPLIT_HOST = 2.5
 
 
@@ -186,14 +220,14 @@ class StageTimes:
     """Milliseconds of each stage for one micro-batch, and of each border between two stages.
 
     Attributes:
-        forward: of each stage.
-        backward: a whole one.
-        in_parts: a backward in two parts, both together.
-        weight: the second part, which a schedule may put off.
-        transfer: of each border.
-        host: the host's time for a forward and a whole backward.
-        host_in_parts: what it takes in addition for a backward in two parts.
-        recompute: the part of `backward` that computes a forward again.
+        forward: the forward of each stage.
+        backward: a whole backward of each stage.
+        in_parts: both parts of a two-part backward together.
+        weight: the second part, for the weights, which a schedule may delay.
+        transfer: the message at each border.
+        host: host time of a forward and a whole backward.
+        host_in_parts: extra host time of a two-part backward.
+        recompute: the part of `backward` that recomputes the forward.
     """
 
     forward: tuple[float, ...]
@@ -207,23 +241,27 @@ class StageTimes:
 
     @property
     def durations(self) -> Durations:
-        """The times that a schedule is simulated with."""
+        """The durations for the simulation of a schedule."""
         return Durations(
             self.forward, self.backward, self.weight, self.transfer, in_parts=self.in_parts
         )
 
 
 def stage_times(
-    table: CostTable, hardware: Hardware, work: StepWork, layout: Layout, counts: Sequence[int]
+    table: CostTable,
+    hardware: Hardware,
+    work: StepWork,
+    layout: ParallelLayout,
+    counts: Sequence[int],
 ) -> StageTimes:
-    """Returns how long the actions of each stage take, and the messages between stages."""
+    """Returns the times of each stage's actions and of the messages between stages."""
     costs = table.costs_at(layout.samples(work))
     bounds = list(pairwise(accumulate(counts, initial=0)))
     stages = [
         _stage_ms(hardware, layout, stage, costs[start:end], table.host_ms[start:end])
         for stage, (start, end) in enumerate(bounds)
     ]
-    again = [
+    recomputed_ms = [
         layout.recomputed * cost.forward_ms if index not in table.recomputed else cost.forward_ms
         for index, cost in enumerate(costs)
     ]
@@ -232,12 +270,12 @@ def stage_times(
         for border, cut in enumerate(list(accumulate(counts))[:-1])
     ]
     by_name = zip(_OneStage._fields, zip(*stages, strict=True), strict=True)
-    recompute = tuple(sum(again[start:end]) for start, end in bounds)
+    recompute = tuple(sum(recomputed_ms[start:end]) for start, end in bounds)
     return StageTimes(**dict(by_name), transfer=tuple(transfer), recompute=recompute)
 
 
 class _OneStage(NamedTuple):
-    """The times of one stage; see `StageTimes`."""
+    """The times of one stage, in milliseconds: the fields of `StageTimes` for that stage."""
 
     forward: float
     backward: float
@@ -249,36 +287,57 @@ class _OneStage(NamedTuple):
 
 def _stage_ms(
     hardware: Hardware,
-    layout: Layout,
+    layout: ParallelLayout,
     stage: int,
     costs: Sequence[LayerCost],
     calls: Sequence[tuple[float, float]],
 ) -> _OneStage:
-    """Returns the times of a stage, for its layers and the host's times to call them."""
-    again = layout.recomputed
-    f, b = sum([c.forward_ms for c in costs]), sum([c.backward_ms for c in costs])
-    call_f, call_b = sum([f for f, _ in calls]), sum([b for _, b in calls])
+    """Returns the times of a stage.
+
+    Args:
+        hardware: the devices and links.
+        layout: the parallel layout.
+        stage: the index of the stage.
+        costs: the costs of its layers.
+        calls: for each layer, host milliseconds to launch its forward and its backward.
+    """
+    recomputed = layout.recomputed
+    forward_compute = sum([cost.forward_ms for cost in costs])
+    backward_compute = sum([cost.backward_ms for cost in costs])
+    forward_calls = sum([forward_ms for forward_ms, _ in calls])
+    backward_calls = sum([backward_ms for _, backward_ms in calls])
     action = _action_ms(hardware, layout, stage)
-    # a GPU computes meanwhile; a CPU does not
-    before = action if hardware.device == "cpu" else 0.0
-    forward = max(f + before, call_f + action)
-    backward = max(b + again * f + before, call_b + action + again * call_f)
-    in_parts, more = backward, 0.0
-    # the first stage's input needs no gradient: its backward is to the weights alone
+    # a GPU computes while the host launches; a CPU does not
+    synchronous = action if hardware.device == "cpu" else 0.0
+    forward = max(forward_compute + synchronous, forward_calls + action)
+    backward = max(
+        backward_compute + recomputed * forward_compute + synchronous,
+        backward_calls + action + recomputed * forward_calls,
+    )
+    split_backward, split_extra = backward, 0.0
+    # the first stage's input needs no gradient: its backward computes gradients of weights only
     if layout.splits_backwards and stage > 0:
-        more = (SPLIT_HOST - 1) * call_b + action
-        on_cpu = SPLIT_OPERATORS * b + before + more
-        in_parts = on_cpu if hardware.device == "cpu" else max(b, call_b + action + more)
-    # what is recomputed is not divided
-    weight = (0.5 if stage else 1.0) * in_parts if layout.splits_backwards else 0.0
-    host = (1 + again) * call_f + call_b + 2 * action
-    return _OneStage(forward, backward, in_parts, weight, host, more)
+        split_extra = (SPLIT_HOST - 1) * backward_calls + action
+        on_cpu = SPLIT_OPERATORS * backward_compute + synchronous + split_extra
+        split_backward = (
+            on_cpu
+            if hardware.device == "cpu"
+            else max(backward_compute, backward_calls + action + split_extra)
+        )
+    # half of a two-part backward; the first stage's backward is all for the weights
+    weight = (0.5 if stage else 1.0) * split_backward if layout.splits_backwards else 0.0
+    host = (1 + recomputed) * forward_calls + backward_calls + 2 * action
+    return _OneStage(forward, backward, split_backward, weight, host, split_extra)
 
 
 def planned_costs(
-    table: CostTable, hardware: Hardware, work: StepWork, layout: Layout, counts: Sequence[int]
+    table: CostTable,
+    hardware: Hardware,
+    work: StepWork,
+    layout: ParallelLayout,
+    counts: Sequence[int],
 ) -> list[LayerCost]:
-    """Returns the costs that the plan of this layout has, with the times of its messages."""
+    """Returns the layer costs for the plan of this layout, with the times of its messages."""
     costs = list(table.costs_at(layout.samples(work)))
     for border, cut in enumerate(list(accumulate(counts))[:-1]):
         ms = _transfer_ms(hardware, layout, border, costs[cut - 1].crossing_bytes)
@@ -286,11 +345,10 @@ def planned_costs(
     return costs
 
 
-def _action_ms(hardware: Hardware, layout: Layout, stage: int) -> float:
-    """Returns the host's time for a forward or backward of `stage`, beside its operators.
+def _action_ms(hardware: Hardware, layout: ParallelLayout, stage: int) -> float:
+    """Returns the host milliseconds of a forward or backward of `stage`, without its operators.
 
-    With a process for each device, what comes from another stage is received and what goes to
-    another is sent.
+    With a process per device, they include receiving from one neighbor and sending to the other.
     """
     messages = (stage > 0) + (stage < layout.stages - 1)
     if layout.engine == "local" or layout.nb_part == 1:
@@ -298,8 +356,8 @@ def _action_ms(hardware: Hardware, layout: Layout, stage: int) -> float:
     return (hardware.action_s + messages * hardware.message_s) * 1e3
 
 
-def _transfer_ms(hardware: Hardware, layout: Layout, border: int, nbytes: float) -> float:
-    """Returns the time of a message from stage `border` to the next one."""
+def _transfer_ms(hardware: Hardware, layout: ParallelLayout, border: int, nbytes: float) -> float:
+    """Returns the milliseconds of a message from stage `border` to the next stage."""
     device, to = layout.devices[border : border + 2]
     in_node = hardware.devices_per_node
     if device == to or (layout.engine == "local" and hardware.device == "cpu"):

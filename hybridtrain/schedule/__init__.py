@@ -2,7 +2,8 @@
 
     table        actions, spans, the device of each stage, and the proof that an engine can
                  execute a schedule
-    named        gpipe, 1f1b, zb-h1 and zb-v, and any of them by its name
+    registry     any schedule by its name, with what is known of it; `@schedule` adds one
+    named        the schedules that are here: gpipe, 1f1b, zb-h1 and zb-v
     simulation   when each action runs, for given costs
     account      where the time of a measured step went
     waits        when its devices waited, for what, and its critical path
@@ -19,14 +20,18 @@ from hybridtrain.schedule.account import (
     mean_delays,
 )
 from hybridtrain.schedule.named import (
-    SCHEDULES,
     forward_only,
     gpipe,
-    make_schedule,
     one_forward_one_backward,
-    splits_backwards,
     zero_bubble_h1,
     zero_bubble_v,
+)
+from hybridtrain.schedule.registry import (
+    RegisteredSchedule,
+    make_schedule,
+    registered,
+    schedule,
+    schedule_names,
 )
 from hybridtrain.schedule.simulation import (
     Durations,
@@ -40,7 +45,6 @@ from hybridtrain.schedule.simulation import (
     window,
 )
 from hybridtrain.schedule.table import (
-    STAGES_PER_DEVICE,
     WORDS,
     Action,
     ActionKind,
@@ -52,23 +56,25 @@ from hybridtrain.schedule.table import (
     peak_in_flight,
     peak_waiting,
     place_of,
-    placement_of,
     receiver_of,
     stages_at,
     validate,
 )
 from hybridtrain.schedule.waits import Wait, WaitFor, critical_path, waits
 
+SCHEDULES = schedule_names()
+"""The names of the schedules that come with the package, of which `auto` and `plan` choose one."""
+
 __all__ = [
     "COMPUTING",
     "SCHEDULES",
-    "STAGES_PER_DEVICE",
     "WORDS",
     "Account",
     "Action",
     "ActionKind",
     "Durations",
     "Placement",
+    "RegisteredSchedule",
     "Schedule",
     "Span",
     "Spans",
@@ -89,12 +95,13 @@ __all__ = [
     "peak_in_flight",
     "peak_waiting",
     "place_of",
-    "placement_of",
     "predict",
     "receiver_of",
+    "registered",
+    "schedule",
+    "schedule_names",
     "simulate",
     "spans_for",
-    "splits_backwards",
     "stages_at",
     "validate",
     "waits",

@@ -1,4 +1,4 @@
-"""The schedules, and each by its name, as the options give it.
+"""The schedules that come with the package, each registered by its name.
 
 1F1B, 4 stages, 6 micro-batches (GPipe: Huang et al., arXiv:1811.06965; 1F1B: Narayanan et al.,
 arXiv:2006.09503); time runs to the right, a backward is drawn twice as long as a forward
@@ -19,43 +19,25 @@ stage 3           F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from itertools import count, pairwise
+from collections.abc import Sequence
+from itertools import count
 
-from hybridtrain.errors import ScheduleError, did_you_mean
+from hybridtrain.schedule.registry import schedule
 from hybridtrain.schedule.simulation import Durations
 from hybridtrain.schedule.table import (
-    STAGES_PER_DEVICE,
     Action,
     ActionKind,
     Placement,
     Schedule,
-    peak_in_flight,
+    even_parts,
     stages_at,
-    validate,
 )
-
-Builder = Callable[[int, int, int], Schedule]
 
 # Two times that differ by less are the same.
 _ROUNDING = 1e-9
 
 
-def gpipe(devices: int, chunks: int, stages_per_device: int = 1) -> Schedule:
-    """Returns a schedule of all forwards, then all backwards.
-
-    The backwards go in the order of the micro-batches, so that gradients are added up in the
-    same order as in the unsplit model under gradient accumulation.
-    """
-    lanes = tuple(
-        tuple(Action("F", s, i) for s in own for i in range(chunks))
-        + tuple(Action("B", s, i) for s in reversed(own) for i in range(chunks))
-        for own in _stages_of_devices(devices, stages_per_device)
-    )
-    return Schedule("gpipe", devices * stages_per_device, chunks, lanes)
-
-
+@schedule("1f1b")
 def one_forward_one_backward(devices: int, chunks: int, stages_per_device: int = 1) -> Schedule:
     """Returns a schedule of a few forwards, then a backward and a forward in turn.
 
@@ -66,7 +48,7 @@ def one_forward_one_backward(devices: int, chunks: int, stages_per_device: int =
     about twice the activations.
     """
     v = stages_per_device
-    rounds = _even_parts(chunks, max(1, chunks // devices))
+    rounds = even_parts(chunks, max(1, chunks // devices))
     lanes = []
     for d, own in enumerate(_stages_of_devices(devices, v)):
         # each later device adds a forward to the warm-up, or two if stages are interleaved; each
@@ -82,17 +64,29 @@ def one_forward_one_backward(devices: int, chunks: int, stages_per_device: int =
     return Schedule("1f1b", devices * v, chunks, tuple(lanes))
 
 
-def zero_bubble_h1(devices: int, chunks: int, stages_per_device: int = 1) -> Schedule:
+@schedule("gpipe")
+def gpipe(devices: int, chunks: int, stages_per_device: int = 1) -> Schedule:
+    """Returns a schedule of all forwards, then all backwards.
+
+    The backwards go in the order of the micro-batches, so that gradients are added up in the
+    same order as in the unsplit model under gradient accumulation.
+    """
+    lanes = tuple(
+        tuple(Action("F", s, i) for s in own for i in range(chunks))
+        + tuple(Action("B", s, i) for s in reversed(own) for i in range(chunks))
+        for own in _stages_of_devices(devices, stages_per_device)
+    )
+    return Schedule("gpipe", devices * stages_per_device, chunks, lanes)
+
+
+@schedule("zb-h1", stages_per_device=1, splits_backward=True)
+def zero_bubble_h1(devices: int, chunks: int) -> Schedule:
     """Returns ZB-H1 (Qi et al., arXiv:2401.10241), drawn at the head of this file.
 
     It is 1F1B with the backwards to the weights put off: on device `d` by `d` micro-batches, so
     that every device holds as many micro-batches as 1F1B's first one, `devices`. If a forward and
     both parts of a backward take a unit each, the bubble shrinks from 3 (P-1) units to P-1.
-
-    Raises:
-        ScheduleError: there are several stages per device.
     """
-    _check_stages_per_device("zb-h1", stages_per_device)
     lanes = []
     for d in range(devices):
         warm_up = min(devices - d, chunks)
@@ -108,7 +102,8 @@ def zero_bubble_h1(devices: int, chunks: int, stages_per_device: int = 1) -> Sch
     return Schedule("zb-h1", devices, chunks, _whole_on_first_stage(lanes))
 
 
-def zero_bubble_v(devices: int, chunks: int, stages_per_device: int = 2) -> Schedule:
+@schedule("zb-v", placement="v", stages_per_device=2, splits_backward=True)
+def zero_bubble_v(devices: int, chunks: int) -> Schedule:
     """Returns ZB-V (Qi et al., arXiv:2405.15362): two stages per device, in a V.
 
     Device `d` has the stages `d` and `2 P - 1 - d`, so the last stage is on the first device, whose
@@ -117,21 +112,13 @@ def zero_bubble_v(devices: int, chunks: int, stages_per_device: int = 2) -> Sche
     holds at most `2 P` micro-batches of its stages, of half the size of 1F1B's. A backward is whole
     where no device would wait for its end, if each part takes as long as a forward: with many
     micro-batches most are.
-
-    Raises:
-        ScheduleError: there are not two stages per device.
     """
-    schedule = zero_bubble_v_in_parts(devices, chunks, stages_per_device)
-    return merge_backwards(schedule, Durations.equal(2 * devices))
+    in_parts = zero_bubble_v_in_parts(devices, chunks)
+    return merge_backwards(in_parts, Durations.equal(2 * devices))
 
 
-def zero_bubble_v_in_parts(devices: int, chunks: int, stages_per_device: int = 2) -> Schedule:
-    """Returns ZB-V as it was published: all backwards but the first stage's are in two parts.
-
-    Raises:
-        ScheduleError: there are not two stages per device.
-    """
-    _check_stages_per_device("zb-v", stages_per_device)
+def zero_bubble_v_in_parts(devices: int, chunks: int) -> Schedule:
+    """Returns ZB-V as it was published: all backwards but the first stage's are in two parts."""
     lanes = []
     for d in range(devices):
         down, up = stages_at(d, devices, 2, "v")
@@ -177,20 +164,6 @@ class _LaneBuilder:
         return sum(action[:2] == (kind, stage) for action in self.actions)
 
 
-def _check_stages_per_device(name: str, given: int) -> None:
-    """Checks that the schedule of this name is for `given` stages on each device.
-
-    Raises:
-        ScheduleError: it is not.
-    """
-    needed = STAGES_PER_DEVICE.get(name, given)
-    if given != needed:
-        raise ScheduleError(
-            f"schedule={name} has {needed} stage{'s' * (needed > 1)} on each device: set "
-            f"stages_per_device={needed}"
-        )
-
-
 def forward_only(
     devices: int, chunks: int, stages_per_device: int = 1, placement: Placement = "loop"
 ) -> Schedule:
@@ -198,7 +171,7 @@ def forward_only(
     lanes = tuple(
         tuple(
             Action("F", s, i)
-            for group in _even_parts(chunks, max(1, chunks // devices))
+            for group in even_parts(chunks, max(1, chunks // devices))
             for s in stages_at(device, devices, stages_per_device, placement)
             for i in group
         )
@@ -209,13 +182,6 @@ def forward_only(
 
 def _stages_of_devices(devices: int, stages_per_device: int) -> list[list[int]]:
     return [stages_at(device, devices, stages_per_device) for device in range(devices)]
-
-
-def _even_parts(number: int, parts: int) -> list[range]:
-    """Returns the numbers below `number` in `parts` ranges, the longer ones first."""
-    small, longer = divmod(number, parts)
-    starts = [part * small + min(part, longer) for part in range(parts + 1)]
-    return [range(start, end) for start, end in pairwise(starts)]
 
 
 def _whole_on_first_stage(lanes: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
@@ -230,15 +196,15 @@ def _whole_on_first_stage(lanes: Sequence[Sequence[Action]]) -> tuple[tuple[Acti
     )
 
 
-def merge_backwards(schedule: Schedule, durations: Durations) -> Schedule:
-    """Returns `schedule` with one backward for each I with its W right after it, if none waits.
+def merge_backwards(table: Schedule, durations: Durations) -> Schedule:
+    """Returns `table` with one backward for each I with its W right after it, if none waits.
 
     That is where the stage before begins its own backward no sooner than the whole one ends. So for
     these durations no action comes later than before. Two parts take longer than a whole backward:
     its graph is walked, each node with weights is called by itself, and what both parts read is
     read twice.
     """
-    spans = durations.spans(schedule)
+    spans = durations.spans(table)
     begins = {
         (action.stage, action.microbatch): start
         for lane in spans
@@ -259,68 +225,4 @@ def merge_backwards(schedule: Schedule, durations: Durations) -> Schedule:
                     continue
             lane.append(action)
         lanes.append(tuple(lane))
-    return Schedule(schedule.name, schedule.stages, schedule.chunks, tuple(lanes))
-
-
-_BUILDERS: dict[str, Builder] = {
-    "1f1b": one_forward_one_backward,
-    "gpipe": gpipe,
-    "zb-h1": zero_bubble_h1,
-    "zb-v": zero_bubble_v,
-}
-
-SCHEDULES = tuple(_BUILDERS)
-"""The names that `make_schedule` knows."""
-
-
-def splits_backwards(name: str) -> bool:
-    """Returns whether the schedule of this name has backwards in two parts."""
-    return name not in ("gpipe", "1f1b")
-
-
-@lru_cache(maxsize=256)
-def make_schedule(
-    name: str,
-    devices: int,
-    chunks: int,
-    stages_per_device: int = 1,
-    max_inflight: int | None = None,
-) -> Schedule:
-    """Builds and validates the schedule `name`; a short last batch asks for fewer `chunks`.
-
-    Args:
-        name: one of `SCHEDULES`.
-        devices: how many.
-        chunks: micro-batches.
-        stages_per_device: how many stages each device runs.
-        max_inflight: how many micro-batches may be in flight, begun and not finished, at one time.
-
-    Raises:
-        ScheduleError: `name` is unknown, a count is not positive, or the schedule has another
-            number of stages per device.
-    """
-    if name not in SCHEDULES:
-        raise ScheduleError(
-            f"schedule={name!r} is unknown; {did_you_mean(name, SCHEDULES, 'schedules')}"
-        )
-    if min(devices, chunks, stages_per_device, max_inflight or 1) < 1:
-        raise ScheduleError(
-            f"a schedule needs at least 1 device, 1 chunk, 1 stage per device and 1 micro-batch "
-            f"in flight, not {devices}, {chunks}, {stages_per_device}, {max_inflight}"
-        )
-    schedule = _BUILDERS[name](devices, chunks, stages_per_device)
-    # stage 0 holds every micro-batch that is in flight
-    if max_inflight is not None and peak_in_flight(schedule)[0] > max_inflight:
-        schedule = _in_blocks(_BUILDERS[name], max_inflight, devices, chunks, stages_per_device)
-    validate(schedule)
-    return schedule
-
-
-def _in_blocks(builder: Builder, size: int, devices: int, chunks: int, v: int) -> Schedule:
-    """Returns `builder`'s schedules for `size` micro-batches at a time, one after the other."""
-    lanes: list[list[Action]] = [[] for _ in range(devices)]
-    for block in _even_parts(chunks, -(-chunks // size)):
-        part = builder(devices, len(block), v)
-        for lane, actions in zip(lanes, part.lanes, strict=True):
-            lane += [action._replace(microbatch=block[action.microbatch]) for action in actions]
-    return Schedule(part.name, devices * v, chunks, tuple(map(tuple, lanes)))
+    return Schedule(table.name, table.stages, table.chunks, tuple(lanes))

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from hybridtrain.errors import ScheduleError
@@ -210,14 +211,6 @@ def peak_waiting(schedule: Schedule) -> tuple[int, ...]:
 
 Placement = Literal["loop", "v"]
 
-# The schedules that are for one number of stages per device.
-STAGES_PER_DEVICE = {"zb-h1": 1, "zb-v": 2}
-
-
-def placement_of(schedule: str) -> Placement:
-    """Returns the placement that the schedule of this name needs."""
-    return "v" if schedule == "zb-v" else "loop"
-
 
 def place_of(stage: int, devices: int, placement: Placement = "loop") -> int:
     """Returns the number of the device, among those of the pipeline, that runs `stage`."""
@@ -231,3 +224,10 @@ def stages_at(
     """Returns the stages of a device, first to last."""
     stages = range(devices * stages_per_device)
     return [stage for stage in stages if place_of(stage, devices, placement) == device]
+
+
+def even_parts(number: int, parts: int) -> list[range]:
+    """Returns the numbers below `number` in `parts` ranges, the longer ones first."""
+    small, longer = divmod(number, parts)
+    starts = [part * small + min(part, longer) for part in range(parts + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]

@@ -68,8 +68,8 @@ def partitioned_model(
     begins, recomputed, shown = world.broadcast(world.on_main(decide)) or ([], [], "")
     if by_costs:
         options = replace(options, split=begins)
-    if recomputed and options.checkpoint == "never":
-        options = replace(options, checkpoint=recomputed)
+    if recomputed and options.recompute == "never":
+        options = replace(options, recompute=recomputed)
     if world.is_main:
         log.info("the model is divided:\n%s", shown)
     return HybridModel(net, world, options, example_inputs=example)

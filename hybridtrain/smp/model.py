@@ -255,7 +255,7 @@ class DistributedModel(nn.Module):
         sync = False
         if trains:
             assert self.optimizer_step is not None
-            self.optimizer_step.open([(inputs, None)], None, by_microbatch=True)
+            self.optimizer_step.begin_microbatches(inputs)
             self._passes_done += 1
             sync = self._syncs and self._passes_done % self._passes == 0
             self.gradients_are_averaged = sync or current().world.replicas == 1

@@ -1,6 +1,7 @@
 """One optimizer step, from the weights of its batches to the update; see `OptimizerStep`.
 
 optimizer_step     the step, which Trainer, Session, smp and own loops are made of
+in_progress        the step that is being taken: its batches, results, norm and decision
 finite_check       may the optimizer step?
 non_finite         the buffers to put back if not, and where a value that is not finite began
 loss_mean          the mean loss over steps and replicas
@@ -9,6 +10,7 @@ sharded_optimizer  optimizer state divided among the replicas
 """
 
 from hybridtrain.step.finite_check import FiniteCheck
+from hybridtrain.step.in_progress import StepInProgress
 from hybridtrain.step.optimizer_step import OptimizerStep, StepResult, check_lr_schedule
 from hybridtrain.step.param_groups import (
     CombinedOptimizer,
@@ -29,6 +31,7 @@ __all__ = [
     "OptimizerStep",
     "ReplicaShares",
     "ShardedOptimizer",
+    "StepInProgress",
     "StepResult",
     "check_lr_schedule",
     "check_sharded",

@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 
 from hybridtrain.errors import DataError, DivergedError
 from hybridtrain.model import HybridModel, TrainStepResult
+from hybridtrain.step.in_progress import StepInProgress
 from hybridtrain.step.non_finite import (
     BufferSnapshot,
-    StepRecord,
     find_origin,
     largest_gradient,
     non_finite_names,
@@ -88,7 +88,7 @@ class FiniteCheck:
         """Puts the buffers back on their devices, if `norm` is not finite; no host waits for it."""
         self._buffers.restore_where(~norm.isfinite())
 
-    def allows_step(self, trained: StepRecord, norm: float, undone: bool = False) -> bool:
+    def allows_step(self, trained: StepInProgress, norm: float, undone: bool = False) -> bool:
         """Returns whether the optimizer may step; if not, the step is counted and undone.
 
         Args:

@@ -2,15 +2,14 @@
 
 A forward changes running statistics and counters in place, and a batch that is not finite would
 leave NaN in them for ever, so `BufferSnapshot` keeps what they were. `find_origin` repeats the
-forward of a `StepRecord`, and names the first module, loss or gradient that is not finite.
+forward of a `StepInProgress`, and names the first module, loss or gradient that is not finite.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +22,9 @@ from torch.utils._pytree import tree_leaves
 from hybridtrain._base.accelerator import put
 from hybridtrain.graph import looks_only
 from hybridtrain.loss import BatchWeight, LossFn
-from hybridtrain.model import HybridModel, TrainStepResult
+from hybridtrain.model import HybridModel
 from hybridtrain.pipeline import HeadOutput
+from hybridtrain.step.in_progress import StepInProgress
 
 
 class _Place:
@@ -148,27 +148,6 @@ class BufferSnapshot:
         return [p for p in self._places if self._takes < 2 or p.may_have_changed]
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """A step that was trained, to look at again where it is not finite.
-
-    Attributes:
-        number: of the step, from 1 on.
-        batches: the inputs and targets of this replica's batches.
-        loss_fn: what computed their losses; None if it is not known.
-        rng_step: `LayerRNG.step` before the first of them.
-        results: of the batches.
-        by_microbatch: `batches` have the inputs of each micro-batch, and no targets.
-    """
-
-    number: int
-    batches: Sequence[tuple[Any, Any]]
-    loss_fn: LossFn | None
-    rng_step: int
-    results: list[TrainStepResult] = field(default_factory=list)
-    by_microbatch: bool = False
-
-
 def non_finite_names(tensors: Mapping[str, Any]) -> list[str]:
     """Returns the names of the tensors that have a value that is not finite; waits for devices."""
     own = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
@@ -184,7 +163,7 @@ def non_finite_names(tensors: Mapping[str, Any]) -> list[str]:
 
 
 def find_origin(
-    model: HybridModel, trained: StepRecord, loss_fn: LossFn | None, gradients: bool = True
+    model: HybridModel, trained: StepInProgress, loss_fn: LossFn | None, gradients: bool = True
 ) -> str:
     """Returns where a step first met a value that is not finite, for a message.
 
@@ -259,7 +238,7 @@ class _Watch:
 
 
 def _origin_in_forward(
-    model: HybridModel, trained: StepRecord, loss_fn: LossFn | None
+    model: HybridModel, trained: StepInProgress, loss_fn: LossFn | None
 ) -> _Origin | None:
     """Returns the first place of this process's forward; None if all of it is finite."""
     watch = _Watch(model)
@@ -299,7 +278,7 @@ def _origin_in_forward(
                     continue
                 if loss_fn is not None:
                     loss, batch = model.resolve_loss(loss_fn), (inputs, targets)
-                    factors = iter(BatchWeight(loss, batch, model.options.chunks).factors)
+                    factors = iter(BatchWeight(loss, batch, model.options.chunks).weights)
                 model.map_outputs(inputs, targets, measure)
     finally:
         hook.remove()

@@ -27,13 +27,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from hybridtrain._base.accelerator import PendingNumbers, accelerator_of
 from hybridtrain.data import Batch
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.launch import activity
+from hybridtrain.launch import Phase, activity
 from hybridtrain.loss import LossFn, StepWeights
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.pipeline import check_replicas
 from hybridtrain.step.finite_check import FiniteCheck
+from hybridtrain.step.in_progress import StepInProgress
 from hybridtrain.step.loss_mean import LossMean
-from hybridtrain.step.non_finite import StepRecord
 from hybridtrain.step.param_groups import (
     CombinedOptimizer,
     check_steps_alone,
@@ -143,13 +143,6 @@ class StepResult(NamedTuple):
     results: list[TrainStepResult]
 
 
-class _Undecided(NamedTuple):
-    """A step whose optimizer has decided on the device: what the host has still to be told."""
-
-    norm: PendingNumbers
-    trained: StepRecord
-
-
 class OptimizerStep:
     """Takes optimizer steps, all processes alike; a step that is not finite is skipped and named.
 
@@ -173,7 +166,7 @@ class OptimizerStep:
             dropped, with a warning, since nobody would; False: others train them.
 
     Attributes:
-        weights: of the batches of the step in progress; None where somebody else weighs them.
+        in_progress: the step that was begun last.
         number: the steps done, taken or skipped.
         losses: the mean of the losses of the steps that were taken.
         finite: decides whether an optimizer may step, and counts those that may not.
@@ -211,13 +204,8 @@ class OptimizerStep:
         self._clip_norm = clip_norm
         self._on_gradients = on_gradients
         self._check = OptimizerCheck(model) if holds_all else None
-        self.weights: StepWeights | None = None
-        self._trained = StepRecord(1, [], None, 0)
-        self._is_unscaled = False
-        self._norm: Tensor | None = None
-        self._may_step: bool | None = None
-        self._updated: list[Optimizer] = []
-        self._undecided: _Undecided | None = None
+        self.in_progress = StepInProgress(1, [], None, 0)
+        self._undecided: StepInProgress | None = None  # a device has decided, and no host knows
         self._all_take_found_inf: bool | None = None
 
     @property
@@ -249,13 +237,16 @@ class OptimizerStep:
         """Ends a step whose gradients are there; returns their norm before clipping.
 
         Args:
-            results: of the batches, if it was not `train_step` of this object that gave them.
+            results: of the batches, in place of those that `train_step` has given, if any.
 
         Raises:
             DivergedError: see `run`.
         """
-        if results is not None:
-            self._record(results)
+        step = self.in_progress
+        if results is not None and list(map(id, results)) != list(map(id, step.results)):
+            self.losses.drop(step.results)
+            step.results = list(results)
+            self.losses.add(results)
         norm = self.norm()
         if self._clip_norm is not None:
             self.clip(self._clip_norm)
@@ -270,11 +261,8 @@ class OptimizerStep:
 
     # --- its parts, in their order
 
-    def begin(self, batches: Sequence[Batch], loss_fn: LossFn) -> StepWeights:
-        """Begins a step on `batches`; returns their weights in it, for `HybridModel.train_step`.
-
-        All processes call it together.
-        """
+    def begin(self, batches: Sequence[Batch], loss_fn: LossFn) -> StepInProgress:
+        """Begins a step on `batches`, and returns it; all processes call it together."""
         is_one = not isinstance(batches, Sequence)
         candidates = [batches] if is_one else batches
         wrong = [batch for batch in candidates if not isinstance(batch, Batch)]
@@ -288,29 +276,31 @@ class OptimizerStep:
             samples=[batch.samples for batch in batches],
             total=sum(batch.total for batch in batches),
         )
-        self.open(pairs, loss_fn)
-        self.weights = weights
-        return weights
+        return self._begin(pairs, loss_fn, weights)
 
-    def open(
+    def begin_microbatches(self, inputs: Sequence[Any]) -> None:
+        """Begins a step whose micro-batches, with these inputs, somebody else weighs and runs."""
+        self._begin([(inputs, None)], None, None, by_microbatch=True)
+
+    def _begin(
         self,
         batches: Sequence[tuple[Any, Any]],
         loss_fn: LossFn | None,
+        weights: StepWeights | None,
         by_microbatch: bool = False,
-    ) -> None:
-        """Begins a step whose batches are weighed by somebody else; arguments: see `StepRecord`."""
+    ) -> StepInProgress:
+        before = self.in_progress
         self._update_scale()  # of a step that was unscaled, and neither taken nor ended
-        self.losses.fold(1000, but=self._undecided.trained.results if self._undecided else ())
-        self.weights = None
-        self._forget_decision()
+        self.losses.fold(1000, but=self._undecided.results if self._undecided else ())
         self.show_weights(training=True)
         # not where gradients are added to those of a step that no optimizer has taken yet
-        was_taken = self.number >= self._trained.number
+        was_taken = self.number >= before.number
         if was_taken or all(parameter.grad is None for parameter in self.model.parameters()):
             self.finite.begin_step()
-        self._trained = StepRecord(
-            self.number + 1, batches, loss_fn, self.model.rng.step, by_microbatch=by_microbatch
+        self.in_progress = StepInProgress(
+            self.number + 1, batches, loss_fn, self.model.rng.step, by_microbatch, weights
         )
+        return self.in_progress
 
     def train_step(
         self, inputs: Any, targets: Any, *, index: int | None = None, timeline: bool = False
@@ -327,26 +317,24 @@ class OptimizerStep:
         Raises:
             BatchError: the step has no such batch.
         """
-        trained, weights = self._trained, self.weights
-        index = len(trained.results) if index is None else index
-        if weights is None or trained.loss_fn is None or index >= len(weights):
+        step, weights = self.in_progress, self.in_progress.weights
+        index = len(step.results) if index is None else index
+        if weights is None or step.loss_fn is None or index >= len(weights):
             raise BatchError("train_step() is for a batch of begin(batches, loss_fn), each once")
+        is_last = index + 1 == len(weights)
         result = self.model.train_step(  # [2]
             inputs,
             targets,
-            trained.loss_fn,
+            step.loss_fn,
             weight=weights[index],
-            sync=index + 1 == len(weights),
+            sync=is_last,
             scale_loss=self.scaler.scale,
             timeline=timeline,
         )
-        self._record([result])
+        step.is_trained = is_last
+        step.results.append(result)
+        self.losses.add([result])
         return result
-
-    def _record(self, results: Sequence[TrainStepResult]) -> None:
-        """Takes the results of batches that were trained on with the weights of `begin`."""
-        self._trained.results.extend(results)
-        self.losses.add(results)
 
     def norm(self) -> Tensor:
         """Returns the norm of the gradients of all stages, which are complete and unscaled.
@@ -356,15 +344,16 @@ class OptimizerStep:
         Raises:
             ConfigError: the optimizer has parameters of another model.
         """
-        if self._norm is None:
+        step = self.in_progress
+        if step.norm is None:
             if self._check is not None:
                 self._check.drop_gradients_left_out(self.optimizers)  # [3]
             for optimizer in self.optimizers:
                 self.model.unscale_(self.scaler, optimizer)
-            self._is_unscaled = True
+            step.is_unscaled = True
             self._on_gradients()
-            self._norm = self.model.grad_norm()
-        return self._norm
+            step.norm = self.model.grad_norm()
+        return step.norm
 
     def clip(self, max_norm: float) -> Tensor:
         """Scales the gradients down to `max_norm`, if they are finite; returns the norm before."""
@@ -372,7 +361,7 @@ class OptimizerStep:
         if self._decides_on_device() or self._is_allowed():
             self.model.pipeline.clip_grads_with_norm_(max_norm, norm)
             # what it is now; it stays inf or NaN where it was
-            self._norm = norm * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            self.in_progress.norm = norm * (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
     def take(self, optimizer: Optimizer) -> None:
@@ -381,53 +370,52 @@ class OptimizerStep:
         Raises:
             DivergedError: too many consecutive steps were skipped.
         """
-        if any(optimizer is one for one in self._updated):  # again, without a `begin` in between
-            self._forget_decision()
-            self._trained = StepRecord(self.number + 1, [], None, self.model.rng.step)
-        self._updated.append(optimizer)
-        norm, before = self.norm(), activity.phase
-        activity.now(f"step {self._trained.number}: optimizer")
-        try:
+        if any(optimizer is other for other in self.in_progress.taken):  # again, without a `begin`
+            weights = self.in_progress.weights
+            self.in_progress = self._without_batches(self.number + 1)
+            self.in_progress.weights = weights
+        self.in_progress.taken.append(optimizer)
+        norm = self.norm()
+        with activity.during(Phase.OPTIMIZER, self.in_progress.number):
             if self._decides_on_device():  # [4]
                 self._take_on_device(optimizer, norm)
             elif self._is_allowed():
                 with closure_errors_named(optimizer):
                     self.scaler.step(optimizer)
-        finally:  # what a script does after an error need not move on
-            activity.phase = before
 
     def end(self) -> None:
         """Counts the step, once for several optimizers, and adapts the scale after the last."""
-        if self.number < self._trained.number:
+        if self.number < self.in_progress.number:
             self.number += 1  # [5]
-        if len(self._updated) >= len(self.optimizers):
+        if len(self.in_progress.taken) >= len(self.optimizers):
             self._update_scale()
 
     # --- the decision
 
     def _is_allowed(self) -> bool:
         """Returns whether the optimizers may step; the first call in a step waits for a device."""
-        if self._may_step is None:
+        step = self.in_progress
+        if step.may_step is None:
             self.await_device_verdict()
-            trained, norm = self._trained, self.norm()
-            if self.weights is not None and not self.weights.total:
-                self.finite.skip_empty(trained.number)  # no target of any replica counts
-                self._may_step = False
+            norm = self.norm()
+            if step.is_empty:
+                self.finite.skip_empty(step.number)
+                step.may_step = False
             else:
                 # The one wait for a device in a step, unless the device decides by itself (see
                 # `_decides_on_device`): whether an optimizer steps is decided on the host, and a
                 # step with NaN cannot be undone. fp16's GradScaler does so too.
-                self._may_step = self.finite.allows_step(trained, norm.item())
-            if not self._may_step:
-                self.losses.drop(trained.results)
-        return self._may_step
+                step.may_step = self.finite.allows_step(step, norm.item())
+            if not step.may_step:
+                self.losses.drop(step.results)
+        return step.may_step
 
     def _decides_on_device(self) -> bool:
         """Returns whether the optimizers of this step leave themselves out where they must."""
-        norm, nothing_counts = self._norm, self.weights is not None and not self.weights.total
-        if self._may_step is not None or norm is None or nothing_counts:
+        step = self.in_progress
+        if step.may_step is not None or step.norm is None or step.is_empty:
             return False
-        if accelerator_of(norm.device) is None or self.scaler.is_enabled():
+        if accelerator_of(step.norm.device) is None or self.scaler.is_enabled():
             return False
         if self._all_take_found_inf is None:
             # alike in all processes: where it began is looked for by all of them together
@@ -441,10 +429,11 @@ class OptimizerStep:
         The host is told one step later, and words and counts follow then: see
         `await_device_verdict`.
         """
-        if self._undecided is None or self._undecided.trained is not self._trained:
+        if self._undecided is not self.in_progress:
             # of the step before: it is done by now, and its batches can be run again
             self.await_device_verdict()
-            self._undecided = _Undecided(PendingNumbers([norm]), self._trained)
+            self._undecided = self.in_progress
+            self._undecided.pending = PendingNumbers([norm])
             self.finite.restore_where_not_finite(norm)
         # as GradScaler does for these optimizers: a fused kernel does nothing where this is 1
         optimizer.found_inf = (~norm.isfinite()).float()
@@ -461,19 +450,18 @@ class OptimizerStep:
         Raises:
             DivergedError: too many consecutive steps were skipped.
         """
-        undecided, self._undecided = self._undecided, None
-        if undecided is not None:
-            (norm,) = undecided.norm.numbers()
-            if not self.finite.allows_step(undecided.trained, norm, undone=True):
-                self.losses.drop(undecided.trained.results)
+        step, self._undecided = self._undecided, None
+        if step is not None and step.pending is not None:
+            (norm,) = step.pending.numbers()
+            if not self.finite.allows_step(step, norm, undone=True):
+                self.losses.drop(step.results)
 
-    def _forget_decision(self) -> None:
-        self._norm = self._may_step = None
-        self._updated = []
+    def _without_batches(self, number: int) -> StepInProgress:
+        return StepInProgress(number, [], None, self.model.rng.step)
 
     def _update_scale(self) -> None:
-        if self._is_unscaled:
-            self._is_unscaled = False
+        if self.in_progress.is_unscaled:
+            self.in_progress.is_unscaled = False
             self.scaler.update(self._loss_scale)
 
     # --- what a run evaluates and goes on from
@@ -523,11 +511,10 @@ class OptimizerStep:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a `state_dict`."""
-        self._undecided = self.weights = None  # of a step that is given up
+        self._undecided = None  # of a step that is given up
         self._update_scale()
-        self._forget_decision()
         self.number = state_dict["step"]
-        self._trained = StepRecord(self.number, [], None, self.model.rng.step)
+        self.in_progress = self._without_batches(self.number)
         if state_dict["scaler"] is not None:
             self.scaler.load_state_dict(state_dict["scaler"])
         self.losses.load_state_dict(state_dict)

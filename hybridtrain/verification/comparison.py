@@ -28,21 +28,21 @@ class Difference(NamedTuple):
         name: the name of the result.
         size: the largest difference of an entry, as a share of the largest entry of its tensor;
             infinite where shapes, types, structures, texts or NaNs differ.
-        one, other: the two values.
+        first, second: the two values.
     """
 
     name: str
     size: float
-    one: Any
-    other: Any
+    first: Any
+    second: Any
 
     def __str__(self) -> str:
         if not math.isinf(self.size):
             return f"{self.name} differs by {self.size:.1e} of its largest entry"
-        one, other = map(_described, (self.one, self.other))
-        if one == other:
+        first, second = map(_described, (self.first, self.second))
+        if first == second:
             return f"{self.name} is computed in another way"
-        return f"{self.name} is {one} instead of {other}"
+        return f"{self.name} is {first} instead of {second}"
 
 
 def differences(
@@ -52,16 +52,16 @@ def differences(
 
     `not_compared` gets a text for each type of value in a result that cannot be compared.
     """
-    for name, one, other in results:
+    for name, first, second in results:
         kinds: set[str] = set()
-        if size := difference(one, other, not_compared=kinds):
-            yield Difference(name, size, one, other)
+        if size := difference(first, second, not_compared=kinds):
+            yield Difference(name, size, first, second)
         if not_compared is not None:
             not_compared |= {f"{kind} in {name}" for kind in kinds}
 
 
 def difference(
-    one: Any, other: Any, scale: float = 0.0, not_compared: set[str] | None = None
+    first: Any, second: Any, scale: float = 0.0, not_compared: set[str] | None = None
 ) -> float:
     """Returns the largest relative difference between the tensors of two pytrees.
 
@@ -70,11 +70,11 @@ def difference(
     lock, and one whose `__eq__` raises an error.
 
     Args:
-        one, other: the pytrees.
+        first, second: the pytrees.
         scale: a lower bound for the largest entry that a difference is relative to.
         not_compared: gets the names of the types of leaves that cannot be compared.
     """
-    return _Comparison(scale, set() if not_compared is None else not_compared).of(one, other)
+    return _Comparison(scale, set() if not_compared is None else not_compared).of(first, second)
 
 
 class _Comparison:
@@ -85,44 +85,44 @@ class _Comparison:
         self._not_compared = not_compared
         self._entered: set[tuple[int, int]] = set()  # an object may hold itself
 
-    def of(self, one: Any, other: Any) -> float:
+    def of(self, first: Any, second: Any) -> float:
         """Returns the difference of two pytrees."""
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            return _of_tensors(one, other, self._scale)
-        leaves_of(one), leaves_of(other)  # registers dataclasses
-        (leaves, spec), (other_leaves, other_spec) = tree_flatten(one), tree_flatten(other)
+        if isinstance(first, Tensor) and isinstance(second, Tensor):
+            return _of_tensors(first, second, self._scale)
+        leaves_of(first), leaves_of(second)  # registers dataclasses
+        (leaves, spec), (other_leaves, other_spec) = tree_flatten(first), tree_flatten(second)
         if spec != other_spec:
             return math.inf
         return max(map(self._of_leaves, leaves, other_leaves), default=0.0)
 
-    def _of_leaves(self, one: Any, other: Any) -> float:
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            return _of_tensors(one, other, self._scale)
-        if one is other:
+    def _of_leaves(self, first: Any, second: Any) -> float:
+        if isinstance(first, Tensor) and isinstance(second, Tensor):
+            return _of_tensors(first, second, self._scale)
+        if first is second:
             return 0.0
-        if type(one) is not type(other):
+        if type(first) is not type(second):
             return math.inf
         # an object with the default __eq__ is compared by its attributes
-        by_identity = getattr(type(one), "__eq__", None) is object.__eq__
-        if by_identity or isinstance(one, SimpleNamespace):
-            return self._of_objects(one, other)
+        by_identity = getattr(type(first), "__eq__", None) is object.__eq__
+        if by_identity or isinstance(first, SimpleNamespace):
+            return self._of_objects(first, second)
         try:
-            if getattr(one, "shape", None) != getattr(other, "shape", None):
+            if getattr(first, "shape", None) != getattr(second, "shape", None):
                 return math.inf  # arrays, whose == raises an error then
-            equal = one == other
-            same = bool(equal.all()) if hasattr(equal, "all") else bool(equal)
+            equal = first == second
+            is_equal = bool(equal.all()) if hasattr(equal, "all") else bool(equal)
         except Exception:  # raised by an __eq__ that is not ours
-            return self._cannot(one)
-        is_nan = isinstance(one, float) and math.isnan(one) and math.isnan(other)
-        return 0.0 if same or is_nan else math.inf
+            return self._cannot(first)
+        is_nan = isinstance(first, float) and math.isnan(first) and math.isnan(second)
+        return 0.0 if is_equal or is_nan else math.inf
 
-    def _of_objects(self, one: Any, other: Any) -> float:
-        states = _attributes_of(one), _attributes_of(other)
-        if isinstance(one, FunctionType) or None in states:
-            return self._cannot(one)
-        if (id(one), id(other)) in self._entered:
+    def _of_objects(self, first: Any, second: Any) -> float:
+        states = _attributes_of(first), _attributes_of(second)
+        if isinstance(first, FunctionType) or None in states:
+            return self._cannot(first)
+        if (id(first), id(second)) in self._entered:
             return 0.0
-        self._entered.add((id(one), id(other)))
+        self._entered.add((id(first), id(second)))
         return self.of(*states)
 
     def _cannot(self, leaf: Any) -> float:
@@ -145,25 +145,27 @@ def _attributes_of(value: Any) -> dict[str, Any] | None:
     return {**(attributes or {}), **{name: getattr(value, name) for name in slots}}
 
 
-def _of_tensors(one: Tensor, other: Tensor, scale: float) -> float:
-    one, other = one.detach(), other.detach()
-    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
+def _of_tensors(first: Tensor, second: Tensor, scale: float) -> float:
+    first, second = first.detach(), second.detach()
+    if first.shape != second.shape or first.dtype != second.dtype or first.layout != second.layout:
         return math.inf
-    if one.layout != torch.strided:
-        one, other = one.to_dense(), other.to_dense()
-    one, other = one.as_subclass(Tensor), put(other.as_subclass(Tensor), one.device)
-    if torch.equal(one, other):
+    if first.layout != torch.strided:
+        first, second = first.to_dense(), second.to_dense()
+    first, second = first.as_subclass(Tensor), put(second.as_subclass(Tensor), first.device)
+    if torch.equal(first, second):
         return 0.0
-    apart = ~((one == other) | ((one != one) & (other != other)))
-    if not bool(apart.any()):
+    differs = ~((first == second) | ((first != first) & (second != second)))
+    if not bool(differs.any()):
         return 0.0
-    mine, theirs = one[apart], other[apart]
-    if not bool((torch.isfinite(mine) & torch.isfinite(theirs)).all()):
+    first_entries, second_entries = first[differs], second[differs]
+    if not bool((torch.isfinite(first_entries) & torch.isfinite(second_entries)).all()):
         return math.inf
-    exact = torch.complex128 if one.is_complex() else torch.float64
-    entries = [tensor[torch.isfinite(tensor)].to(exact).abs() for tensor in (one, other)]
+    exact = torch.complex128 if first.is_complex() else torch.float64
+    entries = [tensor[torch.isfinite(tensor)].to(exact).abs() for tensor in (first, second)]
     largest = max(float(entry.max()) for entry in entries)
-    return float((mine.to(exact) - theirs.to(exact)).abs().max()) / max(largest, scale)
+    return float((first_entries.to(exact) - second_entries.to(exact)).abs().max()) / max(
+        largest, scale
+    )
 
 
 class Calls:
@@ -188,9 +190,9 @@ class Calls:
         self._noted = noted
         handles = []
         for name, module in {id(module): (name, module) for name, module in modules}.values():
-            before = partial(self._note, self.inputs, name)
+            note_inputs = partial(self._note, self.inputs, name)
             handles += [
-                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_pre_hook(note_inputs, with_kwargs=True),
                 module.register_forward_hook(partial(self._note_output, name)),
             ]
         try:

@@ -86,15 +86,15 @@ class Expressions(TorchDispatchMode):
         Of a parameter it is a parameter.
         """
         with self.fake:
-            made = torch.empty_strided(
+            empty = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
             )
             if isinstance(tensor, torch.nn.Parameter):
-                made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+                empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
             else:
-                made.requires_grad_(tensor.requires_grad)
-        self._memory[_address(made)] = _Memory(name, made)
-        return made
+                empty.requires_grad_(tensor.requires_grad)
+        self._memory[_address(empty)] = _Memory(name, empty)
+        return empty
 
     def values(self, tree: Any) -> Any:
         """Returns a pytree with a `Symbol` for each tensor."""
@@ -117,18 +117,18 @@ class Expressions(TorchDispatchMode):
         if Tag.nondeterministic_seeded in func.tags:
             self._draws += 1
             key += f"#{self._draws}"
-        written: list[Tensor] = []
+        written_arguments: list[Tensor] = []
         if schema.is_mutable:
             for value, argument in zip(args, schema.arguments, strict=False):
-                written += _tensors(value) if argument.is_write else ()
+                written_arguments += _tensors(value) if argument.is_write else ()
             for argument in schema.arguments:
                 if argument.is_write and argument.name in kwargs:
-                    written += _tensors(kwargs[argument.name])
+                    written_arguments += _tensors(kwargs[argument.name])
         source = self._source(name, args)
         terms = self._terms(name, args, kwargs)
         result = func(*args, **kwargs)
         digest = _hash(key)
-        for number, tensor in enumerate(written):
+        for number, tensor in enumerate(written_arguments):
             memory = self._of(tensor)
             fills = memory.layout == _layout(tensor)
             if name == "aten::copy_" and fills and _same_kind(args[0], args[1]):
@@ -218,8 +218,8 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
-def _same_kind(one: Any, other: Any) -> bool:
-    return bool(one.shape == other.shape and one.dtype == other.dtype)
+def _same_kind(first: Any, second: Any) -> bool:
+    return bool(first.shape == second.shape and first.dtype == second.dtype)
 
 
 def _tensors(value: Any) -> list[Tensor]:

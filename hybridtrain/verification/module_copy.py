@@ -51,10 +51,10 @@ def copy_modules(modules: T, convert: Callable[[Tensor], Tensor] | None = None) 
     copied = copy.deepcopy(modules, memo)
     for original, twin in zip(parts, _parts(copied), strict=True):
         for name, parameter in original._parameters.items():
-            other = twin._parameters[name]
-            if parameter is not None and other is not None:
-                other.grad = None
-                _copy_hooks(parameter, other)
+            twin_parameter = twin._parameters[name]
+            if parameter is not None and twin_parameter is not None:
+                twin_parameter.grad = None
+                _copy_hooks(parameter, twin_parameter)
         if not isinstance(twin, torch.jit.ScriptModule):
             remove_aliases(twin)
     return copied
@@ -83,10 +83,10 @@ def _values(module: nn.Module) -> Iterable[Any]:
             yield from value
 
 
-def _copy_hooks(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    if other._backward_hooks is None:  # one of two names of a tied parameter
+def _copy_hooks(parameter: nn.Parameter, twin: nn.Parameter) -> None:
+    if twin._backward_hooks is None:  # one of two names of a tied parameter
         for hook in (parameter._backward_hooks or {}).values():
-            other.register_hook(hook)
-    if not getattr(other, "_post_accumulate_grad_hooks", None):
+            twin.register_hook(hook)
+    if not getattr(twin, "_post_accumulate_grad_hooks", None):
         for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
-            other.register_post_accumulate_grad_hook(hook)
+            twin.register_post_accumulate_grad_hook(hook)

@@ -109,11 +109,11 @@ class PythonState:
 
     def _save_dict(self, values: MutableMapping[Any, Any]) -> Iterable[Any]:
         try:
-            before = dict(values)
+            saved = dict(values)
         except Exception:  # a mapping that computes its items
             return ()
-        self._restores.append(partial(_restore_dict, values, before))
-        return list(before.values())
+        self._restores.append(partial(_restore_dict, values, saved))
+        return list(saved.values())
 
     def _save_function(self, function: FunctionType) -> Iterable[Any]:
         held: list[Any] = [*(function.__defaults__ or ())]
@@ -223,12 +223,12 @@ def _restore_tensor(tensor: Tensor, value: Tensor) -> None:
             tensor.data = value.clone()
 
 
-def _restore_dict(values: MutableMapping[Any, Any], before: dict[Any, Any]) -> None:
-    now = dict(values)
-    if now.keys() == before.keys() and all(now[key] is before[key] for key in before):
+def _restore_dict(values: MutableMapping[Any, Any], saved: dict[Any, Any]) -> None:
+    current = dict(values)
+    if current.keys() == saved.keys() and all(current[key] is saved[key] for key in saved):
         return
     values.clear()
-    values.update(before)
+    values.update(saved)
 
 
 def _restore_item(namespace: dict[str, Any], name: str, value: Any) -> None:
@@ -236,18 +236,18 @@ def _restore_item(namespace: dict[str, Any], name: str, value: Any) -> None:
         namespace[name] = value
 
 
-def _restore_sequence(values: Any, before: list[Any]) -> None:
-    if len(values) != len(before) or any(a is not b for a, b in zip(values, before, strict=True)):
+def _restore_sequence(values: Any, saved: list[Any]) -> None:
+    if len(values) != len(saved) or any(a is not b for a, b in zip(values, saved, strict=True)):
         values.clear()
-        values.extend(before)
+        values.extend(saved)
 
 
-def _restore_set(values: Any, before: set[Any]) -> None:
-    if set(values) != before:
+def _restore_set(values: Any, saved: set[Any]) -> None:
+    if set(values) != saved:
         values.clear()
-        values |= before
+        values |= saved
 
 
-def _restore_array(array: Any, before: Any) -> None:
-    if getattr(array, "shape", None) == before.shape and array.flags.writeable:
-        array[...] = before
+def _restore_array(array: Any, saved: Any) -> None:
+    if getattr(array, "shape", None) == saved.shape and array.flags.writeable:
+        array[...] = saved

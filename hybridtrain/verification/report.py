@@ -306,9 +306,9 @@ class _Comparison:
     def state(self) -> None:
         """Compares the weights and buffers before the first step."""
         self._model.sync_buffers()
-        theirs = {**dict(self._net.named_parameters()), **dict(self._net.named_buffers())}
-        for name, mine in [*self._model.named_parameters(), *self._model.named_buffers()]:
-            self._add(STATE, name, mine, theirs.get(name))
+        plain_tensors = {**dict(self._net.named_parameters()), **dict(self._net.named_buffers())}
+        for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
+            self._add(STATE, name, tensor, plain_tensors.get(name))
 
     def move_weights(self, number: int) -> None:
         """Moves the weights of both by the same small random amounts."""
@@ -359,8 +359,8 @@ class _Comparison:
         name, weights = batch.name, batch.weights
         model, net = self._model, self._net
         recorded = _Recorded(self._loss)
-        # trusted: the proof of the first step would call it once more
-        loss = self._loss.of(recorded, trusted=True)
+        # a known reduction: else the check of the first step would call it again
+        loss = self._loss.of(recorded, is_known_reduction=True)
         self._set_modes(training=True)
         model.zero_grad()
         net.zero_grad()
@@ -368,9 +368,9 @@ class _Comparison:
         with self._shared_state_undone(), self._seeds(len(batch.parts)) as seeds:
             result = model.train_step(batch.inputs, batch.targets, loss, weight=weights)
         values: list[Tensor] = []
-        seen = iter(zip(recorded.outputs, recorded.losses, strict=True))
+        recorded_pairs = iter(zip(recorded.outputs, recorded.losses, strict=True))
         for number, (part, target) in enumerate(batch.parts):
-            if not weights.factors[number]:
+            if not weights.weights[number]:
                 # the loss is not called without samples
                 values.append(torch.zeros((), device=self._device))
                 continue
@@ -381,10 +381,10 @@ class _Comparison:
                 value.backward(torch.full_like(value, weights.grad_scales[number]))
             values += plain.losses
             if model.owns_output:
-                output, loss_of_stages = next(seen)
-                where = f"{name}, micro-batch {number}"
-                self._add("output in training", where, output, plain.outputs[0])
-                self._add("loss in training", where, loss_of_stages, plain.losses[0])
+                output, loss_of_stages = next(recorded_pairs)
+                place = f"{name}, micro-batch {number}"
+                self._add("output in training", place, output, plain.outputs[0])
+                self._add("loss in training", place, loss_of_stages, plain.losses[0])
         if model.owns_output:
             self._add("loss of the step", name, result.loss, weights.mean(values))
             self._compare_whole_loss(batch, recorded, weights.mean(values))
@@ -398,13 +398,13 @@ class _Comparison:
     @contextmanager
     def _terms_noted(self) -> Iterator[None]:
         """Adds up, by parameter, how large the gradients are that the block adds."""
-        before = {
+        earlier_grads = {
             name: None if p.grad is None else p.grad.detach().clone()
             for name, p in self._net.named_parameters()
         }
         yield
         for name, parameter in self._net.named_parameters():
-            gradient, earlier = parameter.grad, before[name]
+            gradient, earlier = parameter.grad, earlier_grads[name]
             if gradient is not None and gradient.numel():
                 added = gradient.detach() if earlier is None else gradient.detach() - earlier
                 largest = float(added.to_dense().abs().max())
@@ -439,16 +439,16 @@ class _Comparison:
             if len(terms):
                 sums = self._world.sum(terms.to(self._world.wire_device)) / self._world.size
                 self._terms = dict(zip(names, sums.tolist(), strict=True))
-        theirs = {name: p.grad for name, p in self._net.named_parameters()}
+        plain_grads = {name: p.grad for name, p in self._net.named_parameters()}
         least = 0.0
         if self._model.options.compile or self._device.type != "cpu":
             least = _SMALL * max(self._terms.values(), default=0.0)
         for name, parameter in self._model.named_parameters():
-            mine = parameter.grad
-            if mine is None and replicas > 1:
-                mine = torch.zeros_like(parameter)  # used by no replica
+            grad = parameter.grad
+            if grad is None and replicas > 1:
+                grad = torch.zeros_like(parameter)  # used by no replica
             scale = max(least, self._terms.get(name, 0.0))
-            self._add("gradient", name, mine, theirs.get(name), scale)
+            self._add("gradient", name, grad, plain_grads.get(name), scale)
 
     @torch.no_grad()
     def _evaluate(self, batch: _Batch) -> None:
@@ -459,27 +459,27 @@ class _Comparison:
             for buffer in self._net.buffers():
                 self._world.broadcast_tensor(buffer)
         self._set_modes(training=False)
-        mine, plain = _Recorded(self._loss), _Recorded(self._loss)
+        staged, plain = _Recorded(self._loss), _Recorded(self._loss)
         with self._shared_state_undone(), self._seeds(len(batch.parts)) as seeds:
-            model.map_outputs(batch.inputs, batch.targets, mine)
+            model.map_outputs(batch.inputs, batch.targets, staged)
         for (part, target), draws in zip(batch.parts, seeds, strict=True):
             with self._plainly(draws):
                 plain(self._forward(part), target)
         if not model.owns_output:
             return
-        for number, output in enumerate(mine.outputs):
-            where = f"{name}, micro-batch {number}"
-            self._add("output in evaluation", where, output, plain.outputs[number])
-            if weights.factors[number]:  # else it is the mean of nothing
-                loss = mine.losses[number]
-                self._add("loss in evaluation", where, loss, plain.losses[number])
+        for number, output in enumerate(staged.outputs):
+            place = f"{name}, micro-batch {number}"
+            self._add("output in evaluation", place, output, plain.outputs[number])
+            if weights.weights[number]:  # else it is the mean of nothing
+                loss = staged.losses[number]
+                self._add("loss in evaluation", place, loss, plain.losses[number])
         values = [
             value if factor else torch.zeros_like(value)
-            for value, factor in zip(mine.losses, weights.factors, strict=True)
+            for value, factor in zip(staged.losses, weights.weights, strict=True)
         ]
         # a forward that draws, or goes on from the one before, gives a whole batch other outputs
         if any(seeds) or not self._repeats_itself(batch.parts[0][0], plain.outputs[0]):
-            self._compare_whole_loss(batch, mine, weights.mean(values))
+            self._compare_whole_loss(batch, staged, weights.mean(values))
         elif len(batch.parts) > 1:
             state = PythonState(self._net, self._loss.function)
             with self._plainly():
@@ -492,40 +492,40 @@ class _Comparison:
         """Returns whether the unsplit module still gives `output` for a micro-batch."""
         state = PythonState(self._net)
         with self._plainly():
-            again = self._forward(part)
+            repeated = self._forward(part)
         state.restore()
-        return not difference(again, output)
+        return not difference(repeated, output)
 
     def _add_whole_loss(self, batch: _Batch, whole: Tensor, mean: Tensor) -> None:
         if self._loss.is_sum:
             whole = whole / max(batch.weights.count, 1)
-        where = f"{batch.name}: {float(whole):.7g}, and {float(mean):.7g} by micro-batches"
-        self._add(WHOLE_BATCH, where, mean, whole.to(mean.dtype))
+        place = f"{batch.name}: {float(whole):.7g}, and {float(mean):.7g} by micro-batches"
+        self._add(WHOLE_BATCH, place, mean, whole.to(mean.dtype))
 
     def _first_layer(self, inputs: Any, parts: Sequence[Any]) -> str | None:
         """Returns the first layer whose output differs, in evaluation or else in training."""
         for training in (False, True):
             self._set_modes(training)
-            mine, theirs = Calls(), Calls()
+            staged_calls, plain_calls = Calls(), Calls()
             net, traced = self._model.net, self._model.pipeline.traced_names
             watched = [(name, m) for name, m in net.named_modules() if name and name not in traced]
-            plain = [(name, m) for name, m in self._net.named_modules() if name]
+            plain_modules = [(name, m) for name, m in self._net.named_modules() if name]
             with (
                 torch.no_grad(),
                 self._shared_state_undone(),
                 self._seeds(len(parts)) as seeds,
-                mine.watching(watched),
+                staged_calls.watching(watched),
             ):
                 self._model.map_outputs(inputs, None, lambda output, _: None)
-            with torch.no_grad(), theirs.watching(plain):
+            with torch.no_grad(), plain_calls.watching(plain_modules):
                 for part, own_seeds in zip(parts, seeds, strict=True):
                     with self._plainly(own_seeds):
                         self._forward(part)
             differing = [
                 (place, name)
-                for place, (name, outputs) in enumerate(theirs.outputs.items())
-                if len(mine.outputs.get(name, ())) == len(outputs)
-                and difference(mine.outputs[name], outputs) > self._tolerance
+                for place, (name, outputs) in enumerate(plain_calls.outputs.items())
+                if len(staged_calls.outputs.get(name, ())) == len(outputs)
+                and difference(staged_calls.outputs[name], outputs) > self._tolerance
             ]
             on_ranks = self._world.gather(min(differing, default=None))
             if first := min((layer for layer in on_ranks if layer is not None), default=None):
@@ -600,11 +600,11 @@ class _Comparison:
     def _differs(self) -> bool:
         return any(difference > self._tolerance for _, _, difference in self._compared)
 
-    def _add(self, kind: str, name: str, mine: Any, theirs: Any, scale: float = 0.0) -> None:
-        if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
-            theirs = put(theirs, mine.device)
+    def _add(self, kind: str, name: str, staged: Any, plain: Any, scale: float = 0.0) -> None:
+        if isinstance(staged, Tensor) and isinstance(plain, Tensor):
+            plain = put(plain, staged.device)
         types: set[str] = set()
-        self._compared.append((kind, name, difference(mine, theirs, scale, types)))
+        self._compared.append((kind, name, difference(staged, plain, scale, types)))
         self._not_compared |= {f"{type_name} in {kind}" for type_name in types}
 
 

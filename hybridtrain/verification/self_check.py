@@ -146,13 +146,13 @@ class SelfCheck:
     @contextmanager
     def off(self) -> Iterator[None]:
         """Switches the check off in the block."""
-        before, self._is_off = self._is_off, True
+        was_off, self._is_off = self._is_off, True
         try:
             yield
         finally:
-            self._is_off = before
+            self._is_off = was_off
 
-    def look_at_construction(self, example_inputs: Any) -> None:
+    def check_at_construction(self, example_inputs: Any) -> None:
         """Checks the micro-batches of an example batch, in training and in evaluation mode.
 
         Raises:
@@ -168,12 +168,12 @@ class SelfCheck:
         try:
             for training in (True, False):
                 net.train(training)
-                self.look(inputs, sizes, trains=training)
+                self.check_batch(inputs, sizes, trains=training)
         finally:
             for module, mode in modes:
                 module.training = mode
 
-    def look(self, inputs: Any, sizes: Sequence[int], *, trains: bool) -> None:
+    def check_batch(self, inputs: Any, sizes: Sequence[int], *, trains: bool) -> None:
         """Checks the micro-batches of a batch whose kind has not been checked before.
 
         Args:
@@ -196,12 +196,12 @@ class SelfCheck:
         if signature not in self._signatures:
             self._signatures.add(signature)
             with without_modes(), self._autocast():
-                self._look(inputs, sizes, training, trains)
+                self._check_batch(inputs, sizes, training, trains)
 
     def _autocast(self) -> AbstractContextManager[object]:
         return autocast(self._model.options.precision, self._model.world.devices[0].type)
 
-    def _look(self, inputs: Any, sizes: Sequence[int], training: bool, trains: bool) -> None:
+    def _check_batch(self, inputs: Any, sizes: Sequence[int], training: bool, trains: bool) -> None:
         with torch.set_grad_enabled(trains):
             self._model.planned.guards.check()  # its errors are clearer than a mismatch
         parts = split(inputs, sizes)
@@ -241,42 +241,42 @@ class SelfCheck:
     def _compare(self, sample: _Sample) -> None:
         model = self._model
         if byte_size_of(model.net) <= SMALL_BYTES and not model.is_partial:
-            if where := self._mismatch(sample, symbolic=False):
-                self._refuse(where)
+            if place := self._mismatch(sample, symbolic=False):
+                self._refuse(place)
             return
-        where = None
+        place = None
         with suppress(_Failed):  # its code depends on data
-            where = self._mismatch(sample, symbolic=True)
-            if where is None:
+            place = self._mismatch(sample, symbolic=True)
+            if place is None:
                 return
         try:
-            where = self._mismatch(sample, symbolic=False)
+            place = self._mismatch(sample, symbolic=False)
         except (_Skipped, _Failed) as reason:
-            if where is None:
+            if place is None:
                 raise
             # a graph may compute the same numbers with other operators
-            raise _Skipped(f"{where}, and numbers cannot decide, since {reason}") from None
-        if where is not None:
-            self._refuse(where)
+            raise _Skipped(f"{place}, and numbers cannot decide, since {reason}") from None
+        if place is not None:
+            self._refuse(place)
 
     def _mismatch(self, sample: _Sample, *, symbolic: bool) -> str | None:
         """Returns where the cut and the unsplit model differ; logs what cannot be compared."""
         run = _Run(self._model, symbolic=symbolic)
-        where = run.mismatch(sample)
-        new = run.not_compared - self._not_compared
-        self._not_compared |= new
-        if new and self._model.world.is_main:
+        place = run.mismatch(sample)
+        new_kinds = run.not_compared - self._not_compared
+        self._not_compared |= new_kinds
+        if new_kinds and self._model.world.is_main:
             log.info(
                 "the self-check did not compare %s, because the type has no comparison",
-                ", ".join(sorted(new)),
+                ", ".join(sorted(new_kinds)),
             )
-        return where
+        return place
 
-    def _refuse(self, where: str) -> NoReturn:
+    def _refuse(self, place: str) -> NoReturn:
         model = self._model
         raise NotExactError(
             f"the model in {len(model.plan.stages)} stages does not compute what "
-            f"{type(model.net).__name__} itself computes, {where}. Move the code around that "
+            f"{type(model.net).__name__} itself computes, {place}. Move the code around that "
             f"place, and what shares state with it, into a submodule that the model calls: a "
             f"submodule is called, not traced. self_check=False trains without this comparison"
         )
@@ -284,8 +284,8 @@ class SelfCheck:
 
 def _is_trivial(planned: PlannedLayers) -> bool:
     """Returns whether nothing is cut or traced."""
-    (first, *later) = planned.stages
-    return not later and not any(isinstance(layer.module, Segment) for layer in first)
+    (first, *later_stages) = planned.stages
+    return not later_stages and not any(isinstance(layer.module, Segment) for layer in first)
 
 
 def _kind(inputs: Any, size: int) -> Any:
@@ -331,7 +331,7 @@ class _Run:
             broadcast_buffers=False,
         )
         if symbolic:  # a recomputation would draw anew, and a deferred batch norm computes another
-            self._options = replace(self._options, checkpoint="never", batch_norm="micro_batch")
+            self._options = replace(self._options, recompute="never", batch_norm="micro_batch")
         self._check_modules()
 
     def mismatch(self, sample: _Sample) -> str | None:

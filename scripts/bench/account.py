@@ -46,7 +46,7 @@ def run(
     split: str = "uniform",
     workers: int = 0,
     link: float = 0.0,
-    checkpoint: str = "never",
+    recompute: str = "never",
 ) -> tuple[Row, list[str]]:
     """Trains some steps; returns the mean account in milliseconds, its step, and the advice."""
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def run(
     samples = SlowData(loading)
     example = samples.inputs[:_BATCH]
     model = HybridModel(
-        net, world, chunks=chunks, split=split, checkpoint=checkpoint, example_inputs=example
+        net, world, chunks=chunks, split=split, recompute=recompute, example_inputs=example
     )
     data = TrainLoader(samples, _BATCH * world.replicas, world, workers=workers)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
@@ -168,7 +168,7 @@ def main() -> None:
             lambda: run(_UNEVEN, split="time"),
         ),
         "recomputation": (
-            lambda: run(split="balanced", checkpoint="always"),
+            lambda: run(split="balanced", recompute="always"),
             lambda: run(split="balanced"),
         ),
     }

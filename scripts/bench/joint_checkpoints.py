@@ -69,7 +69,7 @@ def work(options: argparse.Namespace) -> None:
             wholes,
             held,
         )
-        store.host_copies = None
+        del store
     everyones = world.gather(figures)
     if world.is_main:
         Path(options.folder, "figures.json").write_text(json.dumps([everyones, state]))

@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader
 
 from hybridtrain.data.loader import LoaderOptions, TrainLoader, permutation
 from hybridtrain.data.splits import InMemoryDataset, already_batched
-from hybridtrain.loop import Monitor, Trainer
+from hybridtrain.loop import Run as TrackedRun
+from hybridtrain.loop import Tracker, Trainer
 from hybridtrain.model import HybridModel
 from hybridtrain.world import World
 from scripts.bench.common import interleave, optional, print_footer, print_table, shown
@@ -121,14 +122,14 @@ def raw(run: Run) -> None:
     train(run.net, optimizer_of(run.net), run.loader())
 
 
-class InMemory(Monitor):
-    """A monitor that keeps what it is told."""
+class InMemory(Tracker):
+    """A tracker that keeps what it is told."""
 
     def __init__(self) -> None:
         self.told: list[Mapping[str, float]] = []
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Monitor`."""
+    def on_log(self, run: TrackedRun, values: Mapping[str, float]) -> None:
+        """Keeps the values."""
         self.told.append(values)
 
 
@@ -143,7 +144,7 @@ def hybrid(run: Run) -> None:
         TrainLoader(run.data, ROWS, world, options=options),
         steps=run.steps,
         log_every=EVERY,
-        monitor=InMemory(),
+        callbacks=[InMemory()],
     ).fit()
 
 

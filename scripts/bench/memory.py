@@ -114,7 +114,7 @@ def keep_ledgers(net: nn.Sequential, x: Tensor, devices: int, per_device: int = 
 
 
 def hybrid(
-    x: Tensor, devices: int, chunks: int, schedule: str, per_device: int, checkpoint: str
+    x: Tensor, devices: int, chunks: int, schedule: str, per_device: int, recompute: str
 ) -> list[Ledger]:
     """Two steps of this project's."""
     net = network()
@@ -125,7 +125,7 @@ def hybrid(
         chunks=chunks,
         schedule=schedule,
         stages_per_device=per_device,
-        checkpoint=checkpoint,
+        recompute=recompute,
     )
     for _ in range(2):
         model.train_step(x, None, square_loss)
@@ -156,8 +156,8 @@ def main() -> None:
         "gpipe": ("gpipe", 1, "never"),
         "1f1b": ("1f1b", 1, "never"),
         "interleaved, 2 stages a device": ("1f1b", 2, "never"),
-        "gpipe, checkpoint always": ("gpipe", 1, "always"),
-        "1f1b, checkpoint always": ("1f1b", 1, "always"),
+        "gpipe, recompute always": ("gpipe", 1, "always"),
+        "1f1b, recompute always": ("1f1b", 1, "always"),
     }
     peers = {"torchgpipe": "never", "torchgpipe, checkpoint always": "always"}
     rows: list[list[object]] = []

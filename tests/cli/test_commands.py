@@ -291,12 +291,12 @@ def test_a_failed_run_of_a_sweep_is_not_watched_any_more(tmp_path: Path) -> None
     watched = []
 
     def run(command: str, settings: object) -> dict[str, object]:
-        watched.append((current(), activity.phase))
+        watched.append((current(), activity.work))
         World.from_env(devices="cpu").watch(tmp_path)
         raise ConfigError("wrong")
 
     assert sweep("plan", ["recipe=digits", "optim.lr=1e-3,1e-2"], None, run) == 2
-    assert [*watched, (current(), activity.phase)] == [(None, None)] * 3
+    assert [*watched, (current(), activity.work)] == [(None, None)] * 3
 
 
 def test_an_allocation_of_slurm_without_srun_is_no_launcher(

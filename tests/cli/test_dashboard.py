@@ -1,7 +1,9 @@
 """The dashboard as a browser shows it: TensorBoard on the event files of real runs."""
 
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.browser import BrowserPage, tensorboard
@@ -85,3 +87,16 @@ def test_runs_are_compared_first_by_what_differs(dashboard: BrowserPage) -> None
     cells.get_by_text("Trial ID").wait_for()
     heads = [text.strip() for text in cells.all_inner_texts()]
     assert heads[:4] == ["Trial ID", "Show Metrics", "optim.lr", "pipeline.chunks"]
+
+
+def test_the_first_screen_of_a_run_with_a_single_evaluation_has_its_values(
+    tmp_path: Path, browser_page: BrowserPage
+) -> None:
+    assert main([*SMALL, "trainer.eval_every=null", f"output_dir={tmp_path}"]) == 0
+    evaluation = json.loads((tmp_path / "digits/summary.json").read_text())["eval"]
+    with tensorboard(tmp_path) as address:
+        browser_page.open(address)
+        for name in ("accuracy", "loss"):
+            card = browser_page.page.locator("scalar-card", has_text=f"1_overview/eval_{name}")
+            card.get_by_text(f"{evaluation[name]:.4f}").first.wait_for()
+    assert browser_page.errors == []

@@ -87,8 +87,8 @@ def test_a_transformer_is_exact_with_recomputed_layers_any_attention_and_16_bit_
     folder: Path,
 ) -> None:
     verify = ["verify", *BERT]
-    assert main([*verify, "pipeline.checkpoint=always", "model.attention=eager"]) == 0
-    assert main([*verify, "pipeline.checkpoint={every: 2}", "model.dtype=bfloat16"]) == 0
+    assert main([*verify, "pipeline.recompute=always", "model.attention=eager"]) == 0
+    assert main([*verify, "pipeline.recompute={every: 2}", "model.dtype=bfloat16"]) == 0
 
 
 def test_the_weights_of_a_source_in_16_bits_are_trained_in_32_unless_asked_otherwise(

@@ -1,6 +1,7 @@
-"""The monitors of a run by their names, with arguments, and the user's own ones."""
+"""The trackers of a run by their names, with arguments, and the user's own ones."""
 
 import csv
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -13,38 +14,48 @@ from support.wandb_files import offline_runs
 
 from hybridtrain.cli import main
 from hybridtrain.cli.config.compose import compose_config
+from hybridtrain.cli.config.schema import MonitorConfig
+from hybridtrain.observe import TRACKERS
 
 QUICK = [*SMALL, "trainer.steps=2"]
 RUN = Path("outputs/digits")
 
 OWN = '''
-from hybridtrain.loop import Monitor
+from hybridtrain.loop import Tracker
 
 
-class Told(Monitor):
+class Told(Tracker):
     """Writes what it is told; fails if it is asked to."""
 
     def __init__(self, directory, group=None, color="red", fails=False):
         self.path, self.group, self.color, self.fails = directory / "told.txt", group, color, fails
 
-    def start(self, **kwargs):
+    def on_start(self, run):
         self.told(f"{self.group} {self.color}")
 
-    def scalars(self, step, values):
+    def on_log(self, run, values):
         if self.fails:
             raise OSError("the service is away")
-        self.told(f"{step} {sorted(values)[-1]}")
+        self.told(f"{run.step} {sorted(values)[-1]}")
 
-    def results(self, step, results):
-        self.told(f"{step} {results['eval']['samples']}")
+    def on_end(self, run):
+        if run.finished:
+            self.told(f"{run.step} {run.results['eval']['samples']}")
 
     def told(self, line):
         with open(self.path, "a") as file:
             print(line, file=file)
+
+
+class Hasty(Tracker):
+    """Reports a run as soon as it is made."""
+
+    def __init__(self, color="red"):
+        open("reported", "w").close()
 '''
 
 COUNTED = """
-class Counted(Monitor):
+class Counted(Tracker):
     def __init__(self):
         with open("made.txt", "a") as file:
             print("made", file=file)
@@ -72,11 +83,11 @@ def own(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (["monitor.profile={steps: [20, 25]}"], {"tensorboard", "progress", "profile"}),
     ],
 )  # fmt: skip
-def test_a_list_of_names_is_the_monitors_of_a_run(overrides: list[str], on: set[str]) -> None:
+def test_a_list_of_names_is_the_trackers_of_a_run(overrides: list[str], on: set[str]) -> None:
     assert set(compose_config(overrides).monitor.chosen()) == on
 
 
-def test_a_recipe_names_its_monitors_and_the_command_line_their_arguments() -> None:
+def test_a_recipe_names_its_trackers_and_the_command_line_their_arguments() -> None:
     Path("mine.yaml").write_text("defaults:\n  - override /monitor: [wandb, csv]\n")
     monitor = compose_config(["recipe=mine.yaml", "monitor.wandb.project=mine"]).monitor
     assert set(monitor.chosen()) == {"wandb", "csv", "progress"}
@@ -96,7 +107,7 @@ def test_a_recipe_names_its_monitors_and_the_command_line_their_arguments() -> N
         ("+monitor.mine._target_=os.system", "monitor.mine._target_=os.system is not allowed: "),
     ],
 )
-def test_a_mistake_in_the_monitors_is_one_line_before_the_run(
+def test_a_mistake_in_the_trackers_is_one_line_before_the_run(
     override: str, line: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Path("mine.yaml").write_text("monitor: {tensorbord: false}\n")
@@ -119,7 +130,7 @@ def test_a_library_that_is_missing_is_one_line_before_the_run_and_no_matter_of_e
     assert main(["evaluate", "run_name=digits"]) == 0
 
 
-def test_callbacks_and_monitors_of_a_run_are_constructed_once(
+def test_callbacks_and_trackers_of_a_run_are_constructed_once(
     own: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with Path("my_trackers.py").open("a") as file:
@@ -165,7 +176,7 @@ def test_trackers_have_what_metrics_jsonl_has_and_resume_with_the_run(
     assert summary["summary/step_ms/p50"] == ended["step_ms"]["p50"]
 
 
-def test_a_run_of_before_goes_on_with_its_monitors(
+def test_a_run_of_before_goes_on_with_its_trackers(
     capfd: pytest.CaptureFixture[str], copied: Path
 ) -> None:
     config = OmegaConf.load(copied / "config.yaml")
@@ -206,6 +217,27 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     said = succeed(capfd, *QUICK, *own, "+monitor.mine.fails=true")
     assert said.count("Told has stopped, and training goes on without it: OSError") == 1
     assert metrics(RUN)[-1]["step"] == 2
+
+
+def test_a_dry_run_checks_the_trackers_and_reports_to_none(
+    capfd: pytest.CaptureFixture[str], own: list[str]
+) -> None:
+    hasty = [own[0], "+monitor.mine._target_=my_trackers.Hasty"]
+    dry = [*SMALL, "monitor=[tensorboard,wandb,mlflow,csv]", "monitor.report=true", *hasty]
+    said = succeed(capfd, "--dry-run", *dry)
+    assert "step 2/2" in said
+    assert "dashboard: " not in said
+    assert not Path("reported").exists()
+    assert not any(Path("outputs").iterdir())
+    said = fail(capfd, "--dry-run", *dry, "+monitor.mine.colour=blue")
+    assert said.startswith("error: monitor.mine.colour: unknown key; did you mean monitor.mine.col")
+    succeed(capfd, *QUICK, *hasty)
+    assert Path("reported").exists()
+
+
+def test_every_tracker_that_a_config_can_name_is_a_key() -> None:
+    keys = {field.name for field in dataclasses.fields(MonitorConfig)}
+    assert keys - {"group", "profile", "report", "timeline_every"} == set(TRACKERS)
 
 
 def test_the_runs_of_a_sweep_are_a_group(capfd: pytest.CaptureFixture[str], own: list[str]) -> None:

@@ -57,8 +57,8 @@ def test_a_plan_that_recomputes_single_layers_is_trained_and_priced_by_its_comma
     )
     succeed(capfd, *words_of(told), "world.devices=cpu", "run_name=run", "hardware.device=cpu")
     run = yaml.safe_load((tmp_path / "outputs/run/config.yaml").read_text())["pipeline"]
-    assert run["checkpoint"]
-    assert set(run["checkpoint"]) <= {f"blocks.{i}" for i in range(6)}
+    assert run["recompute"]
+    assert set(run["recompute"]) <= {f"blocks.{i}" for i in range(6)}
     compared = json.loads((tmp_path / "outputs/run/summary.json").read_text())
     memory = [compared[key]["memory_bytes"] for key in ("predicted", "measured")]
     # a recomputed layer at the end of a stage is counted with its output, which is not kept
@@ -153,7 +153,7 @@ def test_a_batch_size_of_auto_is_the_largest_that_fits_and_a_run_that_goes_on_ke
 
 def test_a_batch_size_of_auto_counts_the_layers_that_are_recomputed_as_its_run_does(capfd):
     keys = ["data.batch_size=auto", "data.first_batches=1", "pipeline.chunks=2"]
-    keys += ["pipeline.memory_limit_gib=0.002", "pipeline.checkpoint={every: 2}"]
+    keys += ["pipeline.memory_limit_gib=0.002", "pipeline.recompute={every: 2}"]
     told = succeed(capfd, "train", *SMALL, *keys, "trainer.steps=1")
     chosen = re.search(r"micro-batch, (.*) of .* predicted per device", told)
     predicted = re.search(r"memory of device \d: (.*) predicted", told)

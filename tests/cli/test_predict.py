@@ -182,3 +182,67 @@ def test_an_export_as_safetensors_has_the_names_of_the_classes_in_its_metadata(
     assert exported.keys() == expected.keys()
     assert all(torch.equal(exported[name], expected[name]) for name in expected)
     succeed(capfd, *IMAGES, f"init_from={path}", "run_name=again")  # it is read as weights
+
+
+VIT = [
+    *("recipe=image_folder_vit", "data.root=pets", "model=transformers"),
+    *("model.task=image_classification", "data.image_size=32", "data.batch_size=8"),
+    *("data.workers=0", "pipeline.nb_part=1", "pipeline.chunks=1", "world.devices=cpu"),
+    *("trainer.epochs=null", "trainer.steps=2", "lr_schedule.warmup_steps=0", "run_name=vit"),
+    *("monitor.report=false", "model.config={model_type: vit, hidden_size: 16, patch_size: 8, "
+      "num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 16}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("run", ["pets", "texts"])
+def test_new_samples_are_predicted_without_the_training_data(
+    run: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if run == "pets":
+        Path("new").mkdir()
+        for number, file in enumerate(sorted(Path("pets/red").iterdir())[:3]):
+            shutil.copy(file, f"new/{number}.png")
+    else:
+        rows = [{"text": text} for text in ("the plot", "the plot the plot " * 9, "a film")]
+        Path("new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = f"data.predict_path={'new' if run == 'pets' else 'new.jsonl'}"
+    with pytest.MonkeyPatch.context() as patch:  # as of a checkpoint without the metadata
+        patch.setattr("hybridtrain.cli.run.components.trained_on", lambda _: (None, False))
+        expected = predicted(capfd, run, path)
+    shutil.rmtree("pets")
+    Path("a.jsonl").unlink()
+    assert predicted(capfd, run, path) == expected
+    fail(capfd, "predict", f"run_name={run}")  # the evaluation split is gone
+    classes = ["[a,b,c]", "[a,b]"][run == "texts"]
+    said = fail(
+        capfd, "predict", f"run_name={run}", path, f"data.classes={classes}", "allow_changes=true"
+    )
+    assert "use data with the same classes" in said
+
+
+def test_models_of_transformers_are_exported_without_the_training_data(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from transformers import pipeline
+
+    succeed(capfd, *VIT)
+    Path("new").mkdir()
+    for number, file in enumerate(sorted(Path("pets").glob("*/*"))[::5]):
+        with Image.open(file) as image:  # of another size and form
+            image.resize((90, 70 + number)).save(f"new/{number}.png")
+    shutil.rmtree("pets")
+    Path("a.jsonl").unlink()
+    for run in ("vit", "texts"):
+        succeed(capfd, "export", f"run_name={run}", "format=transformers")
+        (exported,) = Path("outputs", run, "export").iterdir()
+        labels = json.loads((exported / "config.json").read_text())["id2label"]
+        expected = ["blue", "green", "red"] if run == "vit" else ["neg", "pos"]
+        assert list(labels.values()) == expected
+        if run == "vit":
+            classify = pipeline("image-classification", str(exported))
+            for line in predicted(capfd, "vit", "data.predict_path=new"):
+                scores = {each["label"]: each["score"] for each in classify(line["file"])}
+                assert max(scores, key=scores.__getitem__) == line["class"]
+                # both resize bytes, the one in Pillow and the other in torchvision
+                assert scores == pytest.approx(line["probabilities"], abs=2e-3)
+    assert (exported / "tokenizer.json").is_file()

@@ -106,3 +106,35 @@ def test_a_plugin_that_is_installed_brings_options_and_may_be_named(
     assert main(["recipe=digits", "model=wide", *SHORT]) == 0
     summary = json.loads(Path("outputs/digits/summary.json").read_text())
     assert sum(stage["parameters"] for stage in summary["stages"]) == 64 * 32 + 32 + 32 * 10 + 10
+
+
+SCHEDULE = """
+from hybridtrain.schedule import Action, Schedule, schedule
+
+
+@schedule("alone")
+def alone(devices, chunks, stages_per_device):
+    lanes = [
+        tuple(Action(kind, device, i) for i in range(chunks) for kind in "FB")
+        for device in range(devices)
+    ]
+    return Schedule("alone", devices, chunks, tuple(lanes))
+"""
+
+
+def test_a_schedule_that_the_package_registers_is_chosen_by_its_name(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "my_project/order.py").write_text(SCHEDULE)
+    words = ["recipe=recipes/first.yaml", *SHORT, "pipeline.nb_part=2", "pipeline.schedule=alone"]
+    assert main(words) != 0
+    said = capsys.readouterr().err
+    assert "pipeline.schedule=alone is unknown" in said
+    assert "importing my_project does not register it" in said
+    for name in [name for name in sys.modules if name.startswith("my_project")]:
+        del sys.modules[name]
+    (project / "my_project/__init__.py").write_text("from my_project import order\n")
+    assert main([*words, "run_name=alone"]) == 0
+    assert "1 process x 2 stages, alone, 4 micro-batches" in capsys.readouterr().err
+    assert main(["verify", *words]) == 0
+    assert main(["plan", *words]) == 0

@@ -128,7 +128,7 @@ def test_the_mfu_has_the_flops_of_forwards_and_backwards_without_recomputation(
         capfd,
         *("recipe=python_source_gpt", *TINY["python_source_gpt"], f"model.n_layer={layers}"),
         *("trainer.steps=2", "trainer.log_every=1", "trainer.eval_every=null"),
-        *("world.devices=cpu", "data.batch_size=16", "pipeline.checkpoint=always"),
+        *("world.devices=cpu", "data.batch_size=16", "pipeline.recompute=always"),
         *("hardware=h100", "hardware.device=cpu", "hardware.flops_per_s.fp32=1e9"),
     )
     assert "train/mfu is not logged" not in said

@@ -133,7 +133,7 @@ def test_an_error_in_a_model_names_the_layer_the_stage_and_the_micro_batch(
             (["pipeline.chunks=0"], "pipeline.chunks=0 must be a whole number of at least 1"),
             (["pipeline.schedule=1f1"], "pipeline.schedule=1f1 .*1f1b"),
             (["pipeline.memory_weight=2"], "pipeline.memory_weight=2.0 must lie between 0"),
-            (["pipeline.checkpoint=some"], "pipeline.checkpoint=some is unknown"),
+            (["pipeline.recompute=some"], "pipeline.recompute=some is unknown"),
             (["checkpoint.keep=0"], "checkpoint.keep.*at least 1"),
             (["checkpoint.every_steps=-1"], "checkpoint.every_steps=-1 must be positive"),
             (["monitor.timeline_every=0"], "monitor.timeline_every=0 must be"),

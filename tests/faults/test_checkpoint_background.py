@@ -15,10 +15,10 @@ from support.checkpoint_files import content_of, writers
 from support.training import assert_same, rich_net, trainer
 from test_checkpoint_crash import Crash, power, prepare
 
-from hybridtrain.checkpoint.state_table import HostCopies
+from hybridtrain.checkpoint.host_copies import HostCopies
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError, step_of
 from hybridtrain.errors import CheckpointError, Interrupted
-from hybridtrain.loop.callbacks.base import Callback
+from hybridtrain.loop import Callback
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -82,9 +82,12 @@ def test_what_is_written_is_the_state_at_the_time_of_the_save(tmp_path):
     store.save = lambda step, files, **_: save(
         step, {"gate": gate, **files} if step == 2 else files
     )
-    record = ours.monitor.step
+    record = ours.recorder.on_step
     # opened when training has gone on for a step
-    ours.monitor.step = lambda step, samples: (record(step, samples), step == 3 and gate.open.set())
+    ours.recorder.on_step = lambda run, samples: (
+        record(run, samples),
+        run.step == 3 and gate.open.set(),
+    )
     ours.fit()
     for name in ("model.safetensors", "optimizer.safetensors", "optimizer.json", "state.json"):
         files = [tmp_path / kind / "step_00000002" / name for kind in ("plain", "background")]
@@ -275,15 +278,15 @@ def test_a_run_survives_a_disk_that_is_full_for_a_while(background, tmp_path, ca
     whole.fit()
     store = CheckpointStore(tmp_path, background=background)
     ours = trainer(rich_net(), store=store, checkpoint_every_steps=2)
-    record = ours.monitor.step
+    record = ours.recorder.on_step
 
-    def step(number, samples):
-        record(number, samples)
-        if number in (4, 8):
+    def on_step(run, samples):
+        record(run, samples)
+        if run.step in (4, 8):
             store._thread and store._thread.join()
-            limit(100 if number == 4 else 10**8)
+            limit(100 if run.step == 4 else 10**8)
 
-    ours.monitor.step = step
+    ours.recorder.on_step = on_step
     with small_files() as limit:
         ours.fit()
     assert store.steps() == [2, 8, 9]
@@ -296,15 +299,15 @@ def test_a_run_survives_a_disk_that_is_full_for_a_while(background, tmp_path, ca
 def test_a_last_save_without_space_is_an_error_and_older_ones_stay(background, tmp_path):
     store = CheckpointStore(tmp_path, background=background)
     ours = trainer(rich_net(), store=store, checkpoint_every_steps=4)
-    record = ours.monitor.step
+    record = ours.recorder.on_step
 
-    def step(number, samples):
-        record(number, samples)
-        if number == 9:
+    def on_step(run, samples):
+        record(run, samples)
+        if run.step == 9:
             store._thread and store._thread.join()
             limit(100)
 
-    ours.monitor.step = step
+    ours.recorder.on_step = on_step
     with (
         small_files() as limit,
         pytest.raises(NoSpaceError, match="cannot save the checkpoint of step 9"),

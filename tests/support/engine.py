@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data.loader import TrainLoader
-from hybridtrain.loop import Monitor
+from hybridtrain.loop import Run, Tracker
 from support.compare import cpu_world
 from support.nets import WIDTH, regression
 
@@ -82,29 +82,25 @@ class Overflow(nn.Module):
         return y
 
 
-class Steps(Monitor):
-    """A monitor that keeps weights and scalars of every step, and counts steps for `Overflow`."""
+class Steps(Tracker):
+    """Keeps weights and values of every step, on each rank, and counts steps for `Overflow`."""
+
+    main_only = False
 
     def __init__(self, net: nn.Module) -> None:
         self.net = net
         self.weights = {0: self._copy()}
-        self.values: dict[int, dict[str, float]] = {}
+        self.values: dict[int, Mapping[str, float]] = {}
 
-    def start(self, *, total_steps: int, first_step: int, texts: Any) -> None:
-        self._count(first_step)
+    def on_start(self, run: Run) -> None:
+        self._count(run.step)
 
-    def step(self, step: int, samples: int) -> None:
-        self.weights[step] = self._copy()
-        self._count(step)
+    def on_step(self, run: Run, samples: int) -> None:
+        self.weights[run.step] = self._copy()
+        self._count(run.step)
 
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        self.values[step] = values
-
-    def timeline(self, step: int, predicted: Any, measured: Any) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def on_log(self, run: Run, values: Mapping[str, float]) -> None:
+        self.values[run.step] = values
 
     def of(self, key: str) -> list[float]:
         """The logged values of `key`, by step."""
@@ -144,7 +140,8 @@ def fp16_trainer(
     net[layer].at = at
     world = world or cpu_world(nb_part)
     model = HybridModel(net, world, chunks=2, precision="fp16")
-    return Trainer(
+    recorder = Steps(net)
+    trainer: Any = Trainer(
         model,
         torch.optim.AdamW(model.parameters(), lr=0.01),
         float_mse,
@@ -152,9 +149,11 @@ def fp16_trainer(
         steps=steps,
         scaler=GradScaler("cpu", init_scale=scale, growth_interval=growth),
         log_every=1,
-        monitor=Steps(net),
+        callbacks=[recorder],
         **options,
     )
+    trainer.recorder = recorder
+    return trainer
 
 
 def float_mse(output: Tensor, targets: Tensor) -> Tensor:

@@ -25,11 +25,10 @@ from hybridtrain._base.microbatch import chunk_sizes, split
 from hybridtrain._base.precision import AUTOCAST, autocast
 from hybridtrain.graph.segment import layers_of
 from hybridtrain.pipeline.layer_rng import LayerRNG
-from hybridtrain.schedule import STAGES_PER_DEVICE
+from hybridtrain.schedule import registered
 
 from .compare import micro_batches
 from .nets import CASES, Case
-from .thread_choice import InTurn, threads_of
 
 STEPS = 3
 SEED = 5
@@ -46,7 +45,7 @@ class Cell:
     chunks: int
     schedule: str
     max_inflight: int | None
-    checkpoint: Any
+    recompute: Any
     precision: str
     rows: int
     accumulate: int
@@ -86,7 +85,7 @@ def cells() -> list[Cell]:
 
 def can_be(row: list[Any]) -> bool:
     """Whether the schedule of a row, which may still be incomplete, has its stages per device."""
-    return len(row) < 5 or row[2] == STAGES_PER_DEVICE.get(row[4], row[2])
+    return len(row) < 5 or registered(row[4]).stages_per_device in (None, row[2])
 
 
 def random_cells(count: int) -> list[Cell]:
@@ -122,18 +121,17 @@ def compared(
     case = CASES[cell.case]
     device = torch.device(devices if isinstance(devices, str) else devices[0])
     base = case.net().to(device)
-    with threads_of(InTurn):
-        model = HybridModel(
-            copy.deepcopy(base),
-            World.from_env(cell.nb_part, devices, timeout_s=60, **world),
-            stages_per_device=cell.stages_per_device,
-            chunks=cell.chunks,
-            schedule=cell.schedule,
-            max_inflight=cell.max_inflight,
-            checkpoint={"every": 2} if cell.checkpoint == "every-2" else cell.checkpoint,
-            precision=cell.precision,
-            seed=SEED,
-        )
+    model = HybridModel(
+        copy.deepcopy(base),
+        World.from_env(cell.nb_part, devices, timeout_s=60, **world),
+        stages_per_device=cell.stages_per_device,
+        chunks=cell.chunks,
+        schedule=cell.schedule,
+        max_inflight=cell.max_inflight,
+        recompute={"every": 2} if cell.recompute == "every-2" else cell.recompute,
+        precision=cell.precision,
+        seed=SEED,
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     reference = Unsplit(base, case, cell, replicas)
     exact = replicas == 1 and cell.case != "tied_gpt" and device.type == "cpu"

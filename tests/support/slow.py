@@ -8,7 +8,7 @@ from torch import nn
 
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data import TrainLoader
-from hybridtrain.loop import Monitor
+from hybridtrain.loop import Tracker
 from hybridtrain.loss import cross_entropy
 from hybridtrain.schedule import Account
 
@@ -67,20 +67,29 @@ def trained(layers, nb_part, engine="local", chunks=4, **settings):
     model = HybridModel(net, world, chunks=chunks, split="uniform")
     data = TrainLoader(SlowData(0.0), 16 * world.replicas, world)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    recorder = Logged()
     trainer = Trainer(
-        model, optimizer, cross_entropy, data, steps=8, log_every=1, monitor=Logged(), **settings
+        model,
+        optimizer,
+        cross_entropy,
+        data,
+        steps=8,
+        log_every=1,
+        callbacks=[recorder],
+        **settings,
     )
+    trainer.recorder = recorder
     trainer.fit()
     return trainer
 
 
-class Logged(Monitor):
+class Logged(Tracker):
     """Keeps what is logged."""
 
     def __init__(self):
         self.values = []
 
-    def scalars(self, step, values):
+    def on_log(self, run, values):
         self.values.append(dict(values))
 
 
@@ -88,7 +97,7 @@ def assert_names_slow_replica(trainer, slowest):
     """Checks that rank 0's log and the advice of all ranks name the replica that is slowest."""
     assert any(f"replica {slowest} is slower than the others" in line for line in trainer.advice)
     if trainer.world.is_main:
-        logged = trainer.monitor.values
+        logged = trainer.recorder.values
         assert statistics.mode(values["replicas/slowest"] for values in logged) == slowest
         for values in logged:
             assert values["replicas/slowest_ms"] > values["replicas/mean_ms"] > 0

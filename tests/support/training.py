@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.cli.run.components import build_lr_schedule
 from hybridtrain.data.loader import EvalLoader, TrainLoader
-from hybridtrain.loop import Monitor
+from hybridtrain.loop import Tracker
 from hybridtrain.loss import accuracy, cross_entropy
 
 # in batches of 4 or 6, no micro-batch of these has one sample, which BatchNorm refuses
@@ -43,23 +43,25 @@ def data(samples=SAMPLES, seed=0):
     return TensorDataset(inputs, torch.randint(3, (samples,), generator=g))
 
 
-class Recorder(Monitor):
-    """A monitor that keeps what is reported."""
+class Recorder(Tracker):
+    """A tracker that keeps what is reported, on each rank."""
+
+    main_only = False
 
     def __init__(self):
         self.values = {}
         self.steps = []
         self.started = None
 
-    def start(self, *, total_steps, first_step, texts):
-        self.started = total_steps, first_step
+    def on_start(self, run):
+        self.started = run.total_steps, run.step
 
-    def step(self, step, samples):
-        self.steps.append((step, samples))
+    def on_step(self, run, samples):
+        self.steps.append((run.step, samples))
 
-    def scalars(self, step, values):
+    def on_log(self, run, values):
         for name, value in values.items():
-            self.values[step, name] = value
+            self.values[run.step, name] = value
 
     def reproducible(self):
         """The values that are not times."""
@@ -67,16 +69,28 @@ class Recorder(Monitor):
         return {key: value for key, value in self.values.items() if key[1].startswith(names)}
 
 
-def trainer(net=None, *, nb_part=2, chunks=2, batch_size=4, optimizer=None, lr=None, **options):
-    """Returns a trainer with a Recorder; `lr` makes the schedule from the optimizer."""
+def trainer(
+    net=None,
+    *,
+    nb_part=2,
+    chunks=2,
+    batch_size=4,
+    optimizer=None,
+    lr=None,
+    recorder=None,
+    callbacks=(),
+    **options,
+):
+    """Returns a trainer with a Recorder, `recorder`; `lr` makes the schedule from the optimizer."""
     world = World.from_env(nb_part=nb_part, devices="cpu")
     model = HybridModel(net or plain_net(), world, chunks=chunks, seed=3)
     make = optimizer or (lambda p: torch.optim.AdamW(p, lr=0.02))
     made = make(model.parameters())
-    options = {"log_every": 1, "monitor": Recorder(), **options}
+    options = {"log_every": 1, **options}
+    recorder = recorder or Recorder()
     if "epochs" not in options:
         options.setdefault("steps", 9)
-    return Trainer(
+    trainer = Trainer(
         model,
         made,
         cross_entropy,
@@ -84,8 +98,11 @@ def trainer(net=None, *, nb_part=2, chunks=2, batch_size=4, optimizer=None, lr=N
         lr_schedule=lr(made) if lr else None,
         evaluation=EvalLoader(data(11, seed=9), 4, world),
         metrics={"accuracy": accuracy()},
+        callbacks=[*callbacks, recorder],
         **options,
     )
+    trainer.recorder = recorder
+    return trainer
 
 
 def assert_same(ours, theirs, what):

@@ -195,7 +195,7 @@ def test_a_prediction_equals_the_planners_price_of_that_layout(v100, cell):
             chunks=[cell.chunks],
             schedule=["1f1b"],
             stages_per_device=[1],
-            checkpoint=["never"],
+            recompute=["never"],
             shard=["none"],
         ),
         best=1,

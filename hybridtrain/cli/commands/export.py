@@ -2,7 +2,8 @@
 
 safetensors    one file, of which the plain module takes `load_file(path)`
 torch          the same as a file of `torch.save`, as torchvision and timm have them
-transformers   a folder that `from_pretrained` loads: config, weights in shards, tokenizer
+transformers   a folder that `from_pretrained` and `pipeline` load: config, weights in shards, and
+               the tokenizer or image processor
 torch_export   the whole net for inference, by `torch.export`, of any number of samples
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -40,7 +42,7 @@ from hybridtrain.checkpoint import (
 from hybridtrain.cli.commands.trained_run import AVERAGED
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import Config
-from hybridtrain.cli.run.components import build_model, load_data
+from hybridtrain.cli.run.components import build_model, load_data, load_for_trained
 from hybridtrain.cli.run.data_record import check_same_classes, classes_of
 from hybridtrain.cli.run.directory import RunDirectory, checkpoint_to_read
 from hybridtrain.cli.run.errors import print_result
@@ -87,7 +89,7 @@ def export(settings: Settings) -> dict[str, Any]:
     path = directory.path / "export" / f"{checkpoint.name}{FORMATS[config.format]}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _WRITE[config.format](path, state, config, checkpoint)
+        _WRITE[config.format](path, state, settings, checkpoint)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error}") from error
     if average:
@@ -149,7 +151,7 @@ def _push(folder: Path, name: str, card: str) -> None:
 
 
 def _write_safetensors(
-    path: Path, state: Mapping[str, Any], config: Config, checkpoint: Path
+    path: Path, state: Mapping[str, Any], settings: Settings, checkpoint: Path
 ) -> None:
     """Writes all names of a tied tensor, so that `load_state_dict(load_file(path))` has them.
 
@@ -162,19 +164,21 @@ def _write_safetensors(
     write_weights(path, {**state, **{name: state[name].clone() for name in aliases}}, metadata)
 
 
-def _write_torch(path: Path, state: Mapping[str, Any], config: Config, checkpoint: Path) -> None:
+def _write_torch(
+    path: Path, state: Mapping[str, Any], settings: Settings, checkpoint: Path
+) -> None:
     with atomic_file(path) as file:
         torch.save(dict(state), file)
 
 
 def _write_transformers(
-    folder: Path, state: Mapping[str, Any], config: Config, checkpoint: Path
+    folder: Path, state: Mapping[str, Any], settings: Settings, checkpoint: Path
 ) -> None:
-    """Writes config.json, safetensors in shards, and the tokenizer of the data if it has one."""
-    data = load_data(config, World())
+    """Writes config.json, safetensors in shards, and the tokenizer or image processor."""
+    data = load_for_trained(settings, World(), checkpoint, samples=False)
     check_same_classes(checkpoint, data)
     with torch.device("meta"):
-        net: Any = build_model(config, data)
+        net: Any = build_model(settings.config, data)
     if not hasattr(net, "save_pretrained"):
         raise ConfigError(
             f"format=transformers is for models of transformers, and this is a "
@@ -186,12 +190,33 @@ def _write_transformers(
         net.save_pretrained(new, state_dict={name: value.clone() for name, value in state.items()})
         if data.tokenizer is not None:
             data.tokenizer.save_pretrained(new)
+        if {"image_size", "image_mean", "image_std"} <= data.metadata.keys():
+            _image_processor(data.metadata).save_pretrained(new)
 
 
-def _write_program(path: Path, state: Mapping[str, Any], config: Config, checkpoint: Path) -> None:
+def _image_processor(metadata: Mapping[str, Any]) -> Any:
+    """Returns an image processor of transformers that does what the data's evaluation does."""
+    from transformers import CLIPImageProcessor  # resizes, cuts the middle out and normalises
+
+    side = metadata["image_size"]
+    return CLIPImageProcessor(
+        do_resize=metadata.get("image_resize") is not None,
+        size={"shortest_edge": metadata.get("image_resize") or side},
+        resample=Image.Resampling.BILINEAR,
+        do_center_crop=True,
+        crop_size={"height": side, "width": side},
+        image_mean=[*metadata["image_mean"]],
+        image_std=[*metadata["image_std"]],
+        do_convert_rgb=True,
+    )
+
+
+def _write_program(
+    path: Path, state: Mapping[str, Any], settings: Settings, checkpoint: Path
+) -> None:
     """Writes what `torch.export.load` reads; its inputs may have any number of samples."""
-    data = load_data(config, World())
-    net = build_model(config, data)
+    data = load_data(settings.config, World())
+    net = build_model(settings.config, data)
     net.load_state_dict(dict(state))
     inputs, _ = example_batch(data.train, 2, data.collate)
     program = _exported(net.eval(), inputs)
@@ -222,7 +247,7 @@ def _exported(net: nn.Module, inputs: Any) -> Any:
         ) from error
 
 
-_WRITE: dict[str, Callable[[Path, Mapping[str, Any], Config, Path], None]] = {
+_WRITE: dict[str, Callable[[Path, Mapping[str, Any], Settings, Path], None]] = {
     "safetensors": _write_safetensors,
     "torch": _write_torch,
     "transformers": _write_transformers,

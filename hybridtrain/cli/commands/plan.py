@@ -33,13 +33,14 @@ from hybridtrain.data import DataSplits, batches_in, first_samples, length_of
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.launch import detect
 from hybridtrain.observe import NodesPoint, draw_plan, in_ms
+from hybridtrain.options import RECOMPUTE_MODES
 from hybridtrain.partitioning import (
     Plan,
     Planner,
     StageOwners,
 )
 from hybridtrain.pipeline import plan_without_values
-from hybridtrain.price import Choices, Layout, PricedPlans, find_layouts, find_plans
+from hybridtrain.price import Choices, ParallelLayout, PricedPlans, find_layouts, find_plans
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
         with atomic_file(path.with_suffix(".png")) as file:
             _picture(plans, choices).save(file, format="PNG")
     _log.info("wrote %s, and %s beside it", path, path.with_suffix(".png").name)
-    keys = [f"pipeline.split={path}", *overrides_of(best.layout, plans.checkpoint())]
+    keys = [f"pipeline.split={path}", *overrides_of(best.layout, plans.recompute())]
     _log.info("to train with it:\n  %s", _command(settings, hardware, best.layout, keys))
     return {"step_ms": round(best.step_ms, 3), "memory_bytes": best.peak_bytes}
 
@@ -145,7 +146,9 @@ def _batches_per_epoch(config: Config, data: DataSplits, options: RunOptions) ->
     return batches_in(first_samples(samples, size, options.loader), size, options.loader)
 
 
-def _command(settings: Settings, hardware: Hardware, layout: Layout, keys: Sequence[str]) -> str:
+def _command(
+    settings: Settings, hardware: Hardware, layout: ParallelLayout, keys: Sequence[str]
+) -> str:
     """Returns the command that trains with a plan."""
     per_node = hardware.devices_per_node
     words = with_later(settings.overrides, keys)
@@ -194,16 +197,16 @@ def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
     return NodesPoint(nodes, price.step_ms, f"{layout.replicas} x {layout.nb_part}")
 
 
-def overrides_of(layout: Layout, checkpoint: str | list[str]) -> list[str]:
+def overrides_of(layout: ParallelLayout, recompute: str | list[str]) -> list[str]:
     """Returns the overrides that a run of this layout needs, beside the split."""
-    if not isinstance(checkpoint, str):
-        checkpoint = f"[{','.join(map(hydra_quoted, checkpoint))}]"
+    if not isinstance(recompute, str):
+        recompute = f"[{','.join(map(hydra_quoted, recompute))}]"
     values = {
         "pipeline.nb_part": layout.nb_part,
         "pipeline.chunks": layout.chunks,
         "pipeline.schedule": layout.schedule,
         "pipeline.stages_per_device": layout.stages_per_device,
-        "pipeline.checkpoint": checkpoint,
+        "pipeline.recompute": recompute,
         "world.engine": layout.engine,
     }
     if layout.shard != "none":
@@ -215,16 +218,16 @@ def _fixed(settings: Settings) -> Choices:
     """Returns what the search may choose from: what the command line sets is fixed."""
     set_keys = {key.partition("=")[0] for key in given_keys(settings.overrides)}
     values: dict[str, Sequence[Any]] = {}
-    for key in ("nb_part", "chunks", "schedule", "stages_per_device", "checkpoint"):
+    for key in ("nb_part", "chunks", "schedule", "stages_per_device", "recompute"):
         value = getattr(settings.config.pipeline, key)
         if f"pipeline.{key}" in set_keys and value != "auto":
             values[key] = [value]
     for key in ("engine", "shard"):
         if f"world.{key}" in set_keys:
             values[key] = [getattr(settings.config.world, key)]
-    if values.get("checkpoint", ["never"])[0] not in ("never", "always", "except_last"):
+    if values.get("recompute", ["never"])[0] not in RECOMPUTE_MODES:
         raise ConfigError(
-            f"pipeline.checkpoint={values['checkpoint'][0]} is not priced: use never, except_last "
+            f"pipeline.recompute={values['recompute'][0]} is not priced: use never, except_last "
             f"or always, or leave it to the search"
         )
     return Choices(**values)

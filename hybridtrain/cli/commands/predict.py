@@ -37,7 +37,9 @@ def predict(settings: Settings) -> Result:
     output = settings.config.output
     if output is not None:
         check_output(output)
-    context, loader, checkpoint, _ = load_trained_run(settings, RunContext.predict_loader)
+    context, loader, checkpoint, _ = load_trained_run(
+        settings, RunContext.predict_loader, predicts=True
+    )
     default = context.directory.path / "predictions" / f"{checkpoint.name}.jsonl"
     path = Path(output or default)
     outputs = predict_model(context.model, loader)

@@ -33,7 +33,9 @@ def report(arguments: Sequence[str]) -> int:
         raise ConfigError(_USAGE)
     logged = [run.path for run in runs_of(named) if (run.path / "metrics.jsonl").is_file()]
     if not logged:
-        raise ConfigError(f"{' '.join(named)}: no run has logged anything yet")
+        raise ConfigError(
+            f"{' '.join(named)}: no run has logged anything yet (there is no file metrics.jsonl)"
+        )
     output = outputs[0] if outputs else None
     try:
         page = write_report(logged, output)

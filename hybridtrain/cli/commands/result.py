@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from hybridtrain.observe import format_value
+from hybridtrain.observe import describe_values
 
 Result: TypeAlias = dict[str, Any]
 """The values that a command has found, for the table of a sweep."""
@@ -15,4 +15,4 @@ def values_in_words(evaluation: Mapping[str, float] | None) -> str:
     """Returns the loss and the metrics of an evaluation in one line; empty without one."""
     values = dict(evaluation or {})
     values.pop("samples", None)
-    return "  ".join(f"{name} {format_value(value)}" for name, value in values.items())
+    return "  ".join(describe_values(values))

@@ -113,7 +113,7 @@ def runs_of(arguments: Iterable[str]) -> list[Run]:
     for argument in arguments:
         found = list(_runs(_folder(argument)))
         if not found:
-            raise ConfigError(f"there are no runs in {argument}")
+            raise ConfigError(f"{argument} has no runs: a run is a folder with a file config.yaml")
         by_path |= {run.path: run for run in found}
     return list(by_path.values())
 

@@ -42,7 +42,10 @@ def smp_config(arguments: Sequence[str]) -> int:
 
     from hybridtrain.smp import config_from_distribution  # with torch, which takes a second
 
-    launch = config_from_distribution(distribution, given.instance_count)
+    try:
+        launch = config_from_distribution(distribution, given.instance_count)
+    except ConfigError as error:
+        raise ConfigError(f"{given.distribution}: {error}") from error
     where = "" if launch.nodes == 1 else ", on each node"
     lines = [
         f"{launch.nodes} x {launch.processes_per_node} processes, {launch.replicas} replicas of "

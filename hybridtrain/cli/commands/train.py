@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import shlex
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from hybridtrain.cli.run.build import build_options, build_run
 from hybridtrain.cli.run.components import (
     build_lr_schedule,
     build_model_optimizer,
-    build_monitors,
+    build_trackers,
 )
 from hybridtrain.cli.run.context import RunContext, RunOptions
 from hybridtrain.cli.run.data_record import record_of, refuse_other_data
@@ -42,7 +41,7 @@ from hybridtrain.cli.run.lock import writing
 from hybridtrain.cli.run.prediction import beside_measured, predict_run, prediction_in_words
 from hybridtrain.cli.run.utilization import utilization
 from hybridtrain.errors import ConfigError
-from hybridtrain.loop import Monitor, Monitors, Trainer
+from hybridtrain.loop import Tracker, Trainer
 from hybridtrain.observe import MetricsFile, Progress, TimelineFiles, write_report
 
 _log = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 def train(settings: Settings) -> Result:
     """Trains, or resumes training."""
-    options_of = partial(_training_options, quiet=settings.quiet)
+    options_of = partial(_training_options, settings=settings)
     context = build_run(settings, writes=True, options_of=options_of)
     config, world, model = context.config, context.world, context.model
     loader, options = context.train_loader(), context.options
@@ -69,37 +68,36 @@ def train(settings: Settings) -> Result:
         metrics=options.metrics,
         lr_schedule=lr_schedule,
         store=None if config.checkpoint.every_steps == 0 else context.store,
-        monitor=_file_monitors(context.directory) if world.is_main else None,
-        callbacks=[*utilization(context), *options.callbacks, *options.monitors],
+        callbacks=[
+            *utilization(context),
+            *options.callbacks,
+            *options.trackers,
+            *_file_trackers(context.directory),
+        ],
     )
     trainer.dataset = record_of(context.data)
     with writing(context.directory, world):
         return _train(context, trainer)
 
 
-def _training_options(config: Config, quiet: bool) -> RunOptions:
-    """Builds the options of a run with its monitors, without progress on a quiet terminal.
+def _training_options(config: Config, settings: Settings) -> RunOptions:
+    """Builds the options of a run with its trackers.
 
     Raises:
-        UserError: a value of the config is wrong, or the package of a monitor is not installed.
+        UserError: a value of the config is wrong, or the package of a tracker is not installed.
     """
-    monitored = config
-    if quiet:
-        monitored = replace(config, monitor=copy.copy(config.monitor))  # with the user's own keys
-        monitored.monitor.progress = False
-    monitors = build_monitors(monitored, RunDirectory(config))
-    return replace(build_options(config), monitors=monitors)
+    directory = RunDirectory(config)
+    trackers = build_trackers(config, directory, quiet=settings.quiet, dry_run=settings.dry_run)
+    return replace(build_options(config), trackers=trackers)
 
 
-def _file_monitors(directory: RunDirectory) -> Monitor:
-    """Returns the monitors of rank 0 that every run has, as one."""
-    return Monitors(
-        [
-            MetricsFile(directory.path / "metrics.jsonl"),
-            TimelineFiles(directory.path),
-            Progress(LogLines()),  # type: ignore[arg-type]
-        ]
-    )
+def _file_trackers(directory: RunDirectory) -> list[Tracker]:
+    """Returns the trackers that every run has, which write its files."""
+    return [
+        MetricsFile(directory.path / "metrics.jsonl"),
+        TimelineFiles(directory.path),
+        Progress(LogLines()),  # type: ignore[arg-type]
+    ]
 
 
 class _Trainer(Trainer):
@@ -160,9 +158,9 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
         for line in summary["advice"]:
             _log.info("%s", line)
         _log.info("run directory: %s", directory.path.resolve())
-        if config.monitor.report:
+        if config.monitor.report and not settings.dry_run:
             _write_page(directory)
-        if config.monitor.tensorboard:
+        if config.monitor.tensorboard and not settings.dry_run:
             # the folder above: of a single run's own one TensorBoard calls the run "."
             _log.info("dashboard: tensorboard --logdir %s", directory.path.parent)
         # last, since it is what most users look for

@@ -19,7 +19,7 @@ from hybridtrain.cli.run.build import build_run
 from hybridtrain.cli.run.context import RunContext
 from hybridtrain.cli.run.data_record import check_same_classes, say_other_data
 from hybridtrain.cli.run.directory import checkpoint_to_read
-from hybridtrain.data import EvalLoader
+from hybridtrain.data import EvalLoader, length_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import detect
 
@@ -45,27 +45,31 @@ class TrainedRun(NamedTuple):
 
 
 def load_trained_run(
-    settings: Settings, loader_of: Callable[[RunContext], EvalLoader | None]
+    settings: Settings,
+    loader_of: Callable[[RunContext], EvalLoader | None],
+    predicts: bool = False,
 ) -> TrainedRun:
     """Builds a run, with the devices that are there, and loads a checkpoint into its model.
 
     Args:
         settings: of a command that reads a run; `resume` names the checkpoint.
         loader_of: returns the loader of the data that the command reads.
+        predicts: see `prepare_run`.
 
     Raises:
         ConfigError: the data has no such samples.
         CheckpointError: there is no such checkpoint.
     """
     fit_to_devices(settings)
-    context = build_run(settings)
+    context = build_run(settings, predicts=predicts)
     config = context.config
     loader = loader_of(context)
     if loader is None:
         raise ConfigError(f"data._target_={config.data['_target_']} has no evaluation split")
     checkpoint = checkpoint_to_read(config.resume, context.store, context.world)
     context.world.on_main(lambda: check_same_classes(checkpoint, context.data))
-    context.world.on_main(lambda: say_other_data(checkpoint, context.data))
+    if length_of(context.data.train) != 0:  # else it was not loaded
+        context.world.on_main(lambda: say_other_data(checkpoint, context.data))
     saved = restore_checkpoint(checkpoint, context.model, evaluated=config.ema)
     if saved.get("averaged"):
         _log.info(AVERAGED)

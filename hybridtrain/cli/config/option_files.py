@@ -35,7 +35,7 @@ def register() -> None:
     """
     store = ConfigStore.instance()
     schema = OmegaConf.structured(Config)
-    # for the user's own monitors; `to_config` refuses what is none
+    # for the user's own trackers; `to_config` refuses what is none
     OmegaConf.set_struct(schema.monitor, False)
     store.store(name="schema", node=schema)
     store.repo["recipe"] = _Recipes(

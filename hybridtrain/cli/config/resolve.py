@@ -66,6 +66,7 @@ class Settings:
         notes: lines for the log.
         config_dir: of the command line, a folder with more groups and options.
         quiet: the terminal shows warnings, errors and the result only.
+        dry_run: nothing of the run is kept, so no tracker reports it, except on the terminal.
     """
 
     config: Config
@@ -78,6 +79,7 @@ class Settings:
     notes: list[str] = field(default_factory=list)
     config_dir: str | None = None
     quiet: bool = False
+    dry_run: bool = False
 
 
 def resolve_settings(

@@ -133,7 +133,8 @@ class PipelineConfig(Group):
     fastest number, by the price of a step."""
     schedule: str = PipelineOptions.schedule
     """The order of forwards and backwards: `1f1b`, `gpipe`; with backwards in two parts `zb-h1`,
-    and `zb-v`, which needs `stages_per_device=2`; `auto`: the fastest, by the price of a step."""
+    and `zb-v`, which needs `stages_per_device=2`; `auto`: the fastest of these, by the price of a
+    step; or the name of a user-defined schedule."""
 
 
 @dataclass
@@ -203,7 +204,7 @@ class CheckpointConfig(Group):
 class MonitorConfig(Group):
     """The reports of a run while it trains.
 
-    Each is true, false, or for some a mapping of its arguments. Any other key is a monitor of the
+    Each is true, false, or for some a mapping of its arguments. Any other key is a tracker of the
     user's own, a mapping with a `_target_`.
     """
 
@@ -230,7 +231,7 @@ class MonitorConfig(Group):
         return isinstance(other, MonitorConfig) and vars(self) == vars(other)
 
     def chosen(self) -> dict[str, Any]:
-        """Returns the monitors that are not off, with their arguments or True."""
+        """Returns the trackers that are not off, with their arguments or True."""
         settings = ("group", "report", "timeline_every")
         return {
             name: value
@@ -402,7 +403,7 @@ def with_auto_replaced(pipeline: PipelineConfig, known: PipelineConfig) -> Pipel
 
 
 def is_own(value: Any) -> bool:
-    """Returns whether a value of `monitor` is a monitor of the user's own, under a free name."""
+    """Returns whether a value of `monitor` is a tracker of the user's own, under a free name."""
     return isinstance(value, Mapping) and "_target_" in value
 
 

@@ -74,7 +74,7 @@ TARGETS: dict[str, Targets] = {
         "hybridtrain.loop.callbacks:Callback",
     ),
     "monitor": Targets(
-        "a monitor of hybridtrain.observe.trackers, or a callback of hybridtrain.loop.callbacks",
+        "a tracker of hybridtrain.observe.trackers, or a callback of hybridtrain.loop.callbacks",
         ("hybridtrain.observe.trackers", "hybridtrain.loop.callbacks"),
         "hybridtrain.loop.callbacks:Callback",
     ),
@@ -254,7 +254,8 @@ def _is_listed(targets: Targets, target: Any) -> bool:
         if not isinstance(target, type):
             listed = _FUNCTIONS[name](module) if name in _FUNCTIONS else ()
         elif targets.kind is not None and issubclass(target, pkgutil.resolve_name(targets.kind)):
-            listed = vars(module).values()
+            # the attribute too, which the module may import on first use
+            listed = (getattr(module, target.__name__, None), *vars(module).values())
         if any(target is one for one in listed):
             return True
     return False

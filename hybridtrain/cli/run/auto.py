@@ -257,7 +257,7 @@ def _choices(keys: list[str], nb_part: int, share: int, config: Config) -> Choic
         schedule=SCHEDULES if "schedule" in keys else [pipeline.schedule],
         stages_per_device=[pipeline.stages_per_device],
         # single layers cost about what whole stages do
-        checkpoint=[pipeline.checkpoint if isinstance(pipeline.checkpoint, str) else "always"],
+        recompute=[pipeline.recompute if isinstance(pipeline.recompute, str) else "always"],
         shard=[config.world.shard],
     )
 

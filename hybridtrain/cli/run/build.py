@@ -13,10 +13,12 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Subset
 
 from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain.checkpoint import CheckpointStore, find_weights, parse_init_from
@@ -33,18 +35,26 @@ from hybridtrain.cli.run.components import (
     build_metrics,
     build_model,
     load_data,
+    load_for_trained,
     optimizer_tensors_per_param,
 )
 from hybridtrain.cli.run.context import PreparedRun, RunContext, RunOptions
-from hybridtrain.cli.run.directory import RunDirectory
+from hybridtrain.cli.run.directory import RunDirectory, checkpoint_to_read
 from hybridtrain.cli.run.lock import RunLock
-from hybridtrain.data import DataSplits, example_batch
-from hybridtrain.errors import check_choice
+from hybridtrain.data import (
+    DataSplits,
+    WithoutTargets,
+    already_batched,
+    example_batch,
+    length_of,
+)
+from hybridtrain.errors import ConfigError, check_choice, did_you_mean
 from hybridtrain.launch import raise_on_signals
 from hybridtrain.loop import TrainerOptions
 from hybridtrain.model import HybridModel
 from hybridtrain.options import LoaderOptions, PipelineOptions
 from hybridtrain.pipeline import ENGINES
+from hybridtrain.schedule import schedule_names
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
@@ -57,6 +67,7 @@ def build_options(config: Config) -> RunOptions:
         UserError: a value of the config is wrong.
     """
     check_config(config)
+    _register_schedule(config)
     parse_init_from(config.init_from)
     check_choice("world.engine", config.world.engine, ENGINES)
     check_choice("world.inner", config.world.inner, ("pp", "dp"))
@@ -100,6 +111,7 @@ def prepare_run(
     *,
     join: Callable[[Config], World] = join_processes,
     writes: bool = False,
+    predicts: bool = False,
     options_of: Callable[[Config], RunOptions] = build_options,
 ) -> PreparedRun:
     """Checks the config, joins the other processes and loads the data.
@@ -110,7 +122,9 @@ def prepare_run(
         settings: the settings of the command.
         join: returns the processes of the run.
         writes: the command is going to write to the run directory (`writing`).
-        options_of: `build_options`, or a function that builds more, such as the monitors.
+        predicts: the command is going to predict `data.predict_path`, for which training data is
+            loaded only if it must be.
+        options_of: `build_options`, or a function that builds more, such as the trackers.
 
     Raises:
         UserError: a value of the config is wrong, or the run directory cannot be written to.
@@ -125,7 +139,12 @@ def prepare_run(
     agreed_options = local_options if is_same else options_of(agreed_config)
 
     directory, store = _open_directory(settings, agreed_config, joined, writes)
-    data = _load_data(agreed_config, joined)
+    if predicts and agreed_config.data.get("predict_path") is not None:
+        checkpoint = checkpoint_to_read(agreed_config.resume, store, joined)
+        data = load_for_trained(settings, joined, checkpoint, samples=True)
+    else:
+        data = load_data(agreed_config, joined)
+    _describe_data(data)
 
     config = with_auto_chosen(settings, agreed_config, data, joined, agreed_options)
     is_divided = settings.config.pipeline.nb_part == AUTO
@@ -150,6 +169,7 @@ def build_run(
     *,
     writes: bool = False,
     reuse_plan: bool = True,
+    predicts: bool = False,
     options_of: Callable[[Config], RunOptions] = build_options,
 ) -> RunContext:
     """Prepares a run and builds its model.
@@ -158,12 +178,13 @@ def build_run(
         settings: the settings of the command.
         writes: the command is going to write to the run directory (`writing`).
         reuse_plan: cut a resumed run by its own plan if that was made with the same settings.
-        options_of: `build_options`, or a function that builds more, such as the monitors.
+        predicts: see `prepare_run`.
+        options_of: `build_options`, or a function that builds more, such as the trackers.
 
     Raises:
         UserError: a value of the config is wrong, or the run directory cannot be written to.
     """
-    prepared = prepare_run(settings, writes=writes, options_of=options_of)
+    prepared = prepare_run(settings, writes=writes, predicts=predicts, options_of=options_of)
     world, options = prepared.world, prepared.options
     split: Any = options.pipeline.split
     if reuse_plan:
@@ -216,12 +237,10 @@ def _open_directory(
     return directory, store
 
 
-def _load_data(config: Config, world: World) -> DataSplits:
-    data = load_data(config, world)
+def _describe_data(data: DataSplits) -> None:
     _log.info("%s", data)
     if data.without_samples:
         _log.warning("no training sample has the class %s", ", ".join(data.without_samples[:8]))
-    return data
 
 
 def _example(config: Config, data: DataSplits, world: World) -> tuple[Any, Any]:
@@ -236,9 +255,44 @@ def _example(config: Config, data: DataSplits, world: World) -> tuple[Any, Any]:
             share,
         )
     draws = default_generators()
-    example = example_batch(data.train, share, data.collate)
+    example = _example_batch(data, share)
     rewind(draws)  # transforms may draw, and the model draws its values first
     return example[0], example[1]
+
+
+def _example_batch(data: DataSplits, samples: int) -> Any:
+    """Returns a batch of training samples, or of those to predict if there are no others."""
+    if data.predict is None or length_of(data.train) != 0:
+        return example_batch(data.train, samples, data.collate)
+    inputs: Any = data.predict
+    collate = WithoutTargets(data.predict_collate or data.collate or already_batched)
+    if length := length_of(inputs):
+        inputs = Subset(inputs, [number % length for number in range(samples)])
+    return example_batch(inputs, samples, collate)
+
+
+def _register_schedule(config: Config) -> None:
+    """Imports the user's packages if the schedule must be registered by one of them.
+
+    Raises:
+        ConfigError: a package cannot be imported, or none of them registers the schedule.
+    """
+    name, packages = config.pipeline.schedule, config.allow_targets
+    if name in schedule_names():
+        return
+    for package in packages:
+        try:
+            import_module(package)
+        except ImportError as error:
+            raise ConfigError(
+                f"pipeline.schedule={name} is not a schedule of hybridtrain, and "
+                f"allow_targets={package} cannot be imported: {error}"
+            ) from error
+    if packages and name not in schedule_names():
+        raise ConfigError(
+            f"pipeline.schedule={name} is unknown, and importing {', '.join(packages)} does not "
+            f"register it (@hybridtrain.schedule.schedule): {did_you_mean(name, schedule_names())}"
+        )
 
 
 def _split_or_plan(prepared: PreparedRun) -> Any:

@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,20 +16,21 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
-from hybridtrain._base.rank_differences import RankFacts
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.keys import errors_with_config_keys, unknown_key
+from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import GROUP_KEYS, LOADER_KEYS, Config
+from hybridtrain.cli.run.data_record import trained_on
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.run_facts import check_facts, facts_of, place_of_data
 from hybridtrain.data import DataSplits
 from hybridtrain.datasets import STANDARD_INPUT
 from hybridtrain.errors import ConfigError, DataError, UserError, check_choice
-from hybridtrain.loop import CALLBACKS, Callback
-from hybridtrain.loss import LOSSES, METRICS, LossFn, direction, resolve
+from hybridtrain.loop import CALLBACKS, Callback, Tracker
+from hybridtrain.loss import LOSSES, METRICS, LossFn, direction, metric_of, resolve
 from hybridtrain.model import HybridModel
 from hybridtrain.models import loss_of_model
-from hybridtrain.observe import MONITORS, check_installed
+from hybridtrain.observe import TRACKERS, check_installed
 from hybridtrain.step import (
     CombinedOptimizer,
     ShardedOptimizer,
@@ -77,30 +79,73 @@ def load_data(config: Config, world: World) -> DataSplits:
                 + (f" ({where})" if where else "")
             ) from error
 
+    _check_standard_input(config, world)
+    download = bool(config.data.get("download"))
+    first_of_node = world.local_rank == 0
+    data = world.on_main(lambda: load(download))
+
+    def load_here() -> DataSplits:
+        try:
+            return load(download and first_of_node)
+        except UserError as error:
+            raise DataError(f"rank {world.rank} on {socket.gethostname()}: {error}") from error
+
+    # with a download, the first process of each node loads before the others of it
+    for loads in (first_of_node, not first_of_node) if download else (True,):
+        if world.is_main or not loads:
+            world.on_all(lambda: None)
+        else:
+            data = world.on_all(load_here)
+    if world.size > 1:
+        check_facts(world.gather(facts_of(config, data)), config)
+    assert data is not None
+    return data
+
+
+def load_for_trained(
+    settings: Settings, world: World, checkpoint: Path, *, samples: bool
+) -> DataSplits:
+    """Returns what a trained model needs of its data, without the training data if possible.
+
+    That needs a checkpoint that has the metadata of its data, and a data function
+    `for_trained_models`. Otherwise, this is `load_data`.
+
+    Args:
+        settings: of the command.
+        world: the processes.
+        checkpoint: the one that is read.
+        samples: the command needs samples, those of `data.predict_path`.
+    """
+    config, of_run = settings.config, settings.of_run
+    same = of_run is not None and all(
+        of_run.data.get(key) == config.data.get(key) for key in ("_target_", "task")
+    )
+    metadata, has_tokenizer = world.broadcast(
+        world.on_main(lambda: trained_on(checkpoint) if same else None)
+    ) or (None, False)
+    if metadata is None or (samples and config.data.get("predict_path") is None):
+        return load_data(config, world)
+    check_tokenizer(config)
+    target, arguments = instantiate.check(
+        "data", config.data, DataSplits, config.allow_targets, ignore=LOADER_KEYS
+    )
+    load = getattr(target, "for_trained_models", None)
+    if load is None:
+        if samples or has_tokenizer:
+            return load_data(config, world)
+        return DataSplits(train=(), eval=None, metadata=metadata)
+    _check_standard_input(config, world)
+    with errors_with_config_keys({name: f"data.{name}" for name in arguments}):
+        data: DataSplits = load(metadata, **arguments)
+    return data
+
+
+def _check_standard_input(config: Config, world: World) -> None:
     if config.data.get("predict_path") == STANDARD_INPUT and world.size > 1:
         raise ConfigError(
             f"data.predict_path=- is read by one process, and there are {world.size}: start one, "
             f"or set data.predict_path= to a file that all of them read"
         )
-    download = bool(config.data.get("download"))
-    data = world.on_main(lambda: load(download))
-    first_of_node = world.local_rank == 0
-    everyones: list[str | RankFacts | None] = []
-    for first in (True, False) if download else (None,):
-        failure = None
-        if not world.is_main and first in (None, first_of_node):
-            try:
-                data = load(download and first_of_node)
-            except UserError as error:
-                failure = f"rank {world.rank} on {socket.gethostname()}: {error}"
-        facts = None if first or world.size == 1 or failure else facts_of(config, data)
-        everyones = world.gather(failure or facts)
-        for failed in everyones:
-            if isinstance(failed, str):
-                raise DataError(failed)
-    check_facts([each for each in everyones if isinstance(each, RankFacts)], config)
-    assert data is not None
-    return data
 
 
 # Settings of PyTorch's losses that are tensors, one number for each class.
@@ -232,12 +277,13 @@ def direction_of(
         ConfigError: see `loss.metrics.direction`; or the metric's target is not allowed.
     """
     names = metrics if isinstance(metrics, Mapping) else {}
-    described = names.get(value, value)
+    name = metric_of(value, names) or value
+    described = names.get(name, name)
     metric: Any = (
         METRICS[described]() if isinstance(described, str) and described in METRICS else None
     )
     if isinstance(described, Mapping) and mode is None:
-        where = f"trainer.metrics.{value}"
+        where = f"trainer.metrics.{name}"
         metric = instantiate.resolve(where, described.get("_target_"), allow)
     return direction(key, value, metric, mode)
 
@@ -432,15 +478,28 @@ def build_callbacks(config: Config, directory: RunDirectory) -> list[Callback]:
         chosen = dict.fromkeys(chosen)
     _refuse_nameless("callbacks", "callback", chosen)
     return [
-        _build(
-            f"callbacks.{name}", settings, CALLBACKS, config, {"directory": directory.path / name}
+        instantiate.build(
+            f"callbacks.{name}",
+            _with_target(f"callbacks.{name}", settings, CALLBACKS),
+            Callback,
+            config.allow_targets,
+            defaults={"directory": directory.path / name},
         )
         for name, settings in chosen.items()
     ]
 
 
-def build_monitors(config: Config, directory: RunDirectory) -> list[Callback]:
-    """Returns the monitors that `monitor` names; each is for all processes, see `Callback`.
+def build_trackers(
+    config: Config, directory: RunDirectory, *, quiet: bool = False, dry_run: bool = False
+) -> list[Callback]:
+    """Returns the trackers that `monitor` names, and the profile, for all processes.
+
+    Args:
+        config: of the run.
+        directory: of the run.
+        quiet: leave out the progress on the terminal.
+        dry_run: leave out all other trackers, the user's too, after a check of their keys. They are
+            not called, since some would report a run as soon as they are made.
 
     Raises:
         ConfigError: a name is unknown, a key does not fit, or a package is not installed.
@@ -453,18 +512,30 @@ def build_monitors(config: Config, directory: RunDirectory) -> list[Callback]:
         "csv": {"path": run / "metrics.csv"},
         "profile": {"directory": run / "profile"},
     }
-    _refuse_nameless("monitor", "monitor", chosen)
+    _refuse_nameless("monitor", "tracker", chosen)
     others: dict[str, Any] = {"directory": run, "group": config.monitor.group}
-    return [
-        _build(
-            f"monitor.{name}",
-            None if settings is True else settings,
-            MONITORS,
-            config,
-            places.get(name, others),
-        )
-        for name, settings in chosen.items()
-    ]
+    named = {**TRACKERS, "profile": CALLBACKS["profile"]}
+    callbacks: list[Callback] = []
+    for name, settings in chosen.items():
+        key, defaults = f"monitor.{name}", places.get(name, others)
+        arguments = _with_target(key, None if settings is True else settings, named)
+        if name == "progress":
+            skipped = quiet
+        else:
+            skipped = dry_run and _makes_tracker(key, arguments, config, defaults)
+        if not skipped:
+            callbacks.append(
+                instantiate.build(key, arguments, Callback, config.allow_targets, defaults=defaults)
+            )
+    return callbacks
+
+
+def _makes_tracker(
+    key: str, arguments: Mapping[str, Any], config: Config, defaults: Mapping[str, Any]
+) -> bool:
+    """Returns whether the target of `arguments` is a tracker, or a function that may make one."""
+    target, _ = instantiate.check(key, arguments, Callback, config.allow_targets, defaults=defaults)
+    return not isinstance(target, type) or issubclass(target, Tracker)
 
 
 def _refuse_nameless(key: str, what: str, chosen: Mapping[str, Any]) -> None:
@@ -476,24 +547,20 @@ def _refuse_nameless(key: str, what: str, chosen: Mapping[str, Any]) -> None:
         )
 
 
-def _build(
-    key: str,
-    settings: Any,
-    named: Mapping[str, type[Callback]],
-    config: Config,
-    defaults: Mapping[str, Any],
-) -> Callback:
-    """Returns the callback that the last part of `key` names among `named`, or its `_target_`."""
+def _with_target(key: str, settings: Any, named: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the arguments of a callback, with the `_target_` of the name in `key` if it has none.
+
+    Args:
+        key: the group and the name.
+        settings: the arguments; None: no arguments.
+        named: the callbacks of the group by name, as `module:class`.
+    """
     if settings is not None and not isinstance(settings, Mapping):
         switch = "true, false or " if key.startswith("monitor.") else ""
         raise ConfigError(f"{key}={settings} must be {switch}a mapping of its arguments")
-    settings = dict(settings or {})
-    if "_target_" not in settings:
+    arguments: dict[str, Any] = dict(settings or {})
+    if "_target_" not in arguments:
         group, _, name = key.partition(".")
         check_choice(group, name, named)
-        known = named[name]
-        settings["_target_"] = f"{known.__module__}.{known.__name__}"
-    made: Callback = instantiate.build(
-        key, settings, Callback, config.allow_targets, defaults=defaults
-    )
-    return made
+        arguments["_target_"] = named[name].replace(":", ".")
+    return arguments

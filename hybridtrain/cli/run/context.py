@@ -31,7 +31,7 @@ class RunOptions:
         loss_fn: the loss of `trainer.loss`.
         metrics: of an evaluation, by name.
         callbacks: those of the group `callbacks`.
-        monitors: those of the group `monitor`; none for a command that does not train.
+        trackers: those of the group `monitor`; none for a command that does not train.
     """
 
     pipeline: PipelineOptions
@@ -40,7 +40,7 @@ class RunOptions:
     loss_fn: LossFn
     metrics: dict[str, Any]
     callbacks: Sequence[Callback]
-    monitors: Sequence[Callback] = ()
+    trackers: Sequence[Callback] = ()
 
 
 @dataclass(frozen=True)
@@ -97,5 +97,10 @@ class RunContext(PreparedRun):
         """Returns the loader of the evaluation split, if there is one."""
         if self.data.eval is None:
             return None
-        batch_size = self.config.data["batch_size"]
-        return EvalLoader(self.data.eval, batch_size, self.world, options=self.options.loader)
+        return EvalLoader(
+            self.data.eval,
+            self.config.data["batch_size"],
+            self.world,
+            options=self.options.loader,
+            classes=self.data.metadata.get("classes"),
+        )

@@ -6,6 +6,7 @@ without the names, and a position in an epoch means nothing when samples were ad
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +26,31 @@ def record_of(data: DataSplits) -> dict[str, Any]:
         "train": length_of(data.train),
         "eval": length_of(data.eval),
         "digest": data.digest,
+        "metadata": _in_json(data.metadata),
+        "vocabulary": data.vocabulary,
     }
+
+
+def _in_json(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns metadata in JSON's types; None: they cannot be saved, as those of own data sets."""
+    try:
+        saved: dict[str, Any] = json.loads(json.dumps(dict(metadata), allow_nan=False))
+    except (TypeError, ValueError):
+        return None
+    return saved
+
+
+def trained_on(checkpoint: Path) -> tuple[dict[str, Any] | None, bool]:
+    """Returns the metadata of the data that a checkpoint was trained on, and if it has a tokenizer.
+
+    The metadata is None if the checkpoint does not have it.
+    """
+    saved = _saved(checkpoint)
+    metadata = saved.get("metadata")
+    return (
+        dict(metadata) if isinstance(metadata, Mapping) else None,
+        saved.get("vocabulary") is not None,
+    )
 
 
 def classes_of(checkpoint: Path) -> list[str] | None:

@@ -27,15 +27,14 @@ def dry_run(overrides: Sequence[str], config_dir: str | None, run: Run) -> int:
     """
     config = compose_config(overrides, config_dir)
     folder = Path(config.output_dir) / dry_run_name(os.environ)
-    # what others would see, or what the log would lead to after its removal
-    shown = [f"monitor.{name}=false" for name in ("tensorboard", "report", "wandb", "mlflow")]
-    short = ["trainer.epochs=null", "trainer.steps=2", "trainer.log_every=1", *shown]
+    short = ["trainer.epochs=null", "trainer.steps=2", "trainer.log_every=1"]
     short += ["++data.first_batches=2", "++lr_schedule.warmup_steps=0", f"output_dir={folder}"]
     is_main = detect(os.environ).rank == 0
     try:
         if is_main:
             shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
         settings = resolve_settings("train", with_later(overrides, short), config_dir)
+        settings.dry_run = True
         evaluated = run("train", settings).keys() - {"step"}
     finally:
         if is_main:

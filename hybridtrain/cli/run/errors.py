@@ -28,12 +28,12 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from hybridtrain import __version__
+from hybridtrain._base.problem import copied_problem
 from hybridtrain._base.text_table import printable
 from hybridtrain.cli.run.colour import with_red_error
 from hybridtrain.errors import (
     DataError,
     Interrupted,
-    Rank0UserError,
     UserError,
     WorldError,
 )
@@ -75,13 +75,13 @@ def report(error: BaseException) -> int:
     launch = _launch()
     rank, size = (0, 1) if launch is None else (launch.rank, launch.size)
     watchdog = current()
-    if watchdog is None or watchdog.job.size == 1:
+    if watchdog is None or watchdog.store.size == 1:
         if size > 1:
             _keep_code(code)
         at = time.time()
         _write_to_log(error)
         if watchdog is None and launch is not None and size > 1:
-            if not isinstance(error, Rank0UserError):
+            if copied_problem(error) is None:
                 _report_before_meeting(launch, text, line, at)
         else:
             _say(text, line, at)
@@ -100,12 +100,13 @@ def report(error: BaseException) -> int:
     _write_to_log(error)
     name = f"rank {rank}"
     with suppress(RuntimeError):  # the store has ended
-        name = watchdog.short_name(watchdog.job, rank)
-    if isinstance(error, DataError):  # a file may be missing on one node alone
+        name = watchdog.short_name(watchdog.store, rank)
+    if isinstance(error, DataError) and copied_problem(error) is None:
+        # a file may be missing on one node alone
         text, line = f"{text}, on {name}", f"{line}, on {name}"
     own = Failure(rank, line if isinstance(error, UserError) else f"{name}: {line}", code)
     try:
-        first = find_cause(error, watchdog) or watchdog.job.claim(own)
+        first = find_cause(error, watchdog) or watchdog.store.claim(own)
     except RuntimeError:  # the launcher or rank 0 has ended, and the store with it
         if rank != 0 and isinstance(error, UserError):
             end_process(code)  # rank 0 says the same
@@ -126,7 +127,7 @@ def report(error: BaseException) -> int:
         watchdog.end(first)
     if code == Interrupted.exit_code:
         with suppress(RuntimeError):
-            watchdog.job.end_together(_WAIT_FOR_ENDS_S)
+            watchdog.store.end_together(_WAIT_FOR_ENDS_S)
     end_process(code)
     return code
 

@@ -19,9 +19,8 @@ from hybridtrain.data import DataSplits, largest_batch, length_of
 from hybridtrain.graph import Layer
 from hybridtrain.loss import LossFn
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import LayerCost, LossOfStep, Plan
-from hybridtrain.pipeline import checkpoint_policy
-from hybridtrain.price import Layout, Prediction, StepWork, predict_step, why_not_priced
+from hybridtrain.partitioning import LayerCost, LossOfStep, Plan, recompute_policy
+from hybridtrain.price import ParallelLayout, Prediction, StepWork, predict_step, why_not_priced
 from hybridtrain.schedule import Placement, place_of
 from hybridtrain.world import World
 
@@ -75,14 +74,14 @@ def predict_step_of_run(
 ) -> Prediction:
     """Predicts a step with batches of `samples`, of which `example` is a replica's share."""
     sizes = chunk_sizes(-(-samples // world.replicas), options.chunks)
-    layout = Layout(
+    layout = ParallelLayout(
         nb_part=world.nb_part,
         replicas=world.replicas,
         engine=world.engine,
         chunks=len(sizes),
         schedule=options.schedule,
         stages_per_device=options.stages_per_device,
-        checkpoint=options.checkpoint if isinstance(options.checkpoint, str) else "layers",
+        recompute=options.recompute if isinstance(options.recompute, str) else "layers",
         shard=options.shard if world.replicas > 1 else "none",
     )
     names = [layer.name for stage in stages for layer in stage]
@@ -100,7 +99,7 @@ def predict_step_of_run(
         precision=options.precision,
         tf32=config.trainer.tf32,
         loss=LossOfStep(loss_fn, targets),
-        recomputed=checkpoint_policy(options.checkpoint, names).layers,
+        recomputed=recompute_policy(options.recompute, names).layers,
     )
 
 

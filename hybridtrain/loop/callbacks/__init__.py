@@ -1,27 +1,29 @@
 """Callbacks of a `Trainer`, and the names that a config has for them.
 
-base               `Callback`, the moments of a run; the states of callbacks in a checkpoint
-ready_made         averages of weights, early ends, plateaus, clipping, freezing, norms, rates
-profile            PyTorch's profiler over some steps
+base               `Callback`, the hooks of a run; the states of callbacks in a checkpoint
+tracker            `Tracker`, the callback that reports a run and cannot end it
 
-The trackers of `hybridtrain.observe` (progress bar, TensorBoard, metrics file, timeline) are
-callbacks too.
+Every other module has one callback of `CALLBACKS`. The trackers are in `hybridtrain.observe`.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from hybridtrain._base.registry import on_first_use
 from hybridtrain.loop.callbacks.base import Callback, CallbackStates
-from hybridtrain.loop.callbacks.profile import Profile
-from hybridtrain.loop.callbacks.ready_made import (
-    EMA,
-    SWA,
-    BestWeights,
-    ClipValue,
-    EarlyStopping,
-    Freeze,
-    GradientNorms,
-    LearningRates,
-    Mfu,
-    Plateau,
-)
+from hybridtrain.loop.callbacks.tracker import Run, Tracker
+
+if TYPE_CHECKING:
+    from hybridtrain.loop.callbacks.best_weights import BestWeights
+    from hybridtrain.loop.callbacks.clip_value import ClipValue
+    from hybridtrain.loop.callbacks.early_stopping import EarlyStopping
+    from hybridtrain.loop.callbacks.ema import EMA
+    from hybridtrain.loop.callbacks.freeze import Freeze
+    from hybridtrain.loop.callbacks.gradient_norms import GradientNorms
+    from hybridtrain.loop.callbacks.learning_rates import LearningRates
+    from hybridtrain.loop.callbacks.mfu import Mfu
+    from hybridtrain.loop.callbacks.plateau import Plateau
+    from hybridtrain.loop.callbacks.profile import Profile
+    from hybridtrain.loop.callbacks.swa import SWA
 
 __all__ = [
     "CALLBACKS",
@@ -38,18 +40,25 @@ __all__ = [
     "Mfu",
     "Plateau",
     "Profile",
+    "Run",
+    "Tracker",
 ]
 
-CALLBACKS: dict[str, type[Callback]] = {
-    "best_weights": BestWeights,
-    "clip_value": ClipValue,
-    "early_stopping": EarlyStopping,
-    "ema": EMA,
-    "freeze": Freeze,
-    "gradient_norms": GradientNorms,
-    "learning_rates": LearningRates,
-    "mfu": Mfu,
-    "plateau": Plateau,
-    "profile": Profile,
-    "swa": SWA,
+CALLBACKS: dict[str, str] = {
+    "best_weights": "hybridtrain.loop.callbacks.best_weights:BestWeights",
+    "clip_value": "hybridtrain.loop.callbacks.clip_value:ClipValue",
+    "early_stopping": "hybridtrain.loop.callbacks.early_stopping:EarlyStopping",
+    "ema": "hybridtrain.loop.callbacks.ema:EMA",
+    "freeze": "hybridtrain.loop.callbacks.freeze:Freeze",
+    "gradient_norms": "hybridtrain.loop.callbacks.gradient_norms:GradientNorms",
+    "learning_rates": "hybridtrain.loop.callbacks.learning_rates:LearningRates",
+    "mfu": "hybridtrain.loop.callbacks.mfu:Mfu",
+    "plateau": "hybridtrain.loop.callbacks.plateau:Plateau",
+    "profile": "hybridtrain.loop.callbacks.profile:Profile",
+    "swa": "hybridtrain.loop.callbacks.swa:SWA",
 }
+"""The callbacks that a config can name, as `module:class`; imported on first use."""
+
+
+def __getattr__(name: str) -> Any:
+    return on_first_use(__name__, name, CALLBACKS.values())

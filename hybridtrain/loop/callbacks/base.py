@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridtrain.errors import ConfigError, check_choice, did_you_mean
-from hybridtrain.loss import direction
+from hybridtrain.loss import direction, metric_of
 from hybridtrain.schedule import Spans
 
 if TYPE_CHECKING:
@@ -27,16 +27,17 @@ class Callback:
     """Follows the run of a `Trainer`; the defaults do nothing.
 
     Every process calls every hook at the same place of the loop, in the order of `callbacks=`, with
-    those that are `main_only` last. So a hook may communicate, and must do so on all processes or
-    on none. An exception of a hook ends the run, in one process after a save of the last complete
-    step.
+    those that are `main_only` after the others, and each `Tracker` last. So a hook may communicate,
+    and must do so on all processes or on none. An exception of a hook ends the run, in one process
+    after a save of the last complete step.
 
     What a callback keeps from step to step, and a resumed run needs, is its `state_dict`, which
     goes into the checkpoint under `state_name`. A checkpoint without it is resumed with a warning:
     the callback begins anew with what `on_init` makes of the resumed weights.
 
     Attributes:
-        main_only: True to run on rank 0 alone, as what writes files does; it has no state then.
+        main_only: True to run on rank 0 alone, as a callback that writes files does; it has no
+            state then.
         stops: set it to True, on all processes in the same step, to end the run after this step.
             The run then evaluates and saves as at its last step.
     """
@@ -116,7 +117,7 @@ class Comparison:
     """
 
     value: str
-    """`loss`, or the name of a metric."""
+    """`loss`, or the name of a metric; of a metric with a value per class `metric/class`."""
     mode: str | None
     """`min` if the smallest value is best, `max` if the largest is; None: `check` finds it out."""
 
@@ -133,12 +134,14 @@ class Comparison:
         if trainer.evaluation is None:
             raise ConfigError(f"value={self.value} needs an evaluation, and this run has none")
         known = ("loss", *trainer.metrics)
-        if self.value not in known:
+        metric = metric_of(self.value, known)
+        if metric is None:
             raise ConfigError(
                 f"value={self.value} is not a value of the evaluation: "
                 f"{did_you_mean(self.value, known)}"
             )
-        self.mode = direction("mode", self.value, trainer.metrics.get(self.value), self.mode)
+        self.mode = direction("mode", self.value, trainer.metrics.get(metric), self.mode)
+        trainer.compared.add(self.value)
 
     def of(self, values: Mapping[str, float]) -> float:
         """Returns the value of an evaluation as a number of which the smallest is best.

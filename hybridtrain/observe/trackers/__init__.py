@@ -1,36 +1,50 @@
-"""Trackers of a run: callbacks of rank 0 that need numbers, texts and pictures alone.
+"""Trackers of a run: callbacks that report it, and cannot end it.
 
 tensorboard        scalars, texts and pictures for TensorBoard
 files              files of metrics, a line for each logged step
-tracker            a thread for services that may be slow or away: `wandb`, `mlflow`
+queued             a thread for services that may be slow or away: `wandb`, `mlflow`
 progress           a bar or lines
 """
 
-from hybridtrain.loop import Callback, Profile
-from hybridtrain.observe.trackers.files import CSVFile, MetricsFile
-from hybridtrain.observe.trackers.mlflow import MLflow
-from hybridtrain.observe.trackers.progress import Progress
-from hybridtrain.observe.trackers.tensorboard import TensorBoard
-from hybridtrain.observe.trackers.tracker import Tracker
-from hybridtrain.observe.trackers.wandb import WandB
+from typing import TYPE_CHECKING, Any
+
+from hybridtrain._base.registry import on_first_use
+from hybridtrain.loop import Tracker
+
+if TYPE_CHECKING:
+    from hybridtrain.observe.trackers.files import CSVFile, MetricsFile
+    from hybridtrain.observe.trackers.mlflow import MLflow
+    from hybridtrain.observe.trackers.progress import Progress
+    from hybridtrain.observe.trackers.queued import QueuedTracker
+    from hybridtrain.observe.trackers.tensorboard import TensorBoard
+    from hybridtrain.observe.trackers.wandb import WandB
 
 __all__ = [
-    "MONITORS",
+    "TRACKERS",
     "CSVFile",
     "MLflow",
     "MetricsFile",
     "Progress",
+    "QueuedTracker",
     "TensorBoard",
     "Tracker",
     "WandB",
 ]
 
-MONITORS: dict[str, type[Callback]] = {
-    "csv": CSVFile,
-    "mlflow": MLflow,
-    "profile": Profile,
-    "progress": Progress,
-    "tensorboard": TensorBoard,
-    "wandb": WandB,
+TRACKERS: dict[str, str] = {
+    "csv": "hybridtrain.observe.trackers.files:CSVFile",
+    "mlflow": "hybridtrain.observe.trackers.mlflow:MLflow",
+    "progress": "hybridtrain.observe.trackers.progress:Progress",
+    "tensorboard": "hybridtrain.observe.trackers.tensorboard:TensorBoard",
+    "wandb": "hybridtrain.observe.trackers.wandb:WandB",
 }
-"""The names that a config has for them; a profile is of every process, and so no `Monitor`."""
+"""The trackers that a config can name, as `module:class`; imported on first use."""
+
+_NOT_IN_A_CONFIG = (
+    "hybridtrain.observe.trackers.files:MetricsFile",
+    "hybridtrain.observe.trackers.queued:QueuedTracker",
+)
+
+
+def __getattr__(name: str) -> Any:
+    return on_first_use(__name__, name, (*TRACKERS.values(), *_NOT_IN_A_CONFIG))

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hybridtrain._base.files import atomic_file, entries_of, open_to_append
-from hybridtrain.loop import Monitor
+from hybridtrain.loop import Run, Tracker
 
 Entry = dict[str, Any]
 
 
-class MetricsFile(Monitor):
-    """Appends a line with one JSON object to `path` for every call of `scalars`.
+class MetricsFile(Tracker):
+    """Appends a line with one JSON object to `path` for every call of `on_log`.
 
     Each has "step", "time" (seconds since 1970) and the values by tag. NaN and the infinities are
     `null`: JSON has neither, and pandas reads `null` as NaN. Each line is written at once, so a
@@ -32,35 +32,36 @@ class MetricsFile(Monitor):
         self._file: TextIO | None = None
         self._first_step = -1
 
-    def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
-        """See `Monitor.start`; a fresh start (`first_step` 0) begins an empty file."""
+    def on_start(self, run: Run) -> None:
+        """Opens the file: an empty one at step 0, otherwise with its lines up to this step."""
+        self._first_step = run.step
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if first_step == 0:
+        if run.step == 0:
             self.path.unlink(missing_ok=True)
         elif self.path.exists():
-            self._keep(lambda entry: entry["step"] <= first_step)
-        self._first_step = first_step
+            self._keep(lambda entry: entry["step"] <= self._first_step)
         self._open()
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Monitor.scalars`."""
+    def on_log(self, run: Run, values: Mapping[str, float]) -> None:
+        """Appends a line."""
         if self._file is None:
-            raise RuntimeError(f"call {type(self).__name__}.start() first")
+            raise RuntimeError(f"call {type(self).__name__}.on_start() first")
         if not self.path.exists():
             raise FileNotFoundError(f"{self.path} has been removed")
+        step = run.step
         entry = {"step": step, "time": round(time.time(), 3), **values}
         if step == self._first_step:  # an evaluation that is done again replaces the one before
             self._rewrite(lambda old: old["step"] < step or old.keys() != entry.keys())
         self._write(entry)
 
-    def close(self) -> None:
-        """See `Monitor.close`."""
+    def on_end(self, run: Run) -> None:
+        """Closes the file."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
     def abandon(self) -> None:
-        """See `Monitor.abandon`."""
+        """Closes the file, if that is possible."""
         file, self._file = self._file, None
         with suppress(OSError):
             if file is not None:
@@ -105,7 +106,7 @@ class MetricsFile(Monitor):
 
 
 class CSVFile(MetricsFile):
-    """Appends a comma-separated line to `path` for every call of `scalars`.
+    """Appends a comma-separated line to `path` for every call of `on_log`.
 
     The columns are those of the lines in `metrics.jsonl`, in the order in which they first appear;
     where a line has no value, the column is empty. A tag that appears later makes the header wider,
@@ -116,10 +117,10 @@ class CSVFile(MetricsFile):
         super().__init__(path)
         self._columns: list[str] = []
 
-    def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
-        """See `MetricsFile.start`."""
+    def on_start(self, run: Run) -> None:
+        """Opens the file, see `MetricsFile.on_start`."""
         self._columns = []
-        super().start(total_steps=total_steps, first_step=first_step, texts=texts)
+        super().on_start(run)
 
     def _text(self, entry: Entry) -> str:
         return _comma_separated([entry.get(column) for column in self._columns])

@@ -11,13 +11,13 @@ from typing import Any
 
 from PIL import Image
 
-from hybridtrain.observe.trackers.tracker import Tracker, flat
+from hybridtrain.observe.trackers.queued import QueuedTracker, flat
 from hybridtrain.options import names_checked
 
 _MOST_PARAMETERS = 100  # in one call, says the server
 
 
-class MLflow(Tracker):
+class MLflow(QueuedTracker):
     """Reports to MLflow: parameters, curves, results, texts, and the timeline as a picture.
 
     MLflow adds up the points of a step and cannot drop any. So in a resumed run the points that the
@@ -61,7 +61,7 @@ class MLflow(Tracker):
         self._newest: dict[str, int] = {}  # by tag, the last step of the attempts before
 
     def begin(self, known: str | None, config: Mapping[str, Any], texts: Mapping[str, str]) -> str:
-        """See `Tracker.begin`; the keys of the config are parameters, the texts artifacts."""
+        """See `QueuedTracker.begin`; the keys of the config are parameters, the texts artifacts."""
         import mlflow
         from mlflow.entities import Param
         from mlflow.store.db.db_types import DATABASE_ENGINES
@@ -94,7 +94,7 @@ class MLflow(Tracker):
         return self._run_id
 
     def values(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker.values`."""
+        """See `QueuedTracker.values`."""
         from mlflow.entities import Metric
 
         now = time.time_ns() // 1_000_000
@@ -106,11 +106,11 @@ class MLflow(Tracker):
         self._client.log_batch(self._run_id, metrics=points)
 
     def picture(self, step: int, name: str, picture: Image.Image) -> None:
-        """See `Tracker.picture`."""
+        """See `QueuedTracker.picture`."""
         self._client.log_image(self._run_id, picture, artifact_file=f"{name}.png")
 
     def finish(self) -> None:
-        """See `Tracker.finish`."""
+        """See `QueuedTracker.finish`."""
         self._client.set_terminated(self._run_id, "FAILED" if self.failed else "FINISHED")
 
     def _run_of(self, known: str) -> Any:

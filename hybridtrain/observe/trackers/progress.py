@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TextIO
@@ -9,7 +10,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from hybridtrain._base.text_table import in_one_line
-from hybridtrain.loop import Monitor, parts_of_account
+from hybridtrain.loop import Run, Tracker, parts_of_account
 from hybridtrain.schedule import COMPUTING
 
 _BAR = "{n_fmt}/{total_fmt} |{bar}| {desc}"
@@ -17,6 +18,9 @@ _NO_BAR = "{n_fmt}/{total_fmt}  {desc}"
 _NO_END = "{n_fmt} steps  {desc}"
 _LEFT, _RUNNING = "  left {remaining}", "  running for {elapsed}"
 _LEAST_BAR = 6  # columns of the shortest bar, with its ends
+
+# Values of one metric in a line; of classification with many classes, there are as many values.
+_MOST_CLASSES = 12
 
 # What a narrow terminal leaves out of the line, first to last; the loss stays.
 _LEFT_OUT = ("account", "tokens", "epoch", "time", "samples", "lr")
@@ -52,7 +56,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]
         return {**values, "prefix": text, "bar_format": form}
 
 
-class Progress(Monitor):
+class Progress(Tracker):
     """Shows loss, samples per second and the time left on `stream` (None: stderr).
 
     On a terminal, a bar that follows every step; elsewhere, a line per logged step:
@@ -73,23 +77,23 @@ class Progress(Monitor):
         self._drawn = 0.0  # when the bar was last drawn in an evaluation
         self._train: dict[str, str] = {}
 
-    def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
-        """See `Monitor.start`; the texts are not shown."""
-        self._total_steps = total_steps
-        self._first_step = first_step
+    def on_start(self, run: Run) -> None:
+        """Draws the bar, if this is a terminal."""
+        self._total_steps = run.total_steps
+        self._first_step = run.step
         self._begin = self._clock()
         if self._stream.isatty():
             self._bar = _Bar(
-                total=total_steps, initial=first_step, file=self._stream, dynamic_ncols=True
+                total=run.total_steps, initial=run.step, file=self._stream, dynamic_ncols=True
             )
 
-    def step(self, step: int, samples: int) -> None:
-        """See `Monitor.step`; the bar is drawn at most ten times per second."""
+    def on_step(self, run: Run, samples: int) -> None:
+        """Moves the bar, which is drawn at most ten times per second."""
         if self._bar is not None:
-            self._bar.update(step - self._bar.n)
+            self._bar.update(run.step - self._bar.n)
 
-    def evaluating(self, done: int, total: int | None) -> None:
-        """See `Monitor.evaluating`; shown on the bar alone, at most ten times per second."""
+    def on_evaluation_batch(self, run: Run, done: int, total: int | None) -> None:
+        """Shows how far the evaluation is, on the bar alone, at most ten times per second."""
         now = self._clock()
         if self._bar is not None and now - self._drawn > 0.1:
             self._drawn = now
@@ -97,7 +101,7 @@ class Progress(Monitor):
             self._bar.parts = {"evaluation": f"evaluating: {share}"}
             self._bar.refresh()
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def on_log(self, run: Run, values: Mapping[str, float]) -> None:
         """Shows the values of `train/` and `eval/`; those of the stages are for the dashboards."""
         if train := _describe_training(values):
             if self._bar is not None:
@@ -105,20 +109,20 @@ class Progress(Monitor):
                     train = {"epoch": f"epoch {values['train/epoch']:.2f}", **train}
                 self._bar.parts = self._train = train
             else:
-                self._print(step, [*train.values(), *self._left(step)])
+                self._print(run.step, [*train.values(), *self._left(run.step)])
         if evaluation := _describe_evaluation(values):
             if self._bar is not None:
                 self._bar.parts = self._train
-            self._print(step, [f"eval: {evaluation[0]}", *evaluation[1:]])
+            self._print(run.step, [f"eval: {evaluation[0]}", *evaluation[1:]])
 
-    def close(self) -> None:
-        """See `Monitor.close`; leaves the last state of the bar on the screen."""
+    def on_end(self, run: Run) -> None:
+        """Leaves the last state of the bar on the screen."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
     def abandon(self) -> None:
-        """See `Monitor.abandon`."""
+        """Lets go of the bar without drawing it again."""
         if self._bar is not None:
             self._bar.disable = True  # or it would draw once more when it is collected
             self._bar = None
@@ -164,11 +168,24 @@ def _describe_account(values: Mapping[str, float]) -> dict[str, str]:
 
 
 def _describe_evaluation(values: Mapping[str, float]) -> list[str]:
-    return [
-        f"{tag.removeprefix('eval/')} {format_value(value)}"
-        for tag, value in values.items()
-        if tag.startswith("eval/")
-    ]
+    return describe_values(
+        {tag.removeprefix("eval/"): v for tag, v in values.items() if tag.startswith("eval/")}
+    )
+
+
+def describe_values(values: Mapping[str, float]) -> list[str]:
+    """Returns names and values of an evaluation; of a metric of many classes the first values."""
+    counts = Counter(name.partition("/")[0] for name in values if "/" in name)
+    shown: Counter[str] = Counter()
+    parts = []
+    for name, value in values.items():
+        metric = name.partition("/")[0]
+        shown[metric] += 1
+        if counts[metric] <= _MOST_CLASSES or shown[metric] <= _MOST_CLASSES:
+            parts.append(f"{name} {format_value(value)}")
+        elif shown[metric] == counts[metric]:
+            parts.append(f"... ({counts[metric]} values of {metric})")
+    return parts
 
 
 def format_value(value: float) -> str:

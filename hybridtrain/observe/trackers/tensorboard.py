@@ -16,16 +16,16 @@ import yaml
 from PIL import Image
 
 from hybridtrain._base.text_table import markdown_table
-from hybridtrain.loop import Monitor, parts_of_account
+from hybridtrain.loop import Run, Tracker, parts_of_account
 from hybridtrain.observe.pictures import MOST_BARS, draw, draw_accounts
-from hybridtrain.observe.trackers.tracker import flat
+from hybridtrain.observe.trackers.queued import flat
 from hybridtrain.options import is_hyperparameter
 from hybridtrain.schedule import COMPUTING, Spans
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-# Each tag of `Monitor.scalars`, what it is shown as, its factor, and what it is. TensorBoard sorts
+# Each tag of `Tracker.on_log`, what it is shown as, its factor, and what it is. TensorBoard sorts
 # groups and curves by name: what is looked at first has a number, or a name that is first.
 _SHOWN = tuple(
     (re.compile(pattern), tag, factor, description)
@@ -76,11 +76,11 @@ _CHARTS = {
 _MOST_COLUMNS = 12
 
 
-class TensorBoard(Monitor):
+class TensorBoard(Tracker):
     """Writes scalars, texts and pictures to event files in `directory`.
 
     The groups are numbered, so that the first screen has what a person looks for first: is it
-    learning, how fast, where does the time go, how full is memory. A tag of `Monitor.scalars` such
+    learning, how fast, where does the time go, how full is memory. A tag of `Tracker.on_log` such
     as `train/loss` is shown as `1_overview/train_loss`, and other tags unchanged. The tab of custom
     scalars has both losses in one chart, and all stages; the parts of a step are a picture, where
     each has its colour.
@@ -103,11 +103,12 @@ class TensorBoard(Monitor):
         self._described: set[str] = set()
         self._accounts = deque[tuple[int, Mapping[str, float]]](maxlen=MOST_BARS)
 
-    def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
-        """See `Monitor.start`; the texts appear in the tab of that name."""
+    def on_start(self, run: Run) -> None:
+        """Opens a file; the texts appear in the tab of that name."""
         # takes half a second to import, which only rank 0 of a run that starts should pay
         from torch.utils.tensorboard import SummaryWriter
 
+        first_step, texts = run.step, run.texts
         # the mark also purges the step it names, and the points of `first_step` were reported
         # before the checkpoint was saved; on a fresh start, all old points are purged
         purge_step = first_step + 1 if first_step else 0
@@ -127,8 +128,9 @@ class TensorBoard(Monitor):
             _add_hyperparameters(self._writer, hyperparameters)
         self._writer.flush()
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Monitor.scalars`; queues them for the writer's thread."""
+    def on_log(self, run: Run, values: Mapping[str, float]) -> None:
+        """Queues the values for the writer's thread."""
+        step = run.step
         account = parts_of_account(values)
         if account:
             self._accounts.append((step, account))
@@ -150,16 +152,18 @@ class TensorBoard(Monitor):
             if not tag.startswith("account/"):
                 self._add(step, *shown(tag, value))
 
-    def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
-        """See `Monitor.timeline`; pictures in the tab of images."""
+    def on_timeline(self, run: Run, predicted: Spans, measured: Spans) -> None:
+        """Adds pictures in the tab of images, and a table of the account in that of texts."""
+        step = run.step
         title = f"{self._title or self.directory.resolve().name}, step {step}"
         self._add_picture(step, "5_pictures/timeline", draw(predicted, measured, title, card=True))
         if self._accounts:
             picture = draw_accounts(self._accounts, title, card=True)
             self._add_picture(step, "5_pictures/where_the_time_goes", picture)
+        if (account := run.account) is not None:
+            self._add_account(step, account, run.advice)
 
-    def account(self, step: int, account: Mapping[str, Any], advice: Sequence[str]) -> None:
-        """See `Monitor.account`; a table in the tab of texts."""
+    def _add_account(self, step: int, account: Mapping[str, Any], advice: Sequence[str]) -> None:
         shown = account["devices"][:_MOST_COLUMNS]
         columns = {"mean": account["mean"]}
         several = any(device["replica"] for device in account["devices"])
@@ -186,19 +190,19 @@ class TensorBoard(Monitor):
         # the first of the texts, which are sorted by name: two are open
         self._started().add_text("a step's time, by device", "\n\n".join(text), step)
 
-    def close(self) -> None:
-        """See `Monitor.close`."""
+    def on_end(self, run: Run) -> None:
+        """Closes the file."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
 
     def abandon(self) -> None:
-        """See `Monitor.abandon`."""
+        """Lets go of the writer."""
         self._writer = None
 
     def _started(self) -> SummaryWriter:
         if self._writer is None:
-            raise RuntimeError("call TensorBoard.start() first")
+            raise RuntimeError("call TensorBoard.on_start() first")
         return self._writer
 
     def _add(self, step: int, tag: str, value: float, description: str = "") -> None:
@@ -247,7 +251,7 @@ def _silent_thread() -> Iterator[None]:
 
 
 def shown(tag: str, value: float) -> tuple[str, float, str]:
-    """Returns what TensorBoard shows of a tag of `Monitor.scalars`: tag, value and description."""
+    """Returns what TensorBoard shows of a tag of `Tracker.on_log`: tag, value and description."""
     for pattern, replacement, factor, description in _SHOWN:
         if match := pattern.fullmatch(tag):
             return match.expand(replacement), value * factor, description

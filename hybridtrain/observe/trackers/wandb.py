@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from hybridtrain.observe.trackers.tracker import Tracker
+from hybridtrain.observe.trackers.queued import QueuedTracker
 from hybridtrain.options import names_checked
 
 _log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _OFFLINE_PATIENCE_S = 5.0
 
 
-class WandB(Tracker):
+class WandB(QueuedTracker):
     """Reports to Weights & Biases: config, curves, results, and the timeline as an image.
 
     Its own settings, such as `WANDB_API_KEY` and `WANDB_MODE=offline`, are read from the
@@ -66,7 +66,7 @@ class WandB(Tracker):
         self._run: Any = None
 
     def begin(self, known: str | None, config: Mapping[str, Any], texts: Mapping[str, str]) -> str:
-        """See `Tracker.begin`; the text `overrides` is a key of W&B's config."""
+        """See `QueuedTracker.begin`; the text `overrides` is a key of W&B's config."""
         import wandb
 
         mode = self._settings["mode"] or os.environ.get("WANDB_MODE") or "online"
@@ -100,17 +100,17 @@ class WandB(Tracker):
         return str(self._run.id)
 
     def values(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker.values`; W&B's own step is the step."""
+        """See `QueuedTracker.values`; W&B's own step is the step."""
         if step >= self._run.step:
             self._run.log(dict(values), step=step)
 
     def picture(self, step: int, name: str, picture: Image.Image) -> None:
-        """See `Tracker.picture`."""
+        """See `QueuedTracker.picture`."""
         import wandb
 
         if step >= self._run.step:
             self._run.log({name: wandb.Image(picture)}, step=step)
 
     def finish(self) -> None:
-        """See `Tracker.finish`."""
+        """See `QueuedTracker.finish`."""
         self._run.finish(exit_code=int(self.failed))

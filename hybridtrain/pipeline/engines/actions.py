@@ -161,7 +161,7 @@ class ActionRunner:
         start = mark(stage.device) if step.timeline else 0.0
         # autocast around each forward, and off between: a backward runs without
         with step.thread_state.autocast():
-            sent = stage.forward(microbatch, own, head, microbatch in step.checkpointed)  # 3
+            sent = stage.forward(microbatch, own, head, microbatch in step.recomputed)  # 3
         if step.timeline:
             step.timeline.record(lane, action, start, mark(stage.device))
         if self._run_ahead is not None:

@@ -1,8 +1,8 @@
 """The engines for stages that all live in this process, and their wire, of queues.
 
-`ThreadEngine` has a worker thread for each device, or one thread for all where that is faster
-(`ThreadTrial`). Each runs its lane of the schedule from left to right. `InlineEngine` is for stages
-that are all on one device, which it runs in the caller's thread.
+`ThreadEngine` has a worker thread for each device, which runs its lane of the schedule from left to
+right. `InlineEngine` is for stages that are all on one device, which it runs in the caller's
+thread.
 
     caller     [1]                                              [4] all have ended
     thread 0       F0 [2]  F1 [2]  [3] . . . . . B0      F2 [2]  ...
@@ -23,12 +23,8 @@ since what waits before a slow stage is memory.
 
 from __future__ import annotations
 
-import logging
-import statistics
 import threading
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
@@ -110,8 +106,6 @@ class QueueWire:
             queue.put(None)  # after the flag: who takes it, or a message before it, sees that
 
 
-_log = logging.getLogger(__name__)
-
 Inbox = SimpleQueue[Callable[[], None] | None]
 
 # The actions of a thread in their order, each with its lane.
@@ -125,18 +119,6 @@ _MOST_INSIDE = 2
 # How long a wait of the main thread may last. A signal that comes just before a wait does not end
 # it, and Python calls the signal's handler when the wait is over.
 _LONGEST_WAIT_S = 0.5
-
-# Steps that are compared, of each kind.
-_COMPARED = 3
-# The first steps allocate memory and find out what later ones know.
-_WARM_UP = 2
-# One thread is not tried where an action takes longer than this in its lane's thread, its waiting
-# included: a trial would cost more than the lock does.
-_LONGEST_ACTION_S = 1e-3
-# What must be won to change, or noise would decide.
-_GAIN = 0.9
-# Steps between two trials.
-_PAUSE = 500
 
 
 class ThreadEngine:
@@ -157,8 +139,7 @@ class ThreadEngine:
             raise ConfigError("engine=local runs pipelines whose stages are all in one process")
         # Not with replicas: two that have other numbers of micro-batches would take the last
         # backwards of their stages in another order each, and wait for one another's all-reduce.
-        alone = world.replicas == 1 and not self._gpus
-        self._trial = ThreadTrial(tells=world.is_main) if alone else None
+        self._one_thread_for_modes = world.replicas == 1 and not self._gpus
         self._inboxes: list[Inbox] = []
         intra_op_threads = threads_per_lane(len(devices))
         for index, device in enumerate(devices):
@@ -175,16 +156,10 @@ class ThreadEngine:
 
     def run(self, step: Step) -> list[Any]:
         """Executes `step`; see `Engine.run`."""
-        trial = self._trial if step.schedule.trains else None
-        one_thread = trial is not None and trial.one_thread_for(step.timeline is not None)
         modes = CallerModes.capture()
-        if any(modes) and self._trial is not None:
-            # a mode is the caller's object, and may count: two threads would disturb one another
-            one_thread, trial = True, None
-        if step.timeline is not None:
-            step.timeline.in_one_thread = one_thread
+        # a mode is the caller's object, and may count: two threads would disturb one another
+        one_thread = any(modes) and self._one_thread_for_modes
         run = _StepRun(step, self._stages, self._routes, _work_of(step.schedule, one_thread))
-        begun = time.perf_counter()
         if self._gpus:
             # the threads' streams wait for what the caller has queued, such as the optimizer's step
             sync_streams(self._gpus, before=True)
@@ -203,8 +178,6 @@ class ThreadEngine:
             sync_streams(self._gpus, before=False, values=run.runner.values)
         failure, run.failure = run.failure, None
         if failure is None:
-            if trial is not None and step.timeline is None:
-                trial.took(time.perf_counter() - begun, step.schedule)
             return run.runner.values
         for stage in self._stages.values():
             stage.clear()
@@ -337,62 +310,6 @@ def _work(inbox: Inbox, device: torch.device, intra_op_threads: int) -> None:
 def _shut_down(inboxes: Sequence[Inbox]) -> None:
     for inbox in inboxes:
         inbox.put(None)
-
-
-class ThreadTrial:
-    """Chooses between a thread for each lane and one thread for all, by the times of steps.
-
-    Threads compute side by side in PyTorch's kernels, which run without the interpreter's lock.
-    Stages so small that a step is Python for the most part do not: their threads hand that lock to
-    one another at every operation, and one thread that takes all actions is done earlier.
-
-    The results are the same to the bit: each stage takes its actions in the same order, in a thread
-    with as many intra-op threads.
-
-    Args:
-        tells: whether the first choice of one thread is logged.
-
-    Attributes:
-        one_thread: whether the next step runs in one thread.
-    """
-
-    def __init__(self, tells: bool) -> None:
-        self.one_thread = False
-        self._tells = tells
-        self._chosen = False  # another than `one_thread` during a trial
-        self._times = {one: deque[float](maxlen=_COMPARED) for one in (False, True)}
-        self._left = _WARM_UP + _COMPARED  # steps until the next decision
-
-    def one_thread_for(self, recorded: bool) -> bool:
-        """Returns whether the next step runs in one thread; a recorded one is not of a trial."""
-        return self._chosen if recorded else self.one_thread
-
-    def took(self, seconds: float, schedule: Schedule) -> None:
-        """Notes the time of a step that was not recorded, and chooses for the next one."""
-        lanes, times = len(schedule.lanes), self._times[self.one_thread]
-        times.append(seconds * lanes / sum(map(len, schedule.lanes)))  # as if all lanes were busy
-        self._left -= 1
-        if self.one_thread and times[-1] > lanes * _LONGEST_ACTION_S:
-            self._choose(False)  # they are long, or have become so
-        elif self._left > 0:
-            return
-        elif self.one_thread is not self._chosen:
-            tried, present = map(statistics.median, (times, self._times[self._chosen]))
-            self._choose(self.one_thread if tried < _GAIN * present else self._chosen)
-        elif self._chosen or statistics.median(times) < _LONGEST_ACTION_S:
-            self.one_thread, self._left = not self._chosen, _COMPARED
-
-    def _choose(self, one_thread: bool) -> None:
-        if one_thread and self._tells:
-            self._tells = False
-            each, all_in_one = (statistics.median(self._times[one]) for one in (False, True))
-            _log.info(
-                "the stages are so small that one thread for all is faster than one for each: a "
-                "step takes %.0f%% of the time",
-                100 * all_in_one / each,
-            )
-        self.one_thread = self._chosen = one_thread
-        self._left = _PAUSE
 
 
 class InlineEngine:

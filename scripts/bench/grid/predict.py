@@ -25,7 +25,7 @@ from hybridtrain.partitioning.cost_table import (
     given_costs,
     measured_costs,
 )
-from hybridtrain.price.layout import Layout, StepWork
+from hybridtrain.price.layout import ParallelLayout, StepWork
 from hybridtrain.price.price import Price, price
 from scripts.bench.grid.cells import Cell, stage_layers, why_impossible
 from scripts.bench.grid.results import MEMORY, Outcome
@@ -69,9 +69,9 @@ class Predictor:
         in_node = min(cell.devices, self.hardware.devices_per_node)
         return replace(self.hardware, nodes=-(-cell.devices // in_node), devices_per_node=in_node)
 
-    def layout(self, cell: Cell) -> Layout:
+    def layout(self, cell: Cell) -> ParallelLayout:
         """Returns the layout of a cell: as on the page, one process per pipeline."""
-        return Layout(cell.nb_part, cell.ntasks, "local", cell.chunks, self.schedule)
+        return ParallelLayout(cell.nb_part, cell.ntasks, "local", cell.chunks, self.schedule)
 
     def price(self, cell: Cell, host: float = 1.0) -> Price:
         """Returns the planner's price of a cell that is not impossible.

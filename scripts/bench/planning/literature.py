@@ -28,7 +28,7 @@ from hybridtrain.partitioning import (
     CostTable,
     LossOfStep,
 )
-from hybridtrain.price import Layout, StepWork, fully_sharded, model_costs
+from hybridtrain.price import ParallelLayout, StepWork, fully_sharded, model_costs
 from hybridtrain.price.price import price
 
 MEGATRON_1 = "Megatron-LM, table 1"
@@ -80,17 +80,19 @@ class Run:
     spread: str = "FSDP"
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ParallelLayout:
         """What is priced, unless it is sharded."""
         chunks = self.samples // self.microbatch
-        checkpoint = "always" if self.recomputes else "never"
+        recompute = "always" if self.recomputes else "never"
         if self.spread == "DDP":
-            return Layout(replicas=self.gpus, chunks=chunks // self.gpus, checkpoint=checkpoint)
+            return ParallelLayout(
+                replicas=self.gpus, chunks=chunks // self.gpus, recompute=recompute
+            )
         # the first and the last stage have a block less
         blocks = SIZES[self.size][0] + 2
         v = blocks // self.gpus if self.spread == "interleaved" else 1
         schedule = "1f1b" if self.spread == "interleaved" else self.spread
-        return Layout(self.gpus, 1, "distributed", chunks, schedule, v, checkpoint)
+        return ParallelLayout(self.gpus, 1, "distributed", chunks, schedule, v, recompute)
 
     @property
     def counts(self) -> list[int]:

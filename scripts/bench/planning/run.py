@@ -38,7 +38,7 @@ from hybridtrain.partitioning.cost_table import (
     given_costs,
     measured_costs,
 )
-from hybridtrain.price.layout import Layout, StepWork
+from hybridtrain.price.layout import ParallelLayout, StepWork
 from hybridtrain.price.price import price
 from hybridtrain.price.stage_needs import device_memory, most_temporary
 from hybridtrain.world import World
@@ -50,16 +50,18 @@ SHARES = {"even": (1.0,), "uneven": (1.0, 0.6, 1.4, 0.8)}
 Row = tuple[str, float, float]
 
 
-def emulated_layouts(devices: Sequence[int], chunks: Sequence[int]) -> Iterator[tuple[Layout, str]]:
+def emulated_layouts(
+    devices: Sequence[int], chunks: Sequence[int]
+) -> Iterator[tuple[ParallelLayout, str]]:
     """Yields 40 configurations by default: 2 engines x 2 x 2 x 2 or 3 schedules x 2 shares."""
     kinds = (("1f1b", 1), ("gpipe", 1), ("1f1b", 2))
     for engine, nb_part, m in itertools.product(("local", "distributed"), devices, chunks):
         for (schedule, v), shares in itertools.product(kinds, SHARES):
             if v == 1 or (m % nb_part == 0 and m == max(chunks)):
-                yield Layout(nb_part, 1, engine, m, schedule, v), shares
+                yield ParallelLayout(nb_part, 1, engine, m, schedule, v), shares
 
 
-def share_of(shares: str, stage: int, layout: Layout) -> float:
+def share_of(shares: str, stage: int, layout: ParallelLayout) -> float:
     """Returns the part of a device's time that `stage` takes."""
     given = SHARES[shares]
     return given[stage % len(given)] / layout.stages_per_device
@@ -100,7 +102,7 @@ def emulated(options: argparse.Namespace) -> list[Row]:
 
 
 def emulated_step(
-    layout: Layout, factors: Sequence[float], world: World | None = None
+    layout: ParallelLayout, factors: Sequence[float], world: World | None = None
 ) -> Callable[[], object]:
     """Returns a step over stages that sleep."""
     model = HybridModel(
@@ -115,7 +117,7 @@ def emulated_step(
 
 
 def distributed_step(
-    layout: Layout, factors: Sequence[float], calibrated: emulated_devices.Sleeps
+    layout: ParallelLayout, factors: Sequence[float], calibrated: emulated_devices.Sleeps
 ) -> Callable[[], object] | None:
     """Returns this process's part of a step with `engine=distributed`."""
     emulated_devices.sleeps = calibrated
@@ -123,12 +125,12 @@ def distributed_step(
     return None if world is None else emulated_step(layout, factors, world)
 
 
-def real_layouts() -> Iterator[Layout]:
+def real_layouts() -> Iterator[ParallelLayout]:
     """Yields 12 configurations of two CPU stages."""
-    for schedule, chunks, checkpoint in itertools.product(
+    for schedule, chunks, recompute in itertools.product(
         ("1f1b", "gpipe"), (2, 4, 8), ("never", "always")
     ):
-        yield Layout(2, 1, "local", chunks, schedule, 1, checkpoint)
+        yield ParallelLayout(2, 1, "local", chunks, schedule, 1, recompute)
 
 
 def real(options: argparse.Namespace) -> list[Row]:
@@ -148,9 +150,9 @@ def real(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def named(layout: Layout) -> str:
+def named(layout: ParallelLayout) -> str:
     """Returns what differs among the configurations."""
-    return f"{layout.schedule} m={layout.chunks} checkpoint={layout.checkpoint}"
+    return f"{layout.schedule} m={layout.chunks} recompute={layout.recompute}"
 
 
 def memory() -> list[Row]:
@@ -162,7 +164,7 @@ def memory() -> list[Row]:
     rows = []
     for layout in real_layouts():
         # the count on a CPU leaves out what a backward recomputes
-        if layout.checkpoint != "never":
+        if layout.recompute != "never":
             continue
         model, counts = model_of(layout)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -250,14 +252,14 @@ def small_gpt() -> tuple[nn.Module, torch.Tensor]:
     return gpt(512, 128, n_layer=6, n_head=4, d_model=192), torch.randint(512, (16, 128))
 
 
-def model_of(layout: Layout) -> tuple[HybridModel, list[int]]:
+def model_of(layout: ParallelLayout) -> tuple[HybridModel, list[int]]:
     """Returns the GPT in two stages, and the number of layers of each."""
     model = HybridModel(
         small_gpt()[0],
         World.from_env(layout.nb_part, devices="cpu"),
         chunks=layout.chunks,
         schedule=layout.schedule,
-        checkpoint=layout.checkpoint,
+        recompute=layout.recompute,
     )
     return model, model.plan.counts
 

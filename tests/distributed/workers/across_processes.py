@@ -44,7 +44,8 @@ from hybridtrain.loop import evaluate
 from hybridtrain.loss import Accuracy, cross_entropy
 from hybridtrain.pipeline import read_timelines, timeline
 from hybridtrain.schedule import Account
-from hybridtrain.step.non_finite import StepRecord, find_origin
+from hybridtrain.step.in_progress import StepInProgress
+from hybridtrain.step.non_finite import find_origin
 
 torch.set_num_threads(1)
 cells = Cells()
@@ -74,7 +75,7 @@ def _(world):
         net = case.net()
         plain, other = copy.deepcopy(net), copy.deepcopy(net)
         across = World.from_env(2, "cpu", timeout_s=30, engine="distributed")
-        model = HybridModel(net, across, chunks=4, checkpoint="except_last")
+        model = HybridModel(net, across, chunks=4, recompute="except_last")
         batch = case.batch(10, 1)
         found = model.verify(*batch, case.loss, reference=plain)
         assert found.exact, found
@@ -141,13 +142,13 @@ for _v in (1, 2, 4):
         F.cross_entropy,
         stages_per_device=_v,
     )
-for _checkpoint in ("never", "always"):
+for _recompute in ("never", "always"):
     add_equal(
-        f"layers with state, recomputed {_checkpoint}",
+        f"layers with state, recomputed {_recompute}",
         stateful_net,
         classification,
         F.cross_entropy,
-        checkpoint=_checkpoint,
+        recompute=_recompute,
     )
 add_equal(
     "a tied weight in both processes",
@@ -355,7 +356,7 @@ def _overflow(world):
         ours.fit()
         own = {name for name, _ in ours.model.named_parameters()}
         for step in range(1, 7):
-            moved = ours.monitor.moved(step) & own
+            moved = ours.recorder.moved(step) & own
             assert moved == (set() if step == 3 else own), f"step {step}"
         assert world.gather(ours.scaler.get_scale()) == [LOSS_SCALE / 2] * 2
 
@@ -478,7 +479,7 @@ def _not_finite(world):
             if name == "1.linear.weight":
                 parameter[0, 0] = math.nan
     inputs, targets = tokens(4)
-    trained = StepRecord(1, [(inputs, targets)], token_loss, ours.rng.step)
+    trained = StepInProgress(1, [(inputs, targets)], token_loss, ours.rng.step)
     ours.train_step(inputs, targets, token_loss)
     where = find_origin(ours, trained, token_loss)
     assert "stage 0, layer '1.linear': its parameter 'weight' is not finite" in where

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from hybridtrain import EvalLoader, HybridModel, Trainer, World
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import TrainLoader
-from hybridtrain.loop import EarlyStopping
+from hybridtrain.loop.callbacks import EarlyStopping
 from hybridtrain.loss import Accuracy, cross_entropy
 from hybridtrain.observe import MetricsFile
 
@@ -59,8 +59,7 @@ def made(name: str) -> Trainer:
         checkpoint_every_steps=2,
         best="loss",
         store=CheckpointStore(folder / name / "checkpoints"),
-        monitor=MetricsFile(folder / name / "metrics.jsonl") if world.is_main else None,
-        callbacks=[EarlyStopping(patience=9)],
+        callbacks=[EarlyStopping(patience=9), MetricsFile(folder / name / "metrics.jsonl")],
     )
     return trainer
 

@@ -54,12 +54,12 @@ def with_gradient(net):
     return {name: grad for name, grad in grads(net).items() if grad is not None}
 
 
-def one_step(nb_part, schedule, checkpoint):
+def one_step(nb_part, schedule, recompute):
     def check(world):
         for chunks in (1, 4, 7):
             # each rank begins with other weights: rank 0's must count
             ours, plain = make(seed=world.rank), make(seed=0)
-            model = hybrid(ours, nb_part, chunks=chunks, schedule=schedule, checkpoint=checkpoint)
+            model = hybrid(ours, nb_part, chunks=chunks, schedule=schedule, recompute=recompute)
             assert_same(ours.state_dict(), plain.state_dict(), "start")
             for seed, rows in enumerate(ROWS):
                 what = f"rows {rows}, chunks {chunks}"
@@ -76,13 +76,13 @@ def one_step(nb_part, schedule, checkpoint):
     return check
 
 
-for _nb_part, (_schedule, _checkpoint) in itertools.product(
+for _nb_part, (_schedule, _recompute) in itertools.product(
     (1, 2, 3), [("gpipe", "never"), ("1f1b", "never"), ("1f1b", "except_last")]
 ):
     cells.add(
         f"a step equals the unsplit model on the global batch: "
-        f"nb_part {_nb_part}, {_schedule}, checkpoint {_checkpoint}"
-    )(one_step(_nb_part, _schedule, _checkpoint))
+        f"nb_part {_nb_part}, {_schedule}, recompute {_recompute}"
+    )(one_step(_nb_part, _schedule, _recompute))
 
 
 @cells.add("five AdamW steps equal one process on the global batch")
@@ -191,8 +191,8 @@ def hybrid_with_counts(net, nb_part, **options):
 @cells.add("a timeline has the wait for other replicas apart, in each kind of backward")
 def _reductions(world):
     batch = classification(8)
-    for schedule, checkpoint in (("1f1b", "never"), ("zb-h1", "never"), ("zb-h1", "always")):
-        model = hybrid(make(), 2, chunks=2, schedule=schedule, checkpoint=checkpoint)
+    for schedule, recompute in (("1f1b", "never"), ("zb-h1", "never"), ("zb-h1", "always")):
+        model = hybrid(make(), 2, chunks=2, schedule=schedule, recompute=recompute)
         for _ in range(2):  # before the second backward DDP makes its buckets anew, together
             model.train_step(*batch, F.cross_entropy)
         for stage in model.pipeline.stages if world.rank == 0 else ():

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from hybridtrain import EvalLoader, HybridModel, Loader, Session, Trainer, World
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import UserError
-from hybridtrain.loop import EMA, Freeze, GradientNorms
+from hybridtrain.loop.callbacks import EMA, Freeze, GradientNorms
 from hybridtrain.loss import cross_entropy
 
 cells = Cells()

@@ -17,9 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.checkpoint import init_from as init_from_module
-from hybridtrain.checkpoint import joint_save
-from hybridtrain.checkpoint import state as state_module
+from hybridtrain.checkpoint import read, shared_files
 from hybridtrain.checkpoint import store as store_module
 from hybridtrain.checkpoint.init_from import init_from
 from hybridtrain.checkpoint.saving import finishing_saves as finishing
@@ -145,12 +143,10 @@ def assert_restores(path, made, expected):
 @contextmanager
 def forced(same_files):
     """Lets processes find that they see the same files, or not."""
-    real = joint_save.same_files
-    for module in (state_module, init_from_module):
-        module.same_files = lambda world, paths: real(world, paths) and same_files
+    real = read.same_files
+    read.same_files = lambda world, paths: real(world, paths) and same_files
     yield
-    for module in (state_module, init_from_module):
-        module.same_files = real
+    read.same_files = real
 
 
 @contextmanager
@@ -278,7 +274,7 @@ def _private(world):
     model, optimizer = across()
     train(model, optimizer)
     with shared_folder(world) as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joint_save, "_APPEARS_S", 0.1)
+        patch.setattr(shared_files, "_APPEARS_S", 0.1)
         own = folder / f"of_rank_{world.rank}"
         store = CheckpointStore(own, writers="all")
         missing = pytest.raises(CheckpointError, match=r"not seen by rank 1 on .*writers=rank0")
@@ -346,7 +342,7 @@ def _error(world):
         # not even the directory can be made
         (folder / "file").write_text("")
         store = CheckpointStore(folder / "file/root", writers="all")
-        store.seen_by_all = True
+        store.is_seen_by_all = lambda world: True
         with pytest.raises(CheckpointError, match="cannot save the checkpoint of step 1"):
             save(store, 1, model, optimizer, {})
         # a value that is not saved, of one process

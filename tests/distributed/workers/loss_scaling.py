@@ -10,7 +10,7 @@ from pathlib import Path
 from support.compare import assert_same, assert_same_on_all_ranks
 from support.engine import LOSS_SCALE, fp16_trainer
 from support.launch import Cells
-from support.training import Recorder, data, rich_net, trainer
+from support.training import data, rich_net, trainer
 
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import DivergedError, Interrupted
@@ -24,12 +24,12 @@ LOWERED = [LOSS_SCALE] * 2 + [LOSS_SCALE / 2] * 4
 
 def assert_all_skip(world, ours, skipped, scales):
     ours.fit()
-    everything = set(ours.monitor.weights[0])
+    everything = set(ours.recorder.weights[0])
     for step in range(1, 7):
         expected = set() if step == skipped else everything
-        assert ours.monitor.moved(step) == expected, f"step {step}: {ours.monitor.moved(step)}"
-        assert_same_on_all_ranks(world, ours.monitor.weights[step], f"step {step}")
-    assert ours.monitor.of("train/loss_scale") == scales
+        assert ours.recorder.moved(step) == expected, f"step {step}: {ours.recorder.moved(step)}"
+        assert_same_on_all_ranks(world, ours.recorder.weights[step], f"step {step}")
+    assert ours.recorder.of("train/loss_scale") == scales
     assert world.gather(ours.scaler.get_scale()) == [scales[-1]] * 2
 
 
@@ -93,11 +93,11 @@ def _scale_comes_back(world):
     world.gather(None)  # rank 0 has written it
     again = fp16_trainer(scale=4.0 + world.rank, **options)
     again.resume(folder / "step_00000004")
-    scales = whole.monitor.of("train/loss_scale")
+    scales = whole.recorder.of("train/loss_scale")
     assert world.gather(again.scaler.get_scale()) == [scales[3]] * 2
     again.fit()
-    assert again.monitor.of("train/loss_scale") == scales[4:]
-    assert_same(again.monitor.weights[6], whole.monitor.weights[6])
+    assert again.recorder.of("train/loss_scale") == scales[4:]
+    assert_same(again.recorder.weights[6], whole.recorder.weights[6])
 
 
 # Not a number, on one rank only.
@@ -133,7 +133,7 @@ def nan_in_the_data(rank, **options):
         state = ours.model.state_dict()
         assert not non_finite_names(state)
         assert_same_on_all_ranks(world, dict(ours.model.named_parameters()), "weights")
-        assert math.isfinite(ours.monitor.values[3, "train/loss"])
+        assert math.isfinite(ours.recorder.values[3, "train/loss"])
 
     return check
 
@@ -198,8 +198,7 @@ def _stops(world):
     folder = Path(world.broadcast(tempfile.mkdtemp()))
     for step in (2, 4):  # an evaluation is due at 4
         store = CheckpointStore(folder / str(step))
-        monitor = Recorder()
-        ours = small(eval_every=4, store=store, monitor=monitor)
+        ours = small(eval_every=4, store=store)
 
         def forward(module, args, ours=ours, step=step):
             done = ours.step + (step == 2)  # in training, during step 2
@@ -212,7 +211,7 @@ def _stops(world):
         assert messages[0] == messages[1]
         assert f"interrupted at step {stopped} of 9 by SIGTERM: saved" in messages[0]
         assert world.gather(ours.step) == [stopped] * 2
-        assert (4, "eval/loss") not in monitor.values
+        assert (4, "eval/loss") not in ours.recorder.values
         if world.is_main:
             assert store.steps() == [stopped]
 
@@ -222,11 +221,11 @@ def _minutes(world):
     folder = Path(world.broadcast(tempfile.mkdtemp()))
     ours = small(steps=3, store=CheckpointStore(folder))
 
-    def want_save(step, samples):
-        if world.rank == 0 and step == 1:
+    def want_save(run, samples):
+        if world.rank == 0 and run.step == 1:
             ours._interruptions._flags.set("save")
 
-    ours.monitor.step = want_save
+    ours.recorder.on_step = want_save
     ours.fit()
     if world.is_main:
         assert ours.store.steps() == [2, 3]

@@ -9,7 +9,7 @@ from support.matrix import FIRST, check_cell
 from support.matrix import cells as matrix_cells
 from support.slow import assert_names_slow_replica, check_rows, trained
 
-from hybridtrain.schedule import placement_of
+from hybridtrain.schedule import registered
 
 torch.set_num_threads(1)
 cells = Cells()
@@ -19,7 +19,7 @@ CELLS = list({replace(cell, nb_part=2): None for cell in matrix_cells()})
 QUICK = [cell for cell in CELLS[:FIRST] if cell.case in ("u_net", "tied_gpt", "stateful")]
 
 # in a V over 4 processes there are 8 stages, more than some of the models have layers
-for cell in [cell for cell in CELLS[::3] if placement_of(cell.schedule) == "loop"]:
+for cell in [cell for cell in CELLS[::3] if registered(cell.schedule).placement == "loop"]:
 
     @cells.add(f"one pipeline of 4: {cell}", thorough=cell not in QUICK)
     def _(world, cell=cell):

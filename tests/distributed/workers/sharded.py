@@ -48,7 +48,7 @@ def add_case(shard, name, nb_part=1, optimizer="adamw", **options):
 for _optimizer in OPTIMIZERS:
     add_case("optimizer", "linear", nb_part=2, optimizer=_optimizer)
 add_case("optimizer", "conv", optimizer="momentum", clip=0.1)
-add_case("optimizer", "tied_gpt", nb_part=2, checkpoint="always")
+add_case("optimizer", "tied_gpt", nb_part=2, recompute="always")
 add_case("optimizer", "dropout", accumulate=2, stages_per_device=2)
 
 
@@ -264,6 +264,7 @@ def run_of(world, shard, net, steps=6, at=(), **options):
         precision=options.pop("precision", "fp32"),
     )
     optimizer = make_optimizer(model, options.pop("optimizer", "adamw"))
+    recorder = Recorder()
     ours = Trainer(
         model,
         optimizer,
@@ -272,25 +273,25 @@ def run_of(world, shard, net, steps=6, at=(), **options):
         lr_schedule=torch.optim.lr_scheduler.StepLR(optimizer, 2),
         evaluation=EvalLoader(data(11, seed=9), 4, model.world),
         metrics={"accuracy": accuracy()},
-        monitor=Recorder(),
+        callbacks=[recorder],
         log_every=1,
         eval_every=2,
         steps=steps,
         **options,
     )
-    step = ours.monitor.step
+    step = recorder.on_step
 
-    def count(number, samples):
-        step(number, samples)
+    def count(run, samples):
+        step(run, samples)
         for part in model.modules():
             if isinstance(part, Overflow):
-                part.step = number + 1
+                part.step = run.step + 1
                 part.at = at
 
-    ours.monitor.step = count
+    recorder.on_step = count
     summary = ours.fit()
     names = ("train_loss", "skipped_steps", "overflow_steps", "eval")
-    values = {**ours.monitor.reproducible(), **{name: summary[name] for name in names}}
+    values = {**recorder.reproducible(), **{name: summary[name] for name in names}}
     values["parameters"] = [stage["parameters"] for stage in summary["stages"]]
     values = {name: str(value) for name, value in values.items()}  # NaN is no number
     return values, {name: value.clone() for name, value in model.state_dict().items()}

@@ -60,7 +60,7 @@ for _nb_part, _v in [(1, 1), (2, 1), (3, 1), (2, 2)]:
         tied(_nb_part, _v)
     )
 cells.add("tied weights equal one process when stages are recomputed")(
-    tied(3, 1, checkpoint="always")
+    tied(3, 1, recompute="always")
 )
 cells.add("tied weights equal one process with find_unused_parameters")(
     tied(3, 1, find_unused_parameters=True)
@@ -136,14 +136,14 @@ def _sometimes(world):
         assert_same_on_all_ranks(world, grads(ours), f"seed {seed}")
 
 
-def skipping(nb_part, checkpoint):
+def skipping(nb_part, recompute):
     def check(world):
         def make(seed):
             torch.manual_seed(seed)
             return nn.Sequential(*skip_chain(0, 4, length=5), nn.Linear(WIDTH, 3))
 
         ours, plain = make(world.rank), make(0)
-        model = hybrid(ours, nb_part, chunks=3, checkpoint=checkpoint)
+        model = hybrid(ours, nb_part, chunks=3, recompute=recompute)
         for seed, rows in enumerate([(6, 6), (7, 3)]):
             model.zero_grad()
             plain.zero_grad()
@@ -157,9 +157,9 @@ def skipping(nb_part, checkpoint):
     return check
 
 
-for _nb_part, _checkpoint in [(2, "never"), (3, "never"), (3, "always"), (3, "except_last")]:
-    cells.add(f"skipping values equal one process: {_nb_part} stages, checkpoint {_checkpoint}")(
-        skipping(_nb_part, _checkpoint)
+for _nb_part, _recompute in [(2, "never"), (3, "never"), (3, "always"), (3, "except_last")]:
+    cells.add(f"skipping values equal one process: {_nb_part} stages, recompute {_recompute}")(
+        skipping(_nb_part, _recompute)
     )
 
 

@@ -1049,7 +1049,7 @@ def _(world):
         script = begin(config, net=Net())
         smp.set_activation_checkpointing(script.net.two[2])
         train_step(script.model, script.x, script.y)
-        recomputed = script.model.hybrid.options.checkpoint
+        recomputed = script.model.hybrid.options.recompute
         assert set(recomputed) == {"mid", "two.2", "three"}
         net = Net(checkpoints=False)
         batches = smp.allgather((script.x, script.y)) if config is LOCAL else [(script.x, script.y)]

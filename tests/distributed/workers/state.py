@@ -27,13 +27,14 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
 
 from hybridtrain import Trainer
+from hybridtrain._base.problem import copied_problem
 from hybridtrain.checkpoint import saving
 from hybridtrain.checkpoint.init_from import init_from
 from hybridtrain.checkpoint.state import restore_checkpoint as restore
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.data.stream import StreamLoader
-from hybridtrain.errors import ConfigError, UserError
+from hybridtrain.errors import CheckpointError, ConfigError, OtherProcessError, UserError
 from hybridtrain.loop import evaluate
 from hybridtrain.loss import accuracy
 from hybridtrain.options import LoaderOptions
@@ -118,19 +119,19 @@ class MovingMean(nn.Linear):
 def _replaced_buffers(world):
     torch.manual_seed(0)
     net = nn.Sequential(MovingMean(), nn.Tanh(), MovingMean())
-    model = hybrid(net, chunks=2, checkpoint="always")
+    model = hybrid(net, chunks=2, recompute="always")
     for seed in (0, 1, 2):
         replica_step(model, (floats(14, seed=seed), floats(14, seed=9)), ROWS, F.mse_loss)
         model.sync_buffers()
         assert_same_on_all_ranks(world, buffers(net), f"step {seed}")
 
 
-def deferred(checkpoint):
+def deferred(recompute):
     def check(world):
         torch.manual_seed(0)
         net = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 3))
         plain = nn.BatchNorm1d(6)
-        model = hybrid(net, chunks=3, batch_norm="deferred", checkpoint=checkpoint)
+        model = hybrid(net, chunks=3, batch_norm="deferred", recompute=recompute)
         for seed in range(3):
             everyones = [floats(7 + r, seed=10 * seed + r) + r for r in range(2)]
             x = everyones[world.rank]
@@ -149,9 +150,9 @@ def deferred(checkpoint):
     return check
 
 
-for _checkpoint in ("never", "always"):
-    cells.add(f"deferred statistics are rank 0's, once per step: checkpoint {_checkpoint}")(
-        deferred(_checkpoint)
+for _recompute in ("never", "always"):
+    cells.add(f"deferred statistics are rank 0's, once per step: recompute {_recompute}")(
+        deferred(_recompute)
     )
 
 
@@ -267,7 +268,7 @@ def _on_main(world):
     assert world.on_main(lambda: 5) == (5 if world.is_main else None)
     for error, expected, text in [
         (UserError("no such data"), UserError, "no such data"),
-        (KeyError("k"), RuntimeError, "rank 0 failed: 'k'"),
+        (KeyError("k"), RuntimeError, "rank 0 failed: KeyError: 'k'"),
     ]:
         with pytest.raises(type(error) if world.is_main else expected) as caught:
             world.on_main(lambda error=error: fail(error))
@@ -275,6 +276,28 @@ def _on_main(world):
     calls = []
     world.on_main(lambda: calls.append(1))
     assert len(calls) == (1 if world.is_main else 0)
+
+
+@cells.add("an error of one rank is raised on all of them by on_all, the lowest rank's first")
+def _on_all(world):
+    def fail(ranks, error):
+        if world.rank in ranks:
+            raise error
+        return world.rank
+
+    assert world.on_all(lambda: fail([], None)) == world.rank
+    for ranks in ([0], [1], [0, 1]):
+        error = CheckpointError(f"the disk of rank {world.rank}")
+        with pytest.raises(CheckpointError, match=f"the disk of rank {ranks[0]}") as caught:
+            world.on_all(lambda ranks=ranks, error=error: fail(ranks, error))
+        assert (caught.value is error) == (world.rank == ranks[0])
+        assert (copied_problem(caught.value) is None) == (world.rank == ranks[0])
+    with pytest.raises(KeyError if world.rank else OtherProcessError, match="'k'") as caught:
+        world.on_all(lambda: fail([1], KeyError("k")))
+    error = caught.value  # on rank 0 a copy, which does not take the place of the original
+    with pytest.raises(type(error)) as again:
+        world.on_all(lambda: fail([0, 1], error))
+    assert (again.value is error) == (world.rank == 1)
 
 
 @cells.add("values are sent from rank 0, gathered by all ranks and summed")
@@ -434,8 +457,8 @@ for chunks in (1, 4):
 
 @cells.add("a training_step that records in one process alone ends without an account")
 def _one_recorded(world):
-    def training_step(trainer, batches, weights, timeline):
-        return Trainer.training_step(trainer, batches, weights, timeline and world.is_main)
+    def training_step(trainer, batches, timeline):
+        return Trainer.training_step(trainer, batches, timeline and world.is_main)
 
     assert trained((1e-4,), 1, training_step=training_step).account is None
 

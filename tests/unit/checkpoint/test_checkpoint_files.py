@@ -16,11 +16,12 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hybridtrain import HybridModel, World
+from hybridtrain.checkpoint.json_tree import pack, unpack
 from hybridtrain.checkpoint.manifest import MANIFEST, render_manifest
 from hybridtrain.checkpoint.state import checkpoint_files
 from hybridtrain.checkpoint.state import restore_checkpoint as restore
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.checkpoint.tensor_files import pack, read_tensors, tensor_writers, unpack
+from hybridtrain.checkpoint.tensor_files import read_tensors, tensor_writers
 from hybridtrain.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -289,14 +290,14 @@ def with_states(net, **options):
     ours = trainer(net, **options)
     ema = AveragedModel(ours.model.net, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     ours.states = {"ema": ema, "stream": Stream(options.get("batch_size", 4))}
-    record = ours.monitor.step
+    record = ours.recorder.on_step
 
-    def after_step(step, samples):
-        record(step, samples)
+    def after_step(run, samples):
+        record(run, samples)
         ema.update_parameters(ours.model.net)
         ours.states["stream"].draw()
 
-    ours.monitor.step = after_step
+    ours.recorder.on_step = after_step
     return ours
 
 

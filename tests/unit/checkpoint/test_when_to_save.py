@@ -26,7 +26,7 @@ from torch.distributed import HashStore
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.errors import ConfigError, Interrupted
 from hybridtrain.launch.activity import activity
-from hybridtrain.launch.job import Job
+from hybridtrain.launch.process_store import ProcessStore
 from hybridtrain.loop import interruption
 from hybridtrain.loop.checkpoints import BestCheckpoint
 from hybridtrain.loop.interruption import Interruptions
@@ -45,12 +45,12 @@ class After(Recorder):
         super().__init__()
         self.at, self.function, self.closed = at, function, False
 
-    def step(self, step, samples):
-        super().step(step, samples)
-        if step in self.at:
+    def on_step(self, run, samples):
+        super().on_step(run, samples)
+        if run.step in self.at:
             self.function()
 
-    def close(self):
+    def on_end(self, run):
         self.closed = True
 
 
@@ -122,7 +122,7 @@ def test_every_nth_epoch_is_evaluated_and_saved(accumulate, tmp_path):
     )
     ours.fit()
     per_epoch = -(-BATCHES // accumulate)
-    evaluated = sorted(step for step, name in ours.monitor.values if name == "eval/loss")
+    evaluated = sorted(step for step, name in ours.recorder.values if name == "eval/loss")
     assert evaluated == [per_epoch * epoch for epoch in (1, 2, 3, 4, 5)]
     assert store.steps() == [per_epoch * epoch for epoch in (2, 4, 5)]
 
@@ -142,7 +142,7 @@ def test_the_best_step_is_saved_marked_and_kept(tmp_path):
         optimizer=lambda p: torch.optim.SGD(p, lr=0.5),
     )  # fmt: skip
     summary = ours.fit()
-    losses = {s: v for (s, name), v in ours.monitor.values.items() if name == "eval/loss"}
+    losses = {s: v for (s, name), v in ours.recorder.values.items() if name == "eval/loss"}
     best = min(losses, key=losses.get)
     assert 1 < best < 9, "the test needs a best step in the middle"
     assert store.best() == tmp_path / f"step_{best:08d}"
@@ -187,7 +187,7 @@ def test_the_best_by_another_value_does_not_count_after_a_resume(tmp_path, caplo
     again.resume(again.store.newest())
     assert "is the best by min loss: by max accuracy the run begins anew" in caplog.text
     again.fit()
-    values = {s: v for (s, name), v in again.monitor.values.items() if name == "eval/accuracy"}
+    values = {s: v for (s, name), v in again.recorder.values.items() if name == "eval/accuracy"}
     mark = again.store.best_mark()
     assert (mark.value, mark.criterion) == (max(values.values()), "max accuracy")
     assert mark.step in (3, 4)
@@ -209,10 +209,10 @@ def test_after_a_best_step_that_could_not_be_saved_the_one_before_is_the_bar(bac
     ours.evaluation = None
     improves = ours._best.improves
 
-    def report(step, samples):
-        improves(step, {"loss": next(losses)})
+    def report(run, samples):
+        improves(run.step, {"loss": next(losses)})
 
-    ours.monitor.step = report
+    ours.recorder.on_step = report
     best = ours.fit()["best"]
     # at the end of step 3 it is not known yet in the background that step 2 was not saved
     assert (best["best_step"], best["best_value"]) == (4, 3.0)
@@ -239,7 +239,7 @@ def test_a_signal_saves_at_the_end_of_a_step_and_the_run_goes_on_bitwise(number,
     whole.fit()
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     store = CheckpointStore(tmp_path)
-    first = trainer(rich_net(), store=store, **options, monitor=After({2}, kill(number)))
+    first = trainer(rich_net(), store=store, **options, recorder=After({2}, kill(number)))
     message = interrupted(first)
     # set at the end of step 2, read at that of step 3, whose evaluation is made up for later
     path = tmp_path / "step_00000003"
@@ -247,14 +247,14 @@ def test_a_signal_saves_at_the_end_of_a_step_and_the_run_goes_on_bitwise(number,
         f"interrupted at step 3 of 9 by {number.name}: saved {path}; the same command goes on from "
         f"there"
     )
-    assert first.monitor.closed
+    assert first.recorder.closed
     assert before == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     again = trainer(rich_net(), store=store, **options)
     again.resume(store.newest())
     again.fit()
     assert_same_run(again, whole)
-    both = {**first.monitor.reproducible(), **again.monitor.reproducible()}
-    assert both == whole.monitor.reproducible()
+    both = {**first.recorder.reproducible(), **again.recorder.reproducible()}
+    assert both == whole.recorder.reproducible()
 
 
 def test_a_time_limit_saves_and_stops(tmp_path):
@@ -300,13 +300,13 @@ def test_an_evaluation_is_left_early_and_made_up_for_after_the_resume(last, tmp_
     message = interrupted(ours)
     assert message.startswith(f"interrupted at step {step} of 6 by SIGTERM: saved")
     assert len(batches) == 2, "the two micro-batches of the first batch"
-    assert (step, "eval/loss") not in ours.monitor.values
+    assert (step, "eval/loss") not in ours.recorder.values
     again = trainer(rich_net(), steps=6, eval_every=3, store=store)
     again.resume(store.newest())
     summary = again.fit()
-    assert summary["eval"]["loss"] == whole.monitor.values[6, "eval/loss"]
-    both = {**ours.monitor.reproducible(), **again.monitor.reproducible()}
-    assert both == whole.monitor.reproducible()
+    assert summary["eval"]["loss"] == whole.recorder.values[6, "eval/loss"]
+    both = {**ours.recorder.reproducible(), **again.recorder.reproducible()}
+    assert both == whole.recorder.reproducible()
 
 
 @pytest.mark.parametrize("eval_every", [3, 4])
@@ -335,9 +335,9 @@ def test_a_time_limit_shorter_than_an_evaluation_makes_progress_and_resumes_bitw
             with suppress(Interrupted):
                 ours.fit()
         done = ours.finished
-        values |= ours.monitor.reproducible()
+        values |= ours.recorder.reproducible()
     assert_same_run(ours, whole)
-    assert values == whole.monitor.reproducible()
+    assert values == whole.recorder.reproducible()
     assert store.best_mark() == whole_store.best_mark()
     assert starts > 3
 
@@ -360,7 +360,7 @@ def test_a_signal_stops_also_the_evaluation_that_a_run_begins_with(tmp_path):
 def test_a_fit_in_another_thread_leaves_the_signals_alone():
     handler, seen = signal.getsignal(signal.SIGTERM), []
     ours = trainer(
-        steps=2, monitor=After({1}, lambda: seen.append(signal.getsignal(signal.SIGTERM)))
+        steps=2, recorder=After({1}, lambda: seen.append(signal.getsignal(signal.SIGTERM)))
     )
     thread = threading.Thread(target=ours.fit)
     thread.start()
@@ -383,7 +383,7 @@ def test_the_flags_of_one_process_are_read_one_step_later():
 
 
 def test_a_request_of_the_last_fit_does_not_end_the_next_one():
-    ours = trainer(steps=2, monitor=After({2}, kill(signal.SIGTERM)))
+    ours = trainer(steps=2, recorder=After({2}, kill(signal.SIGTERM)))
     ours.evaluation = None
     ours.fit()
     ours.total_steps = 4
@@ -415,13 +415,13 @@ def test_the_lines_of_a_resumed_run_equal_the_uninterrupted_ones(step, tmp_path)
     whole = trainer(rich_net(), **options)
     whole.fit()
     store = CheckpointStore(tmp_path)
-    first = trainer(rich_net(), store=store, monitor=After({step - 1}, kill(15)), **options)
+    first = trainer(rich_net(), store=store, recorder=After({step - 1}, kill(15)), **options)
     interrupted(first)
     again = trainer(rich_net(), store=store, **options)
     again.resume(store.newest())
     again.fit()
-    both = {**first.monitor.reproducible(), **again.monitor.reproducible()}
-    assert both == whole.monitor.reproducible()
+    both = {**first.recorder.reproducible(), **again.recorder.reproducible()}
+    assert both == whole.recorder.reproducible()
     assert again.summary()["train_loss"] == whole.summary()["train_loss"]
     json.dumps(again.summary(), allow_nan=False)
 
@@ -430,7 +430,9 @@ def test_a_stop_that_one_process_knows_of_ends_the_evaluation_of_all(monkeypatch
     store = HashStore()
     both = [
         Interruptions(
-            World(rank=rank, size=2, watchdog=SimpleNamespace(job=Job(store, rank, 2))), None, None
+            World(rank=rank, size=2, watchdog=SimpleNamespace(store=ProcessStore(store, rank, 2))),
+            None,
+            None,
         )
         for rank in (0, 1)
     ]
@@ -454,12 +456,12 @@ def test_signals_are_listened_to_until_an_interrupted_run_is_closed(tmp_path):
     seen = []
 
     class Closing(After):
-        def close(self):
-            seen.append((signal.getsignal(signal.SIGTERM), activity.phase))
+        def on_end(self, run):
+            seen.append((signal.getsignal(signal.SIGTERM), activity.work))
 
     before = signal.getsignal(signal.SIGTERM)
-    ours = trainer(epochs=1, store=CheckpointStore(tmp_path))
-    ours.monitor = Closing({2}, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    closing = Closing({2}, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    ours = trainer(epochs=1, store=CheckpointStore(tmp_path), recorder=closing)
     with pytest.raises(Interrupted):
         ours.fit()
     assert seen[0][0] is not before

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hybridtrain._base.problem import Problem
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.run import directory as run_directory
@@ -19,6 +20,9 @@ class Others(World):
     """Rank 0's world, with what the other ranks say to each `gather`."""
 
     others = ()
+
+    def broadcast(self, value):
+        return value
 
     def gather(self, value):
         return [value, *(other(value) for other in self.others)]
@@ -82,11 +86,12 @@ def test_a_job_that_is_started_again_without_a_checkpoint_says_so(tmp_path, capl
 
 def test_a_data_set_that_one_process_cannot_load_is_an_error_with_its_host_on_all():
     config = Config(data={"_target_": "hybridtrain.datasets.digits"}, model={}, optim={})
-    world = Others()
-    world.others = [lambda own: None, lambda own: "rank 2 on n3: no files in data"]
+    world = Others(size=3)
+    missing = Problem(2, DataError, "rank 2 on n3: no files in data")
+    world.others = [lambda own: None, lambda own: missing]
     with pytest.raises(DataError, match="rank 2 on n3: no files in data"):
         load_data(config, world)
-    world.others = ()
+    world = Others()
     assert len(load_data(config, world).train) > 1000
 
 

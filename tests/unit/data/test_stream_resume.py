@@ -14,7 +14,7 @@ from hybridtrain.data.agreement import OwnLoader
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.data.stream import StreamLoader
 from hybridtrain.errors import ConfigError, DataError
-from hybridtrain.launch.activity import activity
+from hybridtrain.launch.activity import Phase, activity
 from hybridtrain.loss import cross_entropy
 from hybridtrain.options import LoaderOptions
 
@@ -108,11 +108,13 @@ def trainer(kind, **options):
     model = HybridModel(rich_net(), world, chunks=1, seed=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     options = {"steps": 9, "log_every": 2, **options}
-    monitor = Recorder()
-    return Trainer(
-        model, optimizer, cross_entropy, TRAIN[kind](world), monitor=monitor, accumulate=2,
+    recorder = Recorder()
+    trainer = Trainer(
+        model, optimizer, cross_entropy, TRAIN[kind](world), callbacks=[recorder], accumulate=2,
         evaluation=EvalLoader(Plain(), 4, world), **options,
     )  # fmt: skip
+    trainer.recorder = recorder
+    return trainer
 
 
 @pytest.mark.parametrize("step", [3, 7])
@@ -192,7 +194,7 @@ def test_a_step_does_not_reach_into_the_next_epoch_of_a_stream():
     ours = trainer("stream")
     ours.fit()
     # 22 samples an epoch, two batches of 4 a step; the last batch of an epoch has 2
-    assert [samples for _, samples in ours.monitor.steps] == [8, 8, 6] * 3
+    assert [samples for _, samples in ours.recorder.steps] == [8, 8, 6] * 3
     assert (ours.epoch, ours.batch) == (3, 0)
 
 
@@ -211,18 +213,18 @@ def test_a_resumed_stream_may_take_as_long_as_it_needs_to_its_place(own):
     class Watched(Plain):
         def __iter__(self):
             for each in super().__iter__():
-                phases.append(activity.phase)
+                phases.append(str(activity.work))
                 yield each
 
     world = World.from_env(devices="cpu")
     source = DataLoader(Watched(), 4) if own else Watched()
     loader = OwnLoader(source, world) if own else StreamLoader(source, 4, world)
     for batch, expected in ((0, "step 1: data"), (3, "setup")):
-        activity.now("step 1: data")
+        activity.now(Phase.DATA, 1)
         loader.seek(0, batch * loader.batch_size)
         stream = loader.stream()
         next(stream)
         stream.close()
         assert set(phases) == {expected}
         phases.clear()
-    activity.now(None)
+    activity.set(None)

@@ -16,7 +16,7 @@ from support.small_data import rows_of_texts, write_tokenizer
 from hybridtrain.data import EvalLoader, TrainLoader
 from hybridtrain.data.stream import example_batch
 from hybridtrain.datasets import hf_datasets
-from hybridtrain.errors import DataError, UserError
+from hybridtrain.errors import ConfigError, DataError, UserError
 from hybridtrain.loss import cross_entropy
 from hybridtrain.models import transformers_model
 from hybridtrain.options import LoaderOptions
@@ -396,8 +396,10 @@ def test_an_image_model_from_a_config_takes_the_size_of_the_data():
     made = transformers_model(config=config, task="image_classification", **of_data)
     assert made(images).logits.shape == (2, 3)
     config |= {"image_size": 64}
-    made = transformers_model(config=config, task="image_classification", **of_data)
+    made = transformers_model(config=config, task="image_classification", num_classes=3, channels=1)
     assert made(other).logits.shape == (2, 3)
+    with pytest.raises(ConfigError, match="does not take the images of the data set, 32 x 32"):
+        transformers_model(config=config, task="image_classification", **of_data)
 
 
 def test_a_target_that_is_left_out_of_a_regression_is_named(tmp_path, tokenizer):

@@ -118,10 +118,10 @@ class Pair(NamedTuple):
     extra: Tensor
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always", {"every": 2}], ids=str)
+@pytest.mark.parametrize("recompute", ["never", "always", {"every": 2}], ids=str)
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_values_that_skip_stages_arrive_and_so_do_their_gradients(stages, checkpoint):
-    assert_same(Residual(), samples(), stages, checkpoint=checkpoint)
+def test_values_that_skip_stages_arrive_and_so_do_their_gradients(stages, recompute):
+    assert_same(Residual(), samples(), stages, recompute=recompute)
 
 
 @pytest.mark.parametrize("cut", range(1, 7))

@@ -116,11 +116,9 @@ class WithModules(Base):
         return self.d(self.c(x))
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_statements_in_modules_of_their_own_run_as_in_the_plain_model(checkpoint):
-    model = assert_same(
-        WithModules(), samples(), 3, example_inputs=samples(), checkpoint=checkpoint
-    )
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_statements_in_modules_of_their_own_run_as_in_the_plain_model(recompute):
+    model = assert_same(WithModules(), samples(), 3, example_inputs=samples(), recompute=recompute)
     assert names(model) == ["a", "branch", "count", "c", "d"]
 
 

@@ -153,11 +153,11 @@ def test_micro_batches_of_other_sizes_take_their_own_way_through_the_forward(bod
             assert torch.equal(model(samples(count, count)), expected)
 
 
-@pytest.mark.parametrize("checkpoint", ["always", {"every": 1}], ids=str)
-def test_a_recomputation_takes_the_way_that_its_micro_batch_took(checkpoint):
+@pytest.mark.parametrize("recompute", ["always", {"every": 1}], ids=str)
+def test_a_recomputation_takes_the_way_that_its_micro_batch_took(recompute):
     net = Four(one_sample)
     whole = copy.deepcopy(net)
-    model = hybrid(net, 2, example_inputs=samples(count=6), checkpoint=checkpoint)
+    model = hybrid(net, 2, example_inputs=samples(count=6), recompute=recompute)
     for count in (5, 3, 5):
         assert_same_step(model, net, whole, samples(count, count), 3)
 

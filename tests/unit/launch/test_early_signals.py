@@ -11,7 +11,8 @@ import pytest
 from hybridtrain._base.torch_private import HashStore
 from hybridtrain.cli.run import errors as error_report
 from hybridtrain.launch import signals
-from hybridtrain.launch.job import Job, this_process
+from hybridtrain.launch.process_id import this_process
+from hybridtrain.launch.process_store import ProcessStore
 from hybridtrain.launch.watchdog import Watchdog
 
 
@@ -50,7 +51,7 @@ def test_a_signal_while_the_cause_is_looked_for_in_other_processes_does_not_hide
 
     store = HashStore()
     store.set("process/1", json.dumps(this_process()))
-    watchdog = Watchdog(Job(store, 0, 2), 10, 600)
+    watchdog = Watchdog(ProcessStore(store, 0, 2), 10, 600)
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(error_report, "current", lambda: watchdog)
     monkeypatch.setattr(error_report, "_launch", lambda: SimpleNamespace(rank=0, size=2))

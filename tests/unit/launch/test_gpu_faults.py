@@ -18,8 +18,8 @@ from torch import nn
 from hybridtrain import HybridModel, World
 from hybridtrain._base.accelerator import Cuda
 from hybridtrain._base.devices import check_not_shared
+from hybridtrain.checkpoint.host_copies import HostCopies
 from hybridtrain.checkpoint.state import checkpoint_files
-from hybridtrain.checkpoint.state_table import HostCopies
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.run import build
 from hybridtrain.data import as_loader
@@ -74,11 +74,11 @@ def have_own_generator(monkeypatch, generator):
     monkeypatch.setattr(pipeline, "LayerRNG", rng)
 
 
-def foreign_gradients(monkeypatch, checkpoint, steps=2):
+def foreign_gradients(monkeypatch, recompute, steps=2):
     have_own_generator(monkeypatch, ForeignDropout.generator)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), ForeignDropout(), nn.Linear(WIDTH, WIDTH))
-    model = hybrid(net, 1, chunks=2, seed=7, checkpoint=checkpoint)
+    model = hybrid(net, 1, chunks=2, seed=7, recompute=recompute)
     for step in range(steps):
         ForeignDropout.generator.manual_seed(step)  # as others leave it
         ForeignDropout.generator.set_offset(8)
@@ -124,7 +124,7 @@ def test_a_dropout_draws_from_a_generator_of_its_own_thread_without_a_lock(monke
             monkeypatch.setattr(layer_rng, "default_generator_lock", None)
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Drops(), nn.Linear(WIDTH, WIDTH), Drops())
-        model = hybrid(net, 1, chunks=2, seed=7, checkpoint="always")
+        model = hybrid(net, 1, chunks=2, seed=7, recompute="always")
         model.train_step(floats(8), None, mean_loss)
         found.append(grads(net))
     assert_same(*found)

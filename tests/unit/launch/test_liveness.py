@@ -3,13 +3,13 @@
 from support.clock import Clock
 
 from hybridtrain._base.torch_private import HashStore
-from hybridtrain.launch.job import Job
+from hybridtrain.launch.process_store import ProcessStore
 from hybridtrain.launch.watchdog import BEAT_S, Liveness
 
 
 def processes(size, timeout_s):
     store, clock = HashStore(), Clock(100.0)
-    jobs = [Job(store, rank, size) for rank in range(size)]
+    jobs = [ProcessStore(store, rank, size) for rank in range(size)]
     return jobs, [Liveness(job, timeout_s, clock) for job in jobs], clock
 
 

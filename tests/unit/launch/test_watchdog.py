@@ -9,18 +9,10 @@ import pytest
 
 from hybridtrain._base.torch_private import HashStore
 from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.launch import job, watchdog
-from hybridtrain.launch.activity import Activity, activity, end_process
-from hybridtrain.launch.job import (
-    EXIT_STALLED,
-    Failure,
-    Job,
-    Report,
-    has_ended,
-    is_stopped,
-    kill,
-    this_process,
-)
+from hybridtrain.launch import process_id, watchdog
+from hybridtrain.launch.activity import Activity, Phase, activity, end_process
+from hybridtrain.launch.process_id import has_ended, is_stopped, kill, this_process
+from hybridtrain.launch.process_store import EXIT_STALLED, Failure, ProcessStore, Report
 from hybridtrain.launch.watchdog import Watchdog, summary, write_stacks
 from hybridtrain.schedule import Action
 
@@ -45,7 +37,7 @@ def test_a_process_of_another_container_is_never_taken_for_one_of_this_host(monk
     gone = this_process()._replace(pid=2**22 + 1, namespace="pid:[1]")
     same = this_process()._replace(namespace="pid:[1]")
     killed = []
-    monkeypatch.setattr(job.os, "kill", lambda pid, number: killed.append(pid))
+    monkeypatch.setattr(process_id.os, "kill", lambda pid, number: killed.append(pid))
     assert not has_ended(gone)
     assert not has_ended(same)
     assert not is_stopped(same)
@@ -56,18 +48,18 @@ def test_a_process_of_another_container_is_never_taken_for_one_of_this_host(monk
 
 def test_each_run_of_a_process_may_take_longer_in_its_first_steps():
     record = Activity()
-    watch = Watchdog(Job(None, 0, 1), 10, 600, record)
+    watch = Watchdog(ProcessStore(None, 0, 1), 10, 600, record)
     record.steps = 50  # of a run before, or of a user's own calls
     for again in range(2):
-        record.now("setup")
+        record.now(Phase.SETUP)
         record.steps += 100  # an evaluation before the first step
-        record.now("step 1: train")
-        assert watch._limit(record.phase) == 40, again
+        record.now(Phase.TRAIN, 1)
+        assert watch._limit(record.work) == 40, again
         record.steps += 3
-        record.now("step 4: train")
-        assert watch._limit(record.phase) == 10
-        record.now("step 4: evaluate")
-        assert watch._limit(record.phase) == 40
+        record.now(Phase.TRAIN, 4)
+        assert watch._limit(record.work) == 10
+        record.now(Phase.EVALUATE, 4)
+        assert watch._limit(record.work) == 40
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -94,8 +86,8 @@ def test_an_end_waits_for_the_checkpoint_that_is_being_written(tmp_path, ends, b
 def test_a_process_that_stands_at_a_breakpoint_does_not_stand_still(ends, monkeypatch):
     at_breakpoint, looked = threading.Event(), threading.Event()
     record, ended = Activity(), []
-    record.now("step 9: train")
-    watch = Watchdog(Job(None, 0, 1), 0.01, 600, record)
+    record.now(Phase.TRAIN, 9)
+    watch = Watchdog(ProcessStore(None, 0, 1), 0.01, 600, record)
     monkeypatch.setattr(watch, "_end", lambda failure: ended.append(failure) or watch._ended.set())
     monkeypatch.setattr(watchdog, "_TICK_S", 0.01)
     found = watchdog.stands_in_debugger
@@ -113,13 +105,13 @@ def test_a_process_that_stands_at_a_breakpoint_does_not_stand_still(ends, monkey
 
 
 def test_a_save_that_stands_still_is_not_waited_for(ends):
-    watch = Watchdog(Job(None, 0, 1), 10, 600)
+    watch = Watchdog(ProcessStore(None, 0, 1), 10, 600)
     watch.exit_code = EXIT_STALLED
     with activity.saving():
-        activity.now("step 3: save")
+        activity.now(Phase.SAVE, 3)
         with pytest.raises(Ended):
             watch.end(Failure(0, "rank 0 has stood still", EXIT_STALLED))
-    activity.now(None)
+    activity.set(None)
 
 
 def test_the_watchdog_ends_a_run_whose_terminal_is_gone(ends, monkeypatch):
@@ -131,11 +123,11 @@ def test_the_watchdog_ends_a_run_whose_terminal_is_gone(ends, monkeypatch):
 
     monkeypatch.setattr(sys, "stderr", Gone())
     with pytest.raises(Ended, match="4"):
-        Watchdog(Job(None, 0, 1), 10, 600)._end(Failure(0, "stalled", EXIT_STALLED))
+        Watchdog(ProcessStore(None, 0, 1), 10, 600)._end(Failure(0, "stalled", EXIT_STALLED))
 
 
 def test_a_failure_of_the_watchdog_itself_is_logged(caplog):
-    watch = Watchdog(Job(None, 0, 1), 10, 600, record=None)
+    watch = Watchdog(ProcessStore(None, 0, 1), 10, 600, record=None)
     watch._watch()
     assert "the watchdog has ended" in caplog.text
 
@@ -143,15 +135,15 @@ def test_a_failure_of_the_watchdog_itself_is_logged(caplog):
 @pytest.mark.parametrize("code", [75, 143])
 def test_a_process_that_is_late_to_an_interruption_ends_with_its_code(ends, code):
     with pytest.raises(Ended, match=str(code)):
-        Watchdog(Job(None, 0, 1), 10, 600)._follow(Failure(1, "interrupted", code))
+        Watchdog(ProcessStore(None, 0, 1), 10, 600)._follow(Failure(1, "interrupted", code))
 
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_blocked_process_of_a_script_says_what_ends_it_and_a_command_does_not(
     ends, capsys, tells
 ):
-    dog = Watchdog(Job(None, 0, 1), 10, 600)
-    dog.tells = tells
+    dog = Watchdog(ProcessStore(None, 0, 1), 10, 600)
+    dog.prints_failures = tells
     with pytest.raises(Ended):
         dog._follow(Failure(1, "rank 1 failed: boom", 1))
     assert capsys.readouterr().err == "error: rank 1 failed: boom\n" * tells
@@ -161,39 +153,39 @@ def test_a_process_ends_of_a_failure_also_where_the_store_has_gone(ends, monkeyp
     def gone(job):
         raise RuntimeError("the store is gone")
 
-    monkeypatch.setattr(Job, "say_heard", gone)
+    monkeypatch.setattr(ProcessStore, "acknowledge_failure", gone)
     with pytest.raises(Ended):
-        Watchdog(Job(None, 0, 1), 10, 600)._follow(Failure(1, "rank 1 failed: boom", 1))
+        Watchdog(ProcessStore(None, 0, 1), 10, 600)._follow(Failure(1, "rank 1 failed: boom", 1))
 
 
 def test_what_a_process_was_doing_last_is_said_in_words_of_its_schedule():
     record = Activity()
     assert summary(record) == "in 'no phase of training'"
-    record.now("step 3: train")
+    record.now(Phase.TRAIN, 3)
     lanes = record.begin_step(2)
     lanes[0].begin(Action("B", 0, 5))
     lanes[0].wait(True)
     lanes[1].begin(Action("F", 1, 2))
     assert summary(record) == "in the forward of micro-batch 2 on stage 1 (step 3: train)"
-    watch = Watchdog(Job(None, 0, 1), 10, 600, record)
-    watch.job.say("doing", Report(summary(record), 0))
-    assert watch._last_seen(watch.job, 0) == f", last heard of {summary(record)}"
+    watch = Watchdog(ProcessStore(None, 0, 1), 10, 600, record)
+    watch.store.publish("doing", Report(summary(record), 0))
+    assert watch._last_seen(watch.store, 0) == f", last heard of {summary(record)}"
 
 
 def test_the_first_evaluation_as_a_whole_may_take_longer():
     record = Activity()
-    watch = Watchdog(Job(None, 0, 1), 10, 600, record)
+    watch = Watchdog(ProcessStore(None, 0, 1), 10, 600, record)
     for limit in (40, 10):
-        record.now("step 50: train")
+        record.now(Phase.TRAIN, 50)
         record.steps += 50
-        record.now("step 50: evaluate")
+        record.now(Phase.EVALUATE, 50)
         record.steps += 20  # done with its part, it waits for the first batch of another one
-        assert watch._limit(record.phase) == limit
+        assert watch._limit(record.work) == limit
 
 
 def test_rank_0_of_an_interrupted_run_ends_after_the_others_but_does_not_wait_for_ever() -> None:
     store = HashStore()
-    first, second = Job(store, 0, 2), Job(store, 1, 2)
+    first, second = ProcessStore(store, 0, 2), ProcessStore(store, 1, 2)
     ended: list[int] = []
 
     def end() -> None:
@@ -207,7 +199,7 @@ def test_rank_0_of_an_interrupted_run_ends_after_the_others_but_does_not_wait_fo
     second.end_together(60)  # returns at once
     waiting.join(20)
     assert ended == [0]
-    Job(HashStore(), 0, 2).end_together(0.1)  # the other one is gone
+    ProcessStore(HashStore(), 0, 2).end_together(0.1)  # the other one is gone
 
 
 def test_stacks_are_not_written_to_where_a_link_of_another_user_leads(tmp_path):
@@ -225,12 +217,12 @@ def test_the_stacks_of_each_run_without_a_directory_are_in_a_folder_of_a_new_nam
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     lines = []
     for _ in range(2):
-        watches = [Watchdog(Job(None, 0, 1), 10, 600) for _ in range(2)]
+        watches = [Watchdog(ProcessStore(None, 0, 1), 10, 600) for _ in range(2)]
         store = HashStore()
         for rank, watch in enumerate(watches):
-            watch.job._store, watch.job.rank = store, rank
-        lines += [stall.line for w in watches if (stall := w.explain_stall(w.job, 10.0))]
-        watches[1]._answer(watches[1].job, Path(watches[1].job.stacks_asked_for()))
+            watch.store._store, watch.store.rank = store, rank
+        lines += [stall.line for w in watches if (stall := w.explain_stall(w.store, 10.0))]
+        watches[1]._answer(watches[1].store, Path(watches[1].store.requested_stacks()))
     folders = list(tmp_path.iterdir())
     assert len(folders) == len(lines) == 2
     for folder in folders:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.checkpoint.tensor_files import read_tensors
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.errors import CheckpointError, ConfigError
-from hybridtrain.loop import (
+from hybridtrain.loop.callbacks import (
     EMA,
     SWA,
     BestWeights,
@@ -28,6 +29,7 @@ from hybridtrain.loop import (
     LearningRates,
     Mfu,
     Plateau,
+    Tracker,
 )
 from hybridtrain.loss import cross_entropy
 from hybridtrain.model import TrainStepResult
@@ -124,16 +126,30 @@ def test_a_start_that_fails_ends_the_callbacks_that_have_started():
     assert [line[0] for line in diary.lines] == ["init", "start", "exception", "end"]
 
 
-def test_what_a_callback_adds_to_the_log_reaches_the_monitor():
+def test_what_a_callback_adds_to_the_log_reaches_the_trackers():
     ours = trainer(steps=3, callbacks=[GradientNorms(), LearningRates()], lr=cosine(2, 3))
     ours.fit()
-    values = ours.monitor.values
+    values = ours.recorder.values
     for step in (1, 2, 3):
         assert values[step, "lr/0"] == values[step, "train/lr"]
         parts = [v for (s, tag), v in values.items() if s == step and tag.startswith("grad_norm/")]
         assert len(parts) == 3
         total = sum(part**2 for part in parts) ** 0.5
         assert total == pytest.approx(values[step, "train/grad_norm"], rel=1e-5)
+
+
+def test_a_tracker_gets_what_every_callback_adds_and_cannot_end_the_run():
+    class Hasty(Tracker):
+        stops = True
+
+        def on_log(self, run, values):
+            tags.update(values)
+
+    tags = set()
+    tracker = Hasty()
+    ours = trainer(steps=3, callbacks=[tracker, Mfu(flops_per_sample=3e6, peak_flops_per_s=1e12)])
+    assert ours.fit()["steps"] == 3
+    assert {"train/loss", "train/mfu", "eval/loss"} <= tags
 
 
 def test_rates_of_groups_are_logged_without_a_callback_where_they_differ():
@@ -143,14 +159,14 @@ def test_rates_of_groups_are_logged_without_a_callback_where_they_differ():
     ours.optimizer = torch.optim.SGD(groups, lr=0.5)
     ours.lr_schedule = None
     ours.fit()
-    values = ours.monitor.values
+    values = ours.recorder.values
     assert [values[1, tag] for tag in ("train/lr", "lr/head", "lr/1")] == [1.0, 1.0, 0.5]
 
 
 def test_the_mfu_is_the_share_of_the_peak_of_all_devices():
     ours = trainer(steps=2, callbacks=[Mfu(flops_per_sample=3e6, peak_flops_per_s=1e12)])
     ours.fit()
-    values, devices = ours.monitor.values, ours.world.replicas * ours.world.nb_part
+    values, devices = ours.recorder.values, ours.world.replicas * ours.world.nb_part
     for step in (1, 2):
         rate = values[step, "train/samples_per_second"] * 3e6 / 1e12
         assert values[step, "train/mfu"] == pytest.approx(rate / devices)
@@ -179,7 +195,7 @@ def test_a_run_stops_early_and_a_longer_patience_trains_on(tmp_path):
     whole = trainer(steps=9, eval_every=2)
     whole.fit()
     for step in (2, 4, 6):
-        assert ours.monitor.values[step, "eval/loss"] == whole.monitor.values[step, "eval/loss"]
+        assert ours.recorder.values[step, "eval/loss"] == whole.recorder.values[step, "eval/loss"]
 
 
 @pytest.mark.parametrize("nb_part", [1, 2])
@@ -188,21 +204,21 @@ def test_the_average_is_the_formula_and_evaluations_use_it(nb_part):
     ours = trainer(nb_part=nb_part, steps=3, eval_every=3, callbacks=[ema])
     expected = {n: p.detach().clone() for n, p in plain_net().named_parameters()}
     plain = trainer(nb_part=nb_part, steps=3)
-    step = plain.monitor.step
+    step = plain.recorder.on_step
 
-    def follow(number, samples):
-        step(number, samples)
+    def follow(run, samples):
+        step(run, samples)
         for name, parameter in plain.model.named_parameters():
             expected[name].lerp_(parameter.detach(), 0.5)
 
-    plain.monitor.step = follow
+    plain.recorder.on_step = follow
     plain.fit()
     ours.fit()
     assert_same(ema.average(), expected, "average")
     assert_same(ours.model.state_dict(), plain.model.state_dict(), "weights")
     plain.model.load_state_dict(expected)
     assert plain.evaluate() == ours.evaluate()
-    assert ours.monitor.values[3, "eval/loss"] == plain.evaluate()["loss"]
+    assert ours.recorder.values[3, "eval/loss"] == plain.evaluate()["loss"]
     assert_same(ours.model.state_dict(), trainer_after(3, nb_part), "weights after evaluating")
 
 
@@ -252,7 +268,7 @@ def test_the_average_resumes_exactly_and_begins_anew_without_a_state(tmp_path, c
     again = resumed(first, trainer(callbacks=[EMA(0.9)], eval_every=3), store)
     assert_same_run(again, whole)
     assert_same(again.callbacks[0].average(), whole.callbacks[0].average(), "average")
-    assert again.monitor.values[9, "eval/loss"] == whole.monitor.values[9, "eval/loss"]
+    assert again.recorder.values[9, "eval/loss"] == whole.recorder.values[9, "eval/loss"]
 
     bare = CheckpointStore(tmp_path / "bare")
     trainer(steps=4, store=bare).fit()
@@ -272,13 +288,13 @@ def test_a_run_that_freezes_and_frees_resumes_exactly(cut, tmp_path):
     store = CheckpointStore(tmp_path)
     whole = trainer(callbacks=callbacks(), lr=cosine(0, 9))
     seen = []
-    step = whole.monitor.step
+    step = whole.recorder.on_step
 
-    def watch(number, samples):
-        step(number, samples)
+    def watch(run, samples):
+        step(run, samples)
         seen.append({n: p.detach().clone() for n, p in whole.model.named_parameters()})
 
-    whole.monitor.step = watch
+    whole.recorder.on_step = watch
     whole.fit()
     first = trainer(callbacks=callbacks(), lr=cosine(0, 9), store=store, checkpoint_every_steps=1)
     first.total_steps = cut
@@ -313,15 +329,15 @@ def test_the_best_weights_are_kept_and_the_others_removed(tmp_path):
     best = BestWeights(tmp_path, k=2)
     ours = trainer(steps=6, eval_every=1, callbacks=[best])
     states = {}
-    step = ours.monitor.step
+    step = ours.recorder.on_step
 
-    def watch(number, samples):
-        step(number, samples)
-        states[number] = {n: v.clone() for n, v in ours.model.state_dict().items()}
+    def watch(run, samples):
+        step(run, samples)
+        states[run.step] = {n: v.clone() for n, v in ours.model.state_dict().items()}
 
-    ours.monitor.step = watch
+    ours.recorder.on_step = watch
     ours.fit()
-    losses = {s: v for (s, tag), v in ours.monitor.values.items() if tag == "eval/loss"}
+    losses = {s: v for (s, tag), v in ours.recorder.values.items() if tag == "eval/loss"}
     order = sorted(losses, key=losses.get)[:2]
     assert sorted(tmp_path.glob("*")) == sorted(best.paths())
     assert [int(path.stem[5:]) for path in best.paths()] == order
@@ -330,19 +346,31 @@ def test_the_best_weights_are_kept_and_the_others_removed(tmp_path):
 
 
 def test_a_step_of_the_users_own_that_returns_too_little_is_named():
-    def step(trainer, batches, weights, timeline):
-        return Trainer.training_step(trainer, batches, weights, timeline)[:1]
+    def step(trainer, batches, timeline):
+        return Trainer.training_step(trainer, batches, timeline)[:1]
 
     with pytest.raises(ConfigError, match="training_step has returned 1 results for 2 batches"):
         trainer(training_step=step, accumulate=2).fit()
 
 
+def test_the_results_that_a_step_of_the_users_own_returns_are_those_of_the_run():
+    def step(trainer, batches, timeline):
+        results = Trainer.training_step(trainer, batches, timeline)
+        return [replace(result, loss=2 * result.loss) for result in results]
+
+    ours, theirs = trainer(training_step=step), trainer()
+    for each in (ours, theirs):
+        each.fit()
+    assert ours.results["train_loss"] == 2 * theirs.results["train_loss"]
+    assert_same_run(ours, theirs)
+
+
 def test_a_step_of_the_users_own_need_not_record_a_timeline(tmp_path):
-    def step(trainer, batches, weights, timeline):
+    def step(trainer, batches, timeline):
         (batch,) = batches
         loss = trainer.loss_fn(trainer.model.net(batch.inputs), batch.targets)
         loss.backward()
-        return [TrainStepResult(loss.detach(), batch.samples, None, weights[0].count)]
+        return [TrainStepResult(loss.detach(), batch.samples, None, batch.samples)]
 
     ours = trainer(training_step=step, nb_part=1, chunks=1, timeline_every=2)
     theirs = trainer(nb_part=1, chunks=1, timeline_every=2)
@@ -376,9 +404,9 @@ def test_a_loss_of_a_subclass_is_that_of_the_function():
 def test_a_step_of_the_users_own_keeps_what_is_the_trainers():
     calls = []
 
-    def step(trainer, batches, weights, timeline):
+    def step(trainer, batches, timeline):
         calls.append(trainer.step)
-        return Trainer.training_step(trainer, batches, weights, timeline)
+        return Trainer.training_step(trainer, batches, timeline)
 
     ours = trainer(training_step=step, clip_norm=0.1)
     ours.fit()
@@ -461,8 +489,8 @@ def test_rates_that_a_plateau_has_lowered_resume_exactly(lr, cut, tmp_path):
     plain.fit()
     lowered = [max(0, (step - 2) // 2) for step in range(1, 10)]  # after steps 3, 5, 7 and 9
     for step, times in zip(range(1, 10), lowered, strict=True):
-        expected = plain.monitor.values[step, "train/lr"] * 0.3**times
-        assert whole.monitor.values[step, "train/lr"] == pytest.approx(expected, rel=1e-6)
+        expected = plain.recorder.values[step, "train/lr"] * 0.3**times
+        assert whole.recorder.values[step, "train/lr"] == pytest.approx(expected, rel=1e-6)
     store = CheckpointStore(tmp_path)
     first = trainer(**options(), store=store, checkpoint_every_steps=1)
     first.total_steps = cut
@@ -492,8 +520,8 @@ def test_a_lowered_rate_stays_the_same_share_of_what_the_schedule_gives(schedule
         each.fit()
     for step in range(1, 10):
         share = 0.3 ** max(0, (step - 2) // 2)  # lowered after steps 3, 5, 7 and 9
-        expected = plain.monitor.values[step, "train/lr"] * share
-        assert ours.monitor.values[step, "train/lr"] == pytest.approx(expected, rel=1e-6)
+        expected = plain.recorder.values[step, "train/lr"] * share
+        assert ours.recorder.values[step, "train/lr"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_plateau_waits_as_that_of_pytorch_does():
@@ -538,7 +566,7 @@ def test_the_norm_in_the_log_is_of_the_elements_that_were_clipped():
     before, after = type("Before", (Norms,), {})(), type("After", (Norms,), {})()
     ours = trainer(steps=1, clip_norm=1e-3, callbacks=[before, ClipValue(0.01), after])
     ours.fit()
-    logged = ours.monitor.values[1, "train/grad_norm"]
+    logged = ours.recorder.values[1, "train/grad_norm"]
     assert logged == pytest.approx(float(after.norm), rel=1e-6)
     assert float(before.norm) > logged > 1e-3
 
@@ -555,13 +583,13 @@ def test_a_gradient_that_is_not_finite_is_not_made_finite_by_clipping():
 def test_the_average_of_swa_is_the_mean_of_the_steps_that_count(cut, tmp_path):
     whole = trainer(callbacks=[SWA(start=4, every=2)], eval_every=9)
     seen = []
-    step = whole.monitor.step
+    step = whole.recorder.on_step
 
-    def watch(number, samples):
-        step(number, samples)
+    def watch(run, samples):
+        step(run, samples)
         seen.append({n: p.detach().clone() for n, p in whole.model.named_parameters()})
 
-    whole.monitor.step = watch
+    whole.recorder.on_step = watch
     whole.fit()
     for name, average in whole.callbacks[0].average().items():
         expected = torch.stack([seen[step - 1][name] for step in (4, 6, 8)]).mean(0)
@@ -572,7 +600,7 @@ def test_the_average_of_swa_is_the_mean_of_the_steps_that_count(cut, tmp_path):
     again = resumed(first, trainer(callbacks=[SWA(start=4, every=2)], eval_every=9), store)
     assert_same_run(again, whole)
     assert_same(again.callbacks[0].average(), whole.callbacks[0].average(), "average")
-    assert again.monitor.values[9, "eval/loss"] == whole.monitor.values[9, "eval/loss"]
+    assert again.recorder.values[9, "eval/loss"] == whole.recorder.values[9, "eval/loss"]
 
 
 @pytest.mark.parametrize("kept", [[], [EMA(0.9)]], ids=["nothing", "another average"])
@@ -582,13 +610,13 @@ def test_an_swa_that_a_resumed_run_adds_is_the_mean_of_the_steps_it_saw(kept, tm
     late = trainer(steps=9, callbacks=[SWA(start=2)])
     late.resume(store.newest())
     seen = []
-    step = late.monitor.step
+    step = late.recorder.on_step
 
-    def watch(number, samples):
-        step(number, samples)
+    def watch(run, samples):
+        step(run, samples)
         seen.append({n: p.detach().clone() for n, p in late.model.named_parameters()})
 
-    late.monitor.step = watch
+    late.recorder.on_step = watch
     late.fit()
     assert len(seen) == 3
     for name, average in late.callbacks[0].average().items():

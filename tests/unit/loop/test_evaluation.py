@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from hybridtrain import HybridModel, World
 from hybridtrain.data.loader import EvalLoader
 from hybridtrain.errors import ConfigError
-from hybridtrain.launch.activity import activity
+from hybridtrain.launch.activity import Phase, Work, activity
 from hybridtrain.loop import evaluate, predict
 from hybridtrain.loss import METRICS, accuracy, cross_entropy, nll
 from hybridtrain.observe import MetricsFile
@@ -138,8 +138,8 @@ def test_an_evaluation_that_fails_leaves_the_model_in_its_mode():
     assert all(module.training for module in ours.model.net.modules())
 
 
-def test_a_trainer_evaluates_again_after_its_monitor_is_closed(tmp_path):
-    ours = trainer(rich_net(), monitor=MetricsFile(tmp_path / "metrics.jsonl"))
+def test_a_trainer_evaluates_again_after_its_run_has_ended(tmp_path):
+    ours = trainer(rich_net(), callbacks=[MetricsFile(tmp_path / "metrics.jsonl")])
     ours.fit()
     lines = (tmp_path / "metrics.jsonl").read_text()
     assert "eval/loss" in lines
@@ -147,20 +147,20 @@ def test_a_trainer_evaluates_again_after_its_monitor_is_closed(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == lines
 
 
-@pytest.mark.parametrize("before", ["setup", "step 4: evaluate", None])
+@pytest.mark.parametrize("before", [Work(Phase.SETUP), Work(Phase.EVALUATE, 4), None])
 def test_an_evaluation_outside_of_training_is_watched(before):
     ours = trainer()
     phases = []
 
     def loss(outputs, targets):
-        phases.append(activity.phase)
+        phases.append(activity.work.phase)
         return cross_entropy(outputs, targets)
 
-    activity.now(before)
+    activity.set(before)
     evaluate(ours.model, EvalLoader(data(4), 4, ours.world), loss, {})
-    assert activity.phase == before
-    assert {phase.rpartition(": ")[2] for phase in phases} == {"evaluate"}
-    activity.now(None)
+    assert activity.work == before
+    assert set(phases) == {Phase.EVALUATE}
+    activity.set(None)
 
 
 def test_a_metric_is_left_as_it_came():
@@ -216,3 +216,20 @@ def test_inputs_without_targets_are_predicted_in_their_order(kind):
         data = EvalLoader(kind(inputs), 4, world, inputs_alone=True)
         found = predict(model, data)
     torch.testing.assert_close(found, net(inputs).detach())
+
+
+def test_a_metric_with_a_value_per_class_has_a_name_for_each():
+    ours = trainer(rich_net())
+    world, samples = ours.model.world, data(11, seed=9)
+    recall = torchmetrics.classification.MulticlassRecall(3, average=None)
+    both = torchmetrics.MetricCollection({"a": recall, "b": recall.clone()})
+    names = ["x", "y/z", "0"]
+    loader = EvalLoader(samples, 4, world, classes=names)
+    found = evaluate(ours.model, loader, cross_entropy, {"r": recall, "both": both})
+    values = recall.compute().tolist()
+    assert [found[f"r/{name}"] for name in names] == values
+    assert [found[f"both/b/{name}"] for name in names] == values
+    for classes in (None, names[:2]):  # a metric of other classes than the data
+        loader = EvalLoader(samples, 4, world, classes=classes)
+        found = evaluate(ours.model, loader, cross_entropy, {"r": recall})
+        assert [found[f"r/{number}"] for number in range(3)] == values

@@ -1,4 +1,4 @@
-"""An evaluation, a callback or a monitor that fails loses nothing that was trained."""
+"""An evaluation, a callback or a tracker that fails loses nothing that was trained."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
 from hybridtrain.data.loader import EvalLoader
-from hybridtrain.loop import BestWeights, Callback, EarlyStopping, Monitors
+from hybridtrain.loop.callbacks import BestWeights, Callback, EarlyStopping
 from hybridtrain.loss import Accuracy, accuracy, cross_entropy
 from hybridtrain.observe import MetricsFile
 
@@ -39,8 +39,11 @@ def made(folder, at=None, **options):
         best="loss",
         lr=cosine(2, 9),
         store=CheckpointStore(folder / "checkpoints"),
-        monitor=Monitors([Recorder(), MetricsFile(folder / "metrics.jsonl")]),
-        callbacks=[EarlyStopping(patience=9), BestWeights(folder / "weights", k=2)],
+        callbacks=[
+            EarlyStopping(patience=9),
+            BestWeights(folder / "weights", k=2),
+            MetricsFile(folder / "metrics.jsonl"),
+        ],
         **options,
     )
     ours.metrics["flaky"] = Flaky(at)
@@ -119,7 +122,7 @@ def test_a_metric_that_is_broken_is_named_before_the_first_step():
         ours.fit()
     assert "in the metric 'f1'" in caught.value.__notes__
     assert ours.step == 0
-    assert ours.monitor.steps == []
+    assert ours.recorder.steps == []
 
 
 class Noisy(Dataset):
@@ -186,11 +189,11 @@ def test_eval_first_may_find_that_the_first_weights_are_the_best(tmp_path):
     assert ours.store.steps() == [0, 2]
 
 
-# Monitors and callbacks.
+# Trackers and callbacks.
 class Failing(Recorder):
-    """A monitor of the user's own, of which one method fails."""
+    """A tracker of the user's own, of which one hook fails."""
 
-    def __init__(self, method):
+    def __init__(self, hook):
         super().__init__()
         self.calls = 0
 
@@ -198,25 +201,27 @@ class Failing(Recorder):
             self.calls += 1
             raise ConnectionError("the server is away")
 
-        setattr(self, method, fail)
+        setattr(self, hook, fail)
 
 
-@pytest.mark.parametrize("place", ["monitor", "callbacks"])
 @pytest.mark.parametrize(
-    "method", ["start", "step", "scalars", "evaluating", "timeline", "close", "on_save", "on_init"]
+    "hook",
+    [
+        *("on_init", "on_start", "on_step", "on_log", "on_evaluation_batch", "on_evaluate"),
+        *("on_timeline", "on_save", "on_end"),
+    ],
 )
-def test_a_monitor_that_fails_is_one_warning_and_the_run_goes_on(method, place, tmp_path, caplog):
-    failing = Failing(method)
-    others = {"monitor": failing} if place == "monitor" else {"callbacks": [failing]}
-    ours = trainer(steps=4, timeline_every=2, store=CheckpointStore(tmp_path), **others)
+def test_a_tracker_that_fails_is_one_warning_and_the_run_goes_on(hook, tmp_path, caplog):
+    failing = Failing(hook)
+    store = CheckpointStore(tmp_path)
+    ours = trainer(steps=4, timeline_every=2, store=store, callbacks=[failing])
     assert ours.fit()["steps"] == 4
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert warnings == [
         "Failing has stopped, and training goes on without it: ConnectionError: the server is away"
     ]
     assert failing.calls == 1
-    if place == "callbacks":
-        assert [step for step, _ in ours.monitor.steps] == [1, 2, 3, 4]
+    assert [step for step, _ in ours.recorder.steps] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("hook", ["on_log", "on_evaluate", "on_timeline", "on_evaluation_batch"])

@@ -10,7 +10,7 @@ from torch import nn
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data import TrainLoader
 from hybridtrain.errors import ConfigError
-from hybridtrain.loop import Profile
+from hybridtrain.loop.callbacks import Profile
 from hybridtrain.loss import cross_entropy
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Weighte
 
 from hybridtrain import HybridModel, Loader, Session, Trainer, World
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError, DataError
+from hybridtrain.loop import Tracker
 from hybridtrain.loss import cross_entropy
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -71,6 +72,45 @@ def test_a_session_resumes_in_mid_epoch(accumulate, tmp_path):
     assert_same(again.state(), whole.state(), "weights and buffers")
     assert again.losses == whole.losses[4:]
     assert again.schedule.get_last_lr() == whole.schedule.get_last_lr()
+
+
+def test_the_trackers_of_a_session_have_the_hooks_of_those_of_a_trainer(caplog):
+    class Diary(Tracker):
+        def __init__(self, fails=False):
+            self.lines, self.fails = [], fails
+
+        def on_start(self, run):
+            self.lines.append(("start", run.step, run.total_steps))
+
+        def on_log(self, run, values):
+            if self.fails:
+                raise ConnectionError("the server is away")
+            self.lines.append(("log", run.step, values))
+
+        def on_exception(self, run, error):
+            self.lines.append(("exception", str(error)))
+
+        def on_end(self, run):
+            self.lines.append(("end", run.finished))
+
+    away, diary = Diary(fails=True), Diary()
+
+    def train():
+        with Session(world=World.from_env(1, "cpu"), trackers=[away, diary]) as session:
+            for loss in (1.0, 0.5):
+                session.log({"train/loss": loss})
+            raise ArithmeticError("boom")
+
+    with pytest.raises(ArithmeticError):
+        train()
+    assert diary.lines == [
+        ("start", 0, None), ("log", 0, {"train/loss": 1.0}), ("log", 0, {"train/loss": 0.5}),
+        ("exception", "boom"), ("end", False),
+    ]  # fmt: skip
+    assert away.lines == [("start", 0, None)]
+    assert [line for line in caplog.messages if "training goes on" in line] == [
+        "Diary has stopped, and training goes on without it: ConnectionError: the server is away"
+    ]
 
 
 def test_metrics_are_of_every_sample_once_and_in_order():

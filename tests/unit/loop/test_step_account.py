@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from support.slow import SlowData, SlowLinear
-from support.thread_choice import InTurn, threads_of
 from torch import nn
 
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data import TrainLoader
-from hybridtrain.loop import Monitor, Throughput, advice, run_stats
+from hybridtrain.loop import Throughput, Tracker, advice, run_stats
 from hybridtrain.loop.run_stats import DeviceAccount, around_pipeline, own_times, slow_replica
 from hybridtrain.loss import cross_entropy
 from hybridtrain.observe import TensorBoard, TimelineFiles
@@ -21,15 +20,15 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 def trained(
-    stages=(1e-4, 1e-4), loading=0.0, chunks=4, batch_size=16, checkpoint="never", **settings
+    stages=(1e-4, 1e-4), loading=0.0, chunks=4, batch_size=16, recompute="never", **settings
 ):
     """A trainer that has trained four steps, of which it has recorded all."""
     world = World.from_env(len(stages), "cpu")
     net = nn.Sequential(*map(SlowLinear, stages))
     samples = SlowData(loading)
-    split = "uniform" if checkpoint == "never" else "balanced"  # measures what layers keep
+    split = "uniform" if recompute == "never" else "balanced"  # measures what layers keep
     model = HybridModel(
-        net, world, chunks=chunks, split=split, checkpoint=checkpoint,
+        net, world, chunks=chunks, split=split, recompute=recompute,
         example_inputs=samples.inputs[:batch_size],
     )  # fmt: skip
     data = TrainLoader(samples, batch_size, world)
@@ -44,22 +43,22 @@ def mean_of(trainer):
     return Account(*(trainer.account["mean"][name] for name in Account._fields))
 
 
-class Kept(Monitor):
+class Kept(Tracker):
     def __init__(self):
         self.reports = []
         self.values = []
 
-    def scalars(self, step, values):
-        self.values.append((step, dict(values)))
+    def on_log(self, run, values):
+        self.values.append((run.step, dict(values)))
 
-    def account(self, step, account, advice):
-        self.reports.append((step, account, advice))
+    def on_timeline(self, run, predicted, measured):
+        self.reports.append((run.step, run.account, run.advice))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_parts_of_each_device_are_not_negative_and_add_up_to_one_step(accumulate):
     kept = Kept()
-    trainer = trained(monitor=kept, accumulate=accumulate)
+    trainer = trained(callbacks=[kept], accumulate=accumulate)
     account = json.loads(json.dumps(trainer.summary()["account"]))
     assert [device["device"] for device in account["devices"]] == [0, 1]
     for device in account["devices"]:
@@ -77,7 +76,7 @@ def test_the_parts_of_each_device_are_not_negative_and_add_up_to_one_step(accumu
 
 def test_a_step_that_is_not_recorded_is_in_no_account():
     kept = Kept()
-    trained(monitor=kept, log_every=100, steps=3)
+    trained(callbacks=[kept], log_every=100, steps=3)
     assert [step for step, _ in kept.values] == [3]
     assert [step for step, *_ in kept.reports] == [3]
 
@@ -122,7 +121,7 @@ def test_a_bubble_of_one_micro_batch_is_larger_than_one_of_many():
 def test_a_forward_that_is_run_again_is_recomputation():
     world = World.from_env(2, "cpu")
     net = nn.Sequential(SlowLinear(1e-3), SlowLinear(1e-3))
-    model = HybridModel(net, world, chunks=4, split="uniform", checkpoint="always")
+    model = HybridModel(net, world, chunks=4, split="uniform", recompute="always")
     data = TrainLoader(SlowData(0.0), 16, world)
     trainer = Trainer(
         model, torch.optim.SGD(net.parameters(), 0.1), cross_entropy, data, steps=2, log_every=2
@@ -171,7 +170,7 @@ def test_a_bubble_is_answered_with_more_micro_batches_and_what_they_would_bring(
 
 @pytest.mark.parametrize("batches", [1, 4])
 def test_a_price_does_not_count_the_all_reduce_as_won(batches):
-    step = trained(stages=(2e-3, 2e-3), chunks=2)._stats._usual.typical
+    step = trained(stages=(2e-3, 2e-3), chunks=2)._stats._recorded.typical
     won = step.account.total - advice._smaller_microbatches(step).seconds
     wait, last = 0.5, step.schedule.chunks - 1
     spans = [
@@ -183,34 +182,6 @@ def test_a_price_does_not_count_the_all_reduce_as_won(batches):
     price = advice._smaller_microbatches(step).seconds
     # of each batch as much as before
     assert account.total - price == pytest.approx(batches * won, rel=0.3)
-
-
-def test_one_thread_for_all_lanes_is_no_waiting_of_devices():
-    trainer = trained(stages=(1e-4, 1e-4))
-    timeline = trainer._stats._timelines[-1]
-    timeline.in_one_thread = True
-    first, second = trainer._stats._accounts_in_pipeline(timeline)
-    assert first == second
-    assert first.bubble == first.imbalance == first.messages == 0
-
-
-class Changing(InTurn):
-    """One thread, and a thread for each lane, in turn, in recorded steps too."""
-
-    def one_thread_for(self, recorded):
-        return self.one_thread
-
-
-def test_the_means_are_of_steps_that_ran_as_most_did():
-    with threads_of(Changing):
-        trainer = trained(steps=10, log_every=2)  # the others change the way to run
-    recorded = trainer._stats._recorded
-    assert {way: len(of.bubbles) for way, of in recorded.items()} == {True: 3, False: 2}
-    usual = recorded[True]
-    assert trainer.summary()["bubble_fraction"] == pytest.approx(sum(usual.bubbles) / 3)
-    total = sum(device.account.total for device in usual.accounts) / 2  # of three steps
-    assert trainer.account["step_ms"] == pytest.approx(total / 3 * 1e3)
-    assert trainer.account["mean"]["bubble"] == 0
 
 
 def test_an_error_in_the_advice_costs_a_sentence_and_no_run(monkeypatch):
@@ -228,9 +199,9 @@ def test_uneven_stages_are_answered_with_a_split_by_time():
 
 
 def test_recomputation_is_answered_with_keeping_the_activations_and_what_they_take():
-    trainer = trained(stages=(1e-3, 1e-3), chunks=8, checkpoint="always")
+    trainer = trained(stages=(1e-3, 1e-3), chunks=8, recompute="always")
     (line,) = lines_with("recomputation takes", trainer)
-    assert "checkpoint=never would take" in line
+    assert "recompute=never would take" in line
     assert line.endswith(" KiB more on a device")
 
 
@@ -238,13 +209,13 @@ CASES = {
     "data": {"loading": 5e-3},
     "bubble": {"stages": (2e-3, 2e-3), "chunks": 2},
     "imbalance": {"stages": (2e-4, 2e-3), "chunks": 8},
-    "recompute": {"stages": (1e-3, 1e-3), "chunks": 8, "checkpoint": "always"},
+    "recompute": {"stages": (1e-3, 1e-3), "chunks": 8, "recompute": "always"},
 }
 
 
 @pytest.mark.parametrize("part", advice._PROPOSALS)
 def test_every_kind_of_advice_says_what_a_step_takes_with_it_and_without(part):
-    step = trained(**CASES[part])._stats._usual.typical
+    step = trained(**CASES[part])._stats._recorded.typical
     (proposal,) = [each for each in advice.advise(step) if each.part == part]
     now, then = step.account.total * 1e3, proposal.seconds * 1e3
     assert f"{then:.4g} ms instead of {now:.4g}" in proposal.text
@@ -256,7 +227,7 @@ def test_a_run_in_which_all_is_well_is_told_nothing():
 
 
 def test_advice_is_of_no_step_that_was_interrupted_and_of_none_with_a_short_batch():
-    step = trained(stages=(2e-3,), chunks=1)._stats._usual.typical
+    step = trained(stages=(2e-3,), chunks=1)._stats._recorded.typical
     late = replace(step, account=step.account._replace(data=step.account.data + 0.5))
     assert any("waiting for data" in proposal.text for proposal in advice.advise(late))
     recorded = run_stats._Recorded()
@@ -266,24 +237,24 @@ def test_advice_is_of_no_step_that_was_interrupted_and_of_none_with_a_short_batc
     assert recorded.typical is step
 
 
-def test_monitors_take_a_directory_as_text_and_make_it(tmp_path, caplog):
+def test_trackers_take_a_directory_as_text_and_make_it(tmp_path, caplog):
     directory = tmp_path / "runs" / "a"
-    monitors = [TensorBoard(str(directory)), TimelineFiles(str(directory / "timelines"))]
-    trained(callbacks=monitors, timeline_every=2)
+    trackers = [TensorBoard(str(directory)), TimelineFiles(str(directory / "timelines"))]
+    trained(callbacks=trackers, timeline_every=2)
     assert not caplog.messages
     assert (directory / "timelines" / "timeline.png").exists()
 
 
-class Pictures(Monitor):
-    """A monitor that takes 100 seconds to draw a timeline."""
+class Pictures(Tracker):
+    """A tracker that takes 100 seconds to draw a timeline."""
 
     seconds = 0.0
 
-    def timeline(self, step, predicted, measured):
+    def on_timeline(self, run, predicted, measured):
         Pictures.seconds += 100
 
 
-def test_the_advice_of_a_recorded_step_is_found_once_for_all_monitors(monkeypatch):
+def test_the_advice_of_a_recorded_step_is_found_once_for_all_trackers(monkeypatch):
     found = []
 
     def advise(step):
@@ -291,7 +262,7 @@ def test_the_advice_of_a_recorded_step_is_found_once_for_all_monitors(monkeypatc
         return []
 
     monkeypatch.setattr(run_stats, "advise", advise)
-    trained(callbacks=[Monitor(), Monitor()], timeline_every=2)
+    trained(callbacks=[Kept(), Kept()], timeline_every=2)
     assert len(found) == 2
 
 

@@ -48,10 +48,10 @@ def test_accumulating_k_batches_equals_one_k_times_larger(accumulate):
         torch.testing.assert_close(
             small.model.state_dict()[name], value, rtol=1e-4, atol=1e-5, msg=name
         )
-    for (step, name), value in large.monitor.reproducible().items():
+    for (step, name), value in large.recorder.reproducible().items():
         if name == "train/epoch":  # counted in batches
             continue
-        assert small.monitor.values[step, name] == pytest.approx(value, rel=1e-3), (step, name)
+        assert small.recorder.values[step, name] == pytest.approx(value, rel=1e-3), (step, name)
 
 
 @pytest.mark.parametrize("nb_part", [1, 2, 4])
@@ -73,7 +73,7 @@ def test_the_norm_is_clipped_over_all_stages(nb_part):
         plain.zero_grad()
         ours.total_steps = step
         ours.fit()
-        assert ours.monitor.values[step, "train/grad_norm"] == float(norm)
+        assert ours.recorder.values[step, "train/grad_norm"] == float(norm)
         assert_same(ours.model.state_dict(), net.state_dict(), f"step {step}")
     stream.close()
 
@@ -85,7 +85,7 @@ def test_the_gradient_norm_is_logged_without_clipping_too():
     batch = next(ours.train.at_start().stream())
     cross_entropy(net(batch.inputs), batch.targets).backward()
     norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in net.parameters()]))
-    assert ours.monitor.values[1, "train/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+    assert ours.recorder.values[1, "train/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
 
 
 def test_the_logged_loss_is_the_mean_over_the_samples_since_the_last_line():
@@ -96,9 +96,9 @@ def test_the_logged_loss_is_the_mean_over_the_samples_since_the_last_line():
     summary = ours.fit()
     inputs, targets = data(RAGGED).tensors
     expected = float(cross_entropy(plain_net()(inputs), targets).detach())
-    assert ours.monitor.values[6, "train/loss"] == pytest.approx(expected, rel=1e-5)
-    assert summary["train_loss"] == ours.monitor.values[6, "train/loss"]
-    assert summary["eval"]["loss"] == ours.monitor.values[6, "eval/loss"]
+    assert ours.recorder.values[6, "train/loss"] == pytest.approx(expected, rel=1e-5)
+    assert summary["train_loss"] == ours.recorder.values[6, "train/loss"]
+    assert summary["eval"]["loss"] == ours.recorder.values[6, "eval/loss"]
 
 
 # Counting.
@@ -118,9 +118,9 @@ def test_steps_and_epochs_are_counted(options, steps):
     ours = trainer(**options)
     summary = ours.fit()
     assert summary["steps"] == ours.step == ours.total_steps == steps
-    assert ours.monitor.started == (steps, 0)
-    assert [step for step, _ in ours.monitor.steps] == list(range(1, steps + 1))
-    assert sum(samples for _, samples in ours.monitor.steps) == summary["samples"]
+    assert ours.recorder.started == (steps, 0)
+    assert [step for step, _ in ours.recorder.steps] == list(range(1, steps + 1))
+    assert sum(samples for _, samples in ours.recorder.steps) == summary["samples"]
     if "epochs" in options:
         assert summary["samples"] == SAMPLES * options["epochs"]
         assert (ours.epoch, ours.batch) == (options["epochs"], 0)
@@ -172,7 +172,7 @@ def test_copying_a_trainer_says_what_to_do_instead(copies):
 def test_every_nth_step_and_the_last_are_logged(log_every):
     ours = trainer(steps=9, log_every=log_every)
     ours.fit()
-    logged = sorted(step for step, name in ours.monitor.values if name == "train/loss")
+    logged = sorted(step for step, name in ours.recorder.values if name == "train/loss")
     assert logged == sorted({*range(log_every, 10, log_every), 9})
 
 
@@ -183,7 +183,7 @@ def test_every_nth_step_and_the_last_are_evaluated_and_saved(eval_every, expecte
     store = CheckpointStore(tmp_path)
     ours = trainer(steps=9, eval_every=eval_every, checkpoint_every_steps=eval_every, store=store)
     summary = ours.fit()
-    assert sorted(s for s, name in ours.monitor.values if name == "eval/loss") == expected
+    assert sorted(s for s, name in ours.recorder.values if name == "eval/loss") == expected
     assert store.steps() == expected
     assert summary["checkpoint"] == str(tmp_path / "step_00000009")
     assert summary["resumed_from"] is None
@@ -201,7 +201,7 @@ def test_the_learning_rate_warms_up_and_follows_the_cosine(warm_up):
             expected = 0.02 * (step + 1) / (warm_up + 1)
         else:
             expected = 0.01 * (1 + math.cos(math.pi * (step - warm_up) / (total - warm_up)))
-        found = ours.monitor.values[step + 1, "train/lr"]
+        found = ours.recorder.values[step + 1, "train/lr"]
         assert found == pytest.approx(expected, rel=1e-6, abs=1e-12), step
 
 
@@ -221,14 +221,14 @@ def test_the_split_changes_no_weight():
         assert_same_run(run, runs[0])
 
 
-def test_an_exception_in_a_step_closes_the_monitor_and_leaves_no_thread():
+def test_an_exception_in_a_step_ends_the_trackers_and_leaves_no_thread():
     class Closing(Recorder):
         closed = False
 
-        def close(self):
+        def on_end(self, run):
             self.closed = True
 
-    ours = trainer(monitor=Closing())
+    ours = trainer(recorder=Closing())
     boom = RuntimeError("boom")
 
     def fail(module, args):
@@ -237,7 +237,7 @@ def test_an_exception_in_a_step_closes_the_monitor_and_leaves_no_thread():
     ours.model.net[2].register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="boom"):
         ours.fit()
-    assert ours.monitor.closed
+    assert ours.recorder.closed
     assert not [t for t in threading.enumerate() if t.name == "prefetch"]
 
 
@@ -247,7 +247,7 @@ def test_a_learning_rate_that_is_a_tensor_is_logged_as_a_number(tmp_path):
         ours = trainer(
             optimizer=lambda p, value=value: torch.optim.AdamW(p, lr=value),
             lr=cosine(2, 9),
-            monitor=MetricsFile(tmp_path / "metrics.jsonl"),
+            callbacks=[MetricsFile(tmp_path / "metrics.jsonl")],
         )
         ours.fit()
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()

@@ -13,7 +13,8 @@ from hybridtrain import EvalLoader, HybridModel, Loader, Trainer
 from hybridtrain.data.loader import TrainLoader
 from hybridtrain.data.stream import StreamLoader
 from hybridtrain.errors import ConfigError
-from hybridtrain.loop import EMA, BestWeights, Callback, EarlyStopping, Monitor
+from hybridtrain.loop import Callback, Tracker
+from hybridtrain.loop.callbacks import EMA, BestWeights, EarlyStopping
 from hybridtrain.loss import accuracy
 
 DATA = TensorDataset(floats(8, 4), floats(8, 2, seed=1))
@@ -62,7 +63,10 @@ def with_method(base, name):
             r"Mine\.on_train_batch_end is not a hook, and is never called: did you mean 'on_step'",
         ),
         ({"callbacks": [with_method(Callback, "on_steps")]}, r"did you mean 'on_step'"),
-        ({"monitor": with_method(Monitor, "on_xyz")}, r"on_xyz is not .*: the hooks are: on_end, "),
+        (
+            {"callbacks": [with_method(Tracker, "on_xyz")]},
+            r"on_xyz is not .*: the hooks are: on_",
+        ),
         (
             {"optimizer": torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])},
             r"optimizer=LBFGS: its step computes the loss again, by a closure",
@@ -88,7 +92,7 @@ def test_an_argument_of_another_kind_is_named_with_what_to_write(changed, messag
         ("metric", "metrics"),
         ("scheduler", "lr_schedule"),
         ("gradient_clip_val", "clip_norm"),
-        ("logger", "monitor"),
+        ("logger", "callbacks"),
     ],
 )
 def test_an_unknown_setting_is_named_with_the_one_that_was_meant(name, meant):

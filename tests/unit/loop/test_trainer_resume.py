@@ -82,18 +82,18 @@ def test_a_run_resumed_at_any_step_equals_the_uninterrupted_one(step, then_nb_pa
         step, CheckpointStore(tmp_path), then_nb_part=then_nb_part, **options
     )
     assert_same_run(again, whole)
-    assert again.monitor.started == (9, step)
-    expected = whole.monitor.reproducible()
-    assert {**first.monitor.reproducible(), **again.monitor.reproducible()}.keys() == {
+    assert again.recorder.started == (9, step)
+    expected = whole.recorder.reproducible()
+    assert {**first.recorder.reproducible(), **again.recorder.reproducible()}.keys() == {
         *expected.keys(),
         (step, "eval/loss"),  # the first half evaluates at its end
         (step, "eval/accuracy"),
     }
-    for key, value in again.monitor.reproducible().items():
+    for key, value in again.recorder.reproducible().items():
         # if the run ends at the step it was resumed at, nothing but the evaluation is left
         assert value == expected[key], key
-    for key in expected.keys() & first.monitor.reproducible().keys():
-        assert first.monitor.values[key] == expected[key], key
+    for key in expected.keys() & first.recorder.reproducible().keys():
+        assert first.recorder.values[key] == expected[key], key
 
 
 @pytest.mark.parametrize("name", LR)
@@ -103,8 +103,8 @@ def test_every_learning_rate_schedule_continues_where_it_was(name, tmp_path):
     for step in (1, 4):
         _, again = interrupted_at(step, CheckpointStore(tmp_path / str(step)), lr=LR[name])
         assert_same_run(again, whole)
-        for key, value in again.monitor.reproducible().items():
-            assert value == whole.monitor.values[key], (step, key)
+        for key, value in again.recorder.reproducible().items():
+            assert value == whole.recorder.values[key], (step, key)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_another_batch_size_continues_at_the_same_sample(batch_size, drop_last, 
     again.train = TrainLoader(data(), batch_size, again.world, seed=1, options=options)
     again.resume(store.newest())
     again.fit()
-    assert [step for step, _ in again.monitor.steps] == [13, 14]
-    assert all(0 < samples <= batch_size for _, samples in again.monitor.steps)
+    assert [step for step, _ in again.recorder.steps] == [13, 14]
+    assert all(0 < samples <= batch_size for _, samples in again.recorder.steps)
     assert 0 <= again.batch < again.train.batches_per_epoch
 
 
@@ -225,5 +225,5 @@ def test_a_run_made_longer_follows_the_schedule_of_its_new_length(tmp_path):
     whole = trainer(steps=12, lr=cosine(2, 12))
     whole.fit()
     for step in range(7, 13):
-        rates = [each.monitor.values[step, "train/lr"] for each in (longer, whole)]
+        rates = [each.recorder.values[step, "train/lr"] for each in (longer, whole)]
         assert rates[0] == rates[1], step

@@ -688,8 +688,8 @@ def test_a_decorated_compiled_loss_is_no_known_one():
     def with_more(output, targets):
         return compiled(output, targets) + output.square().mean()
 
-    assert resolve(compiled).trusted
-    assert not resolve(with_more).trusted
+    assert resolve(compiled).is_known_reduction
+    assert not resolve(with_more).is_known_reduction
 
 
 def test_class_targets_in_floating_point_are_one_line():

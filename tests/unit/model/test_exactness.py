@@ -57,9 +57,9 @@ def assert_step_as_plain(net, nb_part=2, chunks=4, **options):
     assert_same_gradients(net, plain)
 
 
-@pytest.mark.parametrize(("kind", "nb_part", "schedule", "checkpoint"), thinned(CELLS, 5))
+@pytest.mark.parametrize(("kind", "nb_part", "schedule", "recompute"), thinned(CELLS, 5))
 def test_steps_equal_the_unsplit_model_on_the_same_micro_batches(
-    kind, nb_part, schedule, checkpoint
+    kind, nb_part, schedule, recompute
 ):
     case = CASES[kind]
     plain = case.net()
@@ -67,7 +67,7 @@ def test_steps_equal_the_unsplit_model_on_the_same_micro_batches(
     plain_optimizer, optimizer = optimizer_of(plain), optimizer_of(ours)
     for seed, (chunks, rows) in enumerate(SHAPES):
         what = f"chunks {chunks}, {rows} samples"
-        model = hybrid(ours, nb_part, chunks=chunks, schedule=schedule, checkpoint=checkpoint)
+        model = hybrid(ours, nb_part, chunks=chunks, schedule=schedule, recompute=recompute)
         inputs, targets = case.batch(rows, seed)
         expected, expected_loss = plain_step(plain, copied(inputs), targets, case.loss, chunks)
         outputs, loss_fn = recording(case.loss)
@@ -165,7 +165,7 @@ def test_a_first_layer_that_overwrites_the_batch_is_recomputed_from_the_batch(nb
     plain = copy.deepcopy(net)
     x, targets = classification(10)
     plain_step(plain, x.clone(), targets, F.cross_entropy)
-    hybrid(net, nb_part, checkpoint="always").train_step(x, targets, F.cross_entropy)
+    hybrid(net, nb_part, recompute="always").train_step(x, targets, F.cross_entropy)
     # the stage works on copies, whose memory is aligned unlike that of the batch's views
     assert_same_gradients(net, plain, rtol=1e-5, atol=1e-6)
 

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from support.compare import CHUNKS, CLOSE, assert_same_gradients, hybrid
 from support.engine import PATIENCE_S, in_time
 from support.nets import floats
-from support.thread_choice import OneThread, threads_of
 from torch import nn
 
 from hybridtrain.pipeline.engines.actions import ActionRunner
@@ -79,12 +78,12 @@ class Layer(nn.Module):
         return x, number
 
 
-def make(nb_part, schedule="1f1b", checkpoint="never", stages_per_device=1):
+def make(nb_part, schedule="1f1b", recompute="never", stages_per_device=1):
     torch.manual_seed(0)
     switch = Switch()
     net = nn.Sequential(*[Layer(i, switch) for i in range(4)])
     spare = copy.deepcopy(net)
-    model = hybrid(net, nb_part, stages_per_device, schedule=schedule, checkpoint=checkpoint)
+    model = hybrid(net, nb_part, stages_per_device, schedule=schedule, recompute=recompute)
     return model, spare, switch
 
 
@@ -123,13 +122,6 @@ def place_of(place, nb_part):
     return f"stage {stage} ({first})" if first == last else f"stage {stage} ({first} to {last})"
 
 
-@pytest.fixture(params=[None, OneThread], ids=["threads", "one_thread"])
-def _threads(request):
-    with threads_of(request.param):
-        yield
-
-
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("nb_part", NB_PARTS)
 @pytest.mark.parametrize("kind", ["forward", "backward"])
@@ -152,7 +144,6 @@ def test_an_exception_of_any_layer_and_micro_batch_is_raised_as_itself(kind, nb_
     assert_next_step_is_right(model, spare, switch)
 
 
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("nb_part", NB_PARTS)
 def test_a_model_trains_as_before_after_each_failure(nb_part):
     model, spare, switch = make(nb_part)
@@ -169,7 +160,7 @@ def test_a_model_trains_as_before_after_each_failure(nb_part):
 
 @pytest.mark.parametrize("nb_part", [1, 2])
 def test_an_exception_while_activations_are_recomputed_is_raised_as_itself(nb_part):
-    model, spare, switch = make(nb_part, checkpoint="always")
+    model, spare, switch = make(nb_part, recompute="always")
     layer = model.net[0]
     passes = []
 
@@ -219,7 +210,6 @@ def test_when_all_stages_fail_one_of_the_exceptions_is_raised():
     assert_next_step_is_right(model, spare, switch)
 
 
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
 @pytest.mark.parametrize("nb_part", [1, 2, 4])
 def test_an_interrupt_in_a_stage_stops_the_step(nb_part, error):
@@ -232,7 +222,6 @@ def test_an_interrupt_in_a_stage_stops_the_step(nb_part, error):
     assert_next_step_is_right(model, spare, switch)
 
 
-@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize(("nb_part", "ends_the_wait"), [(1, True), (2, True), (2, False)])
 def test_ctrl_c_stops_the_step_after_the_action_that_runs(nb_part, ends_the_wait):
     model = two_layers(nb_part, chunks=64)

@@ -145,8 +145,8 @@ def test_its_repr_and_the_printed_plan_are_the_table_of_the_command_line():
     assert head == "HybridModel(Sequential, chunks=4, schedule=1f1b)"
     assert "\n".join(lines) == str(model.plan) == table(model.plan)
     assert lines[1].split() == ["0", "2", "40", "0.6", "KiB", "60%", "cpu", "0", "...", "1"]
-    assert "checkpoint=always, precision=bf16)" in repr(
-        HybridModel(chain(), World.from_env(devices="cpu"), checkpoint="always", precision="bf16")
+    assert "recompute=always, precision=bf16)" in repr(
+        HybridModel(chain(), World.from_env(devices="cpu"), recompute="always", precision="bf16")
     )
 
 

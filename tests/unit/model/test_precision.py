@@ -59,11 +59,11 @@ def seen_by_all(net):
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
-def test_the_precision_reaches_the_thread_of_every_stage(nb_part, precision, checkpoint):
-    net, model = probed(nb_part, precision=precision, checkpoint=checkpoint)
+def test_the_precision_reaches_the_thread_of_every_stage(nb_part, precision, recompute):
+    net, model = probed(nb_part, precision=precision, recompute=recompute)
     training = {
         "autocast": precision != "fp32",
         "dtype": DTYPES[precision],
@@ -159,20 +159,20 @@ def test_an_overflow_in_one_stage_skips_the_step_in_all(nb_part, layer, options)
 
 
 def assert_skipped(trainer, skipped):
-    everything = set(trainer.monitor.weights[0])
+    everything = set(trainer.recorder.weights[0])
     for step in range(1, 7):
-        assert trainer.monitor.moved(step) == (set() if step in skipped else everything), step
+        assert trainer.recorder.moved(step) == (set() if step in skipped else everything), step
 
 
 def scales_of(trainer):
-    return trainer.monitor.of("train/loss_scale")
+    return trainer.recorder.of("train/loss_scale")
 
 
 def test_values_that_overflow_fp16_lower_the_scale_until_they_fit():
     # gradients of about 1 times 2**24 are infinite in fp16, whose largest number is about 2**16
     ours = fp16_trainer(steps=20, scale=2.0**24)
     ours.fit()
-    moved = [bool(ours.monitor.moved(step)) for step in range(1, 21)]
+    moved = [bool(ours.recorder.moved(step)) for step in range(1, 21)]
     first = moved.index(True)
     assert first > 0
     scales = scales_of(ours)
@@ -200,7 +200,7 @@ def test_the_logged_norm_is_independent_of_the_scale(scale):
     norms = []
     for trainer in (ours, other):
         trainer.fit()
-        norms.append(trainer.monitor.of("train/grad_norm"))
+        norms.append(trainer.recorder.of("train/grad_norm"))
     assert len(norms[0]) == 6
     # small gradients have fewer bits in fp16
     assert norms[0] == pytest.approx(norms[1], rel=1e-2)
@@ -229,7 +229,7 @@ def test_the_scale_is_in_the_checkpoint_and_comes_back(until, then_nb_part, tmp_
     assert again.scaler.get_scale() == first.scaler.get_scale()
     again.fit()
     assert scales_of(again) == scales_of(whole)[until:]
-    assert_same(again.monitor.weights[6], whole.monitor.weights[6])
+    assert_same(again.recorder.weights[6], whole.recorder.weights[6])
 
 
 class Backward(torch.autograd.Function):

@@ -72,7 +72,7 @@ def test_inputs_of_the_wrong_width_name_the_layer_and_what_it_was_given():
     [
         ({"chunks": 0}, r"chunks=0 must be a "),
         ({"schedule": "pipe"}, r"schedule=pipe is unknown: .*gpipe"),
-        ({"checkpoint": "some"}, r"checkpoint=some is unknown: use never, "),
+        ({"recompute": "some"}, r"recompute=some is unknown: use never, "),
         ({"precision": "fp8"}, r"precision=fp8 is unknown: .*: fp32, bf16"),
         ({"split": [3, 3]}, r"add up to the model's 2 layers"),
     ],

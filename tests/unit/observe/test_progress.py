@@ -17,6 +17,7 @@ from typing import TextIO
 
 import pytest
 from support.clock import Clock
+from support.runs import RunOf
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
@@ -38,14 +39,14 @@ TRAINING = {
 def test_piped_progress_is_a_line_per_logged_step() -> None:
     stream, clock = io.StringIO(), Clock(1000.0)
     progress = Progress(stream, clock)
-    progress.start(total_steps=450, first_step=100, texts={"config": "not shown"})
+    progress.on_start(RunOf(100, total_steps=450, texts={"config": "not shown"}))
     for step in range(101, 121):
         clock.now += 0.5
-        progress.step(step, 32)
-    progress.scalars(120, TRAINING)
-    progress.scalars(120, {"stage0/forward_ms": 1.0})
-    progress.scalars(225, {"eval/loss": 0.1021, "eval/accuracy": 0.9694})
-    progress.close()
+        progress.on_step(RunOf(step), 32)
+    progress.on_log(RunOf(120), TRAINING)
+    progress.on_log(RunOf(120), {"stage0/forward_ms": 1.0})
+    progress.on_log(RunOf(225), {"eval/loss": 0.1021, "eval/accuracy": 0.9694})
+    progress.on_end(RunOf())
     assert stream.getvalue().splitlines() == [
         "step 120/450  loss 0.2312  1,843 samples/s  lr 1.00e-03  left 02:45",
         "step 225/450  eval: loss 0.1021  accuracy 0.9694",
@@ -55,10 +56,10 @@ def test_piped_progress_is_a_line_per_logged_step() -> None:
 def test_piped_progress_without_a_known_end_or_a_first_step() -> None:
     stream = io.StringIO()
     progress = Progress(stream)
-    progress.start(total_steps=None, first_step=0, texts={})
-    progress.scalars(0, {"eval/loss": 2.0})
-    progress.scalars(3, {"train/loss": math.nan, "train/samples_per_second": 0.5})
-    progress.close()
+    progress.on_start(RunOf())
+    progress.on_log(RunOf(0), {"eval/loss": 2.0})
+    progress.on_log(RunOf(3), {"train/loss": math.nan, "train/samples_per_second": 0.5})
+    progress.on_end(RunOf())
     assert stream.getvalue().splitlines() == [
         "step 0  eval: loss 2.0000",
         "step 3  loss nan  0.5 samples/s",
@@ -72,9 +73,9 @@ def test_piped_progress_without_a_known_end_or_a_first_step() -> None:
 def test_the_time_left_reads_as_a_clock(seconds_per_step: float, left: str) -> None:
     stream, clock = io.StringIO(), Clock(1000.0)
     progress = Progress(stream, clock)
-    progress.start(total_steps=100, first_step=0, texts={})
+    progress.on_start(RunOf(total_steps=100))
     clock.now += 10 * seconds_per_step
-    progress.scalars(10, {"train/loss": 1.0})
+    progress.on_log(RunOf(10), {"train/loss": 1.0})
     assert stream.getvalue().strip().endswith(left)
 
 
@@ -84,8 +85,8 @@ def test_the_time_left_reads_as_a_clock(seconds_per_step: float, left: str) -> N
 def test_learning_rates_have_one_format_in_all_lines(rate: float, shown: str) -> None:
     stream = io.StringIO()
     progress = Progress(stream)
-    progress.start(total_steps=None, first_step=0, texts={})
-    progress.scalars(1, {"train/lr": rate})
+    progress.on_start(RunOf())
+    progress.on_log(RunOf(1), {"train/lr": rate})
     assert shown in stream.getvalue()
 
 
@@ -141,12 +142,12 @@ def screen(sent: str) -> list[str]:
 def test_a_terminal_gets_a_bar_with_loss_rate_and_time_left() -> None:
     with terminal() as (stream, finish):
         progress = Progress(stream)
-        progress.start(total_steps=10_000, first_step=9_000, texts={})
+        progress.on_start(RunOf(9_000, total_steps=10_000))
         for step in range(9_001, 9_021):
-            progress.step(step, 32)
+            progress.on_step(RunOf(step), 32)
             if step == 9_010:
-                progress.scalars(step, TRAINING)
-        progress.close()
+                progress.on_log(RunOf(step), TRAINING)
+        progress.on_end(RunOf())
         (bar, *rest) = screen(finish())
     assert rest == [""]
     shown = re.fullmatch(
@@ -173,10 +174,10 @@ def test_a_terminal_gets_a_bar_with_loss_rate_and_time_left() -> None:
 def test_a_narrow_terminal_keeps_the_loss_and_the_rates_whole(columns: int, line: str) -> None:
     with terminal(columns) as (stream, finish):
         progress = Progress(stream)
-        progress.start(total_steps=450, first_step=100, texts={})
-        progress.scalars(119, {**TRAINING, "train/epoch": 1.5, "account/messages_ms": 5.0})
-        progress.step(120, 32)
-        progress.close()
+        progress.on_start(RunOf(100, total_steps=450))
+        progress.on_log(RunOf(119), {**TRAINING, "train/epoch": 1.5, "account/messages_ms": 5.0})
+        progress.on_step(RunOf(120), 32)
+        progress.on_end(RunOf())
         (bar, *_) = screen(finish())
     assert re.fullmatch(line, bar), bar
     assert len(bar) <= columns
@@ -187,15 +188,15 @@ def test_log_messages_appear_above_the_bar() -> None:
         logger = logging.Logger("test")
         logger.addHandler(logging.StreamHandler(DummyTqdmFile(stream)))
         progress = Progress(stream)
-        progress.start(total_steps=10, first_step=0, texts={})
+        progress.on_start(RunOf(total_steps=10))
         logger.warning("before the first step")
-        progress.step(1, 32)
-        progress.scalars(5, TRAINING)
-        progress.step(5, 32)
+        progress.on_step(RunOf(1), 32)
+        progress.on_log(RunOf(5), TRAINING)
+        progress.on_step(RunOf(5), 32)
         logger.warning("saved %s", "step_00000005")
-        progress.scalars(5, {"eval/loss": 0.5})
-        progress.step(10, 32)
-        progress.close()
+        progress.on_log(RunOf(5), {"eval/loss": 0.5})
+        progress.on_step(RunOf(10), 32)
+        progress.on_end(RunOf())
         logger.warning("after the end")
         shown = screen(finish())
     assert shown[:3] == [
@@ -223,10 +224,10 @@ def test_the_bar_is_drawn_by_the_clock_and_not_at_every_step(
     monkeypatch.setattr("tqdm.std.time", lambda: 0.0)
     with terminal() as (stream, finish):
         progress = Progress(stream)
-        progress.start(total_steps=None, first_step=0, texts={})
+        progress.on_start(RunOf())
         for step in range(1, 5001):
-            progress.step(step, 32)
-        progress.close()
+            progress.on_step(RunOf(step), 32)
+        progress.on_end(RunOf())
         draws = finish().count("\r")
     assert draws < 10
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.runs import RunOf
 from support.wandb_files import offline_runs
 
 from hybridtrain.errors import ConfigError, Interrupted
-from hybridtrain.loop import Monitor, call_hook, trainer
-from hybridtrain.observe import CSVFile, MLflow, Tracker, WandB
+from hybridtrain.loop import Tracker, call_hook, trainer
+from hybridtrain.observe import CSVFile, MLflow, QueuedTracker, WandB
 from hybridtrain.schedule import Action, Span
 
 CONFIG = "seed: 3\noptim:\n  lr: 0.1\n  betas: [0.9, 0.99]\n  eps: null\n"
@@ -20,19 +21,21 @@ TEXTS = {"config": CONFIG, "layout": "1 process", "overrides": "optim.lr: 0.1\n"
 
 
 def attempt(
-    monitor: Monitor, steps: range, *, first_step: int = 0, loss: float = 1.0, ends: bool = True
+    tracker: Tracker, steps: range, *, first_step: int = 0, loss: float = 1.0, ends: bool = True
 ) -> None:
-    """An attempt of a run in which every step is logged; one that is killed never closes."""
-    monitor.patience_s = 300  # a busy machine is no server that is away
-    monitor.start(total_steps=None, first_step=first_step, texts=TEXTS)
-    for step in steps:
-        monitor.scalars(step, {"train/loss": loss})
+    """An attempt of a run in which every step is logged; one that is killed is never complete."""
+    tracker.patience_s = 300  # a busy machine is no server that is away
+    run = RunOf(first_step, texts=TEXTS)
+    tracker.on_start(run)
+    for run.step in steps:
+        tracker.on_log(run, {"train/loss": loss})
     if ends:
         spans = [[Span(Action("F", 0, 0), 0.0, 1.0)]]
-        monitor.scalars(steps[-1], {"eval/loss": loss / 2})
-        monitor.timeline(steps[-1], spans, spans)
-        monitor.results(steps[-1], {"steps": steps[-1], "step_ms": {"p50": 2.0}, "eval": None})
-    monitor.close()
+        tracker.on_evaluate(run, {"loss": loss / 2})
+        tracker.on_timeline(run, spans, spans)
+        run.finished = True
+        run.results = {"steps": run.step, "step_ms": {"p50": 2.0}, "eval": None}
+    tracker.on_end(run)
 
 
 # --- Weights & Biases ---------------------------------------------------------------------------
@@ -126,17 +129,17 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def test_the_csv_file_has_a_column_for_each_tag_whenever_it_appears(tmp_path: Path) -> None:
-    monitor = CSVFile(tmp_path / "metrics.csv")
-    monitor.start(total_steps=None, first_step=0, texts={})
-    monitor.scalars(1, {"train/loss": 0.1})
-    monitor.scalars(1, {"eval/loss": float("nan")})
-    monitor.scalars(2, {"train/loss": 1e-30, "eval/a,b": 2})
+    tracker = CSVFile(tmp_path / "metrics.csv")
+    tracker.on_start(RunOf())
+    tracker.on_log(RunOf(1), {"train/loss": 0.1})
+    tracker.on_evaluate(RunOf(1), {"loss": float("nan")})
+    tracker.on_log(RunOf(2), {"train/loss": 1e-30, "eval/a,b": 2})
     assert rows(tmp_path / "metrics.csv") == [  # also while the run goes on
         {"step": "1", "train/loss": "0.1", "eval/loss": "", "eval/a,b": ""},
         {"step": "1", "train/loss": "", "eval/loss": "nan", "eval/a,b": ""},
         {"step": "2", "train/loss": "1e-30", "eval/loss": "", "eval/a,b": "2"},
     ]
-    monitor.close()
+    tracker.on_end(RunOf(2))
 
 
 @pytest.mark.parametrize("torn", ["", "7,1.0", "\0\0\n", "7,1,2,3,4\n", ",,\n", "\udcff\n"])
@@ -145,12 +148,12 @@ def test_the_csv_file_reads_as_one_run_after_a_resume(tmp_path: Path, torn: str)
     attempt(CSVFile(path), range(1, 8))
     with path.open("ab") as file:
         file.write(torn.encode(errors="surrogateescape"))
-    monitor = CSVFile(path)
-    monitor.start(total_steps=None, first_step=4, texts={})
-    monitor.scalars(4, {"eval/loss": 3.0})
-    monitor.scalars(4, {"eval/loss": 4.0})  # the evaluation of that step, done again
-    monitor.scalars(5, {"train/loss": 2.0})
-    monitor.close()
+    tracker = CSVFile(path)
+    tracker.on_start(RunOf(4))
+    tracker.on_evaluate(RunOf(4), {"loss": 3.0})
+    tracker.on_evaluate(RunOf(4), {"loss": 4.0})  # the evaluation of that step, done again
+    tracker.on_log(RunOf(5), {"train/loss": 2.0})
+    tracker.on_end(RunOf(5))
     assert [(row["step"], row["train/loss"], row["eval/loss"]) for row in rows(path)] == [
         *[(str(step), "1.0", "") for step in (1, 2, 3, 4)],
         ("4", "", "4.0"),
@@ -169,7 +172,7 @@ def test_the_csv_file_of_a_fresh_start_is_empty(tmp_path: Path) -> None:
 # --- a service that is slow, away or not installed ----------------------------------------------
 
 
-class Service(Tracker):
+class Service(QueuedTracker):
     """A tracker whose service is `yaml`, and waits for `answer`, or refuses."""
 
     package = "yaml"
@@ -199,10 +202,10 @@ def test_a_service_that_does_not_answer_holds_up_neither_steps_nor_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = Service(tmp_path, answers=False)
-    call_hook(service, "start", total_steps=None, first_step=0, texts={})
+    call_hook(service, "on_start", RunOf())
     for step in range(3):
-        call_hook(service, "scalars", step, {"train/loss": 1.0})
-    call_hook(service, "close")
+        call_hook(service, "on_log", RunOf(step), {"train/loss": 1.0})
+    call_hook(service, "on_end", RunOf(3))
     service.answer.set()
     (message,) = caplog.messages
     assert message.startswith("Service has stopped, and training goes on without it: TimeoutError")
@@ -221,15 +224,15 @@ def test_the_end_of_an_interrupted_run_waits_for_all_services_less_than_others_w
         def is_alive(self) -> bool:
             return True
 
-    monkeypatch.setattr("hybridtrain.observe.trackers.tracker.monotonic", lambda: now)
+    monkeypatch.setattr("hybridtrain.observe.trackers.queued.monotonic", lambda: now)
     services = [Service(tmp_path), Service(tmp_path)]
     for service in services:
         service.patience_s = 30
         service._thread = Hanging()
-        service.on_exception(None, Interrupted("by SIGTERM"))
+        service.on_exception(RunOf(), Interrupted("by SIGTERM"))
     for service in services:
         with pytest.raises(TimeoutError):
-            service.close()
+            service.on_end(RunOf())
     assert now < trainer._WAIT_FOR_OTHERS_S
 
 
@@ -243,12 +246,12 @@ def test_a_service_that_refuses_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = Service(tmp_path, refuses=True)
-    call_hook(service, "start", total_steps=None, first_step=0, texts={})
+    call_hook(service, "on_start", RunOf())
     while service._error is None:
         time.sleep(0.001)
     for step in range(3):
-        call_hook(service, "scalars", step, {"train/loss": 1.0})
-    call_hook(service, "close")
+        call_hook(service, "on_log", RunOf(step), {"train/loss": 1.0})
+    call_hook(service, "on_end", RunOf(3))
     assert caplog.messages == [
         "Service has stopped, and training goes on without it: ConnectionError: nobody there"
     ]
@@ -257,13 +260,13 @@ def test_a_service_that_refuses_is_one_warning(
 def test_reports_that_nobody_takes_do_not_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridtrain.observe.trackers.tracker._MOST_WAITING", 3)
+    monkeypatch.setattr("hybridtrain.observe.trackers.queued._MOST_WAITING", 3)
     service = Service(tmp_path, answers=False)
-    service.start(total_steps=None, first_step=0, texts={})
+    service.on_start(RunOf())
     while service._waiting.qsize() < 3:  # the thread has taken the first
-        service.scalars(1, {"train/loss": 1.0})
+        service.on_log(RunOf(1), {"train/loss": 1.0})
     with pytest.raises(TimeoutError, match="3 reports are waiting"):
-        service.scalars(2, {"train/loss": 1.0})
+        service.on_log(RunOf(2), {"train/loss": 1.0})
     service.answer.set()
 
 
@@ -275,10 +278,10 @@ def test_a_tracker_without_its_package_names_the_extra(tmp_path: Path) -> None:
         Away(tmp_path)
 
 
-def test_closing_a_tracker_twice_or_without_a_start_does_no_harm(tmp_path: Path) -> None:
+def test_ending_a_tracker_twice_or_without_a_start_does_no_harm(tmp_path: Path) -> None:
     service = Service(tmp_path)
-    service.close()
+    service.on_end(RunOf(finished=True))
     attempt(service, range(1, 2), ends=False)
-    service.close()
+    service.on_end(RunOf(finished=True))
     with pytest.raises(RuntimeError, match="start"):
-        service.scalars(1, {"train/loss": 1.0})
+        service.on_log(RunOf(1), {"train/loss": 1.0})

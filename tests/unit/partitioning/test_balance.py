@@ -282,7 +282,7 @@ def test_a_memory_limit_that_no_cut_keeps_says_which_one_would_do(per_device):
     message = str(caught.value)
     assert f"no cut into 2 stages fits under memory_limit_gib={0.9 * per_device}" in message
     assert "a stage of 1.334 GiB or more" in message
-    for key in ("memory_limit_gib", "nb_part", "chunks", "checkpoint"):
+    for key in ("memory_limit_gib", "nb_part", "chunks", "recompute"):
         assert f"{key}=" in message
     assert ("0.9 GiB for each of a device's 2 stages" in message) == (per_device == 2)
     enough = float(re.search(r"Set memory_limit_gib= to ([\d.]+) GiB", message)[1])

@@ -26,7 +26,7 @@ def plan(*stages, **others):
             "chunks": 8,
             "nb_part": len(stages),
             "stages_per_device": 1,
-            "checkpoint": "never",
+            "recompute": "never",
             "expand": ["blocks.0"],
             "costs_from": "measured",
             "stages": [
@@ -51,16 +51,16 @@ TWO_NAMES = ["embed", "blocks.0.0", "1"]
 # ---------------------------------------------------------------- the file
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", {"every": 2}, ["blocks"]], ids=str)
-def test_read_returns_what_was_written(tmp_path, checkpoint):
-    written = replace(TWO, checkpoint=checkpoint)
+@pytest.mark.parametrize("recompute", ["never", "except_last", {"every": 2}, ["blocks"]], ids=str)
+def test_read_returns_what_was_written(tmp_path, recompute):
+    written = replace(TWO, recompute=recompute)
     written.write(tmp_path / "plan.yaml")
     assert Plan.read(tmp_path / "plan.yaml") == written
 
 
 @pytest.mark.parametrize("name", ["", "0", "1.0", "on", "null", "1e3", "a: b", "a, [b] {c}", "né"])
 def test_every_name_of_a_layer_survives_the_file(tmp_path, name):
-    written = plan([cost(name)], expand=[name], model=name, checkpoint=[name])
+    written = plan([cost(name)], expand=[name], model=name, recompute=[name])
     written.write(tmp_path / "plan.yaml")
     assert Plan.read(tmp_path / "plan.yaml") == written
 
@@ -72,7 +72,7 @@ def test_a_person_can_read_the_file(tmp_path):
     assert text.startswith("#")
     assert "split=" in text.split("\nmodel:")[0]
     assert "model: Transformer\nsplit: time\nschedule: 1f1b\nchunks: 8\n" in text
-    assert "\ncheckpoint: never\nexpand: [blocks.0]\ncosts_from: measured\n" in text
+    assert "\nrecompute: never\nexpand: [blocks.0]\ncosts_from: measured\n" in text
     assert "\n- device: cuda:1\n  process: 1\n  in_flight: 1\n  layers:\n" in text
     lines = [line.strip() for line in text.splitlines() if "name:" in line]
     assert len(lines) == 3  # a layer's costs stand on one line
@@ -138,7 +138,7 @@ def test_every_missing_key_is_named_with_its_place(tmp_path):
         ("chunks", True, "must be a whole number"),
         ("stages", None, "stages=None must be a list"),
         ("expand", [0], r"plan\.yaml: expand\[0\]=0 must be a text"),
-        ("checkpoint", 3, "checkpoint=3 must be a mode, {every: k} or a list of layer names"),
+        ("recompute", 3, "recompute=3 must be a mode, {every: k} or a list of layer names"),
         ("stages", [3], r"stages\[0\] must have the keys device, process, in_flight, layers of a"),
         (
             "stages",

@@ -117,10 +117,10 @@ def test_planning_imports_neither_an_engine_nor_a_process_group():
 
 def test_a_plan_says_who_owns_each_stage_and_what_it_keeps():
     owners = StageOwners(("cuda:0", "cuda:1", "cuda:0", "cuda:1"), processes=2)
-    options = PipelineOptions(chunks=8, stages_per_device=2, checkpoint=["3", "4"])
+    options = PipelineOptions(chunks=8, stages_per_device=2, recompute=["3", "4"])
     found = plan(nn.Sequential(*(nn.Linear(2, 2) for _ in range(9))), options, owners=owners)
     assert (found.model, found.nb_part, found.stages_per_device) == ("Sequential", 4, 2)
-    assert (found.chunks, found.schedule, found.checkpoint) == (8, "1f1b", ["3", "4"])
+    assert (found.chunks, found.schedule, found.recompute) == (8, "1f1b", ["3", "4"])
     assert (found.split, found.costs_from, found.expand) == ("uniform", "counted", [])
     assert [stage.process for stage in found.stages] == [0, 0, 1, 1] * 2
     assert [stage.device for stage in found.stages] == ["cuda:0", "cuda:1"] * 4
@@ -258,9 +258,9 @@ def test_memory_gives_the_early_stages_of_1f1b_fewer_layers():
     assert found.counts[0] < found.counts[2]
 
 
-def test_a_checkpointed_stage_counts_its_inputs_and_the_activations_of_one_micro_batch():
-    kept, recomputed = by_memory(), by_memory(checkpoint="always")
-    assert recomputed.checkpoint == "always"
+def test_a_recomputed_stage_counts_its_inputs_and_the_activations_of_one_micro_batch():
+    kept, recomputed = by_memory(), by_memory(recompute="always")
+    assert recomputed.recompute == "always"
     most = [max(s.memory_bytes for s in found.stage_costs()) for found in (recomputed, kept)]
     assert most[0] < most[1]
 

@@ -58,12 +58,12 @@ def assert_first_norm_is_close(net, plain, what=""):
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.9, 1.0, None])
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
+@pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
 def test_deferred_statistics_move_as_in_the_unsplit_model_on_the_whole_batch(
-    nb_part, checkpoint, momentum
+    nb_part, recompute, momentum
 ):
-    model, net, plain = deferred(make(momentum=momentum), nb_part, checkpoint=checkpoint)
+    model, net, plain = deferred(make(momentum=momentum), nb_part, recompute=recompute)
     # whole, ragged, and with fewer samples than chunks
     for seed, rows in enumerate([8, 10, 7, 3, 1, 12]):
         x = data(rows, seed)
@@ -83,9 +83,9 @@ def test_by_default_statistics_move_at_every_micro_batch():
     assert int(net[1].num_batches_tracked) == 4
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
-def test_deferred_statistics_leave_the_gradients_of_micro_batches_as_they_were(checkpoint):
-    model, net, plain = deferred(make(), checkpoint=checkpoint)
+@pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
+def test_deferred_statistics_leave_the_gradients_of_micro_batches_as_they_were(recompute):
+    model, net, plain = deferred(make(), recompute=recompute)
     plain_step(plain, data(10), None, loss_fn)
     model.train_step(data(10), None, loss_fn)
     assert_same_gradients(net, plain)
@@ -144,18 +144,18 @@ def test_a_forward_in_train_mode_moves_deferred_statistics_once():
     assert_first_norm_is_close(net, plain)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
-def test_norms_without_affine_parameters_move_alike(checkpoint):
-    model, net, plain = deferred(make(affine=False), checkpoint=checkpoint)
+@pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
+def test_norms_without_affine_parameters_move_alike(recompute):
+    model, net, plain = deferred(make(affine=False), recompute=recompute)
     for seed in range(2):
         plain(data(10, seed))
         model.train_step(data(10, seed), None, loss_fn)
     assert_first_norm_is_close(net, plain)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
-def test_a_norm_without_running_statistics_stays_without(checkpoint):
-    model, net, plain = deferred(make(track_running_stats=False), checkpoint=checkpoint)
+@pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
+def test_a_norm_without_running_statistics_stays_without(recompute):
+    model, net, plain = deferred(make(track_running_stats=False), recompute=recompute)
     plain_step(plain, data(10), None, loss_fn)
     model.train_step(data(10), None, loss_fn)
     assert_same_gradients(net, plain)

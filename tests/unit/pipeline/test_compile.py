@@ -39,11 +39,11 @@ def compiled_calls(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always", {"every": 2}], ids=str)
-def test_every_layer_is_compiled_in_every_step(compiled_calls, checkpoint):
-    model = hybrid(net(dropout=True), chunks=CHUNKS, compile=True, checkpoint=checkpoint)
+@pytest.mark.parametrize("recompute", ["never", "always", {"every": 2}], ids=str)
+def test_every_layer_is_compiled_in_every_step(compiled_calls, recompute):
+    model = hybrid(net(dropout=True), chunks=CHUNKS, compile=True, recompute=recompute)
     # 4 linear layers; of 5 layers, 2 linear ones are recomputed one by one
-    runs = {"never": 4, "always": 8}.get(str(checkpoint), 6)
+    runs = {"never": 4, "always": 8}.get(str(recompute), 6)
     for step in range(4):
         compiled_calls.clear()
         model.train_step(torch.randn(6, WIDTH), None, mean_loss)
@@ -57,7 +57,7 @@ def test_every_layer_is_compiled_in_every_step(compiled_calls, checkpoint):
 
 def test_draws_of_compiled_runs_do_not_depend_on_the_split(compiled_calls):
     found = []
-    for settings in ({}, {"compile": True}, {"compile": True, "checkpoint": "always"}):
+    for settings in ({}, {"compile": True}, {"compile": True, "recompute": "always"}):
         model = hybrid(net(dropout=True), 1 + len(settings), chunks=CHUNKS, seed=3, **settings)
         for step in range(2):
             model.train_step(torch.ones(6, WIDTH) * step, None, mean_loss)
@@ -127,12 +127,12 @@ class Switched(nn.Module):
         return F.dropout(x, 0.5) if Switched.on else x
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always", {"every": 2}], ids=str)
+@pytest.mark.parametrize("recompute", ["never", "always", {"every": 2}], ids=str)
 def test_a_compiled_layer_that_a_global_switches_draws_by_place_at_once(
-    compiled_calls, monkeypatch, checkpoint
+    compiled_calls, monkeypatch, recompute
 ):
     found = []
-    for nb_part, settings in ((1, {}), (2, {"compile": True, "checkpoint": checkpoint})):
+    for nb_part, settings in ((1, {}), (2, {"compile": True, "recompute": recompute})):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Switched(), Switched(), nn.Linear(WIDTH, 2))
         model = hybrid(net, nb_part, chunks=CHUNKS, seed=3, **settings)
@@ -156,11 +156,11 @@ def test_the_recomputation_of_a_layer_that_begins_to_draw_draws_the_same(monkeyp
         nn.Module, "compile", lambda self, **options: compile_(self, backend="aot_eager", **options)
     )
     found = []
-    for checkpoint in ("never", "always"):
+    for recompute in ("never", "always"):
         torch._dynamo.reset()
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Switched(), nn.Linear(WIDTH, 2))
-        model = hybrid(net, 1, chunks=CHUNKS, seed=3, compile=True, checkpoint=checkpoint)
+        model = hybrid(net, 1, chunks=CHUNKS, seed=3, compile=True, recompute=recompute)
         with monkeypatch.context() as patch:
             for on in (False, True):
                 patch.setattr(Switched, "on", on)

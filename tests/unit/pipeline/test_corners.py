@@ -106,7 +106,7 @@ def test_a_recomputed_layer_that_begins_to_draw_draws_the_same_twice():
             return x * mask
 
     net = nn.Sequential(nn.Linear(4, 4), Noisy(), nn.Linear(4, 4))
-    model = hybrid(net, 2, chunks=1, checkpoint="always")
+    model = hybrid(net, 2, chunks=1, recompute="always")
     model.train_step(*batch(), F.mse_loss)
     net[1].rate, masks[:] = 0.5, []
     model.train_step(*batch(), F.mse_loss)

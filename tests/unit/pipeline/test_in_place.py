@@ -53,13 +53,13 @@ def net_of(parts):
 
 
 @pytest.mark.parametrize("nb_part", [1, 2])
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
+@pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 def test_a_tensor_that_a_layer_returns_twice_is_one_where_the_next_works_in_place(
-    checkpoint, nb_part
+    recompute, nb_part
 ):
     net = net_of(same)
     plain = copy.deepcopy(net)
-    model = hybrid(net, nb_part, split=[2, 2] if nb_part == 2 else [4], checkpoint=checkpoint)
+    model = hybrid(net, nb_part, split=[2, 2] if nb_part == 2 else [4], recompute=recompute)
     for seed in range(2):
         model.train_step(*regression(7, seed), F.mse_loss)
         plain_step(plain, *regression(7, seed))
@@ -67,12 +67,12 @@ def test_a_tensor_that_a_layer_returns_twice_is_one_where_the_next_works_in_plac
 
 
 @pytest.mark.parametrize("split", [[4], [2, 2], [3, 1]], ids=str)
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
-def test_a_view_that_would_be_cut_off_from_what_is_changed_in_place_is_refused(split, checkpoint):
+@pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
+def test_a_view_that_would_be_cut_off_from_what_is_changed_in_place_is_refused(split, recompute):
     net = net_of(view)
     plain = copy.deepcopy(net)
-    model = hybrid(net, len(split), split=split, checkpoint=checkpoint)
-    if split == [2, 2] or isinstance(checkpoint, dict | list):
+    model = hybrid(net, len(split), split=split, recompute=recompute)
+    if split == [2, 2] or isinstance(recompute, dict | list):
         with pytest.raises(SplitError, match=r"shapes \(2, 6\) and \(2, 4\).*layer '2', which wor"):
             model.train_step(*regression(7), F.mse_loss)
         return
@@ -119,12 +119,12 @@ def test_a_first_layer_may_change_the_batch_in_place(kind, nb_part, schedule):
 
 
 @pytest.mark.parametrize("at", [0, 1])
-@pytest.mark.parametrize("checkpoint", ["always", {"every": 1}], ids=str)
-def test_a_layer_that_changes_its_input_without_a_word_is_not_recomputed(checkpoint, at):
+@pytest.mark.parametrize("recompute", ["always", {"every": 1}], ids=str)
+def test_a_layer_that_changes_its_input_without_a_word_is_not_recomputed(recompute, at):
     torch.manual_seed(0)
     frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)  # else a later one's input is a leaf
     layers = [Adds(), TanhLinear()] if at == 0 else [frozen, Adds()]
-    model = hybrid(nn.Sequential(*layers), split=[1, 1], checkpoint=checkpoint)
+    model = hybrid(nn.Sequential(*layers), split=[1, 1], recompute=recompute)
     with pytest.raises(UserError, match="recomputed changes what it is given in place") as error:
         model.train_step(*regression(8), F.mse_loss)
     assert "inplace = True" in str(error.value)

@@ -157,12 +157,12 @@ def net_with(layer):
     )
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", ["1", "3"]], ids=str)
+@pytest.mark.parametrize("recompute", ["always", "except_last", ["1", "3"]], ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_layer_that_changes_itself_is_recomputed_from_what_it_was(layer, checkpoint):
+def test_a_layer_that_changes_itself_is_recomputed_from_what_it_was(layer, recompute):
     plain, net = net_with(layer), net_with(layer)
     # by default, micro-batches run between a forward and its recomputation
-    model = hybrid(net, 2, checkpoint=checkpoint, schedule="1f1b")
+    model = hybrid(net, 2, recompute=recompute, schedule="1f1b")
     # TorchScript computes otherwise from the third run on
     close = {"rtol": 1e-5, "atol": 1e-7} if "torchscript" in layer else {}
     for seed in range(2):
@@ -179,10 +179,10 @@ def test_a_layer_that_changes_itself_is_recomputed_from_what_it_was(layer, check
 def test_a_state_that_cannot_be_restored_is_refused_with_the_layer_and_its_buffer():
     torch.manual_seed(0)
     net = nn.Sequential(TanhLinear(), Late())
-    model = hybrid(net, 1, checkpoint="always")
+    model = hybrid(net, 1, recompute="always")
     for _ in range(FIRST_STEPS):
         model.train_step(*regression(12), F.mse_loss)
-    with pytest.raises(ConfigError, match=r"layer '1' has changed buffer 'scale' in place.*checkp"):
+    with pytest.raises(ConfigError, match=r"'1' has changed buffer 'scale' in place.*recompute="):
         model.train_step(*regression(8), F.mse_loss)
     # without recomputation it is as in any module
     plain = copy.deepcopy(net)

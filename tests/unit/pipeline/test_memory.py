@@ -103,11 +103,11 @@ def test_a_short_batch_holds_no_more_than_its_samples():
     assert peaks(net) == [3, 3]
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("devices", "v"), [(1, 1), (2, 1), (4, 1), (2, 2)])
-def test_nothing_of_a_step_is_alive_after_it(devices, v, schedule, checkpoint):
-    net, model = probed(devices, 8, v, schedule=schedule, checkpoint=checkpoint)
+def test_nothing_of_a_step_is_alive_after_it(devices, v, schedule, recompute):
+    net, model = probed(devices, 8, v, schedule=schedule, recompute=recompute)
     step(model, 8)
     refs = [ref for layer in net for ref in (*layer.outputs, *layer.inners)]
     assert len(refs) >= 2 * 8 * devices * v

@@ -5,7 +5,7 @@ from collections import deque
 import pytest
 
 from hybridtrain.pipeline.engines.processes import order_of
-from hybridtrain.schedule import forward_only, make_schedule, placement_of, receiver_of
+from hybridtrain.schedule import forward_only, make_schedule, receiver_of
 
 SHAPES = [("gpipe", 2, 1), ("gpipe", 3, 3), ("1f1b", 4, 1), ("1f1b", 2, 2), ("1f1b", 3, 3)]
 SHAPES += [("zb-h1", 4, 1), ("zb-v", 3, 2), ("forward_only", 4, 1), ("forward_only", 3, 3)]
@@ -13,7 +13,7 @@ SHAPES += [("zb-h1", 4, 1), ("zb-v", 3, 2), ("forward_only", 4, 1), ("forward_on
 
 def made(name: str, devices: int, per_device: int):
     if name == "forward_only":
-        return forward_only(devices, 5, per_device, placement_of(name))
+        return forward_only(devices, 5, per_device)
     return make_schedule(name, devices, 5, per_device)
 
 

@@ -19,8 +19,8 @@ from hybridtrain.pipeline import ties
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 
 SETTINGS = [
-    {"schedule": "gpipe", "checkpoint": "always"},
-    {"stages_per_device": 2, "checkpoint": {"every": 2}},
+    {"schedule": "gpipe", "recompute": "always"},
+    {"stages_per_device": 2, "recompute": {"every": 2}},
 ]
 CELLS = [
     *((kind, nb_part, {}) for kind in CASES for nb_part in (2, 4)),

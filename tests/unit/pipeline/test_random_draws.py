@@ -22,10 +22,10 @@ SPLITS = list(
 )
 
 
-@pytest.mark.parametrize(("nb_part", "checkpoint", "schedule"), thinned(SPLITS, 5))
-def test_dropout_draws_the_same_masks_for_every_split(nb_part, checkpoint, schedule):
+@pytest.mark.parametrize(("nb_part", "recompute", "schedule"), thinned(SPLITS, 5))
+def test_dropout_draws_the_same_masks_for_every_split(nb_part, recompute, schedule):
     case, results = CASES["dropout"], []
-    split = {"nb_part": nb_part, "checkpoint": checkpoint, "schedule": schedule}
+    split = {"nb_part": nb_part, "recompute": recompute, "schedule": schedule}
     for options in ({"nb_part": 1, "schedule": "gpipe"}, split):
         net = case.net()
         model = hybrid(net, seed=5, **options)
@@ -155,11 +155,11 @@ def switch_a_global(net, monkeypatch):
 
 @pytest.mark.parametrize("change", [raise_a_rate, switch_a_global], ids=lambda f: f.__name__)
 def test_a_layer_that_begins_to_draw_draws_by_place_in_that_very_step(monkeypatch, change):
-    def gradients(nb_part, checkpoint):
+    def gradients(nb_part, recompute):
         torch.manual_seed(nb_part)  # must not matter
         net = nn.Sequential(Switched(), nn.Dropout(0.0), nn.Linear(4, 4), Switched())
         net.load_state_dict(first)
-        model = hybrid(net, nb_part, chunks=2, seed=3, checkpoint=checkpoint)
+        model = hybrid(net, nb_part, chunks=2, seed=3, recompute=recompute)
         batch = torch.ones(8, 4), torch.zeros(8, 4)
         with monkeypatch.context() as patch:
             model.train_step(*batch, F.mse_loss)
@@ -172,8 +172,8 @@ def test_a_layer_that_begins_to_draw_draws_by_place_in_that_very_step(monkeypatc
     first = nn.Sequential(Switched(), nn.Dropout(0.0), nn.Linear(4, 4), Switched()).state_dict()
     expected, unchanged = gradients(1, "never")
     assert not torch.equal(expected["0.linear.weight"], unchanged["0.linear.weight"])
-    for nb_part, checkpoint in ((2, "never"), (1, "always"), (4, "always"), (2, {"every": 1})):
-        assert_same(gradients(nb_part, checkpoint)[0], expected, f"{nb_part} {checkpoint}")
+    for nb_part, recompute in ((2, "never"), (1, "always"), (4, "always"), (2, {"every": 1})):
+        assert_same(gradients(nb_part, recompute)[0], expected, f"{nb_part} {recompute}")
 
 
 class OwnCheckpoint(nn.Module):
@@ -192,7 +192,7 @@ class OwnCheckpoint(nn.Module):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_dropout_in_a_models_own_checkpoint_is_refused_since_its_mask_would_differ(use_reentrant):
     net = nn.Sequential(nn.Linear(4, 4), OwnCheckpoint(0.5, use_reentrant))
-    with pytest.raises(UserError, match=r"own gradient checkpointing.*set pipeline.checkpoint="):
+    with pytest.raises(UserError, match=r"own gradient checkpointing.*set pipeline.recompute="):
         hybrid(net).train_step(torch.randn(8, 4), None, mean_loss)
 
 

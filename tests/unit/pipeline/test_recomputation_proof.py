@@ -110,12 +110,12 @@ def around(make):
     return nn.Sequential(TanhLinear(), make(), nn.Linear(WIDTH, WIDTH))
 
 
-def check(make, checkpoint, steps=3):
+def check(make, recompute, steps=3):
     torch.manual_seed(0)
     net = make()
     torch.manual_seed(0)
     plain = make()
-    model = hybrid(net, 1, checkpoint=checkpoint, schedule="gpipe")
+    model = hybrid(net, 1, recompute=recompute, schedule="gpipe")
     optimizers = [
         torch.optim.SGD([p for p in one.parameters() if p.requires_grad], 0.5)
         for one in (net, plain)
@@ -132,21 +132,21 @@ def check(make, checkpoint, steps=3):
             optimizer.step()
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", {"every": 1}, ["1"]], ids=str)
+@pytest.mark.parametrize("recompute", ["always", "except_last", {"every": 1}, ["1"]], ids=str)
 @pytest.mark.parametrize(
     "make",
     [sharing, lambda: sharing(by_data=True), lambda: around(Momentum), Traced],
     ids=["modules", "modules, by data", "momentum encoder", "traced"],
 )
-def test_state_that_another_layer_changes_is_put_back(make, checkpoint):
-    check(make, checkpoint if make is not Traced or checkpoint != ["1"] else {"every": 1})
+def test_state_that_another_layer_changes_is_put_back(make, recompute):
+    check(make, recompute if make is not Traced or recompute != ["1"] else {"every": 1})
 
 
-@pytest.mark.parametrize("checkpoint", ["always", {"every": 1}], ids=str)
+@pytest.mark.parametrize("recompute", ["always", {"every": 1}], ids=str)
 @pytest.mark.parametrize("kind", Hidden.NUMBERS)
-def test_hidden_state_is_put_back_or_refused_with_the_layer(kind, checkpoint):
+def test_hidden_state_is_put_back_or_refused_with_the_layer(kind, recompute):
     try:
-        check(lambda: around(lambda: Hidden(kind)), checkpoint)
+        check(lambda: around(lambda: Hidden(kind)), recompute)
     except ConfigError as error:
         assert "layer '1' computes other values when the backward recomputes it" in str(error)  # noqa: PT017
         assert kind not in ("generator", "list")
@@ -172,7 +172,7 @@ def test_a_change_before_the_backward_is_refused_with_the_layer_and_exact_recomp
     def make():
         return around(lambda: layer(WIDTH, WIDTH))
 
-    message = r"layer '1' changes its parameter 'weight' in its forward.*clone.*checkpoint=\['1'"
+    message = r"layer '1' changes its parameter 'weight' in its forward.*clone.*recompute=\['1'"
     with pytest.raises(UserError, match=message):
         check(make, "never")
     check(make, ["1"])
@@ -198,9 +198,9 @@ def test_a_weight_that_stages_share_and_a_forward_changes_is_refused():
 @given(
     kinds=st.lists(st.sampled_from([*Hidden.NUMBERS, "cell", "momentum"]), min_size=1, max_size=3),
     by_data=st.booleans(),
-    checkpoint=st.sampled_from(["always", "except_last", {"every": 1}, {"every": 2}]),
+    recompute=st.sampled_from(["always", "except_last", {"every": 1}, {"every": 2}]),
 )
-def test_gradients_are_those_of_the_plain_module_or_the_layer_is_named(kinds, by_data, checkpoint):
+def test_gradients_are_those_of_the_plain_module_or_the_layer_is_named(kinds, by_data, recompute):
     def make():
         cell = Cell()
         layers = [TanhLinear()]
@@ -212,6 +212,6 @@ def test_gradients_are_those_of_the_plain_module_or_the_layer_is_named(kinds, by
         return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
 
     try:
-        check(make, checkpoint, 2)
+        check(make, recompute, 2)
     except UserError as error:
         assert "layer '" in str(error)  # noqa: PT017

@@ -122,27 +122,27 @@ def test_in_the_plain_sequential_a_popped_value_is_what_was_stashed():
 
 
 @pytest.mark.parametrize(
-    ("kind", "split", "checkpoint"),
+    ("kind", "split", "recompute"),
     thinned(list(itertools.product(NETS, SPLITS, CHECKPOINTS)), 7),
     ids=str,
 )
-def test_gradients_with_skipping_values_equal_those_of_the_plain_net(kind, split, checkpoint):
+def test_gradients_with_skipping_values_equal_those_of_the_plain_net(kind, split, recompute):
     if split == (4, 1) and kind == "modules within layers":
         split = (3, 1)
     # with by-layer recomputation too, each value has two uses, whose two gradients commute
     assert_two_steps_equal_the_plain_net(
-        make(kind), split, checkpoint=checkpoint, tolerance=CLOSE if kind == "a pytree" else None
+        make(kind), split, recompute=recompute, tolerance=CLOSE if kind == "a pytree" else None
     )
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
+@pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("split", [(4, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("skipped", [0, 1, 2])
-def test_a_stashed_value_skips_any_number_of_stages(skipped, split, checkpoint):
+def test_a_stashed_value_skips_any_number_of_stages(skipped, split, recompute):
     torch.manual_seed(0)
     net = skip_chain(0, 2 * (skipped + 1))  # two layers per stage
     model = assert_two_steps_equal_the_plain_net(
-        net, split, checkpoint=checkpoint, split=[2, 2, 2, 2]
+        net, split, recompute=recompute, split=[2, 2, 2, 2]
     )
     links = links_between([stage.layers for stage in model.stages])
     ends = {(link.source, link.target): link.names for link in links}
@@ -152,9 +152,9 @@ def test_a_stashed_value_skips_any_number_of_stages(skipped, split, checkpoint):
     assert (0, skipped + 1) in ends
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
+@pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("poppers", [(2, 3), (3, 5), (5, 7), (2, 7), (0, 7)], ids=str)
-def test_a_stashed_value_may_be_popped_by_several_layers(poppers, checkpoint):
+def test_a_stashed_value_may_be_popped_by_several_layers(poppers, recompute):
     torch.manual_seed(0)
     layers = plain_layers(8)
     layers[0] = Inner(Stash("a"), Pop("a")) if 0 in poppers else Stash("a")
@@ -163,7 +163,7 @@ def test_a_stashed_value_may_be_popped_by_several_layers(poppers, checkpoint):
             layers[index] = Pop("a")
     net = nn.Sequential(*layers)
     # three gradients meet at the stashed value, in another order than in the plain net
-    assert_two_steps_equal_the_plain_net(net, (4, 1), CLOSE, checkpoint=checkpoint)
+    assert_two_steps_equal_the_plain_net(net, (4, 1), CLOSE, recompute=recompute)
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
@@ -173,7 +173,7 @@ def test_a_forward_with_skipping_values_equals_that_of_the_plain_net(kind, split
         split = (3, 1)
     net = make(kind)
     plain = copy.deepcopy(net).eval()
-    model = hybrid(net, *split, checkpoint="always").eval()
+    model = hybrid(net, *split, recompute="always").eval()
     for rows in (10, 3):
         x, _ = regression(rows)
         # the kernels choose their blocks by the number of samples: the last bits differ
@@ -279,22 +279,22 @@ class Undeclared(TanhLinear):
         return super().forward(x) + pop("a")
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
+@pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_an_undeclared_skipping_value_is_an_error_with_a_hint_in_every_split(split, checkpoint):
+def test_an_undeclared_skipping_value_is_an_error_with_a_hint_in_every_split(split, recompute):
     # not even where both stages run in one thread: it would be another micro-batch's value
     layers = [Undeclared("stash"), *plain_layers(6), Undeclared("pop")]
-    model = hybrid(nn.Sequential(*layers), *split, schedule="gpipe", checkpoint=checkpoint)
+    model = hybrid(nn.Sequential(*layers), *split, schedule="gpipe", recompute=recompute)
     with pytest.raises(KeyError, match=r"`stashes`.*`pops`") as caught:
         model.train_step(*regression(10), F.mse_loss)
     assert any("stage" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
+@pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("nb_part", [2, 4])
-def test_a_pop_without_a_declaration_is_an_error_with_a_hint(nb_part, checkpoint):
+def test_a_pop_without_a_declaration_is_an_error_with_a_hint(nb_part, recompute):
     layers = [Stash("a"), Pop("a"), *plain_layers(5), Undeclared("pop")]
-    model = hybrid(nn.Sequential(*layers), nb_part, checkpoint=checkpoint)
+    model = hybrid(nn.Sequential(*layers), nb_part, recompute=recompute)
     with pytest.raises(KeyError, match=r"pop\('a'\).*`stashes`.*`pops`") as caught:
         model.train_step(*regression(10), F.mse_loss)
     assert any("in layer '7'" in note for note in caught.value.__notes__)
@@ -304,11 +304,11 @@ class Forgets(TanhLinear):
     stashes = ("a",)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
+@pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("nb_part", [1, 2, 4])
-def test_a_declared_value_that_is_not_stashed_is_an_error_with_a_hint(nb_part, checkpoint):
+def test_a_declared_value_that_is_not_stashed_is_an_error_with_a_hint(nb_part, recompute):
     layers = [Forgets(), *plain_layers(6), Pop("a")]
-    model = hybrid(nn.Sequential(*layers), nb_part, checkpoint=checkpoint)
+    model = hybrid(nn.Sequential(*layers), nb_part, recompute=recompute)
     with pytest.raises(KeyError, match=r"'a'.*`stashes`.*`pops`"):
         model.train_step(*regression(10), F.mse_loss)
 
@@ -352,7 +352,7 @@ def test_a_stashed_value_that_needs_no_gradient_is_passed_on():
     torch.manual_seed(0)
     net = nn.Sequential(Mask(), TanhLinear(), TanhLinear(), Masked())
     assert_two_steps_equal_the_plain_net(net, (4, 1))
-    assert_two_steps_equal_the_plain_net(copy.deepcopy(net), (4, 1), checkpoint="always")
+    assert_two_steps_equal_the_plain_net(copy.deepcopy(net), (4, 1), recompute="always")
 
 
 def test_a_stage_takes_what_is_for_it_and_passes_the_rest_on_in_the_order_of_the_border():

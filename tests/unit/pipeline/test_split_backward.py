@@ -274,7 +274,7 @@ def test_what_is_recomputed_is_recomputed_once(mode):
             calls.append(x)
             return super().forward(x)
 
-    model = hybrid(nn.Sequential(TanhLinear(), Layer()), schedule="zb-h1", checkpoint=mode)
+    model = hybrid(nn.Sequential(TanhLinear(), Layer()), schedule="zb-h1", recompute=mode)
     model.train_step(*regression(8), F.mse_loss)
     assert len(calls) == {"except_last": 7}.get(str(mode), 8)
 

@@ -149,13 +149,13 @@ class Graph(nn.Module):
         return torch.stack(rows)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("is_buffer", [False, True])
 @pytest.mark.parametrize("kind", ["to_sparse_coo", "to_sparse_csr"])
-def test_sparse_tensors_in_layers_are_as_good_as_others(kind, is_buffer, checkpoint):
+def test_sparse_tensors_in_layers_are_as_good_as_others(kind, is_buffer, recompute):
     adjacency = getattr(torch.eye(8).roll(1, 0) + torch.eye(8), kind)()
     assert_steps_equal_the_plain_module(
-        lambda: nn.Sequential(Graph(adjacency, is_buffer), nn.Linear(8, 3)), checkpoint=checkpoint
+        lambda: nn.Sequential(Graph(adjacency, is_buffer), nn.Linear(8, 3)), recompute=recompute
     )
 
 
@@ -195,7 +195,7 @@ class Unpacks(nn.Module):
         return self.inner(x.values() if self.kind == "jagged" else x.to_dense())
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1"}, {"checkpoint": "always"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1"}, {"recompute": "always"}], ids=str)
 @pytest.mark.parametrize("kind", ["coo", "csr", "jagged"])
 def test_sparse_and_jagged_tensors_cross_a_cut(kind, options):
     assert_steps_equal_the_plain_module(
@@ -218,8 +218,8 @@ class OddBuffers(nn.Module):
         return self.inner(x) @ self.quantized.dequantize() + self.rows.unbind()[1].sum()
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_buffers_of_any_kind_are_counted_and_compared(checkpoint):
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_buffers_of_any_kind_are_counted_and_compared(recompute):
     assert_steps_equal_the_plain_module(
-        lambda: nn.Sequential(OddBuffers(), nn.Linear(8, 3)), checkpoint=checkpoint
+        lambda: nn.Sequential(OddBuffers(), nn.Linear(8, 3)), recompute=recompute
     )

@@ -37,8 +37,8 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 KINDS = ["linear", "conv", "inplace", "nested", "pytree", "transformer", "u_net", "tied_gpt"]
 SETTINGS = [
     {"schedule": "1f1b"},
-    {"schedule": "gpipe", "checkpoint": "always"},
-    {"schedule": "1f1b", "stages_per_device": 2, "checkpoint": {"every": 2}},
+    {"schedule": "gpipe", "recompute": "always"},
+    {"schedule": "1f1b", "stages_per_device": 2, "recompute": {"every": 2}},
     {"schedule": "zb-h1"},
     {"schedule": "zb-v", "stages_per_device": 2},
 ]

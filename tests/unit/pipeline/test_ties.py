@@ -56,12 +56,12 @@ def test_a_tied_parameter_is_one_and_has_one_name(split, uses):
     assert dict(model.named_parameters())["0.weight"] is net[0].weight
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always", {"every": 1}], ids=str)
+@pytest.mark.parametrize("recompute", ["never", "always", {"every": 1}], ids=str)
 @pytest.mark.parametrize("uses", [2, 3])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_the_gradient_of_a_tied_parameter_is_the_sum_over_its_uses(split, uses, checkpoint):
+def test_the_gradient_of_a_tied_parameter_is_the_sum_over_its_uses(split, uses, recompute):
     net, untied = gpt(uses), gpt(uses, tied=False)
-    model = hybrid(net, *split, checkpoint=checkpoint)
+    model = hybrid(net, *split, recompute=recompute)
     for seed in range(2):  # the second step adds to the gradient of the first
         x, y = tokens(8, seed)
         plain_step(untied, x, y, token_loss)
@@ -219,17 +219,19 @@ def test_a_net_that_is_cut_again_does_not_keep_the_aliases_of_the_first_cut():
 
 
 def trainer(net, nb_part, steps, **options):
-    model = hybrid(net, nb_part)
-    return Trainer(
+    model, recorder = hybrid(net, nb_part), Steps(net)
+    trainer = Trainer(
         model,
         torch.optim.AdamW(model.parameters(), lr=0.05),
         token_loss,
         TrainLoader(TensorDataset(*tokens(40)), 8, model.world, seed=1),
         steps=steps,
         log_every=1,
-        monitor=Steps(net),
+        callbacks=[recorder],
         **options,
     )
+    trainer.recorder = recorder
+    return trainer
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.01])
@@ -240,7 +242,7 @@ def test_a_tied_parameter_counts_once_in_the_norm_of_the_gradient(nb_part, clip_
     plain_step(plain, batch.inputs, batch.targets, token_loss)
     expected = clip_grad_norm_(plain.parameters(), 1.0)
     ours.fit()
-    assert ours.monitor.of("train/grad_norm") == [pytest.approx(float(expected), rel=1e-5)]
+    assert ours.recorder.of("train/grad_norm") == [pytest.approx(float(expected), rel=1e-5)]
     apart = [*plain.parameters(), plain[3].weight]
     twice = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in apart]))
     assert float(twice) != pytest.approx(float(expected), rel=1e-3), "the test cannot fail"

@@ -9,15 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageColor
+from support.runs import RunOf
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data.loader import TrainLoader
-from hybridtrain.loop import Monitor
+from hybridtrain.loop import Tracker
 from hybridtrain.observe.pictures import COLOURS, WAITS, draw, draw_accounts
 from hybridtrain.observe.timeline import TimelineFiles, chrome_trace, spans_of_trace
-from hybridtrain.observe.trackers.tensorboard import TensorBoard
+from hybridtrain.observe.trackers import TensorBoard
 from hybridtrain.pipeline import Timeline
 from hybridtrain.pipeline import timeline as timeline_module
 from hybridtrain.schedule import Action, Span, bubble_fraction, make_schedule, simulate
@@ -163,13 +164,13 @@ def hybrid(nb_part=2, chunks=4, **options):
     )
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("nb_part", "v"), [(1, 1), (2, 1), (4, 1), (2, 2), (1, 4), (2, 4)])
 def test_the_spans_of_a_step_follow_the_schedule_and_what_it_waits_for(
-    nb_part, v, schedule, checkpoint
+    nb_part, v, schedule, recompute
 ):
-    model = hybrid(nb_part, stages_per_device=v, schedule=schedule, checkpoint=checkpoint)
+    model = hybrid(nb_part, stages_per_device=v, schedule=schedule, recompute=recompute)
     x = torch.randn(16, 32)
     for samples in (16, 3):  # a short batch has fewer micro-batches
         spans = model.train_step(
@@ -200,26 +201,28 @@ def test_a_timeline_is_recorded_only_when_asked_for():
 
 
 # Reported.
-class Kept(Monitor):
+class Kept(Tracker):
     def __init__(self):
         self.timelines = {}
         self.values = {}
 
-    def scalars(self, step, values):
-        self.values[step] = values
+    def on_log(self, run, values):
+        self.values[run.step] = values
 
-    def timeline(self, step, predicted, measured):
-        self.timelines[step] = predicted, measured
+    def on_timeline(self, run, predicted, measured):
+        self.timelines[run.step] = predicted, measured
 
 
-def trainer(monitor, nb_part=2, steps=7, model=None, **options):
+def trainer(tracker, nb_part=2, steps=7, model=None, **options):
     model = model or hybrid(nb_part)
     x = torch.randn(22, 32, generator=torch.Generator().manual_seed(0))
     loader = TrainLoader(
         TensorDataset(x, x), 4, model.world, seed=1
     )  # the last batch has 2 samples
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return Trainer(model, optimizer, F.mse_loss, loader, steps=steps, monitor=monitor, **options)
+    return Trainer(
+        model, optimizer, F.mse_loss, loader, steps=steps, callbacks=[tracker], **options
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
@@ -266,7 +269,7 @@ def test_the_newest_timeline_is_in_two_complete_files(tmp_path):
     with Image.open(tmp_path / "timeline.png") as image:
         assert image.format == "PNG"
         assert colours(image.convert("RGB")) & FORWARD
-    files.timeline(6, lanes(4), lanes(4))
+    files.on_timeline(RunOf(6), lanes(4), lanes(4))
     assert "step 6" in (tmp_path / "timeline.json").read_text()
     with Image.open(tmp_path / "timeline.png") as image:
         assert image.size == draw(lanes(4), lanes(4)).size
@@ -275,7 +278,7 @@ def test_the_newest_timeline_is_in_two_complete_files(tmp_path):
 def test_both_timelines_are_read_from_their_file_again(tmp_path):
     predicted, measured = lanes(2, v=2), lanes(2, v=2, backward=0.004)
     assert spans_of_trace(tmp_path / "timeline.json") is None
-    TimelineFiles(tmp_path).timeline(6, predicted, measured)
+    TimelineFiles(tmp_path).on_timeline(RunOf(6), predicted, measured)
     for found, spans in zip(
         spans_of_trace(tmp_path / "timeline.json"), (predicted, measured), strict=True
     ):
@@ -305,10 +308,10 @@ def test_tensorboard_has_the_picture_as_an_image(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(tmp_path)
-    board.start(total_steps=9, first_step=0, texts={})
-    board.timeline(4, lanes(2), lanes(2))
-    board.timeline(9, lanes(4), lanes(4))
-    board.close()
+    board.on_start(RunOf(0, total_steps=9))
+    board.on_timeline(RunOf(4), lanes(2), lanes(2))
+    board.on_timeline(RunOf(9), lanes(4), lanes(4))
+    board.on_end(RunOf(9))
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     images = events.Images("5_pictures/timeline")
@@ -324,4 +327,4 @@ def test_tensorboard_has_the_picture_as_an_image(tmp_path):
 
 def test_tensorboard_must_be_started_before_it_gets_a_picture(tmp_path):
     with pytest.raises(RuntimeError, match="start"):
-        TensorBoard(tmp_path).timeline(1, lanes(), lanes())
+        TensorBoard(tmp_path).on_timeline(RunOf(1), lanes(), lanes())

@@ -41,7 +41,7 @@ def force_field():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always", {"every": 2}], ids=str)
+@pytest.mark.parametrize("recompute", ["never", "always", {"every": 2}], ids=str)
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [
@@ -54,10 +54,10 @@ def force_field():
     ],
     ids=str,
 )
-def test_gradients_inside_a_layer_are_exact_in_every_schedule(schedule, options, checkpoint):
+def test_gradients_inside_a_layer_are_exact_in_every_schedule(schedule, options, recompute):
     net, x, y = force_field(), torch.randn(10, WIDTH), torch.randn(10, WIDTH)
     plain = copy.deepcopy(net)
-    model = hybrid(net, 2, schedule=schedule, checkpoint=checkpoint, example_inputs=x, **options)
+    model = hybrid(net, 2, schedule=schedule, recompute=recompute, example_inputs=x, **options)
     for _ in range(2):
         plain_step(plain, x, y)
         model.train_step(x, y, nn.functional.mse_loss)

@@ -29,7 +29,7 @@ from hybridtrain.partitioning.cost_table import (
 from hybridtrain.partitioning.costs import LayerCost, LayerSize
 from hybridtrain.price import (
     Choices,
-    Layout,
+    ParallelLayout,
     StepWork,
     find_layouts,
     find_plans,
@@ -102,7 +102,7 @@ def uneven(samples):
 
 
 def test_as_few_layers_are_recomputed_as_memory_asks_for_the_most_useful_first():
-    choices = Choices(nb_part=[1], chunks=[2], checkpoint=["never", "layers"])
+    choices = Choices(nb_part=[1], chunks=[2], recompute=["never", "layers"])
     found = {}
     for gib in (29, 20, 19, 17):
         hardware = Hardware(devices_per_node=1, memory_gib=gib, reserved_gib=0)
@@ -122,7 +122,7 @@ def test_the_loss_is_counted_on_the_last_stage_alone():
         counted_costs(chain, TOKENS, MACHINE, "bf16", loss=loss)
         for loss in (None, LossOfStep(cross_entropy, TOKENS))
     ]
-    layout, counts = Layout(nb_part=2, chunks=1), [2, len(chain.layers) - 2]
+    layout, counts = ParallelLayout(nb_part=2, chunks=1), [2, len(chain.layers) - 2]
     without, with_loss = (device_memory(table, StepWork(8), layout, counts) for table in tables)
     log_probabilities = 8 * 32 * 1000 * 4
     assert without[0] == with_loss[0]
@@ -206,11 +206,11 @@ def prices_of(*wanted):
 
 def test_of_plans_that_are_as_fast_the_simplest_is_proposed_and_then_the_smallest():
     found = prices_of(
-        (Layout(2, 4, chunks=8, schedule="zb-v", stages_per_device=2), 100.0, 30),
-        (Layout(1, 8, chunks=1), 100.5, 60),
-        (Layout(1, 8, chunks=4), 101.5, 20),
-        (Layout(1, 8, chunks=8), 102.5, 10),  # slower than an error of prediction
-        (Layout(1, 8, chunks=4, shard="optimizer"), 101.4, 15),
+        (ParallelLayout(2, 4, chunks=8, schedule="zb-v", stages_per_device=2), 100.0, 30),
+        (ParallelLayout(1, 8, chunks=1), 100.5, 60),
+        (ParallelLayout(1, 8, chunks=4), 101.5, 20),
+        (ParallelLayout(1, 8, chunks=8), 102.5, 10),  # slower than an error of prediction
+        (ParallelLayout(1, 8, chunks=4, shard="optimizer"), 101.4, 15),
     )
     assert proposed(found) is found[2]
     assert proposed([found[0], *found[3:4]]) is found[0]

@@ -13,11 +13,11 @@ from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import LayerCost
-from hybridtrain.price.layout import Layout, StepWork
+from hybridtrain.price.layout import ParallelLayout, StepWork
 from hybridtrain.price.price import Prediction, predict_step, why_not_priced
 from hybridtrain.world import World
 
-LAYOUT = Layout(2, chunks=4)
+LAYOUT = ParallelLayout(2, chunks=4)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,8 @@ def test_a_machine_of_known_speed_gives_a_time_without_a_measurement(model):
     [
         ({"compile": True}, "compile=true"),
         ({"max_inflight": 2}, "max_inflight=2"),
-        ({"checkpoint": {"every": 2}}, None),
-        ({"checkpoint": "always"}, None),
+        ({"recompute": {"every": 2}}, None),
+        ({"recompute": "always"}, None),
     ],
 )
 def test_what_the_price_leaves_out_is_the_reason_for_no_prediction(settings, told):

@@ -27,19 +27,16 @@ class Weights(Recorder):
         super().__init__()
         self.after = {}
 
-    def step(self, step, samples):
-        super().step(step, samples)
-        ours = self.trainer
+    def on_step(self, ours, samples):
+        super().on_step(ours, samples)
         state = {f"weights.{k}": v.clone() for k, v in ours.model.state_dict().items()}
         for name, entry in enumerate(ours.optimizer.state_dict()["state"].values()):
             state |= {f"moments.{name}.{k}": v.clone() for k, v in entry.items()}
-        self.after[step] = state
+        self.after[ours.step] = state
 
 
 def watched(*args, **options):
-    ours = trainer(*args, monitor=Weights(), **options)
-    ours.monitor.trainer = ours
-    return ours
+    return trainer(*args, recorder=Weights(), **options)
 
 
 def poisoned(sample=5, value=float("nan")):
@@ -87,14 +84,14 @@ def faulty_net(what, calls):
 def test_a_step_with_a_bad_sample_changes_no_weight_no_buffer_and_no_moment(value, optimizer):
     ours = watched(rich_net(), data=poisoned(value=value), optimizer=lambda p: optimizer(p, 0.02))
     summary = ours.fit()
-    after = ours.monitor.after
+    after = ours.recorder.after
     assert summary["steps"] == 9
     assert summary["skipped_steps"] in (1, 2)  # the sample comes in the first epoch of 7 steps
     skipped = [step for step in range(2, 10) if same(after[step], after[step - 1])]
     assert len(skipped) == summary["skipped_steps"]
     for state in after.values():
         assert not non_finite_names(state)
-    logged = [(s, v) for (s, name), v in ours.monitor.values.items() if "skipped" in name]
+    logged = [(s, v) for (s, name), v in ours.recorder.values.items() if "skipped" in name]
     assert logged[0] == (skipped[0], 1)
     assert logged[-1] == (9, len(skipped))
 
@@ -129,7 +126,7 @@ def test_a_skipped_step_leaves_the_run_as_if_its_batch_had_not_been():
 def test_the_logged_loss_is_that_of_the_steps_that_were_taken():
     ours = trainer(data=poisoned(), epochs=1, log_every=7)
     ours.fit()
-    assert math.isfinite(ours.monitor.values[7, "train/loss"])
+    assert math.isfinite(ours.recorder.values[7, "train/loss"])
 
 
 @pytest.mark.parametrize(
@@ -187,11 +184,11 @@ def test_an_interruption_among_skipped_steps_keeps_the_good_checkpoint_and_the_c
     ours = trainer(**options)
     ours.resume(store.newest())
 
-    def stop(step, samples):
-        if step == 4:
+    def stop(run, samples):
+        if run.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    ours.monitor.step = stop
+    ours.recorder.on_step = stop
     with pytest.raises(Interrupted, match="at step 5 of 40"):
         ours.fit()
     assert store.steps() == [2, 5]
@@ -215,11 +212,11 @@ def test_a_checkpoint_that_was_not_saved_in_the_background_is_not_named_as_the_l
             raise NoSpaceError("the disk is full")
         return save(step, *args)
 
-    def spoil(step, samples):
-        if step == 3:
+    def spoil(run, samples):
+        if run.step == 3:
             ours.model.net[0].register_forward_pre_hook(lambda module, args: args[0] * math.nan)
 
-    store.begin, ours.monitor.step = full_at_step_3, spoil
+    store.begin, ours.recorder.on_step = full_at_step_3, spoil
     with pytest.raises(DivergedError) as caught:
         ours.fit()
     assert f"The last good checkpoint is {tmp_path / 'step_00000002'}" in str(caught.value)
@@ -312,11 +309,11 @@ def test_a_mask_that_appears_later_is_no_divergence(tmp_path):
     net[0].register_forward_pre_hook(make_mask)
     ours = trainer(net, store=CheckpointStore(tmp_path), steps=3, checkpoint_every_steps=1)
 
-    def add(step, samples):
-        if step == 2:
+    def add(run, samples):
+        if run.step == 2:
             net[1].register_buffer("mask", mask())
 
-    ours.monitor.step = add
+    ours.recorder.on_step = add
     assert ours.fit()["skipped_steps"] == 0
 
 

@@ -15,11 +15,11 @@ def test_a_head_that_is_replaced_during_training_is_one_line():
     net = plain_net()
     training = trainer(net, steps=4)
 
-    def replace_head(step, samples):
-        if step == 2:
+    def replace_head(run, samples):
+        if run.step == 2:
             net[4] = nn.Linear(8, 3)
 
-    training.monitor.step = replace_head
+    training.recorder.on_step = replace_head
     with pytest.raises(ConfigError, match=r"4 was replaced .*make a new HybridModel"):
         training.fit()
     assert training.step == 2
@@ -82,8 +82,8 @@ def test_parameters_that_are_left_out_do_not_count_in_the_norm_that_is_clipped()
     for training in (head_alone(steps=4, clip_norm=0.1), trainer(frozen, steps=4, clip_norm=0.1)):
         training.optimizer.param_groups[0]["lr"] = 0.0
         training.fit()
-        names = [key for key in training.monitor.values if key[1] == "train/grad_norm"]
-        norms.append([training.monitor.values[key] for key in names])
+        names = [key for key in training.recorder.values if key[1] == "train/grad_norm"]
+        norms.append([training.recorder.values[key] for key in names])
     assert norms[0] == norms[1]
 
 
@@ -104,12 +104,12 @@ def test_parameters_that_are_freed_later_and_not_held_are_a_warning_then(caplog)
         optimizer=lambda all: torch.optim.SGD([p for p in all if p.requires_grad], lr=0.1),
     )
 
-    def free(step, samples):
-        if step == 2:
+    def free(run, samples):
+        if run.step == 2:
             assert "leaves out" not in caplog.text
             net[0].requires_grad_(True)
 
-    training.monitor.step = free
+    training.recorder.on_step = free
     with caplog.at_level(logging.WARNING):
         training.fit()
     assert "leaves out 2 of 6 trainable parameters: 0.weight, 0.bias" in caplog.text
@@ -120,11 +120,11 @@ def test_parameters_that_an_optimizer_is_given_later_are_trained_from_then_on():
     net = training.model.net
     before = net[0].weight.clone()
 
-    def add(step, samples):
-        if step == 2:
+    def add(run, samples):
+        if run.step == 2:
             assert torch.equal(net[0].weight, before)
             training.optimizer.add_param_group({"params": list(net[0].parameters())})
 
-    training.monitor.step = add
+    training.recorder.on_step = add
     training.fit()
     assert not torch.equal(net[0].weight, before)

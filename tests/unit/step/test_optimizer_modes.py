@@ -11,7 +11,7 @@ from support.schedule_free import AsksForClosure, ScheduleFree
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hybridtrain import HybridModel, Session, Trainer
+from hybridtrain import Callback, HybridModel, Session, Trainer
 from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.data import Batch, EvalLoader, Loader
 from hybridtrain.errors import BatchError, ConfigError
@@ -77,9 +77,9 @@ def trainer(root, steps, optimizer=ScheduleFree, **options):
 
 
 def test_a_trainer_evaluates_and_saves_the_weights_for_it_and_trains_on_the_others(tmp_path):
-    run = trainer(tmp_path, 5, checkpoint_every_steps=2)
-    seen = []
-    run.monitor.on_evaluate = lambda _, values: seen.append(copy.deepcopy(run.model.state_dict()))
+    seen, watch = [], Callback()
+    watch.on_evaluate = lambda run, values: seen.append(copy.deepcopy(run.model.state_dict()))
+    run = trainer(tmp_path, 5, checkpoint_every_steps=2, callbacks=[watch])
     run.fit()
     expected = plain(5, save_at=(2, 4))
     for step in (2, 4, 5):

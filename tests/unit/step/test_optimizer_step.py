@@ -224,13 +224,13 @@ def warnings_in(caplog):
 def test_a_run_that_diverges_on_a_device_ends_one_step_later():
     made = data(22)
     made.tensors[0].fill_(float("nan"))
-    phase = activity.phase
+    work = activity.work
     with (
         stand_in_gpus(2) as gpus,
         pytest.raises(DivergedError, match=r"3 .* up to step 3") as error,
     ):
         Rounds(gpus.devices, made, gpus=gpus, max_skipped=3)
-    assert activity.phase == phase  # the watchdog waits for no rest of the step
+    assert activity.work == work  # the watchdog waits for no rest of the step
     assert "the inputs of the batch" in str(error.value)
 
 

@@ -82,7 +82,7 @@ def test_groups_and_several_optimizers_resume_exactly(groups, tmp_path):
         optimizer = build_model_optimizer(config, made.model)
         return Trainer(
             made.model, optimizer, made.loss_fn, made.train, made.options,
-            lr_schedule=cosine(2, 9)(optimizer), store=made.store, monitor=made.monitor,
+            lr_schedule=cosine(2, 9)(optimizer), store=made.store, callbacks=[made.recorder],
             evaluation=made.evaluation, metrics=made.metrics,
         )  # fmt: skip
 

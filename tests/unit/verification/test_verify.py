@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 RUNS = [
     {"schedule": "1f1b"},
-    {"schedule": "gpipe", "checkpoint": "always"},
+    {"schedule": "gpipe", "recompute": "always"},
     {"schedule": "zb-h1", "precision": "bf16"},
     {"schedule": "zb-v", "stages_per_device": 2, "nb_part": 2},
 ]

@@ -1,10 +1,11 @@
-"""TensorBoard, the metrics file, and several monitors as one."""
+"""TensorBoard and the metrics file, and what they do when they cannot write."""
 
 import gc
 import io
 import json
 import math
 import os
+import pkgutil
 import re
 import resource
 import shutil
@@ -16,14 +17,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.runs import RunOf
 
-from hybridtrain.loop import Monitor, Monitors
-from hybridtrain.observe import MetricsFile, Progress, TensorBoard, TimelineFiles
+from hybridtrain.loop import CALLBACKS, Callback, Tracker, call_hook
+from hybridtrain.observe import TRACKERS, MetricsFile, Progress, TensorBoard, TimelineFiles
 from hybridtrain.schedule import Account, Action, Span, Spans
 
 
 def run(
-    monitor: Monitor,
+    tracker: Tracker,
     steps: range,
     *,
     total_steps: int | None = 100,
@@ -31,12 +33,13 @@ def run(
     texts: Mapping[str, str] | None = None,
     values: Callable[[int], Mapping[str, float]] = lambda step: {"train/loss": step / 2},
 ) -> None:
-    """Calls a monitor as a training loop does, every step logged."""
-    monitor.start(total_steps=total_steps, first_step=first_step, texts=texts or {})
-    for step in steps:
-        monitor.step(step, 32)
-        monitor.scalars(step, values(step))
-    monitor.close()
+    """Calls a tracker as a training loop does, every step logged."""
+    run = RunOf(first_step, total_steps, texts or {})
+    tracker.on_start(run)
+    for run.step in steps:
+        tracker.on_step(run, 32)
+        tracker.on_log(run, values(run.step))
+    tracker.on_end(run)
 
 
 # --- TensorBoard --------------------------------------------------------------------------------
@@ -183,10 +186,12 @@ def test_tensorboard_has_a_column_for_each_of_the_first_devices(tmp_path: Path) 
 
     parts = {**dict.fromkeys(Account._fields, 1.0), "recompute": 0.0}
     devices = [{"replica": i, "device": 0, **parts} for i in range(20)]
-    monitor = TensorBoard(tmp_path)
-    monitor.start(total_steps=9, first_step=0, texts={})
-    monitor.account(1, {"mean": parts, "devices": devices}, ["what to change"])
-    monitor.close()
+    tracker, run = TensorBoard(tmp_path), RunOf()
+    tracker.on_start(run)
+    run.step, run.account = 1, {"mean": parts, "devices": devices}
+    run.advice = ["what to change"]
+    tracker.on_timeline(run, spans(), spans())
+    tracker.on_end(run)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     (event,) = events.Tensors("a step's time, by device/text_summary")
@@ -206,8 +211,9 @@ def test_tensorboard_drops_all_points_of_an_earlier_run_on_a_fresh_start(tmp_pat
     assert curve(tmp_path, "1_overview/eval_loss") == [(0, 2.0), (1, 2.0)]
 
 
-def test_importing_the_monitors_does_not_import_tensorboard() -> None:
-    source = "import sys, hybridtrain.observe.trackers; print('tensorboard' in sys.modules)"
+def test_importing_tensorboards_tracker_does_not_import_tensorboard() -> None:
+    source = "import sys; from hybridtrain.observe.trackers import TensorBoard\n"
+    source += "print('tensorboard' in sys.modules)"
     output = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, check=True
     ).stdout
@@ -236,11 +242,11 @@ def test_the_metrics_file_has_a_json_object_per_line(
 
 
 def test_the_metrics_file_can_be_read_during_the_run(tmp_path: Path) -> None:
-    monitor = MetricsFile(tmp_path / "metrics.jsonl")
-    monitor.start(total_steps=None, first_step=0, texts={})
-    monitor.scalars(1, {"train/loss": 0.5})
+    tracker = MetricsFile(tmp_path / "metrics.jsonl")
+    tracker.on_start(RunOf())
+    tracker.on_log(RunOf(1), {"train/loss": 0.5})
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
-    monitor.close()
+    tracker.on_end(RunOf(1))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -277,7 +283,7 @@ def test_the_metrics_file_survives_a_kill_while_it_is_shortened(
         with monkeypatch.context() as patch:
             patch.setattr(os, name, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
-                MetricsFile(path).start(total_steps=None, first_step=4, texts={})
+                MetricsFile(path).on_start(RunOf(4))
         assert len(lines(path)) == 7
     run(MetricsFile(path), range(5, 6), first_step=4)
     assert [line["step"] for line in lines(path)] == [1, 2, 3, 4, 5]
@@ -322,35 +328,35 @@ def spans() -> Spans:
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("kind", [MetricsFile, TensorBoard, TimelineFiles])
 def test_a_full_disk_is_one_warning_and_training_goes_on(
-    tmp_path: Path, kind: type[Monitor], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kind: type[Tracker], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl" if kind is MetricsFile else tmp_path
     with full_disk():
-        monitor = Monitors([kind(path)])  # type: ignore[call-arg]
-        monitor.start(total_steps=9, first_step=0, texts={})
-        for step in range(1, 40):
-            monitor.scalars(step, {"train/loss": 1.0})
-            monitor.timeline(step, spans(), spans())
+        tracker, run = kind(path), RunOf()  # type: ignore[call-arg]
+        call_hook(tracker, "on_start", run)
+        for run.step in range(1, 40):
+            call_hook(tracker, "on_log", run, {"train/loss": 1.0})
+            call_hook(tracker, "on_timeline", run, spans(), spans())
             time.sleep(0.005)  # TensorBoard writes in a thread
-        monitor.close()
+        call_hook(tracker, "on_end", run)
     (warning,) = caplog.messages
     assert warning.startswith(f"{kind.__name__} has stopped, and training goes on without it: OSE")
 
 
 @pytest.mark.parametrize("kind", [MetricsFile, TimelineFiles])
 def test_a_directory_that_has_gone_is_one_warning(
-    tmp_path: Path, kind: type[Monitor], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kind: type[Tracker], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     path = folder / "metrics.jsonl" if kind is MetricsFile else folder
-    monitor = Monitors([kind(path)])  # type: ignore[call-arg]
-    monitor.start(total_steps=9, first_step=0, texts={})
+    tracker, run = kind(path), RunOf()  # type: ignore[call-arg]
+    call_hook(tracker, "on_start", run)
     shutil.rmtree(folder)
-    for step in range(1, 4):
-        monitor.scalars(step, {"train/loss": 1.0})
-        monitor.timeline(step, spans(), spans())
-    monitor.close()
+    for run.step in range(1, 4):
+        call_hook(tracker, "on_log", run, {"train/loss": 1.0})
+        call_hook(tracker, "on_timeline", run, spans(), spans())
+    call_hook(tracker, "on_end", run)
     assert len(caplog.messages) == 1
     assert str(folder) in caplog.messages[0]
 
@@ -380,81 +386,63 @@ def test_a_closed_terminal_or_pipe_is_one_warning(
     error: Exception, tty: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     stream = Gone(error, tty)
-    monitor = Monitors([Progress(stream)])
-    monitor.start(total_steps=99, first_step=0, texts={})
+    tracker, run = Progress(stream), RunOf(total_steps=99)
+    call_hook(tracker, "on_start", run)
     stream.closed_now = True
-    for step in range(1, 40):
-        monitor.step(step, 4)
-        monitor.scalars(step, {"train/loss": 1.0})
-        monitor.evaluating(step, 40)
+    for run.step in range(1, 40):
+        call_hook(tracker, "on_step", run, 4)
+        call_hook(tracker, "on_log", run, {"train/loss": 1.0})
+        call_hook(tracker, "on_evaluation_batch", run, run.step, 40)
         time.sleep(0.005)
-    monitor.scalars(40, {"eval/loss": 1.0})
-    monitor.close()
-    del monitor
+    call_hook(tracker, "on_evaluate", run, {"loss": 1.0})
+    call_hook(tracker, "on_end", run)
+    del tracker
     gc.collect()
     assert len(caplog.messages) == 1
 
 
-# --- all together -------------------------------------------------------------------------------
+# --- every tracker ------------------------------------------------------------------------------
 
 
-class Recorder(Monitor):
-    def __init__(self, calls: list[tuple[object, ...]], name: str, fails: bool = False) -> None:
-        self.calls, self.name, self.fails = calls, name, fails
-
-    def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
-        self.calls.append((self.name, "start", total_steps, first_step, dict(texts)))
-
-    def step(self, step: int, samples: int) -> None:
-        self.calls.append((self.name, "step", step, samples))
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self.calls.append((self.name, "scalars", step, dict(values)))
-
-    def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
-        self.calls.append((self.name, "timeline", step))
-
-    def close(self) -> None:
-        self.calls.append((self.name, "close"))
-        if self.fails:
-            raise OSError("disk full")
+def test_an_evaluation_is_logged_with_its_tags(tmp_path: Path) -> None:
+    tracker, run = MetricsFile(tmp_path / "metrics.jsonl"), RunOf()
+    tracker.on_start(run)
+    tracker.on_evaluate(run, {"loss": 2.0, "accuracy": 0.5, "samples": 11})
+    tracker.on_end(run)
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert line.keys() - {"step", "time"} == {"eval/loss", "eval/accuracy"}
 
 
-def test_monitors_forward_every_call_to_each_in_order() -> None:
-    calls: list[tuple[object, ...]] = []
-    monitors = Monitors([Recorder(calls, "a"), Recorder(calls, "b")])
-    run(monitors, range(3, 4), total_steps=9, first_step=2, texts={"config": "x"})
-    assert [call[1:] for call in calls if call[0] == "a"] == [
-        ("start", 9, 2, {"config": "x"}),
-        ("step", 3, 32),
-        ("scalars", 3, {"train/loss": 1.5}),
-        ("close",),
-    ]
-    assert [call[0] for call in calls] == ["a", "b"] * 4
-
-
-def test_every_monitor_is_closed_when_one_fails_to_close(caplog: pytest.LogCaptureFixture) -> None:
-    calls: list[tuple[object, ...]] = []
-    Monitors([Recorder(calls, "a", fails=True), Recorder(calls, "b")]).close()
-    assert calls == [("a", "close"), ("b", "close")]
-    assert "Recorder has stopped, and training goes on without it: OSError: disk full" in (
-        caplog.messages
-    )
-
-
-def test_closing_twice_or_without_a_start_does_no_harm(tmp_path: Path) -> None:
-    monitor = Monitors(
-        [TensorBoard(tmp_path), MetricsFile(tmp_path / "m.jsonl"), Progress(io.StringIO())]
-    )
-    monitor.close()
-    run(monitor, range(1, 2))
-    monitor.close()
+def test_ending_twice_or_without_a_start_does_no_harm(tmp_path: Path) -> None:
+    trackers: list[Tracker] = [
+        TensorBoard(tmp_path), MetricsFile(tmp_path / "m.jsonl"), Progress(io.StringIO()),
+    ]  # fmt: skip
+    for tracker in trackers:
+        tracker.on_end(RunOf())
+        run(tracker, range(1, 2))
+        tracker.on_end(RunOf(1))
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("kind", [TensorBoard, MetricsFile])
-def test_scalars_before_the_start_are_refused(
+def test_values_before_the_start_are_refused(
     tmp_path: Path, kind: type[TensorBoard] | type[MetricsFile]
 ) -> None:
     with pytest.raises(RuntimeError, match="start"):
-        kind(tmp_path / "x").scalars(1, {"train/loss": 1.0})
+        kind(tmp_path / "x").on_log(RunOf(1), {"train/loss": 1.0})
+
+
+def test_only_the_trackers_of_a_run_are_imported() -> None:
+    source = "import sys, hybridtrain.observe\n"
+    source += "print(*(name for name in sys.modules if name.startswith('hybridtrain.observe.tr')))"
+    output = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True
+    ).stdout
+    for name in ("wandb", "mlflow", "tensorboard"):
+        assert f"trackers.{name}" not in output
+
+
+def test_what_a_config_can_name_is_a_tracker_or_a_callback() -> None:
+    for names, base in ((TRACKERS, Tracker), (CALLBACKS, Callback)):
+        for path in names.values():
+            assert issubclass(pkgutil.resolve_name(path), base)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a backward recomputes instead of keeping it.
+"""Recomputation: what a backward computes again instead of keeping it.
 
 Non-reentrant throughout: a reentrant checkpoint runs a nested backward, which DDP takes for a
 second gradient of the same parameter. The random operations of a layer are seeded by its place, so
@@ -9,10 +9,9 @@ change is restored by `layer_state`, and `recomputation_proof` compares the two 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,63 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from hybridtrain._base.microbatch import map_tensors
 from hybridtrain._base.torch_private import StopRecomputation, allowing_torch_func
-from hybridtrain.errors import ConfigError, UserError, did_you_mean
-from hybridtrain.options import CheckpointSpec
+from hybridtrain.errors import UserError
 from hybridtrain.pipeline.layer_state import Snapshot
 from hybridtrain.pipeline.recomputation_proof import Record
-
-
-@dataclass(frozen=True)
-class CheckpointPolicy:
-    """The recomputed parts: whole stages for some micro-batches, or some layers for all of them.
-
-    Attributes:
-        mode: for which micro-batches whole stages are: `never`, `except_last` or `always`.
-        layers: the numbers of the layers that are recomputed one by one.
-    """
-
-    mode: str = "never"
-    layers: frozenset[int] = frozenset()
-
-    @property
-    def is_active(self) -> bool:
-        """True if anything is recomputed."""
-        return self != CheckpointPolicy()
-
-
-@cache
-def whole_stages(mode: str, chunks: int) -> frozenset[int]:
-    """Returns the micro-batches, of `chunks`, whose stages are recomputed as a whole."""
-    if mode == "never":
-        return frozenset()
-    return frozenset(range(chunks if mode == "always" else chunks - 1))
-
-
-def checkpoint_policy(spec: CheckpointSpec, names: Sequence[str]) -> CheckpointPolicy:
-    """Reads the option `checkpoint`.
-
-    Args:
-        spec: as in `PipelineOptions`; a name in a list stands for a layer, or for a group of layers
-            (`blocks` for `blocks.0`, ...), or for the layer around it (`blocks.0.attention`).
-        names: the names of the model's layers.
-
-    Raises:
-        ConfigError: there is no such layer.
-    """
-    if isinstance(spec, str):
-        return CheckpointPolicy(spec)
-    if isinstance(spec, Mapping):
-        return CheckpointPolicy(layers=frozenset(range(0, len(names), spec["every"])))
-    chosen: set[int] = set()
-    for wanted in spec:
-        found = {i for i, name in enumerate(names) if f"{name}.".startswith(f"{wanted}.")}
-        # or the layer that it is a part of
-        found = found or {i for i, name in enumerate(names) if str(wanted).startswith(f"{name}.")}
-        if not found:
-            hint = did_you_mean(str(wanted), names, "layers")
-            raise ConfigError(f"checkpoint={list(spec)}: there is no layer {wanted!r}; {hint}")
-        chosen |= found
-    return CheckpointPolicy(layers=frozenset(chosen))
 
 
 @dataclass
@@ -94,7 +39,7 @@ class Piece:
     record: Record | None = None
 
 
-def checkpointed(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
+def run_to_recompute(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
     """Returns `run(piece, *args)`, whose activations the backward recomputes.
 
     Args:
@@ -148,7 +93,7 @@ def checkpointed(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
         raise UserError(
             "a layer that is recomputed changes what it is given in place, so that it would be "
             "recomputed from something else: declare it with an attribute inplace = True on the "
-            "module that is given it, as nn.ReLU does, or recompute others (checkpoint=)"
+            "module that is given it, as nn.ReLU does, or recompute others (recompute=)"
         )
     return result
 

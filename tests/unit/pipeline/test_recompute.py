@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is recomputed, and that nothing but memory and time can tell."""
+"""Recomputation: the recomputed layers, and that nothing but memory and time can tell."""
 
 import copy
 import weakref
@@ -22,7 +22,7 @@ from torch import nn
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph.segment import layers_of
-from hybridtrain.pipeline.activation_checkpoint import checkpoint_policy, whole_stages
+from hybridtrain.partitioning import recompute_policy, whole_stages
 
 RECOMPUTING = ["except_last", "always", {"every": 1}, {"every": 2}, ["1"]]
 NB_PARTS = [1, 2, 4]
@@ -44,7 +44,7 @@ NAMES = ["embed", "blocks.0", "blocks.1", "blocks.10", "blocks2.0", "head"]
     ids=str,
 )
 def test_whole_stages_are_recomputed_for_the_micro_batches_of_the_mode(spec, whole):
-    policy = checkpoint_policy(spec, NAMES)
+    policy = recompute_policy(spec, NAMES)
     assert [i in whole_stages(policy.mode, 4) for i in range(4)] == whole
     assert bool(whole_stages(policy.mode, 1)) is (spec == "always")
 
@@ -70,13 +70,13 @@ def test_whole_stages_are_recomputed_for_the_micro_batches_of_the_mode(spec, who
     ids=str,
 )
 def test_every_kth_layer_and_names_of_layers_and_groups_choose_layers(spec, layers):
-    assert checkpoint_policy(spec, NAMES).layers == layers
+    assert recompute_policy(spec, NAMES).layers == layers
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("sometimes", r"checkpoint=sometimes is unknown: use never, except_last, always"),
+        ("sometimes", r"recompute=sometimes is unknown: use never, except_last, always"),
         ({"every": 0}, r"use \{every: k\} with k of 1 or more"),
         ({"every": -1}, r"use \{every: k\} with k of 1 or more"),
         ({"every": "2"}, r"use \{every: k\} with k of 1 or more"),
@@ -96,7 +96,7 @@ def test_an_unknown_policy_is_refused_with_the_known_ones(spec, message):
     net = nn.Sequential(OrderedDict(embed=nn.Linear(6, 6), **groups, head=nn.Linear(6, 6)))
     assert [layer.name for layer in layers_of(net)] == NAMES
     with pytest.raises(ConfigError, match=message):
-        hybrid(net, checkpoint=spec)
+        hybrid(net, recompute=spec)
 
 
 class Log(list):
@@ -124,7 +124,7 @@ def counted(look=lambda x: None, layers=4):
 
 @pytest.mark.parametrize("nb_part", NB_PARTS)
 @pytest.mark.parametrize(
-    ("checkpoint", "runs"),
+    ("recompute", "runs"),
     [
         ("never", [4, 4, 4, 4]),
         ("except_last", [7, 7, 7, 7]),
@@ -135,31 +135,31 @@ def counted(look=lambda x: None, layers=4):
     ],
     ids=str,
 )
-def test_layers_that_the_policy_chose_run_twice_and_the_rest_once(checkpoint, runs, nb_part):
+def test_layers_that_the_policy_chose_run_twice_and_the_rest_once(recompute, runs, nb_part):
     net = counted()
-    model = hybrid(net, nb_part, checkpoint=checkpoint)
+    model = hybrid(net, nb_part, recompute=recompute)
     model.train_step(*regression(10), F.mse_loss)
     assert [len(layer.seen) for layer in net] == runs
 
 
-@pytest.mark.parametrize("checkpoint", RECOMPUTING, ids=str)
-def test_a_forward_alone_recomputes_nothing(checkpoint):
+@pytest.mark.parametrize("recompute", RECOMPUTING, ids=str)
+def test_a_forward_alone_recomputes_nothing(recompute):
     net = counted()
-    hybrid(net, checkpoint=checkpoint)(regression(10)[0])
+    hybrid(net, recompute=recompute)(regression(10)[0])
     assert [len(layer.seen) for layer in net] == [CHUNKS] * 4
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("checkpoint", ["never", *RECOMPUTING], ids=str)
+@pytest.mark.parametrize("recompute", ["never", *RECOMPUTING], ids=str)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
-def test_autocast_is_the_same_when_layers_are_recomputed(nb_part, checkpoint, precision):
+def test_autocast_is_the_same_when_layers_are_recomputed(nb_part, recompute, precision):
     def look(x):
         return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), x.dtype
 
     results = []
-    for check in ("never", checkpoint):
+    for check in ("never", recompute):
         net = counted(look)
-        model = hybrid(net, nb_part, checkpoint=check, precision=precision)
+        model = hybrid(net, nb_part, recompute=check, precision=precision)
         model.train_step(*regression(10), float_mse)
         results.append((grads(net), [set(layer.seen) for layer in net]))
     (expected, seen), (mine, seen_twice) = results
@@ -168,9 +168,9 @@ def test_autocast_is_the_same_when_layers_are_recomputed(nb_part, checkpoint, pr
     assert_same(mine, expected)
 
 
-@pytest.mark.parametrize("checkpoint", RECOMPUTING, ids=str)
+@pytest.mark.parametrize("recompute", RECOMPUTING, ids=str)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
-def test_random_draws_are_the_same_when_layers_are_recomputed(nb_part, checkpoint):
+def test_random_draws_are_the_same_when_layers_are_recomputed(nb_part, recompute):
     class Drops(nn.Module):
         def __init__(self):
             super().__init__()
@@ -185,7 +185,7 @@ def test_random_draws_are_the_same_when_layers_are_recomputed(nb_part, checkpoin
     torch.manual_seed(0)
     net = nn.Sequential(*[Drops() for _ in range(4)])
     twin = copy.deepcopy(net)
-    model = hybrid(net, nb_part, checkpoint=checkpoint, seed=3)
+    model = hybrid(net, nb_part, recompute=recompute, seed=3)
     never = hybrid(twin, nb_part, seed=3)
     for seed in range(2):
         for layer in net:
@@ -210,12 +210,12 @@ def normed(momentum):
 
 
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
-@pytest.mark.parametrize("checkpoint", ["never", *RECOMPUTING, ["1", "3"]], ids=str)
+@pytest.mark.parametrize("recompute", ["never", *RECOMPUTING, ["1", "3"]], ids=str)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
-def test_batch_norm_statistics_move_once_per_micro_batch(nb_part, checkpoint, momentum):
+def test_batch_norm_statistics_move_once_per_micro_batch(nb_part, recompute, momentum):
     net = normed(momentum)
     plain = copy.deepcopy(net)
-    model = hybrid(net, nb_part, checkpoint=checkpoint)
+    model = hybrid(net, nb_part, recompute=recompute)
     for seed in range(2):
         x, y = regression(10, seed)
         plain_step(plain, x, y)
@@ -226,12 +226,12 @@ def test_batch_norm_statistics_move_once_per_micro_batch(nb_part, checkpoint, mo
     assert int(net[1].num_batches_tracked) == 2 * CHUNKS
 
 
-@pytest.mark.parametrize("checkpoint", RECOMPUTING, ids=str)
+@pytest.mark.parametrize("recompute", RECOMPUTING, ids=str)
 @pytest.mark.parametrize("which", [(1,), (1, 3)], ids=str)
-def test_norms_frozen_in_eval_mode_stay_as_they_are(which, checkpoint):
+def test_norms_frozen_in_eval_mode_stay_as_they_are(which, recompute):
     net = normed(0.1)
     plain = copy.deepcopy(net)
-    model = hybrid(net, 2, checkpoint=checkpoint)
+    model = hybrid(net, 2, recompute=recompute)
     for each in (net, plain):
         for index in which:
             each[index].eval()
@@ -245,8 +245,8 @@ def test_norms_frozen_in_eval_mode_stay_as_they_are(which, checkpoint):
     assert_same_gradients(net, plain)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", *RECOMPUTING], ids=str)
-def test_instance_norm_statistics_move_once_per_micro_batch(checkpoint):
+@pytest.mark.parametrize("recompute", ["never", *RECOMPUTING], ids=str)
+def test_instance_norm_statistics_move_once_per_micro_batch(recompute):
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv1d(2, 2, 1), nn.InstanceNorm1d(2, track_running_stats=True), nn.Conv1d(2, 2, 1)
@@ -254,7 +254,7 @@ def test_instance_norm_statistics_move_once_per_micro_batch(checkpoint):
     plain = copy.deepcopy(net)
     x, y = floats(10, 2, 5) + 3, floats(10, 2, 5, seed=1)
     plain_step(plain, x, y)
-    hybrid(net, 3, checkpoint=checkpoint).train_step(x, y, F.mse_loss)
+    hybrid(net, 3, recompute=recompute).train_step(x, y, F.mse_loss)
     assert_same(net.state_dict(), plain.state_dict())
 
 
@@ -273,11 +273,11 @@ class Keeps(nn.Module):
         return self.last(inner.sin())
 
 
-def kept(checkpoint):
+def kept(recompute):
     """What is alive of eight layers, four micro-batches, before the first backward of GPipe."""
     Keeps.alive = []
     net = nn.Sequential(*[Keeps() for _ in range(8)])
-    model = hybrid(net, 1, checkpoint=checkpoint, schedule="gpipe")
+    model = hybrid(net, 1, recompute=recompute, schedule="gpipe")
     weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
     x, counts, sizes = torch.randn(16, 64), [], []
 

@@ -1,4 +1,4 @@
-"""The base of trackers: their thread, and the id of the run in the run directory."""
+"""The base of trackers of slow services: their thread, and the run's id in its directory."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from queue import Full, Queue
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from PIL import Image
 
 from hybridtrain._base.files import write_atomically
 from hybridtrain.errors import ConfigError, Interrupted
-from hybridtrain.loop import Monitor
+from hybridtrain.loop import Run, Tracker
 from hybridtrain.observe.pictures import draw
 from hybridtrain.schedule import Spans
-
-if TYPE_CHECKING:
-    from hybridtrain.loop import Trainer
 
 _MOST_WAITING = 10_000
 
@@ -30,11 +27,11 @@ _AFTER_INTERRUPTION_S = 5.0
 _LEAST_S = 1.0
 
 
-class Tracker(Monitor):
+class QueuedTracker(Tracker):
     """Reports to a service that may be slow or away: all calls of it are made in one thread.
 
     A step never waits for it, and the end of a run waits `patience_s`. What the thread raises is
-    raised by the next report, which lets the tracker go (see `Monitor`).
+    raised by the next hook, which lets the tracker go (see `Tracker`).
 
     A subclass has `begin`, `values`, `picture` and `finish`, which run in the thread. The tags are
     those of `metrics.jsonl`, and the x-axis is the step. `<package>.id` in `directory` keeps the id
@@ -76,7 +73,7 @@ class Tracker(Monitor):
         Args:
             known: the id of a run that is resumed; None: a new run.
             config: the text of that title, as a nested mapping.
-            texts: see `Monitor.start`.
+            texts: see `Run.texts`.
         """
         raise NotImplementedError
 
@@ -92,44 +89,44 @@ class Tracker(Monitor):
         """Ends the run at the service, as `failed` says."""
         raise NotImplementedError
 
-    def start(self, *, total_steps: int | None, first_step: int, texts: Mapping[str, str]) -> None:
-        """See `Monitor.start`."""
+    def on_start(self, run: Run) -> None:
+        """Starts the thread, which begins or continues the run of the service."""
         self._waiting, self._error, self.failed = Queue(_MOST_WAITING), None, False
         self._deadline = None
         self.directory.mkdir(parents=True, exist_ok=True)
         thread = threading.Thread(target=self._work, args=[self._waiting], daemon=True)
         thread.start()
         self._thread = thread
-        self._do(lambda: self._begin(first_step, dict(texts)))
+        first_step, texts = run.step, dict(run.texts)
+        self._do(lambda: self._begin(first_step, texts))
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Monitor.scalars`."""
-        kept = dict(values)
-        self._do(lambda: self.values(step, kept))
+    def on_log(self, run: Run, values: Mapping[str, float]) -> None:
+        """Queues the values."""
+        step, copied = run.step, dict(values)  # of now: the thread reads them later
+        self._do(lambda: self.values(step, copied))
 
-    def timeline(self, step: int, predicted: Spans, measured: Spans) -> None:
-        """See `Monitor.timeline`; one picture, of the last recorded step."""
-        title = f"{self.run_name}, step {step}"
+    def on_timeline(self, run: Run, predicted: Spans, measured: Spans) -> None:
+        """Queues one picture, of the last recorded step."""
+        step, title = run.step, f"{self.run_name}, step {run.step}"
         self._do(lambda: self.picture(step, "timeline", draw(predicted, measured, title)))
 
-    def results(self, step: int, results: Mapping[str, Any]) -> None:
-        """See `Monitor.results`; the numbers have the tags `summary/...`."""
-        numbers = {
-            f"summary/{key.replace('.', '/')}": value
-            for key, value in flat(results)
-            if isinstance(value, int | float)
-        }
-        self._do(lambda: self.values(step, numbers))
-
-    def close(self) -> None:
-        """See `Monitor.close`.
+    def on_end(self, run: Run) -> None:
+        """Reports the results of a complete run as `summary/...`, and waits for the thread.
 
         Raises:
             TimeoutError: the service has not taken everything in time.
         """
-        thread, self._thread = self._thread, None
-        if thread is None:
+        if self._thread is None:
             return
+        if run.finished:
+            step = run.step
+            numbers = {
+                f"summary/{key.replace('.', '/')}": value
+                for key, value in flat(run.results)
+                if isinstance(value, int | float)
+            }
+            self._do(lambda: self.values(step, numbers))
+        thread, self._thread = self._thread, None
         if self._error is None:
             self._put(self.finish)
             self._put(None)
@@ -142,14 +139,14 @@ class Tracker(Monitor):
         if self._error is not None:
             raise self._error
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, run: Run, error: BaseException) -> None:
         """Notes that the run has failed; after an interruption all trackers share one patience."""
         self.failed = True
         if isinstance(error, Interrupted):
             self._deadline = monotonic() + _AFTER_INTERRUPTION_S
 
     def abandon(self) -> None:
-        """See `Monitor.abandon`; the thread ends with the process."""
+        """Leaves the thread, which ends with the process."""
         self._thread = None
 
     def _begin(self, first_step: int, texts: Mapping[str, str]) -> None:
@@ -160,7 +157,7 @@ class Tracker(Monitor):
 
     def _do(self, job: Callable[[], None]) -> None:
         if self._thread is None:
-            raise RuntimeError(f"call {type(self).__name__}.start() first")
+            raise RuntimeError(f"call {type(self).__name__}.on_start() first")
         if self._error is not None:
             raise self._error
         self._put(job)

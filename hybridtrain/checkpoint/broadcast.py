@@ -1,0 +1,31 @@
+"""A tree of values that rank 0 sends to all processes, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import KeyPath, tree_map_only, tree_map_with_path
+
+from hybridtrain.world import World
+
+
+def broadcast_tree(world: World, tree: Any, move: Callable[[KeyPath, Tensor], Tensor]) -> Any:
+    """Returns rank 0's `tree` on every rank; its tensors are copied one by one, then `move`d."""
+    kinds = world.broadcast(
+        tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), tree)
+    )
+
+    def receive(path: KeyPath, kind: Any, *mains: Any) -> Any:
+        if not isinstance(kind, Tensor):
+            return kind
+        value = torch.empty_like(kind, device="cpu")
+        if world.is_main:
+            value.copy_(*mains)
+        # in memory order, as bytes: gloo and NCCL do not know every dtype
+        world.broadcast_tensor(value.as_strided((value.numel(),), (1,)).view(torch.uint8))
+        return move(path, value)
+
+    return tree_map_with_path(receive, kinds, *([tree] if world.is_main else []))

@@ -1,0 +1,83 @@
+"""Files and folders that the processes of several hosts share."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from uuid import uuid4
+
+from hybridtrain._base.files import make_directory
+from hybridtrain.checkpoint.directory import TEMPORARY
+from hybridtrain.errors import CheckpointError
+from hybridtrain.world import World
+
+# How long a file of another node may take to appear: NFS asks again after a few seconds.
+_APPEARS_S = 5.0
+_PIECES, _PIECE_BYTES = 16, 64 << 10
+
+
+def hosts_without(root: Path, world: World) -> list[str]:
+    """Returns the ranks and hosts that do not see the directory `root` of rank 0.
+
+    A collective call; it makes the directory, and removes a file in it.
+
+    Args:
+        root: the directory, by the path that each process has.
+        world: the processes.
+
+    Raises:
+        CheckpointError: rank 0 cannot make the directory or write to it; on every process.
+    """
+    if world.size == 1:
+        return []
+
+    def make() -> str:
+        token = root / f"{TEMPORARY}seen-{uuid4().hex}"
+        try:
+            make_directory(root)
+            token.touch()
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {root}: {error}") from error
+        return token.name
+
+    name = world.broadcast(world.on_main(make))
+    assert name is not None
+    deadline = time.monotonic() + _APPEARS_S
+    # False, not an error, where a process may not look
+    while not (seen := os.path.exists(root / name)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    everyones = world.gather((seen, socket.gethostname()))
+    if world.is_main:
+        (root / name).unlink(missing_ok=True)
+    return [f"rank {rank} on {host}" for rank, (seen, host) in enumerate(everyones) if not seen]
+
+
+def same_files(world: World, paths: Sequence[Path]) -> bool:
+    """Returns whether all processes see the same files under rank 0's `paths`; a collective call.
+
+    Files are the same that have the same size and the same bytes in 16 places.
+    """
+    if world.size == 1:
+        return True
+    expected = world.broadcast([(path, fingerprint(path)) for path in paths])
+    own = all(found is not None and fingerprint(path) == found for path, found in expected)
+    return all(world.gather(own))
+
+
+def fingerprint(path: Path) -> tuple[int, int] | None:
+    """Returns the size of a file and a checksum of some of its bytes; None if it is not there."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            crc32 = 0
+            step = max(_PIECE_BYTES, (size - _PIECE_BYTES) // (_PIECES - 1))
+            for place in range(0, size, step):
+                file.seek(place)
+                crc32 = zlib.crc32(file.read(_PIECE_BYTES), crc32)
+            return size, crc32
+    except OSError:
+        return None

@@ -1,0 +1,188 @@
+"""The store through which the processes of a run exchange facts.
+
+Each process publishes its id, its part of the model, signs of life and its current work, and the
+first failure of the run is recorded here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from hybridtrain.launch.activity import wait_until
+from hybridtrain.launch.process_id import ProcessId, this_process
+
+if TYPE_CHECKING:
+    from hybridtrain._base.torch_private import Store
+
+
+EXIT_STALLED = 4
+"""The exit code of a run that the watchdog ended."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure that ends a run.
+
+    Attributes:
+        rank: the rank of the process that reports it.
+        line: the failure in one line, for the launcher's report.
+        exit_code: the exit code of the process that reports it.
+        time: the time of the report, in seconds since the epoch.
+        unresponsive: processes that do not answer and must be killed.
+    """
+
+    rank: int
+    line: str
+    exit_code: int = 1
+    time: float = field(default_factory=time.time)
+    unresponsive: tuple[ProcessId, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """A process's report about its current work.
+
+    Attributes:
+        what: the current work, as text.
+        blame: 0: waits for other processes; 1: may wait for them; 2: is busy itself.
+        progress: the number of steps that have begun.
+    """
+
+    what: str
+    blame: int
+    progress: int = 0
+
+
+class ProcessStore:
+    """The facts that the processes of a run share.
+
+    A call may block while the store is busy with another thread's request on the same connection,
+    so each thread needs its own `clone`.
+
+    Args:
+        store: the store of the processes; None for a single process.
+        rank: the rank of this process.
+        size: the number of processes.
+
+    Raises:
+        RuntimeError: from every method, if the store is gone.
+    """
+
+    def __init__(self, store: Store | None, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        if store is None:
+            from hybridtrain._base.torch_private import HashStore  # which imports torch
+
+            store = HashStore()
+        self._store = store
+
+    def clone(self) -> ProcessStore:
+        """Returns a `ProcessStore` with a separate connection, for another thread."""
+        return ProcessStore(self._store.clone() if self.size > 1 else None, self.rank, self.size)
+
+    def enter(self) -> list[ProcessId]:
+        """Publishes this process's id, waits for all processes, and returns their ids by rank."""
+        self._store.set(f"process/{self.rank}", json.dumps(this_process()))
+        keys = [f"process/{rank}" for rank in range(self.size)]
+        return [ProcessId(*json.loads(self._store.get(key))) for key in keys]
+
+    def set_place(self, place: str) -> None:
+        """Publishes the part of the model that this process has, such as `stage 1`."""
+        self._store.set(f"place/{self.rank}", place)
+
+    def place(self, rank: int) -> str:
+        """Returns the part of the model that a process has; "" if it has the whole model."""
+        return self._value(f"place/{rank}") or ""
+
+    def leave(self) -> None:
+        """Publishes that this process ends normally."""
+        self._store.set(f"left/{self.rank}", "")
+
+    def end_together(self, seconds: float) -> None:
+        """Waits, in rank 0, until all processes have called this, at most `seconds`.
+
+        Rank 0 may host the store, and PyTorch prints stacks in a process that loses its store.
+        """
+        self._store.set(f"ended/{self.rank}", "")
+        if self.rank == 0:
+            self._wait_for_all("ended", seconds)
+
+    def acknowledge_failure(self) -> None:
+        """Publishes that this process knows of the failure that ends the run."""
+        self._store.set(f"heard/{self.rank}", "")
+
+    def wait_for_acknowledgements(self, seconds: float) -> None:
+        """Waits until all processes have called `acknowledge_failure`, at most `seconds`."""
+        self.acknowledge_failure()
+        self._wait_for_all("heard", seconds)
+
+    def _wait_for_all(self, word: str, seconds: float) -> None:
+        keys = [f"{word}/{rank}" for rank in range(self.size)]
+        wait_until(lambda: self._store.check(keys), seconds)
+
+    def has_left(self, rank: int) -> bool:
+        """Returns whether a process has ended normally."""
+        return self._store.check([f"left/{rank}"])
+
+    def beat(self, count: int) -> None:
+        """Publishes a sign of life; `count` must differ from the previous one."""
+        self._store.set(f"alive/{self.rank}", str(count))
+
+    def beats(self, rank: int) -> int:
+        """Returns the last `count` of a process; 0 before the first."""
+        return int(self._value(f"alive/{rank}") or 0)
+
+    def claim(self, failure: Failure) -> Failure:
+        """Records `failure` as the end of the run unless there is one; returns the recorded one."""
+        return _failure(self._store.compare_set("failure", "", json.dumps(asdict(failure))))
+
+    def failure(self) -> Failure | None:
+        """Returns the failure that ends the run; None if there is none."""
+        text = self._value("failure")
+        return None if text is None else _failure(text)
+
+    def request_stacks(self, folder: str) -> bool:
+        """Requests the stacks of all processes; returns whether this process is the first to ask.
+
+        Args:
+            folder: where processes without a run directory write their stacks.
+        """
+        request = f"{self.rank} {folder}"
+        return self._store.compare_set("stacks", "", request) == request.encode()
+
+    def requested_stacks(self) -> str | None:
+        """Returns the folder of a request for stacks; None if no process has requested them."""
+        request = self._value("stacks")
+        return None if request is None else request.partition(" ")[2]
+
+    def request_stop(self, work: str, reason: str) -> None:
+        """Publishes that this process wants all processes to stop this work."""
+        self._store.set(work, reason)
+
+    def stop_reason(self, work: str) -> str | None:
+        """Returns why a process wants all processes to stop this work; None if none does."""
+        return self._value(work)
+
+    def publish(self, key: str, report: Report) -> None:
+        """Publishes this process's report under `key`."""
+        self._store.set(f"{key}/{self.rank}", json.dumps(asdict(report)))
+
+    def published(self, key: str, ranks: Sequence[int]) -> dict[int, Report]:
+        """Returns the reports that the processes have published under `key`, by rank."""
+        texts = {rank: self._value(f"{key}/{rank}") for rank in ranks}
+        return {rank: Report(**json.loads(text)) for rank, text in texts.items() if text}
+
+    def _value(self, key: str) -> str | None:
+        """Returns the value of a key, or None without waiting if the key is not set."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+def _failure(text: str | bytes) -> Failure:
+    values = json.loads(text)
+    unresponsive = tuple(ProcessId(*process) for process in values.pop("unresponsive"))
+    return Failure(**values, unresponsive=unresponsive)

@@ -1,0 +1,39 @@
+"""Clips the elements of the gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.loop.callbacks.base import Callback
+from hybridtrain.options import names_checked
+
+if TYPE_CHECKING:
+    from hybridtrain.loop.trainer import Trainer
+
+
+class ClipValue(Callback):
+    """Clips each element of the gradients to -`value` ... `value`.
+
+    `trainer.clip_norm` is the usual choice: it keeps the direction. It and the norm in the log,
+    `train/grad_norm`, are of the clipped elements.
+
+    Args:
+        value: positive.
+
+    Raises:
+        ConfigError: `value` is not positive.
+    """
+
+    @names_checked
+    def __init__(self, value: float) -> None:
+        if not value > 0:
+            raise ConfigError(f"value={value} must be positive")
+        self._value = value
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        """Clips the gradients of this process's stages."""
+        for parameter in trainer.model.parameters():
+            if (grad := parameter.grad) is not None:
+                # what is infinite becomes NaN, and the step is left out
+                grad.copy_(grad.clamp(-self._value, self._value) + 0 * grad)

@@ -1,0 +1,54 @@
+"""Logs the norm of the gradients of each part of the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hybridtrain.errors import ConfigError
+from hybridtrain.loop.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from hybridtrain.loop.trainer import Trainer
+
+
+class GradientNorms(Callback):
+    """Logs the L2 norm of the gradients of each part of the model, before `trainer.clip_norm`.
+
+    The tags are `grad_norm/<part>`; `train/grad_norm` is that of the whole model. After a
+    `ClipValue` in `callbacks` the elements are clipped.
+
+    Args:
+        depth: how many components of a parameter's name make a part: with 2,
+            `layers.0.linear.weight` is of the part `layers.0`.
+
+    Raises:
+        ConfigError: `depth` is less than 1.
+    """
+
+    def __init__(self, depth: int = 1) -> None:
+        if type(depth) is not int or depth < 1:
+            raise ConfigError(f"depth={depth} must be a whole number of at least 1")
+        self._depth = depth
+        self._norms: dict[str, Tensor] = {}
+
+    def on_gradients(self, trainer: Trainer) -> None:
+        """Takes the norms, if this step is logged."""
+        if not trainer.logging:
+            return
+        parts: dict[str, list[Tensor]] = {}
+        for name, parameter in trainer.model.named_parameters():
+            if parameter.grad is not None:
+                part = ".".join(name.split(".")[: self._depth])
+                parts.setdefault(part, []).append(parameter.grad.detach())
+        self._norms = {part: torch.nn.utils.get_total_norm(g) for part, g in parts.items()}
+
+    def on_log(self, trainer: Trainer, values: dict[str, float]) -> None:
+        """Adds the norms; parts that several processes share are put together."""
+        own = [(part, float(norm) ** 2) for part, norm in self._norms.items()]
+        squares: dict[str, float] = {}
+        for part, square in trainer.model.pipeline.gather(own):
+            squares[part] = squares.get(part, 0.0) + square
+        values.update({f"grad_norm/{part}": square**0.5 for part, square in squares.items()})

@@ -1,0 +1,95 @@
+"""The stages and layers that the option `recompute` has recomputed, by micro-batch.
+
+The pipeline runs by it, the planner weighs memory by it, and the price of a step counts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from hybridtrain.errors import ConfigError, did_you_mean
+from hybridtrain.options import RecomputeSpec
+
+
+@dataclass(frozen=True)
+class RecomputePolicy:
+    """The recomputed parts: whole stages for some micro-batches, or some layers for all of them.
+
+    Attributes:
+        mode: for which micro-batches whole stages are: `never`, `except_last` or `always`.
+        layers: the numbers of the layers that are recomputed one by one.
+    """
+
+    mode: str = "never"
+    layers: frozenset[int] = frozenset()
+
+    @property
+    def is_active(self) -> bool:
+        """True if anything is recomputed."""
+        return self != RecomputePolicy()
+
+    def shares(self, times: Sequence[Sequence[float]], chunks: int) -> list[list[float]]:
+        """Returns, by stage and micro-batch, the share of a forward that its backward runs again.
+
+        Args:
+            times: of the forwards of each stage's layers, in any unit; all 0 where they are not
+                known, and then a layer counts as much as any other.
+            chunks: the micro-batches of a batch.
+        """
+        whole = whole_stages(self.mode, chunks)
+        shares, first = [], 0
+        for of_stage in times:
+            known = of_stage if any(of_stage) else [1.0] * len(of_stage)
+            again = sum(t for n, t in enumerate(known, first) if n in self.layers)
+            first += len(known)
+            share = again / sum(known)
+            shares.append([1.0 if i in whole else share for i in range(chunks)])
+        return shares
+
+
+@cache
+def whole_stages(mode: str, chunks: int) -> frozenset[int]:
+    """Returns the micro-batches, of `chunks`, whose stages are recomputed as a whole.
+
+    Args:
+        mode: of `PipelineOptions.recompute`; for any other value, such as `layers`, it is empty.
+        chunks: the micro-batches of a batch.
+    """
+    return frozenset(range({"always": chunks, "except_last": chunks - 1}.get(mode, 0)))
+
+
+def recomputes_stages(spec: RecomputeSpec) -> bool:
+    """Returns whether the option has whole stages recomputed, where there are micro-batches enough.
+
+    A stage then keeps only its inputs for each micro-batch, and its activations for one.
+    """
+    return isinstance(spec, str) and bool(whole_stages(spec, 2))
+
+
+def recompute_policy(spec: RecomputeSpec, names: Sequence[str]) -> RecomputePolicy:
+    """Reads the option `recompute`.
+
+    Args:
+        spec: as in `PipelineOptions`; a name in a list stands for a layer, or for a group of layers
+            (`blocks` for `blocks.0`, ...), or for the layer around it (`blocks.0.attention`).
+        names: the names of the model's layers.
+
+    Raises:
+        ConfigError: there is no such layer.
+    """
+    if isinstance(spec, str):
+        return RecomputePolicy(spec)
+    if isinstance(spec, Mapping):
+        return RecomputePolicy(layers=frozenset(range(0, len(names), spec["every"])))
+    chosen: set[int] = set()
+    for wanted in spec:
+        found = {i for i, name in enumerate(names) if f"{name}.".startswith(f"{wanted}.")}
+        # or the layer that it is a part of
+        found = found or {i for i, name in enumerate(names) if str(wanted).startswith(f"{name}.")}
+        if not found:
+            hint = did_you_mean(str(wanted), names, "layers")
+            raise ConfigError(f"recompute={list(spec)}: there is no layer {wanted!r}; {hint}")
+        chosen |= found
+    return RecomputePolicy(layers=frozenset(chosen))

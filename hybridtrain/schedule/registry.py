@@ -1,0 +1,223 @@
+"""The registry of schedules: each by the name that `schedule=` chooses.
+
+    @schedule("wave", placement="v", stages_per_device=2)
+    def wave(devices: int, chunks: int) -> Schedule:
+        ...
+
+A function that builds a table is a schedule once it is registered, in this package or in a user's.
+`make_schedule` checks each table that it builds: `validate` proves that an engine can execute it,
+and it must agree with its registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+from hybridtrain.errors import ScheduleError, did_you_mean
+from hybridtrain.schedule.table import (
+    Action,
+    Placement,
+    Schedule,
+    divided_backwards,
+    even_parts,
+    peak_in_flight,
+    place_of,
+    validate,
+)
+
+Builder = TypeVar("Builder", bound=Callable[..., Schedule])
+
+
+@dataclass(frozen=True, eq=False)  # by identity: a name that is registered again is another key
+class RegisteredSchedule:
+    """A schedule's function, and the facts that are known before it builds a table.
+
+    Attributes:
+        name: as `schedule=` has it.
+        builder: called with the number of devices, the number of micro-batches and, where
+            `stages_per_device` is None, the number of stages per device.
+        placement: where the stages are.
+        stages_per_device: the only number of stages per device that the schedule is for; None:
+            any.
+        splits_backward: whether it has backwards in two parts, `I` and `W`.
+    """
+
+    name: str
+    builder: Callable[..., Schedule]
+    placement: Placement = "loop"
+    stages_per_device: int | None = None
+    splits_backward: bool = False
+
+    def build(self, devices: int, chunks: int, stages_per_device: int) -> Schedule:
+        """Returns the table, which nobody has checked.
+
+        Raises:
+            ScheduleError: the schedule is for another number of stages per device.
+        """
+        if self.stages_per_device is None:
+            return self.builder(devices, chunks, stages_per_device)
+        if stages_per_device != self.stages_per_device:
+            needed = self.stages_per_device
+            raise ScheduleError(
+                f"schedule={self.name} has {needed} stage{'s' * (needed > 1)} on each device: set "
+                f"stages_per_device={needed}"
+            )
+        return self.builder(devices, chunks)
+
+    def check(self, table: Schedule, devices: int, chunks: int, stages_per_device: int) -> None:
+        """Proves that an engine can execute `table`, and that it agrees with the registration.
+
+        Raises:
+            ScheduleError: it does not; names the rule and the first stage or action that breaks it.
+        """
+        if not isinstance(table, Schedule):
+            raise ScheduleError(
+                f"schedule={self.name}: its function returned a {type(table).__name__}, not a "
+                f"hybridtrain.schedule.Schedule"
+            )
+        wanted = devices * stages_per_device, chunks, devices
+        if (table.stages, table.chunks, len(table.lanes)) != wanted:
+            raise ScheduleError(
+                f"schedule={self.name}: its function returned a table of {table.stages} stages, "
+                f"{table.chunks} micro-batches and {len(table.lanes)} lanes, not of {wanted[0]} "
+                f"stages, {chunks} micro-batches and {devices} lanes"
+            )
+        validate(table)
+        for stage, device in sorted(table.lane_of.items()):
+            if device != (place := place_of(stage, devices, self.placement)):
+                raise ScheduleError(
+                    f"schedule={self.name}: stage {stage} is on device {device}, and "
+                    f"placement={self.placement!r} puts it on device {place}"
+                )
+        if any(divided_backwards(table)) and not self.splits_backward:
+            raise ScheduleError(
+                f"schedule={self.name} has backwards in two parts: register it with "
+                f"splits_backward=True"
+            )
+
+
+_REGISTERED: dict[str, RegisteredSchedule] = {}
+
+
+def schedule(
+    name: str,
+    *,
+    placement: Placement = "loop",
+    stages_per_device: int | None = None,
+    splits_backward: bool = False,
+) -> Callable[[Builder], Builder]:
+    """Registers the decorated function as the schedule `name`, and returns it unchanged.
+
+    The function is called with the number of devices, the number of micro-batches and, unless
+    `stages_per_device` is given, the number of stages per device. It returns the table of a
+    training step. It must have one for any number of micro-batches: the last batch of an epoch may
+    be short, and the first step's self-check runs a single one.
+
+    Args:
+        name: valid from then on wherever a schedule is named, such as
+            `PipelineOptions(schedule=name)`.
+        placement: where the stages are: `loop`, stage `s` on device `s % devices`, or `v`, where
+            each second turn goes back.
+        stages_per_device: the only number of stages per device that it is for; None: any.
+        splits_backward: whether it has backwards in two parts.
+
+    Raises:
+        ScheduleError: another function has that name.
+    """
+
+    def register(builder: Builder) -> Builder:
+        before = _REGISTERED.get(name)
+        # a module that is loaded again, or a notebook's cell that runs again, replaces its function
+        if before is not None and _origin(before.builder) != _origin(builder):
+            raise ScheduleError(
+                f"schedule={name} is {_origin(before.builder)} already: register "
+                f"{_origin(builder)} by another name"
+            )
+        _REGISTERED[name] = RegisteredSchedule(
+            name, builder, placement, stages_per_device, splits_backward
+        )
+        return builder
+
+    return register
+
+
+def _origin(builder: Callable[..., Schedule]) -> str:
+    return f"{builder.__module__}.{builder.__qualname__}"
+
+
+def schedule_names() -> tuple[str, ...]:
+    """Returns the names of all schedules that are registered so far."""
+    return tuple(_REGISTERED)
+
+
+def registered(name: str) -> RegisteredSchedule:
+    """Returns the schedule of this name.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    if name not in _REGISTERED:
+        raise ScheduleError(
+            f"schedule={name!r} is unknown; {did_you_mean(name, _REGISTERED, 'schedules')}"
+        )
+    return _REGISTERED[name]
+
+
+def make_schedule(
+    name: str,
+    devices: int,
+    chunks: int,
+    stages_per_device: int = 1,
+    max_inflight: int | None = None,
+) -> Schedule:
+    """Builds and validates the schedule `name`; a short last batch asks for fewer `chunks`.
+
+    Args:
+        name: one of `schedule_names()`.
+        devices: how many.
+        chunks: micro-batches.
+        stages_per_device: how many stages each device runs.
+        max_inflight: how many micro-batches may be in flight, begun and not finished, at one time.
+
+    Raises:
+        ScheduleError: `name` is unknown, a count is not positive, the schedule is for another
+            number of stages per device, or its table breaks a rule.
+    """
+    return _made(registered(name), devices, chunks, stages_per_device, max_inflight)
+
+
+@lru_cache(maxsize=256)
+def _made(
+    entry: RegisteredSchedule,
+    devices: int,
+    chunks: int,
+    stages_per_device: int,
+    max_inflight: int | None,
+) -> Schedule:
+    if min(devices, chunks, stages_per_device, max_inflight or 1) < 1:
+        raise ScheduleError(
+            f"a schedule needs at least 1 device, 1 chunk, 1 stage per device and 1 micro-batch "
+            f"in flight, not {devices}, {chunks}, {stages_per_device}, {max_inflight}"
+        )
+    table = entry.build(devices, chunks, stages_per_device)
+    entry.check(table, devices, chunks, stages_per_device)
+    # stage 0 holds every micro-batch that is in flight
+    if max_inflight is not None and peak_in_flight(table)[0] > max_inflight:
+        table = _in_blocks(entry, max_inflight, devices, chunks, stages_per_device)
+        entry.check(table, devices, chunks, stages_per_device)
+    return table
+
+
+def _in_blocks(
+    entry: RegisteredSchedule, size: int, devices: int, chunks: int, stages_per_device: int
+) -> Schedule:
+    """Returns the schedules for `size` micro-batches at a time, one after the other."""
+    lanes: list[list[Action]] = [[] for _ in range(devices)]
+    for block in even_parts(chunks, -(-chunks // size)):
+        part = entry.build(devices, len(block), stages_per_device)
+        for lane, actions in zip(lanes, part.lanes, strict=True):
+            lane += [action._replace(microbatch=block[action.microbatch]) for action in actions]
+    return Schedule(part.name, devices * stages_per_device, chunks, tuple(map(tuple, lanes)))
