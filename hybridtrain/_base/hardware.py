@@ -121,8 +121,8 @@ class Hardware:
         if precision not in self.flops_per_s:
             precisions = ", ".join(self.flops_per_s) or "none"
             raise ConfigError(
-                f"hardware.flops_per_s has no rate for {precision} (the choices are: {precisions}): "
-                f"set trainer.precision= to one of these, or hardware.flops_per_s.{precision}="
+                f"hardware.flops_per_s has no rate for {precision} (it has: {precisions}): set "
+                f"trainer.precision= to one of these, or hardware.flops_per_s.{precision}="
             )
         return self.flops_per_s[precision] * self.flops_reached
 
