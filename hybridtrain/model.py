@@ -22,14 +22,17 @@ from torch.optim import Optimizer
 
 from hybridtrain._base.joining import JoinProof, check_same_but_samples
 from hybridtrain._base.microbatch import (
+    MicrobatchCut,
     as_containers,
     batch_size,
     check_samples,
     chunk_sizes,
+    first_share,
     merge,
     split,
 )
 from hybridtrain._base.precision import autocast
+from hybridtrain._base.shares import MicrobatchPlace, Shares
 from hybridtrain.errors import BatchError, ConfigError, UserError
 from hybridtrain.graph import layers_of
 from hybridtrain.loss import (
@@ -40,6 +43,8 @@ from hybridtrain.loss import (
     ModelLossProof,
     OutputProof,
     SeenLosses,
+    ShareLoss,
+    SharesWeight,
     StepWeights,
     is_of_model,
     model_output,
@@ -220,12 +225,14 @@ class TrainStepResult:
         samples: the number of samples in this replica's batch.
         count: what `loss` is a mean over: the samples, or what the loss function counts.
         timeline: the measured times of its actions, if they were asked for.
+        share_losses: the loss of each logical replica of this process; empty: it is `loss`.
     """
 
     loss: Tensor
     samples: int
     timeline: Timeline | None = None
     count: float = 0
+    share_losses: Sequence[ShareLoss] = ()
 
 
 class HybridModel:
@@ -356,6 +363,12 @@ class HybridModel:
         self._seen_losses = SeenLosses()  # by the proof of the first step
         self._read_losses = SeenLosses()  # by the last stage's look at its graph
         self._join_proof = JoinProof()
+        if options.sync_batch_norm and len(world.owned_replicas) > 1:
+            raise ConfigError(
+                f"sync_batch_norm=true normalises over the replicas, and this process runs "
+                f"{len(world.owned_replicas)} of {world.logical_replicas} one after another: start "
+                f"a process for each replica, or set sync_batch_norm=false"
+            )
         if options.shard != "none" and world.replicas == 1:
             log.info("shard=%s has no effect: there is one replica", options.shard)
         self.pipeline = Pipeline(net, plan, planned, world, options)
@@ -374,11 +387,13 @@ class HybridModel:
             self.pipeline.follow_requires_grad(names)
             self.changes += 1
 
-    def _run_forward(self, parts: Sequence[Any], head: Head) -> list[Any]:
+    def _run_forward(
+        self, parts: Sequence[Any], head: Head, places: Sequence[MicrobatchPlace] | None = None
+    ) -> list[Any]:
         options, devices = self.options, self.world.nb_part
         schedule = forward_only(devices, len(parts), options.stages_per_device, options.placement)
         with self.autocast():
-            return self.pipeline.run_forward(schedule, parts.__getitem__, head)
+            return self.pipeline.run_forward(schedule, parts.__getitem__, head, places)
 
     def schedule(self, chunks: int) -> Schedule:
         """Returns the schedule of a training step of `chunks` micro-batches."""
@@ -392,7 +407,7 @@ class HybridModel:
         targets: Any,
         loss_fn: LossFn,
         *,
-        weight: float | BatchWeight | None = None,
+        weight: float | BatchWeight | SharesWeight | None = None,
         sync: bool = True,
         scale_loss: Callable[[Tensor], Tensor] | None = None,
         timeline: bool = False,
@@ -429,26 +444,25 @@ class HybridModel:
         inputs, targets = as_containers(inputs), as_containers(targets)
         self._follow_changes(trains=True)
         self._batch_check.begin(inputs, targets)
-        samples = batch_size(inputs, targets)
-        sizes = self._sizes(samples)
+        cut = self._cut(inputs, targets)
+        sizes = cut.sizes
         self._check_synchronised(len(sizes))
-        self._self_check.check_batch(inputs, sizes, trains=True)
-        input_parts = split(inputs, sizes)
-        target_parts = split(self.pipeline.to_output_device(targets), sizes)
+        # comparisons of a first step take a share for the batch: it is one, of a logical replica
+        compared = first_share(inputs), cut.of_first_share
+        self._self_check.check_batch(*compared, trains=True)
+        input_parts = cut.of(inputs)
+        target_parts = cut.of(self.pipeline.to_output_device(targets))
         loss = self.resolve_loss(loss_fn)
-        if not isinstance(weight, BatchWeight):
-            # without a count each replica has the same part, as if all had as many samples
-            total, batches = samples * self.world.replicas, [(inputs, targets)]
-            chunks = self.options.chunks
-            weight = StepWeights(loss, batches, chunks, self.world, total=total, weight=weight)[0]
+        if not isinstance(weight, BatchWeight | SharesWeight):
+            weight = self._weight_alone(loss, inputs, targets, weight)
         elif weight.microbatches != len(sizes):
             raise BatchError("weight= is one of another batch: pass step_weights in order")
         batch_weight = weight
         is_whole = batch_weight.is_single_microbatch
-        proof = self._proof(loss, inputs, targets, sizes, is_whole)
+        proof = self._proof(loss, compared[0], first_share(targets), compared[1], is_whole)
 
         def head(microbatch: int, output: Any) -> HeadOutput:
-            if proof is not None:
+            if proof is not None and microbatch < len(compared[1]):
                 proof.observe(microbatch, output)
             # the mean of nothing is not a number
             factor = batch_weight.weights[microbatch]
@@ -469,12 +483,27 @@ class HybridModel:
                 head,
                 reduce=sync,
                 timeline=recorded,
+                places=cut.places,
             )
         self._batch_check.finish()
         mean = batch_weight.mean(losses)
         if type(mean) is Tensor:
             mean = mean.as_subclass(StepLoss)
-        return TrainStepResult(mean, samples, recorded, batch_weight.counted)
+        shares = batch_weight.share_losses(losses) if cut.places is not None else ()
+        return TrainStepResult(mean, sum(sizes), recorded, batch_weight.counted, shares)
+
+    def _weight_alone(
+        self, loss: CountedLoss, inputs: Any, targets: Any, weight: float | None
+    ) -> BatchWeight | SharesWeight:
+        """Returns the weight of a batch that is a step by itself; see `train_step`."""
+        total = None
+        if weight is None and self.world.fixed_replicas is None:
+            # without a count each replica has the same part, as if all had as many samples
+            total = batch_size(inputs, targets) * self.world.replicas
+        elif weight is None and loss.counts_samples:
+            weight = 1.0
+        batches, chunks = [(inputs, targets)], self.options.chunks
+        return StepWeights(loss, batches, chunks, self.world, total=total, weight=weight)[0]
 
     def _proof(
         self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int], is_whole: bool
@@ -643,16 +672,16 @@ class HybridModel:
         inputs, targets = as_containers(inputs), as_containers(targets)
         self._follow_changes(trains=False)
         self._batch_check.begin(inputs, targets)
-        sizes = self._sizes(batch_size(inputs, targets))
-        self._self_check.check_batch(inputs, sizes, trains=False)
-        input_parts = split(inputs, sizes)
-        target_parts = split(self.pipeline.to_output_device(targets), sizes)
+        cut = self._cut(inputs, targets)
+        self._self_check.check_batch(first_share(inputs), cut.of_first_share, trains=False)
+        input_parts = cut.of(inputs)
+        target_parts = cut.of(self.pipeline.to_output_device(targets))
 
         def head(microbatch: int, output: Any) -> HeadOutput:
             return HeadOutput(function(output, target_parts[microbatch]))
 
         with torch.no_grad():
-            values = self._run_forward(input_parts, head)
+            values = self._run_forward(input_parts, head, cut.places)
         self._batch_check.finish()
         return values
 
@@ -869,15 +898,22 @@ class HybridModel:
             "model.state_dict(), or copy.deepcopy(model.net) and make a HybridModel of the copy"
         )
 
-    def _sizes(self, samples: int) -> list[int]:
-        """Returns the sizes of the micro-batches that a batch is cut into, along dim 0."""
-        sizes = chunk_sizes(samples, self.options.chunks)
-        if self._sequence_first is not None and len(sizes) > 1:
+    def _cut(self, inputs: Any, targets: Any) -> MicrobatchCut:
+        """Returns how a batch is cut into micro-batches, along dim 0."""
+        owned = self.world.owned_replicas
+        if self.training and len(owned) > 1 and not isinstance(inputs, Shares):
+            raise BatchError(
+                f"this process runs {len(owned)} of {self.world.logical_replicas} replicas, and a "
+                f"batch must say which samples are whose: take batches from TrainLoader(dataset, "
+                f"batch_size, world), or start a process for each replica"
+            )
+        cut = MicrobatchCut(self.options.chunks, inputs, targets)
+        if self._sequence_first is not None and len(cut.sizes) > 1:
             raise BatchError(
                 f"the first layer, {self._sequence_first!r}, takes the samples in dim 1, and "
                 f"micro-batches are cut along dim 0: make it with batch_first=True, or set chunks=1"
             )
-        return sizes
+        return cut
 
     def _check_synchronised(self, microbatches: int) -> None:
         """Refuses a batch for which replicas may have unequal numbers of micro-batches.

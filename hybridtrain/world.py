@@ -16,8 +16,8 @@ consecutive ranks, and so stays inside a node; with `inner="dp"` the replicas of
     inner="dp"     a0 b0 a1 b1       a2 b2 a3 b3
 
 Nothing outside this module takes a process for a replica. Code asks for what it means: `replica`
-and `replicas` (whose data, which dropout masks), `is_main` (who writes), `stage_owners` (which
-process of a replica owns which stage).
+and `replicas` (which copy of the model), `owned_replicas` and `logical_replicas` (whose data, which
+dropout masks), `is_main` (who writes), `stage_owners` (which process of a replica owns which stage).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from hybridtrain._base.devices import (
     physical_gpus,
 )
 from hybridtrain._base.problem import Problem, first_problem
+from hybridtrain._base.summation_tree import owned_by
 from hybridtrain._base.torch_private import get_default_store
 from hybridtrain.errors import WorldError
 from hybridtrain.launch import (
@@ -86,6 +87,7 @@ class World:
         processes_per_replica: processes that share a pipeline.
         inner: which processes have consecutive ranks: `pp`, those of a pipeline; `dp`, those that
             have the same stages.
+        fixed_replicas: the number of logical replicas; None: one for each copy of the model.
         pipeline_group: the processes of this replica, in the order of the pipeline; None if it is
             one.
         pipeline_object_group: the same processes, where they may wait for long.
@@ -103,6 +105,7 @@ class World:
     engine: str = "local"
     processes_per_replica: int = 1
     inner: str = "pp"
+    fixed_replicas: int | None = None
     pipeline_group: dist.ProcessGroup | None = field(default=None, repr=False)
     pipeline_object_group: dist.ProcessGroup | None = field(default=None, repr=False)
     watchdog: Watchdog | None = field(default=None, repr=False)
@@ -121,6 +124,7 @@ class World:
         engine: str = "local",
         stall_s: float = 300.0,
         inner: str = "pp",
+        replicas: int | None = None,
     ) -> World:
         """Reads the environment and, with several processes, joins the process group.
 
@@ -141,6 +145,10 @@ class World:
             stall_s: seconds without progress in a step, an evaluation or a run of a `Trainer` after
                 which the process ends with exit code 4, and names what stands still; 0: never. The
                 first steps may take four times as long, a checkpoint ten times.
+            inner: see the class.
+            replicas: the number of logical replicas. The run is then bitwise the same on any number
+                of copies of the model from 1 to `replicas`; see `logical_replicas`. None: as many
+                as there are copies.
 
         Raises:
             WorldError: the devices, the backend or the launcher's variables do not fit.
@@ -152,6 +160,7 @@ class World:
             nb_part = launch.nb_part
         per_replica, own = _shape(launch, nb_part, devices, engine, inner)
         chosen = choose_backend(backend, own)
+        check_logical_replicas(replicas, launch.size // per_replica)
         end_with_parent()
         world = cls(
             launcher=launch.launcher,
@@ -165,6 +174,7 @@ class World:
             engine=engine,
             processes_per_replica=per_replica,
             inner=inner,
+            fixed_replicas=replicas,
             _object_group=_join(launch, chosen, own, timeout_s) if launch.size > 1 else None,
         )
         return world._with_pipeline_groups()._watched()
@@ -183,6 +193,7 @@ class World:
             WorldError: the devices or the number of processes do not fit.
         """
         per_replica, own = _shape(detect(os.environ), nb_part, devices, self.engine, self.inner)
+        check_logical_replicas(self.fixed_replicas, self.size // per_replica)
         if own[0].type == "cuda":
             torch.cuda.set_device(own[0])
         divided = replace(self, devices=own, processes_per_replica=per_replica)
@@ -271,6 +282,21 @@ class World:
         if self.inner == "dp":
             return self.rank % self.replicas
         return self.rank // self.processes_per_replica
+
+    @property
+    def logical_replicas(self) -> int:
+        """The number of replicas that a global batch is divided over.
+
+        A logical replica has its own share of each batch, its own random numbers and its own place
+        in the order in which gradients are added. Each copy of the model runs one of them, or with
+        `fixed_replicas` several.
+        """
+        return self.fixed_replicas or self.replicas
+
+    @property
+    def owned_replicas(self) -> range:
+        """The logical replicas that this copy of the model runs."""
+        return owned_by(self.replica, self.replicas, self.logical_replicas)
 
     @property
     def pipeline_rank(self) -> int:
@@ -472,6 +498,23 @@ class World:
         raise TypeError(
             "a World holds this process's process groups and cannot be pickled: call "
             "World.from_env() in the other process"
+        )
+
+
+def check_logical_replicas(replicas: int | None, copies: int) -> None:
+    """Makes sure that each copy of the model has a logical replica to run.
+
+    Raises:
+        WorldError: it has not, or the number is none.
+    """
+    if replicas is None:
+        return
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+        raise WorldError(f"replicas={replicas} must be a positive number, or None")
+    if copies > replicas:
+        raise WorldError(
+            f"replicas={replicas} are fewer than the {copies} copies of the model that are started: "
+            f"start at most {replicas} times the processes of a pipeline, or raise replicas="
         )
 
 

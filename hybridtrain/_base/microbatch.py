@@ -23,6 +23,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from hybridtrain._base.shares import MicrobatchPlace, Shares
 from hybridtrain._base.values import (
     as_base,
     find_unknown,
@@ -99,6 +100,8 @@ def as_containers(batch: Any) -> Any:
     """Returns `batch` with mappings that are not pytree nodes converted to dicts."""
     if batch is None or type(batch) is Tensor:
         return batch
+    if isinstance(batch, Shares):
+        return Shares([as_containers(part) for part in batch.parts], batch.shares)
     leaves_of(batch)
     leaves, spec = tree_flatten(batch, _is_shared)
     if not any(isinstance(leaf, Mapping) for leaf in leaves):
@@ -114,6 +117,8 @@ def batch_size(*batches: Any) -> int:
     Raises:
         BatchError: the sizes differ, there is no tensor, or there are no samples.
     """
+    if any(isinstance(batch, Shares) for batch in batches):
+        return sum(batch_size(*parts) for parts in shares_of(*batches))
     samples: int | None = None
     for batch in batches:
         if isinstance(batch, Tensor) and batch.dim() and samples in (None, batch.shape[0]):
@@ -150,6 +155,63 @@ def chunk_sizes(samples: int, chunks: int) -> list[int]:
     chunks = min(chunks, samples)
     small, larger = divmod(samples, chunks)
     return [small + 1] * larger + [small] * (chunks - larger)
+
+
+class MicrobatchCut:
+    """How a batch is cut into micro-batches along dim 0: each of its shares by itself.
+
+    Args:
+        chunks: the most micro-batches of a share.
+        batches: what belongs together, such as inputs and targets.
+
+    Attributes:
+        sizes: of all micro-batches.
+        places: where each of them belongs; None for a batch that is not made of shares.
+    """
+
+    def __init__(self, chunks: int, *batches: Any) -> None:
+        self._sizes_of_shares = [
+            chunk_sizes(batch_size(*parts), chunks) for parts in shares_of(*batches)
+        ]
+        self.sizes = [size for sizes in self._sizes_of_shares for size in sizes]
+        shares = next((batch.shares for batch in batches if isinstance(batch, Shares)), None)
+        self.places: list[MicrobatchPlace] | None = None
+        if shares is not None:
+            self.places = [
+                MicrobatchPlace(share.replica, share.ahead, number)
+                for share, sizes in zip(shares, self._sizes_of_shares, strict=True)
+                for number in range(len(sizes))
+            ]
+
+    def of(self, batch: Any) -> list[Any]:
+        """Returns the micro-batches of one of the batches; see `split`."""
+        if not isinstance(batch, Shares):
+            return split(batch, self.sizes)
+        shares = zip(batch.parts, self._sizes_of_shares, strict=True)
+        return [microbatch for part, sizes in shares for microbatch in split(part, sizes)]
+
+    @property
+    def of_first_share(self) -> list[int]:
+        """The sizes of the micro-batches of the first share."""
+        return self._sizes_of_shares[0]
+
+
+def first_share(batch: Any) -> Any:
+    """Returns the first share of a batch, or the batch if it is not made of shares."""
+    return batch.parts[0] if isinstance(batch, Shares) else batch
+
+
+def shares_of(*batches: Any) -> list[tuple[Any, ...]]:
+    """Returns the shares of batches that belong together, such as inputs and targets."""
+    counts = {len(batch.parts) for batch in batches if isinstance(batch, Shares)}
+    if not counts:
+        return [batches]
+    (count,) = counts
+    columns = [
+        batch.parts if isinstance(batch, Shares) else [batch] * count  # targets that are None
+        for batch in batches
+    ]
+    return list(zip(*columns, strict=True))
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:

@@ -10,7 +10,7 @@ import itertools
 import logging
 import pickle
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from hybridtrain._base.microbatch import batch_size
 from hybridtrain.data.fetch import check_pair, name_of
-from hybridtrain.data.loader import Batch, Loader, Position, has_state
+from hybridtrain.data.loader import Batch, Loader, Position, batch_of_shares, has_state
 from hybridtrain.data.same_data import digest_of
 from hybridtrain.data.splits import length_of
 from hybridtrain.errors import CheckpointError, DataError
@@ -33,19 +33,19 @@ _log = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
-    """A replica's share of a global batch.
+    """A process's part of a global batch.
 
     Attributes:
-        batch: `(inputs, targets)`.
-        samples: the number of samples that count; 0 for a padding batch.
+        batches: `(inputs, targets)` of each logical replica of the process.
+        samples: for each the number of samples that count; 0 for a padding batch.
         total: the number of samples of the global batch, if this replica knows it.
         digest: the digest of the first samples that were read, to compare with other readers.
         worker: the number of the worker process that made it.
         state: the pickled state of the data set after it, if it has one.
     """
 
-    batch: Any
-    samples: int
+    batches: Sequence[Any]
+    samples: Sequence[int]
     total: int | None = None
     digest: int = 0
     worker: int = 0
@@ -155,7 +155,7 @@ class AgreedLoader(Loader):
             if first:
                 self._compare(digests)
                 if total >= at_least and 0 in counts and (piece is None or piece.total is None):
-                    sample = _one_sample(piece.batch) if piece is not None else None
+                    sample = _one_sample(piece.batches[0]) if piece is not None else None
                     spare = next(
                         gathered for gathered in self._world.gather(sample) if gathered is not None
                     )
@@ -167,12 +167,17 @@ class AgreedLoader(Loader):
                 )
             if total < at_least:
                 return
-            if piece is not None and piece.samples:
-                spare = piece.batch
-            inputs, targets = piece.batch if piece is not None else _one_sample(spare)
+            owned = self._world.owned_replicas
+            if piece is not None:
+                spare = next(
+                    (own for own, count in zip(piece.batches, piece.samples, strict=True) if count),
+                    spare,
+                )
+                batches, samples = piece.batches, piece.samples
+            else:
+                batches, samples = [_one_sample(spare)] * len(owned), [0] * len(owned)
             last = sum(next_counts) < at_least
-            samples = piece.samples if piece is not None else 0
-            yield Batch(inputs, targets, samples, total, last), piece
+            yield batch_of_shares(batches, samples, owned, total, last), piece
             if last:
                 next_message()  # every replica has sent it
                 return
@@ -185,12 +190,14 @@ def _exchange(
     """Begins to exchange the samples of two pieces with all replicas.
 
     Returns:
-        a function that waits and returns, by replica, the samples of the first piece, the samples
-        of the second piece, and the digests.
+        a function that waits and returns, by logical replica, the samples of the first piece, the
+        samples of the second piece, and the digests.
     """
-    samples = [piece.samples if piece else 0, following.samples if following else 0]
-    values = torch.zeros(world.replicas, 3, dtype=torch.int64)
-    values[world.replica] = torch.tensor([*samples, piece.digest if piece else 0])
+    nothing = [0] * len(world.owned_replicas)
+    counts = piece.samples if piece else nothing, following.samples if following else nothing
+    values = torch.zeros(world.logical_replicas, 3, dtype=torch.int64)
+    for replica, *samples in zip(world.owned_replicas, *counts, strict=True):
+        values[replica] = torch.tensor([*samples, piece.digest if piece else 0])
     work = world.begin_max(values) if world.replicas > 1 else None
 
     def received() -> list[list[int]]:
@@ -238,6 +245,12 @@ class OwnLoader(AgreedLoader):
                 f"{name_of(loader)} is not a loader: pass an object whose __iter__ starts anew "
                 f"and yields batches `(inputs, targets)`"
             )
+        if len(world.owned_replicas) > 1:
+            raise DataError(
+                f"{name_of(loader)} gives this process one batch at a time, and it runs several of "
+                f"the {world.logical_replicas} replicas: use TrainLoader(dataset, batch_size, "
+                f"world), which divides samples over them, or start a process for each replica"
+            )
         if world.replicas > 1 and isinstance(loader, DataLoader):
             whole = type(loader.sampler) in (RandomSampler, SequentialSampler)
             batched = getattr(loader.batch_sampler, "sampler", None) is loader.sampler
@@ -271,7 +284,7 @@ class OwnLoader(AgreedLoader):
                 digest = digest_of(batch)
             if number >= skip:
                 state = pickle.dumps(self.dataset.state_dict()) if self.has_state else None
-                yield Piece(tuple(batch), batch_size(*batch), digest=digest, state=state)
+                yield Piece([tuple(batch)], [batch_size(*batch)], digest=digest, state=state)
 
     def _gathered_states(self, at: Position) -> list[Any]:
         state = pickle.loads(at.states[0]) if at.states else None

@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from hybridtrain._base.microbatch import first_share
+from hybridtrain._base.shares import Share, Shares
 from hybridtrain._base.values import leaves_of
 from hybridtrain.data.fetch import Request, fetch, name_of
 from hybridtrain.data.same_data import check_same_data
@@ -48,8 +50,9 @@ class Batch:
     """One replica's share of a global batch.
 
     Attributes:
-        inputs: a pytree of tensors with the samples in dim 0.
-        targets: a pytree of tensors with the samples in dim 0.
+        inputs: a pytree of tensors with the samples in dim 0; `Shares` of them where this copy of
+            the model runs several logical replicas.
+        targets: as `inputs`.
         samples: the number of samples of the share that count. It is 0 if the global batch has
             fewer samples than there are replicas: the share is then one sample of padding, since
             every replica must take part in the step.
@@ -71,7 +74,8 @@ class Batch:
         ids have, and shape (samples, length). Padding counts. If replicas pad their shares
         differently, this replica's length is used for all.
         """
-        for leaf in (self.inputs,) if isinstance(self.inputs, Tensor) else leaves_of(self.inputs):
+        inputs = first_share(self.inputs)
+        for leaf in (inputs,) if isinstance(inputs, Tensor) else leaves_of(inputs):
             ids = isinstance(leaf, Tensor) and leaf.dtype in (torch.int32, torch.int64)
             if ids and leaf.dim() == 2 and leaf.shape[1] > 1:
                 return self.total * int(leaf.shape[1])
@@ -343,30 +347,34 @@ class TrainLoader(Loader):
         # The plan is iterated twice: by the requests, ahead of time, and with each batch.
         requests = self._requests(start.next)
         with closing(fetch(self.dataset, requests, self.options, self._world)) as fetched:
-            plan = self._plan(start.next)
-            for (inputs, targets), (position, total, share) in zip(fetched, plan, strict=False):
-                samples = share.stop - share.start
-                yield Batch(inputs, targets, samples, total, position.ended), position
+            for position, total, slices in self._plan(start.next):
+                pairs = list(itertools.islice(fetched, len(slices)))
+                if len(pairs) < len(slices):
+                    return
+                samples = [share.stop - share.start for share in slices]
+                owned = self._world.owned_replicas
+                yield batch_of_shares(pairs, samples, owned, total, position.ended), position
 
-    def _plan(self, start: Position) -> Iterator[tuple[Position, int, slice]]:
-        """Yields the position after each global batch, its number of samples, and the share."""
+    def _plan(self, start: Position) -> Iterator[tuple[Position, int, list[slice]]]:
+        """Yields the position after each global batch, its number of samples, and the shares."""
         first = start.batch
         for epoch in itertools.count(start.epoch):
             for batch in range(first, self.batches_per_epoch):
                 total = min(self.batch_size, self.samples - batch * self.batch_size)
-                share = share_of(total, self._world.replica, self._world.replicas)
-                yield Position(epoch, batch + 1, batch + 1 == self.batches_per_epoch), total, share
+                shares = shares_in(total, self._world)
+                yield Position(epoch, batch + 1, batch + 1 == self.batches_per_epoch), total, shares
             first = 0
 
     def _requests(self, start: Position) -> Iterator[Request]:
         """Yields the requests for this replica's batches."""
         epoch, order = -1, torch.arange(self.samples)
-        for position, total, share in self._plan(start):
+        for position, total, shares in self._plan(start):
             if self._shuffle and position.epoch != epoch:
                 epoch, order = position.epoch, permutation(self.samples, self._seed, position.epoch)
             whole = order[(position.batch - 1) * self.batch_size :][:total]
-            indices = whole[share] if share.stop > share.start else whole[:1]
-            yield Request(indices, position.epoch, self._seed)
+            for share in shares:
+                indices = whole[share] if share.stop > share.start else whole[:1]
+                yield Request(indices, position.epoch, self._seed)
 
 
 class EvalLoader:
@@ -387,7 +395,7 @@ class EvalLoader:
     Attributes:
         dataset: the data set.
         classes: as given.
-        samples: the number of this replica's samples; None if it is unknown.
+        samples: the number of samples of this copy of the model; None if it is unknown.
 
     Raises:
         ConfigError: `batch_size` is not a positive number, or a setting differs between the ranks.
@@ -407,13 +415,13 @@ class EvalLoader:
         check_batch_size(batch_size)
         self.dataset = dataset
         self.classes = classes
-        self._batch_size = max(1, batch_size // world.replicas)
+        self._batch_size = max(1, batch_size // world.logical_replicas)
         self._world = world
         self._options = options or LoaderOptions()
         if inputs_alone:
             pairs = WithoutTargets(self._options.collate or already_batched)
             self._options = replace(self._options, collate=pairs)
-        self._share = slice(0)
+        self._shares: list[slice] = []
         self.samples: int | None = None
         if not is_stream(dataset):
             first = self._options.first_batches
@@ -421,19 +429,32 @@ class EvalLoader:
                 dataset, world, type(self).__name__, batch_size=batch_size, first_batches=first
             )
             samples = first_samples(len(dataset), batch_size, self._options)
-            self._share = share_of(samples, world.replica, world.replicas)
-            self.samples = self._share.stop - self._share.start
+            self._shares = shares_in(samples, world)
+            self.samples = sum(share.stop - share.start for share in self._shares)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        for _, batch in self.by_replica():
+            yield batch
+
+    def by_replica(self) -> Iterator[tuple[int, tuple[Any, Any]]]:
+        """Yields the batches of each logical replica that this process runs, with its number."""
         if self.samples is None:
             from hybridtrain.data.stream import StreamLoader
 
-            size, options = self._batch_size * self._world.replicas, self._options
+            size, options = self._batch_size * self._world.logical_replicas, self._options
             yield from StreamLoader(self.dataset, size, self._world, options=options).once()
-        elif self.samples:
-            batches = torch.arange(self._share.start, self._share.stop).split(self._batch_size)
-            requests = map(Request, batches)
-            yield from fetch(self.dataset, requests, self._options, self._world)
+            return
+        batches = [
+            (replica, indices)
+            for replica, share in zip(self._world.owned_replicas, self._shares, strict=True)
+            if share.stop > share.start
+            for indices in torch.arange(share.start, share.stop).split(self._batch_size)
+        ]
+        if batches:
+            requests = (Request(indices) for _, indices in batches)
+            fetched = fetch(self.dataset, requests, self._options, self._world)
+            for (replica, _), batch in zip(batches, fetched, strict=False):
+                yield replica, batch
 
 
 def first_samples(samples: int, batch_size: int, options: LoaderOptions) -> int:
@@ -466,6 +487,37 @@ def share_of(total: int, replica: int, replicas: int) -> slice:
     return slice(start, start + small + (replica < larger))
 
 
+def shares_in(total: int, world: World) -> list[slice]:
+    """Returns the shares of `total` samples of the logical replicas that this process runs."""
+    return [
+        share_of(total, replica, world.logical_replicas) for replica in world.owned_replicas
+    ]
+
+
+def batch_of_shares(
+    pairs: Sequence[tuple[Any, Any]],
+    samples: Sequence[int],
+    replicas: Sequence[int],
+    total: int,
+    last: bool,
+) -> Batch:
+    """Returns the `Batch` of a process, from what each of its logical replicas has of it.
+
+    Args:
+        pairs: for each logical replica its `(inputs, targets)`.
+        samples: for each the number of samples that count.
+        replicas: their numbers.
+        total: see `Batch`.
+        last: see `Batch`.
+    """
+    if len(pairs) == 1:
+        ((inputs, targets),) = pairs
+        return Batch(inputs, targets, samples[0], total, last)
+    shares = [Share(*each) for each in zip(replicas, samples, strict=True)]
+    inputs, targets = (Shares(parts, shares) for parts in zip(*pairs, strict=True))
+    return Batch(inputs, targets, sum(samples), total, last)
+
+
 def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
     """Returns the order of an epoch: a tensor of indices that depends on the arguments alone."""
     generator = torch.Generator()
@@ -477,11 +529,44 @@ def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
 def next_step(stream: Iterator[Batch], count: int) -> list[Batch]:
     """Returns the batches of the next optimizer step: `count`, or fewer at the end of an epoch.
 
-    An exhausted stream gives an empty list.
+    An exhausted stream gives an empty list. They are as `in_order_of_replicas` gives them.
     """
     batches: list[Batch] = []
     for batch in stream:
         batches.append(batch)
         if len(batches) == count or batch.last:
             break
-    return batches
+    return in_order_of_replicas(batches)
+
+
+def in_order_of_replicas(batches: Sequence[Batch]) -> list[Batch]:
+    """Returns equally many batches, with the shares of one logical replica after another.
+
+    The gradients of a logical replica are summed over all batches of a step before those of the
+    next one begin, so that a process keeps few sums at a time:
+
+        as loaded     batch 0: replicas 2 3     batch 1: replicas 2 3
+        returned      replica 2: batches 0 1    replica 3: batches 0 1
+    """
+    if len(batches) < 2 or not isinstance(batches[0].inputs, Shares):
+        return list(batches)
+    width = len(batches[0].inputs.parts)
+    order = [
+        (number, place) for place in range(width) for number in range(len(batches))
+    ]  # of all shares
+    ordered: list[Batch] = []
+    for turn, batch in enumerate(batches):
+        chosen = order[turn * width : (turn + 1) * width]
+        if any(batches[number].inputs.shares[place].ahead for number, place in chosen):
+            return list(batches)  # they are in this order
+        shares = [
+            batches[number].inputs.shares[place]._replace(ahead=number - turn)
+            for number, place in chosen
+        ]
+        inputs = Shares([batches[number].inputs.parts[place] for number, place in chosen], shares)
+        targets = Shares([batches[number].targets.parts[place] for number, place in chosen], shares)
+        samples = sum(share.samples for share in shares)
+        ordered.append(replace(batch, inputs=inputs, targets=targets, samples=samples))
+    return ordered
+
+

@@ -162,7 +162,14 @@ class StreamLoader(AgreedLoader):
                     f"{name_of(dataset)} does: divided=True"
                 )
             dataset = self.dataset = _First(dataset, limit * batch_size)
-        if type(dataset).__module__.partition(".")[0] == "datasets":
+        if self.divided and len(world.owned_replicas) > 1:
+            raise DataError(
+                f"{name_of(dataset)} divides itself over the processes (divided=True), and each of "
+                f"them runs several of the {world.logical_replicas} replicas: set divided=False, or "
+                f"start a process for each replica"
+            )
+        # with a fixed number of replicas each process reads all samples, and takes those of its own
+        if type(dataset).__module__.partition(".")[0] == "datasets" and not world.fixed_replicas:
             from datasets.distributed import split_dataset_by_node
 
             self.divided = True  # it also divides itself over worker processes
@@ -188,8 +195,8 @@ class StreamLoader(AgreedLoader):
             self.dataset,
             self.divided,
             self.batch_size,
-            self._world.replica,
-            self._world.replicas,
+            self._world.owned_replicas,
+            self._world.logical_replicas,
             options.collate or default_collate,
             options.drop_last if drop_last is None else drop_last,
             self._seed,
@@ -218,8 +225,8 @@ class StreamLoader(AgreedLoader):
                     self._compare(list(digests.values()), "worker processes")
                 yield piece
 
-    def once(self) -> Generator[Any, None, None]:
-        """Yields this replica's `(inputs, targets)` of one epoch, without dropping any."""
+    def once(self) -> Generator[tuple[int, Any], None, None]:
+        """Yields `(inputs, targets)` of one epoch, without dropping any, each with its replica."""
         with closing(self._epochs(Position(), drop_last=False)) as epochs:
             pieces = next(epochs)
             piece = next(pieces, None)
@@ -227,8 +234,10 @@ class StreamLoader(AgreedLoader):
                 digests = self._world.gather(0 if piece is None else piece.digest)
                 self._compare(digests[:: self._world.processes_per_replica])
             while piece is not None:
-                if piece.samples:
-                    yield piece.batch
+                owned = zip(self._world.owned_replicas, piece.batches, piece.samples, strict=True)
+                for replica, batch, samples in owned:
+                    if samples:
+                        yield replica, batch
                 piece = next(pieces, None)
 
     def _gathered_states(self, at: Position) -> list[Any]:
@@ -277,7 +286,7 @@ class _StreamPart(IterableDataset[Any]):
     dataset: Any
     divided: bool
     batch_size: int
-    replica: int
+    owned: range
     replicas: int
     collate: Callable[[Any], Any]
     drop_last: bool
@@ -292,7 +301,7 @@ class _StreamPart(IterableDataset[Any]):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         if info is not None:
-            reader_id = (self.replica, worker) if self.divided else (0, 0)
+            reader_id = (self.owned.start, worker) if self.divided else (0, 0)
             seed = hash((self.seed, start.epoch, *reader_id)) & 0x7FFF_FFFF
             for seed_generator in (torch.manual_seed, random.seed, np.random.seed):
                 seed_generator(seed)
@@ -306,39 +315,46 @@ class _StreamPart(IterableDataset[Any]):
                 return  # the epoch is over; iterating would begin the next one
         reader = _Reader(self.dataset)
         if not self.divided and state is None:
-            reader.take(start.batch * self.batch_size, 0, 1, keep=False)
+            reader.take(start.batch * self.batch_size, range(0), 1)
         if self.divided and worker < start.worker % workers:
             yield "a turn"  # this worker had its turn before the state was saved
         # A data set that divides itself gives this worker only its samples. From any other, the
         # worker makes this replica's share of the global batches `worker`, `worker + workers`, ...
-        size, offset, stride, turns = self.batch_size, self.replica, self.replicas, workers
+        size, owned, stride, turns = self.batch_size, self.owned, self.replicas, workers
         if self.divided:
-            share = share_of(size, offset, stride)
-            size, offset, stride, turns = share.stop - share.start, 0, 1, 1
+            share = share_of(size, owned.start, stride)
+            size, owned, stride, turns = share.stop - share.start, range(1), 1, 1
         for number in itertools.count():
             is_mine = number % turns == worker % turns
-            samples, total = reader.take(size, offset, stride, is_mine)
+            samples, total = reader.take(size, owned if is_mine else range(0), stride)
             if reader.failure is not None and (is_mine or total == 0):
                 yield reader.failure
                 return
             if total == 0 or (total < size and self.drop_last):
                 return
             if is_mine:
-                counts = len(range(offset, total, stride))
+                counts = [len(range(replica, total, stride)) for replica in owned]
                 yield self._piece(reader, samples, counts, None if self.divided else total, worker)
 
     def _piece(
-        self, reader: _Reader, samples: list[Any], counts: int, total: int | None, worker: int
+        self,
+        reader: _Reader,
+        samples: list[list[Any]],
+        counts: list[int],
+        total: int | None,
+        worker: int,
     ) -> Any:
         state = None
         if has_state(self.dataset):
             saved = {"state": self.dataset.state_dict(), "ended": reader.ended}
             state = pickle.dumps(saved)  # now, because the data set advances
-        what = f"{len(samples)} samples of {name_of(self.dataset)}, before sample {reader.read}"
-        batch = collated(samples, self.collate, self.dataset, what)
-        if isinstance(batch, Failure):
-            return batch
-        return Piece(batch, counts, total, reader.digest, worker, state)
+        batches = []
+        for part in samples:
+            what = f"{len(part)} samples of {name_of(self.dataset)}, before sample {reader.read}"
+            batches.append(collated(part, self.collate, self.dataset, what))
+            if isinstance(batches[-1], Failure):
+                return batches[-1]
+        return Piece(batches, counts, total, reader.digest, worker, state)
 
 
 class _Reader:
@@ -368,22 +384,22 @@ class _Reader:
         """The digest of the first samples that had been read at the first access."""
         return digest_of(self.first)
 
-    def take(self, count: int, offset: int, stride: int, keep: bool) -> tuple[list[Any], int]:
+    def take(self, count: int, owned: range, stride: int) -> tuple[list[list[Any]], int]:
         """Reads samples of a global batch.
 
         Args:
             count: the number of samples to read.
-            offset: the position of this replica's first sample.
-            stride: the distance between this replica's samples.
-            keep: False to skip the samples.
+            owned: the positions of the first sample of each replica to keep samples of.
+            stride: the distance between the samples of a replica.
 
         Returns:
-            this replica's samples, and the number of samples that were read. A replica without
-            samples gets the first one as padding.
+            for each replica its samples, and the number of samples that were read. A replica
+            without samples gets the first one as padding.
         """
-        samples: list[Any] = []
+        samples: dict[int, list[Any]] = {offset: [] for offset in owned}
         spare: Any = None
-        for number in range(count):
+        number = 0
+        while number < count:
             try:
                 sample = next(self._samples)
             except Exception as error:
@@ -391,12 +407,13 @@ class _Reader:
                 if not self.ended:
                     what = f"sample {self.read} of {self._name} cannot be read"
                     self.failure = Failure.of(what, error)
-                return (samples or [spare], number)
+                break
             self.read += 1
             if len(self.first) < min(_DIGESTED_SAMPLES, count):
                 self.first.append(sample)
-            if keep and number % stride == offset:
-                samples.append(sample)
-            elif keep and number == 0:
+            if number % stride in samples:
+                samples[number % stride].append(sample)
+            if number == 0:
                 spare = sample
-        return (samples or [spare], count)
+            number += 1
+        return [part or [spare] for part in samples.values()], number

@@ -138,7 +138,7 @@ def check_last_batch(model: HybridModel, train: Loader) -> None:
     Raises:
         ConfigError: the last batch has fewer samples than there are micro-batches.
     """
-    replicas, last = model.world.replicas, _last_batch(train)
+    replicas, last = model.world.logical_replicas, _last_batch(train)
     if model.options.sync_batch_norm and last and last // replicas < model.options.chunks:
         raise ConfigError(
             f"the last batch of an epoch has {last} samples, which are not enough for "
@@ -165,7 +165,8 @@ def batch_norms_watched(model: HybridModel, train: Loader) -> Iterator[None]:
         ConfigError: names the norm, the numbers and the ways out.
     """
     last, world, chunks = _last_batch(train), model.world, model.options.chunks
-    shares = [share_of(last, replica, world.replicas) for replica in range(world.replicas)]
+    replicas = world.logical_replicas
+    shares = [share_of(last, replica, replicas) for replica in range(replicas)]
     sizes = [max(1, share.stop - share.start) for share in shares]  # without samples it repeats one
     synchronised = model.options.sync_batch_norm and world.replicas > 1
     if not last or synchronised or min(chunk_sizes(size, chunks)[-1] for size in sizes) > 1:
@@ -189,7 +190,7 @@ def batch_norms_watched(model: HybridModel, train: Loader) -> Iterator[None]:
     found = {name: one for part in world.gather(fails) for name, one in part.items()}
     text = (
         f"the last batch of an epoch has {last} samples, so that a micro-batch of it has 1 "
-        f"(replicas: {world.replicas}, chunks={chunks})"
+        f"(replicas: {replicas}, chunks={chunks})"
     )
     way_out = "set drop_last=true, lower chunks=, or choose another batch_size="
     if single := [name for name, one in found.items() if one]:

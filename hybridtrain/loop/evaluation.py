@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from hybridtrain.loss import (
     named_values,
 )
 from hybridtrain.model import HybridModel
+from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
 
@@ -83,43 +86,47 @@ def evaluate(
     for metric in metrics.values():
         metric.to(device)
         metric.reset()
+    states = ReplicaMetrics(metrics, world)
 
     def measure(output: Any, targets: Any) -> Tensor:
         if loss.takes_log_probabilities and not done:
             LogProbabilityCheck(loss, targets, batch_size(targets)).observe(0, output)
-        for name, metric in metrics.items():
+        for name, metric in states.current.items():
             with _errors_of(name):
                 whole = isinstance(targets, Mapping)  # as a detector has them
                 metric.update(output if whole else main_output(output), targets)
         return loss(output, targets)
 
-    loss_sum, count, samples = torch.zeros((), dtype=torch.float64, device=device), 0.0, 0
+    # by logical replica, and added in their order, so that it is the same however they are spread
+    sums = torch.zeros(world.logical_replicas, 3, dtype=torch.float64)
+    loss_sum = torch.zeros(world.logical_replicas, dtype=torch.float64, device=device)
     done = 0
     loss = model.resolve_loss(loss_fn)
     with model.evaluating():
-        for inputs, targets in data:
+        for replica, (inputs, targets) in data.by_replica():
+            states.choose(replica)
             losses = model.map_outputs(inputs, targets, measure)
             size = batch_size(inputs, targets)
             done += size
             if losses:  # else the last stage is in another process
                 weight = BatchWeight(loss, (inputs, targets), model.options.chunks)
-                count += weight.count
-                samples += size
+                sums[replica, 1:] += torch.tensor([weight.count, size], dtype=torch.float64)
                 for value, factor in zip(losses, weight.weights, strict=True):
                     if factor:  # the mean of nothing is not a number
-                        loss_sum.add_(value, alpha=factor)
+                        loss_sum[replica].add_(value, alpha=factor)
             on_batch(done)
             if one_batch or (stop is not None and model.pipeline.any_process(stop())):
                 break
-    sums = torch.tensor([float(loss_sum), count, samples], dtype=torch.float64)
-    total, count, samples = model.reduce_loss(sums).tolist()
+    sums[:, 0] = loss_sum.cpu()
+    total, count, samples = map(sum, zip(*model.reduce_loss(sums).tolist(), strict=True))
     result = {"loss": total / count if count else float("nan"), "samples": int(samples)}
-    with warnings.catch_warnings(), _synchronised_by(model, device, metrics):
+    with warnings.catch_warnings():
         # a replica without samples has not updated its metrics
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
         for name, metric in metrics.items():
             try:
-                with _errors_of(name):
+                synchronised = _synchronised_by(model, device, states, name, metric)
+                with _errors_of(name), synchronised:
                     result |= named_values(name, metric.compute(), data.classes)
             except Exception as error:
                 if not one_batch:
@@ -163,40 +170,95 @@ def predict(model: HybridModel, data: EvalLoader) -> Any:
         BatchError: a tensor that the model returns does not have the samples in dim 0.
     """
     model.sync_buffers()
-    outputs = []
+    outputs: dict[int, list[Any]] = defaultdict(list)
     with model.evaluating():
-        for inputs, _ in data:
-            found = model.map_outputs(inputs, None, lambda output, _: output)
-            model.check_joinable(inputs, found)
-            outputs += [tree_map_only(Tensor, Tensor.cpu, output) for output in found]
-    own = merge(outputs) if outputs else None
-    gathered = model.world.gather((model.world.replica, own) if outputs else None)
-    parts = sorted((each for each in gathered if each is not None), key=lambda each: each[0])
-    return merge([part for _, part in parts]) if parts else None
+        for replica, (inputs, _) in data.by_replica():
+            microbatches = model.map_outputs(inputs, None, lambda output, _: output)
+            model.check_joinable(inputs, microbatches)
+            outputs[replica] += [tree_map_only(Tensor, Tensor.cpu, one) for one in microbatches]
+    merged = {replica: merge(parts) for replica, parts in outputs.items() if parts}
+    everyones: dict[int, Any] = {}
+    for gathered in model.world.gather(merged):
+        everyones |= gathered
+    return merge([everyones[replica] for replica in sorted(everyones)]) if everyones else None
+
+
+class ReplicaMetrics:
+    """Metrics with a state for each logical replica that this process runs.
+
+    Sums of floats depend on their order, so the states of replicas are kept apart, and put together
+    in the order of the replicas, as if each had a process.
+
+    Attributes:
+        current: the metrics of the replica that is evaluated, by name.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], world: World) -> None:
+        first, *others = world.owned_replicas
+        self._by_replica = {first: metrics} | {replica: copy.deepcopy(metrics) for replica in others}
+        self._others = others
+        self.current = metrics
+
+    def choose(self, replica: int) -> None:
+        """Makes the metrics of `replica` the current ones."""
+        self.current = self._by_replica[replica]
+
+    def states_of_others(self, name: str) -> list[list[Tensor]]:
+        """Returns what a metric of each further replica would send, in its order."""
+        everyones: list[list[Tensor]] = []
+        for metric in (self._by_replica[replica][name] for replica in self._others):
+            states: list[Tensor] = []
+
+            def note(state: Tensor, group: Any = None, states: list[Tensor] = states) -> list[Tensor]:
+                states.append(state.cpu())
+                return [state]
+
+            # the value is not used: a replica without samples may have none
+            with _gathering(metric, note), suppress(Exception):
+                metric.compute()
+            everyones.append(states)
+        return everyones
+
+
+@contextmanager
+def _gathering(metric: Metric, gather: Callable[..., list[Tensor]]) -> Iterator[None]:
+    """Has a metric synchronise its state by `gather` while the block runs."""
+    modules: list[Any] = list(metric.modules())
+    parts = [module for module in modules if getattr(module, "dist_sync_fn", gather) is None]
+    available = [getattr(part, "distributed_available_fn", None) for part in parts]
+    for part in parts:
+        part.dist_sync_fn = gather
+        if hasattr(part, "distributed_available_fn"):  # also with one process for several replicas
+            part.distributed_available_fn = lambda: True
+    try:
+        yield
+    finally:  # or the metrics could not be pickled, and would keep the world
+        for part, function in zip(parts, available, strict=True):
+            part.dist_sync_fn = None
+            if hasattr(part, "distributed_available_fn"):
+                part.distributed_available_fn = function
 
 
 @contextmanager
 def _synchronised_by(
-    model: HybridModel, device: torch.device, metrics: Mapping[str, Metric]
+    model: HybridModel, device: torch.device, metrics: ReplicaMetrics, name: str, metric: Metric
 ) -> Iterator[None]:
-    """Has metrics gather their states through the model's World while the block runs.
+    """Has a metric gather its states through the model's World while the block runs.
 
     torchmetrics' own function aborts if a process without samples has an empty list state of
     tensors that have several dimensions elsewhere.
     """
+    if model.world.logical_replicas == 1 and model.world.size == 1:
+        yield
+        return
+    others = metrics.states_of_others(name)
 
     def gather(state: Tensor, group: Any = None) -> list[Tensor]:
+        states = [state.cpu(), *(states.pop(0) for states in others)]
         # one of each replica: its other processes have seen no output
-        found = model.world.gather(state.cpu() if model.owns_output else None)
-        states = [each.to(device) for each in found if each is not None]
-        return [each for each in states if each.numel()] or states[:1]
+        gathered = model.world.gather(states if model.owns_output else [])
+        everyones = [one.to(device) for process in gathered for one in process]
+        return [one for one in everyones if one.numel()] or everyones[:1]
 
-    modules: list[Any] = [module for metric in metrics.values() for module in metric.modules()]
-    parts = [module for module in modules if getattr(module, "dist_sync_fn", gather) is None]
-    for part in parts:
-        part.dist_sync_fn = gather
-    try:
+    with _gathering(metric, gather):
         yield
-    finally:  # or the metrics could not be pickled, and would keep the world
-        for part in parts:
-            part.dist_sync_fn = None

@@ -464,7 +464,7 @@ class Session:
         )
 
     def _example(self, loader: Loader) -> Any:
-        share = share_of(loader.batch_size, 0, self.world.replicas)
+        share = share_of(loader.batch_size, 0, self.world.logical_replicas)
         draws = default_generators()
         example = example_batch(loader.dataset, share.stop, loader.options.collate)
         rewind(draws)

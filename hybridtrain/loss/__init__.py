@@ -40,7 +40,7 @@ from hybridtrain.loss.proof import (
     prove_in_training,
 )
 from hybridtrain.loss.transformers_counts import count_of_output
-from hybridtrain.loss.weights import BatchWeight, StepWeights
+from hybridtrain.loss.weights import BatchWeight, ShareLoss, SharesWeight, StepWeights
 
 __all__ = [
     "IGNORED",
@@ -56,6 +56,8 @@ __all__ = [
     "ModelLossProof",
     "OutputProof",
     "SeenLosses",
+    "ShareLoss",
+    "SharesWeight",
     "StepWeights",
     "SumLoss",
     "accuracy",

@@ -7,6 +7,9 @@ one, for a loss that returns means:
     count of a batch             4         2             4
     weight of its mean        4x2/10    2x2/10        4x2/10   replicas are averaged: x 2; total: 10
     grad_scales              .6  .2     0  .4        .8   0    batch's weight x count / batch count
+
+With a fixed number of logical replicas their gradients are summed, not averaged, so that nothing
+depends on the number of processes: the weights are without the factor 2 then.
 """
 
 from __future__ import annotations
@@ -14,16 +17,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridtrain._base.accelerator import PendingNumbers, accelerator_of, put
-from hybridtrain._base.microbatch import batch_size, chunk_sizes
+from hybridtrain._base.microbatch import batch_size, chunk_sizes, shares_of
+from hybridtrain._base.shares import Shares
 from hybridtrain.errors import BatchError
 from hybridtrain.loss.counted import CountedLoss
 from hybridtrain.world import World
+
+
+class ShareLoss(NamedTuple):
+    """The loss of a logical replica's share of a batch.
+
+    Attributes:
+        replica: the number of the logical replica.
+        mean: over what counts in the share, a 0-dim tensor; see `BatchWeight.mean`.
+        count: what it is a mean over.
+    """
+
+    replica: int
+    mean: Tensor
+    count: float
 
 
 class BatchWeight:
@@ -38,6 +57,7 @@ class BatchWeight:
         chunks: the number of micro-batches to cut a batch into.
         step: the weights of the whole step; None for a batch that is only evaluated.
         in_step: False for a padding batch, which does not count in the step.
+        replica: the logical replica that the batch is a share of.
 
     Attributes:
         microbatches: the number of micro-batches of the batch.
@@ -55,7 +75,9 @@ class BatchWeight:
         chunks: int,
         step: StepWeights | None = None,
         in_step: bool = True,
+        replica: int = 0,
     ) -> None:
+        self.replica = replica
         sizes = chunk_sizes(batch_size(*batch), chunks)
         self.microbatches = len(sizes)
         self.is_single_microbatch = step is not None and step.is_one_batch and len(sizes) == 1
@@ -86,6 +108,15 @@ class BatchWeight:
         weight, count = self._step.weight_of(self.counted), self.count
         return [weight * part / count if count else 0.0 for part in self.weights]
 
+    @property
+    def counted_by_replica(self) -> list[tuple[int, float]]:
+        """What counts in the step, by logical replica."""
+        return [(self.replica, self.counted)]
+
+    def share_losses(self, values: Sequence[Tensor]) -> list[ShareLoss]:
+        """Returns the loss of each logical replica; see `mean`."""
+        return [ShareLoss(self.replica, self.mean(values), self.counted)]
+
     def mean(self, values: Sequence[Tensor]) -> Tensor:
         """Returns the mean of the batch from the loss values of its micro-batches, 0-dim.
 
@@ -105,7 +136,64 @@ class BatchWeight:
         return (stacked * on_device).sum() / count
 
 
-class StepWeights(list[BatchWeight]):
+class SharesWeight:
+    """The weight of a batch in shares: that of each share, which is a batch of its own.
+
+    See `BatchWeight`.
+    """
+
+    is_single_microbatch = False
+
+    def __init__(self, shares: Sequence[BatchWeight]) -> None:
+        self._shares = shares
+        self.microbatches = sum(share.microbatches for share in shares)
+
+    @cached_property
+    def weights(self) -> Sequence[float]:
+        """The weight of each micro-batch's loss value."""
+        return [*chain.from_iterable(share.weights for share in self._shares)]
+
+    @property
+    def count(self) -> float:
+        """The count of the batch."""
+        return sum(share.count for share in self._shares)
+
+    @property
+    def counted(self) -> float:
+        """The count of the batch in the step."""
+        return sum(share.counted for share in self._shares)
+
+    @cached_property
+    def grad_scales(self) -> Sequence[float]:
+        """The gradient of the step's loss with respect to each micro-batch's loss value."""
+        return [*chain.from_iterable(share.grad_scales for share in self._shares)]
+
+    @property
+    def counted_by_replica(self) -> list[tuple[int, float]]:
+        """What counts in the step, by logical replica."""
+        return [(share.replica, share.counted) for share in self._shares]
+
+    def share_losses(self, values: Sequence[Tensor]) -> list[ShareLoss]:
+        """Returns the loss of each logical replica."""
+        losses: list[ShareLoss] = []
+        first = 0
+        for share in self._shares:
+            losses += share.share_losses(values[first : first + share.microbatches])
+            first += share.microbatches
+        return losses
+
+    def mean(self, values: Sequence[Tensor]) -> Tensor:
+        """Returns the mean over what counts in all shares."""
+        if not values:
+            return torch.tensor(float("nan"))
+        losses, total = self.share_losses(values), self.counted
+        if not total:
+            return torch.zeros_like(values[0])
+        parts = [loss.mean * (loss.count / total) for loss in losses]
+        return torch.stack(parts).sum()
+
+
+class StepWeights(list[BatchWeight | SharesWeight]):
     """The weights of the batches of one optimizer step.
 
     Args:
@@ -133,20 +221,38 @@ class StepWeights(list[BatchWeight]):
         total: float | None = None,
         weight: float | None = None,
     ) -> None:
-        self._replicas = world.replicas
-        self._weight = None if weight is None else float(weight)
-        self.is_one_batch = len(batches) == 1 and world.replicas == 1 and weight in (None, 1)
+        fixed, replicas = world.fixed_replicas is not None, world.logical_replicas
+        self._replicas = 1 if fixed else replicas  # gradients are summed, or averaged
+        self._weight = None if weight is None else float(weight) / (replicas if fixed else 1)
+        self.is_one_batch = len(batches) == 1 and replicas == 1 and weight in (None, 1)
         for index, batch in enumerate(batches):
             in_step = samples is None or samples[index] > 0
-            self.append(BatchWeight(loss, batch, chunks, self, in_step))
+            self.append(self._weight_of_batch(loss, batch, chunks, in_step, world))
         self._known = total if loss.counts_samples else None
-        self._sum: Tensor | None = None
-        if self._known is None and weight is None and world.replicas > 1:
+        self._counts: Tensor | None = None
+        if self._known is None and weight is None and replicas > 1:
+            # by replica, and added in their order: float counts are the same on all processes
+            self._counts = torch.zeros(replicas, dtype=torch.float64)
             # all processes of a replica have the same batch: count it once
-            local_count = sum(batch.counted for batch in self) if world.pipeline_rank == 0 else 0
-            self._sum = torch.tensor(local_count, dtype=torch.float64)
+            for batch_weight in self if world.pipeline_rank == 0 else ():
+                for replica, count in batch_weight.counted_by_replica:
+                    self._counts[replica] += count
             # asynchronous: the all-reduce overlaps with the forward
-            self._work = world.begin_sum(self._sum)
+            self._work = world.begin_sum(self._counts)
+
+    def _weight_of_batch(
+        self, loss: CountedLoss, batch: tuple[Any, Any], chunks: int, in_step: bool, world: World
+    ) -> BatchWeight | SharesWeight:
+        inputs, _ = batch
+        if not isinstance(inputs, Shares):
+            replica = world.owned_replicas.start
+            return BatchWeight(loss, batch, chunks, self, in_step, replica)
+        return SharesWeight(
+            [
+                BatchWeight(loss, parts, chunks, self, share.samples > 0, share.replica)
+                for parts, share in zip(shares_of(*batch), inputs.shares, strict=True)
+            ]
+        )
 
     @cached_property
     def total(self) -> float:
@@ -156,17 +262,16 @@ class StepWeights(list[BatchWeight]):
         """
         if self._known is not None:
             return self._known
-        if self._sum is None:
+        if self._counts is None:
             return sum(batch.counted for batch in self)
         if self._work is not None:
             self._work.wait()
-        return float(self._sum)
+        return sum(self._counts.tolist())
 
     def weight_of(self, count: float) -> float:
         """Returns the weight of a batch's mean in the step, for a batch with this count."""
         if self._weight is not None:
             return self._weight
-        # gradients are averaged over the replicas
         return count * self._replicas / self.total if self.total else 0.0
 
 

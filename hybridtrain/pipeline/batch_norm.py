@@ -27,10 +27,15 @@ class DeferredBatchNormStats:
 
     def __init__(self, net: nn.Module) -> None:
         self._norms = [
-            _Collector(module)
+            BatchNormCollector(module)
             for module in net.modules()
             if isinstance(module, _BatchNorm) and module.track_running_stats
         ]
+
+    def of(self, module: nn.Module) -> list[BatchNormCollector]:
+        """Returns what collects the statistics of the batch norms in `module`."""
+        parts = {id(part) for part in module.modules()}
+        return [collector for collector in self._norms if id(collector.norm) in parts]
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -46,29 +51,40 @@ class DeferredBatchNormStats:
                 norm.end()
 
 
-class _Collector:
-    """The statistics of one batch norm over the micro-batches of a step."""
+class BatchNormCollector:
+    """The statistics of one batch norm over the micro-batches of a step.
+
+    Attributes:
+        norm: the batch norm.
+    """
 
     def __init__(self, norm: _BatchNorm) -> None:
-        self._norm = norm
+        self.norm = norm
         self._count = 0
         self._mean: Tensor | None = None
         self._squares: Tensor | None = None
         norm.register_forward_pre_hook(self._collect, with_kwargs=True)
 
     def begin(self) -> None:
-        self._count, self._mean, self._squares = 0, None, None
-        self._active = self._norm.training
+        """Begins to collect, if the batch norm trains."""
+        self.clear()
+        self._active = self.norm.training
         if self._active:
-            self._norm.track_running_stats = False
+            self.norm.track_running_stats = False
+
+    def clear(self) -> None:
+        """Forgets what was collected."""
+        self._count, self._mean, self._squares = 0, None, None
 
     def end(self) -> None:
+        """Ends the collection."""
         if self._active:
-            self._norm.track_running_stats = True
+            self.norm.track_running_stats = True
         self._active = False
 
     def commit(self) -> None:
-        norm, mean, squares = self._norm, self._mean, self._squares
+        """Updates the running statistics with what was collected."""
+        norm, mean, squares = self.norm, self._mean, self._squares
         if mean is None or squares is None or norm.running_mean is None:
             return
         with torch.no_grad():

@@ -6,12 +6,13 @@ the last stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from hybridtrain._base.precision import ThreadState
+from hybridtrain._base.shares import MicrobatchPlace
 from hybridtrain.pipeline.timeline import Timeline
 from hybridtrain.schedule import Schedule
 
@@ -50,6 +51,7 @@ class Step(NamedTuple):
         reduce: average the gradients over the replicas in the last micro-batch's backward.
         timeline: records the start and end of every action; None records nothing.
         training: whether the model is in training mode.
+        places: which logical replica each micro-batch belongs to; None: all to the same one.
     """
 
     schedule: Schedule
@@ -60,6 +62,7 @@ class Step(NamedTuple):
     reduce: bool = False
     timeline: Timeline | None = None
     training: bool = True
+    places: Sequence[MicrobatchPlace] | None = None
 
 
 class Engine(Protocol):

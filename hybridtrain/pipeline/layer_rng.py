@@ -37,6 +37,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from hybridtrain._base.shares import MicrobatchPlace
 from hybridtrain._base.torch_private import InterceptedDraws, find_random_operations, is_traced
 from hybridtrain.errors import UserError
 
@@ -56,7 +57,7 @@ class LayerRNG:
 
     Args:
         seed: of the run.
-        replica: the number of this replica, which draws other numbers than the others.
+        replica: the number of the logical replica that draws, where a step does not say.
         units: for each layer its unit, and its number among the unit's pieces.
         looks_apart: the layers are compiled, and looked at as `needs_look` says, not in a step.
         own_generator: returns the default generator of the device of this thread, or None; where
@@ -77,6 +78,7 @@ class LayerRNG:
         self.seeds_evaluations = False
         self._seed = seed
         self._replica = replica
+        self._places: Sequence[MicrobatchPlace] | None = None
         self._units = units
         of_unit = Counter(unit for unit, _ in units)
         self.pieces = {layer for layer, (unit, _) in enumerate(units) if of_unit[unit] > 1}
@@ -129,8 +131,15 @@ class LayerRNG:
 
     def seed_of(self, layer: int, microbatch: int, *number: int) -> int:
         """Returns the seed of a random operation, whose `number` is that in the layer's unit."""
-        unit = self._units[layer][0]
-        return seed_of(self._seed, self.step, unit, microbatch, self._replica, *number)
+        step, microbatch, replica = self._place_of(microbatch)
+        return seed_of(self._seed, step, self._units[layer][0], microbatch, replica, *number)
+
+    def _place_of(self, microbatch: int) -> tuple[int, int, int]:
+        """Returns the step, the number in its share and the replica of a micro-batch."""
+        if self._places is None:
+            return self.step, microbatch, self._replica
+        place = self._places[microbatch]
+        return self.step + place.ahead, place.number, place.replica
 
     def seed_of_unseen(self, layer: int, microbatch: int) -> int:
         """Returns the seed of what draws unseen, other numbers in each piece of a unit."""
@@ -149,8 +158,11 @@ class LayerRNG:
         for piece, count in enumerate(counts):
             self.counts[unit, piece, microbatch] = count
 
-    def begin_step(self, active: bool) -> None:
-        """Begins a step, in which layers draw by place if it is `active`."""
+    def begin_step(
+        self, active: bool, places: Sequence[MicrobatchPlace] | None = None
+    ) -> None:
+        """Begins a step, in which layers draw by place if it is `active`; see `Step.places`."""
+        self._places = places
         self.active = active or self.seeds_evaluations
         self.counts.clear()
 

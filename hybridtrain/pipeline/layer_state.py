@@ -91,6 +91,18 @@ class Snapshot:
         self.generators: list[tuple[torch.Generator, Tensor]] = []
 
 
+class LayersCopy(NamedTuple):
+    """What layers held at a time; see `StageState.copied`.
+
+    Attributes:
+        snapshot: the values in each holder, without copies of tensors.
+        tensors: the tensors that were copied, with their copies.
+    """
+
+    snapshot: Snapshot
+    tensors: list[tuple[Tensor, Tensor]]
+
+
 class StageState:
     """Saves the state of a stage's layers before a forward, and restores it for a recomputation.
 
@@ -188,20 +200,35 @@ class StageState:
     @contextmanager
     def undone(self, layer: int) -> Iterator[None]:
         """Surrounds a forward of a layer, after which the layer is as it was before."""
-        snapshot = self.save([layer])
-        self._open.discard(snapshot)
-        tensors = [tensor for _, tensor, _ in self._tensors(layer).values()]
-        copies = [tensor.detach().clone() for tensor in tensors]
+        state = self.copied([layer], ("parameter", "buffer", "attribute"))
         try:
             yield
         finally:
-            for tensor, before in zip(tensors, copies, strict=True):
-                tensor.data.copy_(before)
-            snapshot.copies.clear()
-            for holder, name, _, before in _changes(snapshot):
-                _put(holder, name, before)
-            for generator, state in snapshot.generators:
-                generator.set_state(state)
+            self.put_back(state)
+
+    def copied(self, layers: Iterable[int] | None, kinds: Collection[str]) -> LayersCopy:
+        """Returns a copy of what layers hold, of these positions in the stage; None: of all."""
+        positions = range(len(self._parts)) if layers is None else list(layers)
+        snapshot = self.save(positions)
+        self._open.discard(snapshot)
+        snapshot.copies.clear()
+        tensors = {
+            key: tensor
+            for position in positions
+            for key, ((_, kind, _), tensor, _) in self._tensors(position).items()
+            if kind in kinds
+        }
+        copies = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
+        return LayersCopy(snapshot, copies)
+
+    def put_back(self, state: LayersCopy) -> None:
+        """Makes the layers what they were when `state` was copied from them."""
+        for tensor, before in state.tensors:
+            tensor.data.copy_(before)
+        for holder, name, _, before in _changes(state.snapshot):
+            _put(holder, name, before)
+        for generator, generator_state in state.snapshot.generators:
+            generator.set_state(generator_state)
 
     @contextmanager
     def watched(

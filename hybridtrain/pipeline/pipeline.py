@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.accelerator import accelerator_of, put
 from hybridtrain._base.precision import ThreadState
+from hybridtrain._base.shares import MicrobatchPlace
 from hybridtrain._base.tensors import optimizer_bytes, resident_bytes
 from hybridtrain.errors import ConfigError, did_you_mean
 from hybridtrain.graph import Segment, VariantCut
@@ -101,7 +102,7 @@ class Pipeline:
         shared = len(set(world.devices)) < len(world.devices) or world.devices[0].type != "cuda"
         self.rng = LayerRNG(
             options.seed,
-            world.replica,
+            world.owned_replicas.start,
             planned.units,
             options.compile,
             None if shared else current_gpus_generator,
@@ -139,9 +140,13 @@ class Pipeline:
         self._watch = ModelWatch(net)
         self._guards.look()
         self._has_run = False
+        self._accumulates = False  # the step has further batches
         self._is_first_step = True
         self._named: tuple[Sequence[Any], Mapping[str, nn.Parameter]] | None = None
         self._norms = DeferredBatchNormStats(net) if options.batch_norm == "deferred" else None
+        if len(world.owned_replicas) > 1:
+            for stage in self.stages:
+                stage.run_several_replicas([] if self._norms is None else self._norms.of(stage.module))
         self._gradient_devices = {stage.device for stage in self.stages}
         # TorchScript's cannot be dropped; they are not this process's all the same
         self._of_others = {id(p) for layer in layers for p in layer.module.parameters()}
@@ -216,17 +221,20 @@ class Pipeline:
         *,
         reduce: bool = True,
         timeline: Timeline | None = None,
+        places: Sequence[MicrobatchPlace] | None = None,
     ) -> list[Any]:
         """Runs a step with its backward; gradients are added to `parameter.grad`.
 
         All processes call it together. Arguments and result are those of `Step` and `Engine.run`.
         """
-        if self._options.broadcast_buffers:
+        # with fixed replicas not between the batches of a step: a process may be at another replica
+        if self._options.broadcast_buffers and not self._accumulates:
             self.sync_buffers()
+        self._accumulates = not reduce and self._world.fixed_replicas is not None
         recomputed = whole_stages(self._policy.mode, schedule.chunks)
         training = self._net.training
         state = ThreadState.capture()
-        step = Step(schedule, source, head, state, recomputed, reduce, timeline, training)
+        step = Step(schedule, source, head, state, recomputed, reduce, timeline, training, places)
         for stage in self.stages:
             if self.watches_state:
                 stage.begin_step((schedule.chunks, training), self._policy.is_active)
@@ -288,10 +296,16 @@ class Pipeline:
         self._engine = self._make_engine(self.stages, self._links, self._world)
         self._watch.look()
 
-    def run_forward(self, schedule: Schedule, source: Source, head: Head) -> list[Any]:
+    def run_forward(
+        self,
+        schedule: Schedule,
+        source: Source,
+        head: Head,
+        places: Sequence[MicrobatchPlace] | None = None,
+    ) -> list[Any]:
         """Runs a step of forwards alone; the caller has turned gradients off."""
-        training = self._net.training
-        step = Step(schedule, source, head, ThreadState.capture(), training=training)
+        training, state = self._net.training, ThreadState.capture()
+        step = Step(schedule, source, head, state, training=training, places=places)
         return self._run(step, trains=training)
 
     @property
@@ -307,13 +321,18 @@ class Pipeline:
             tie.refresh()
         for own, copy in self._buffer_copies:
             copy.copy_(own, non_blocking=True)
-        self.rng.begin_step(self._net.training)
+        self.rng.begin_step(self._net.training, step.places)
+        for stage in self.stages:
+            stage.begin_replicas(step.places)
         with (
             activity.step(step.schedule.trains),
             second_signal_ends(),
             nullcontext() if self._norms is None else self._norms.step(),
         ):
             values = self._engine.run(step)
+        if step.places is not None and not self._accumulates:
+            for stage in self.stages:
+                stage.end_replicas()
         if trains:
             self.rng.end_step()
         if not self._has_run:

@@ -15,7 +15,7 @@ from hybridtrain.partitioning import RecomputePolicy, StageOwners
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import Link
-from hybridtrain.pipeline.reducer import StageReducer
+from hybridtrain.pipeline.reducer import LocalReducer, StageReducer
 from hybridtrain.pipeline.stage import Connection, Stage
 from hybridtrain.pipeline.ties import (
     AliasElsewhere,
@@ -66,9 +66,11 @@ def build_stages(
         stages.append(stage)
     for stage, named in zip(stages, own, strict=True):
         group = groups[stage.index]
+        unused = options.find_unused_parameters
         if group is not None:
-            unused = options.find_unused_parameters
-            stage.reducer = StageReducer(stage.module, named, group, unused)
+            stage.reducer = StageReducer(stage.module, named, group, unused, world)
+        elif world.logical_replicas > 1:
+            stage.reducer = LocalReducer(named, world)
     return stages
 
 

@@ -41,13 +41,61 @@ from hybridtrain._base import torch_private as private
 from hybridtrain._base.accelerator import put
 from hybridtrain._base.torch_private import scaler_found_inf
 from hybridtrain.errors import UserError
+from hybridtrain.pipeline.replicas import GradientSums
 from hybridtrain.pipeline.timeline import Mark, mark
 from hybridtrain.world import World
+
+
+class LocalReducer:
+    """Adds up a stage's gradients over logical replicas that are all in this process.
+
+    Args:
+        names: its own parameters under the user's names.
+        world: says how many logical replicas there are.
+    """
+
+    def __init__(self, names: Mapping[str, Parameter], world: World) -> None:
+        self._names = names
+        self._world = world
+        self.build()
+
+    def build(self) -> None:
+        """Adds up the gradients of those parameters that require one now."""
+        trained = [parameter for parameter in self._names.values() if parameter.requires_grad]
+        self._sums = GradientSums(trained, self._world, None)
+
+    def begin(self, replica: int | None) -> None:
+        """See `StageReducer.begin`."""
+        self._sums.begin(replica)
+
+    def sync_buffers(self) -> None:
+        """Does nothing: there is no other process to copy buffers to."""
+
+    def add_up_in_buckets(self) -> None:
+        """Does nothing: there are no buckets."""
+
+    def prepare_for_backward(self, roots: Sequence[Any]) -> None:
+        """Does nothing: the gradients are added up after the backward."""
+
+    @contextmanager
+    def noting_computed(self, device: torch.device) -> Iterator[list[Mark]]:
+        """Notes nothing: no backward waits for other processes."""
+        yield []
+
+    def reset(self) -> None:
+        """See `StageReducer.reset`."""
+        self._sums.reset()
+
+    def check_reduced(self) -> None:
+        """Completes the gradients of a step."""
+        self._sums.add_alone()
+        self._sums.finish()
 
 
 class StageReducer:
     """Averages a stage's gradients over the replicas; all start with replica 0's values.
 
+    With a fixed number of logical replicas it adds them up instead, in the order of `GradientSums`.
     A stage without trainable parameters has no DDP, but its buffers may change.
 
     Args:
@@ -55,6 +103,7 @@ class StageReducer:
         names: its own parameters under the user's names.
         group: the processes that have this stage, one per replica.
         find_unused_parameters: as in DDP.
+        world: says how many logical replicas there are.
     """
 
     def __init__(
@@ -63,9 +112,12 @@ class StageReducer:
         names: Mapping[str, Parameter],
         group: dist.ProcessGroup,
         find_unused_parameters: bool,
+        world: World,
     ) -> None:
         self._names = names
         self._group = group
+        self._world = world
+        self._sums: GradientSums | None = None
         self._module = module
         self._find_unused = find_unused_parameters
         self._ddp: DistributedDataParallel | None = None
@@ -97,11 +149,24 @@ class StageReducer:
             gradient_as_bucket_view=True,
             find_unused_parameters=self._find_unused,
         )
+        if self._world.fixed_replicas is not None:
+            trained = [parameter for parameter in names.values() if parameter.requires_grad]
+            self._sums = GradientSums(trained, self._world, self._group)
+            # a lambda: DDP refuses annotations that are strings
+            self._ddp.register_comm_hook(self._sums, lambda sums, bucket: sums.reduce(bucket))
+
+    def begin(self, replica: int | None) -> None:
+        """Prepares a backward of a micro-batch of a logical replica; None: of the first one."""
+        if self._sums is not None:
+            self._sums.begin(replica)
 
     def _stop(self) -> None:
         if self._ddp is not None:
             private.ddp_close(self._ddp)
             self._ddp = None
+        if self._sums is not None:
+            self._sums.close()
+            self._sums = None
         self._in_buckets = []
 
     def sync_buffers(self) -> None:
@@ -149,6 +214,8 @@ class StageReducer:
         """Forgets a prepared backward that failed, so that the next step can begin."""
         if self._ddp is not None:
             private.ddp_reset(self._ddp)
+        if self._sums is not None:
+            self._sums.reset()
 
     def check_reduced(self) -> None:
         """Makes sure that the prepared backward has reduced every gradient.
@@ -171,6 +238,8 @@ class StageReducer:
                 f"replicas cannot average it: remove the unused parameters, freeze them, or set "
                 f"find_unused_parameters=true"
             ) from error
+        if self._sums is not None:
+            self._sums.finish()
         if not self._find_unused:  # else those without a gradient are to have none
             self._in_buckets = [
                 (parameter, parameter.grad)

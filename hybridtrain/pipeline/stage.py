@@ -24,9 +24,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from hybridtrain._base.accelerator import accelerator_of
+from hybridtrain._base.shares import MicrobatchPlace
 from hybridtrain._base.tensors import byte_size, count_saved
 from hybridtrain.errors import UserError
 from hybridtrain.graph import Layer, works_in_place
+from hybridtrain.pipeline.batch_norm import BatchNormCollector
 from hybridtrain.pipeline.boundary import (
     Gradients,
     InputBoundary,
@@ -42,7 +44,8 @@ from hybridtrain.pipeline.engine import Head
 from hybridtrain.pipeline.layer_rng import BackwardDraws
 from hybridtrain.pipeline.layer_runner import LayerRunner, changed_before_backward
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
-from hybridtrain.pipeline.reducer import StageReducer, explaining_ready_twice
+from hybridtrain.pipeline.reducer import LocalReducer, StageReducer, explaining_ready_twice
+from hybridtrain.pipeline.replicas import ReplicaStates
 from hybridtrain.pipeline.split_backward import SplitBackward, split_backward
 from hybridtrain.pipeline.ties import Alias, refuse_foreign_parameters
 
@@ -111,6 +114,8 @@ class Stage:
         module: its layers under one root.
         aliases: stand-ins for parameters that an earlier stage owns.
         reducer: averages its gradients over the replicas; None where there is one replica.
+        replica_states: gives each logical replica the state of before the step; None where this
+            process runs one of them.
         parameter_count: the elements of the parameters that it owns, without its aliases.
         saved_bytes: bytes that autograd keeps of one micro-batch; None before the first.
         names: of the parameters of the model in this process, by their `id`; None where a backward
@@ -137,7 +142,10 @@ class Stage:
         self.layers: tuple[Layer, ...] = tuple(layers)
         self.first = connection.runner.first
         self.aliases = list(aliases)
-        self.reducer: StageReducer | None = None
+        self.reducer: StageReducer | LocalReducer | None = None
+        self.replica_states: ReplicaStates | None = None
+        self._collectors: Sequence[BatchNormCollector] | None = None
+        self._places: Sequence[MicrobatchPlace] | None = None
         self.saved_bytes: int | None = None
         tied = {id(p) for alias in aliases for p in (alias.parameter, alias.alias)}
         self.parameter_count = sum(p.numel() for p in module.parameters() if id(p) not in tied)
@@ -155,6 +163,8 @@ class Stage:
         self.incoming = sorted((k for k in links if k.target == index), key=lambda k: -k.source)
         self.outgoing = [link for link in links if link.source == index]
         self._runner = connection.runner
+        if self._collectors is not None:
+            self.replica_states = ReplicaStates(self._runner.state, self._collectors)
         self._runner.tied |= self._shared
         self._input = InputBoundary(self.incoming, self.device, works_in_place(self.module))
         self._output = OutputBoundary(
@@ -192,6 +202,9 @@ class Stage:
         Returns:
             the message for each outgoing link; on the last stage the head's value alone.
         """
+        if self.replica_states is not None and self._places is not None:
+            place = self._places[microbatch]
+            self.replica_states.enter(place.replica, place.ahead)
         values, inputs = self._input.enter(messages)  # 1
         value = values.pop(PRIMARY_OUTPUT)
         run = self._runner.run_recomputed if recompute else self._runner.run
@@ -251,7 +264,7 @@ class Stage:
         # popped, so that what is kept of the micro-batch is free when the backward is done
         begun = self._in_flight.pop(microbatch)
         starts = _starts(begun, gradients)
-        self._backward(starts, reduce)  # 4, 5
+        self._backward(microbatch, starts, reduce)  # 4, 5
         return self._gradients_of_inputs(begun.inputs, starts)  # 6
 
     def _gradients_of_inputs(
@@ -294,9 +307,9 @@ class Stage:
             # what this backward adds to the weights comes after that of earlier micro-batches, as
             # in the unsplit model
             for earlier, left in sorted(self._to_weights.items()):
-                self._finish(left, reduce=False)
+                self._finish(earlier, left, reduce=False)
                 self._to_weights[earlier] = _ToWeights(None, ())
-            self._backward(starts, reduce)
+            self._backward(microbatch, starts, reduce)
         else:
             with self._explained():
                 parts.to_input()
@@ -307,18 +320,27 @@ class Stage:
 
     def backward_to_weights(self, microbatch: int, reduce: bool) -> None:
         """Runs what `backward_to_input` has left; arguments as of `backward`."""
-        self._finish(self._to_weights.pop(microbatch), reduce)
+        self._finish(microbatch, self._to_weights.pop(microbatch), reduce)
 
-    def _finish(self, left: _ToWeights, reduce: bool) -> None:
+    def _finish(self, microbatch: int, left: _ToWeights, reduce: bool) -> None:
         backward, roots = left
         if backward is not None:
+            self._begin_gradients(microbatch)
             with (
                 self._reducing(roots, reduce) if self.reducer is not None else _NONE,
                 self._explained(),
             ):
                 backward.to_weights()
 
-    def _backward(self, starts: Sequence[tuple[Root, Tensor]], reduce: bool) -> None:
+    def _begin_gradients(self, microbatch: int) -> None:
+        """Says whose gradients the weights are given next."""
+        if self.reducer is not None:
+            self.reducer.begin(self._places[microbatch].replica if self._places else None)
+
+    def _backward(
+        self, microbatch: int, starts: Sequence[tuple[Root, Tensor]], reduce: bool
+    ) -> None:
+        self._begin_gradients(microbatch)
         reducing = _NONE
         if self.reducer is not None:
             reducing = self._reducing([root for root, _ in starts], reduce)
@@ -368,6 +390,23 @@ class Stage:
         """Takes over what the stage before, in another process, has drawn."""
         self._runner.rng.continue_draws(self._runner.first, microbatch, draws)
 
+    def run_several_replicas(self, collectors: Sequence[BatchNormCollector]) -> None:
+        """Prepares for steps with several logical replicas; see `ReplicaStates`."""
+        self._collectors = collectors
+        self.replica_states = ReplicaStates(self._runner.state, collectors)
+
+    def begin_replicas(self, places: Sequence[MicrobatchPlace] | None) -> None:
+        """Begins a step whose micro-batches belong to several logical replicas; see `Step`."""
+        self._places = places
+        states = self.replica_states
+        if states is not None and places is not None and places[0].replica < (states.replica or 0):
+            states.finish()  # of a step that was given up between its batches
+
+    def end_replicas(self) -> None:
+        """Ends the last batch of a step: the state is that of logical replica 0, if it ran here."""
+        if self.replica_states is not None:
+            self.replica_states.finish()
+
     def begin_step(self, kind: object, recomputes: bool) -> None:
         """Begins a step that trains; see `LayerRunner.begin_step`."""
         self._runner.begin_step(kind, recomputes)
@@ -384,6 +423,7 @@ class Stage:
             alias.alias.grad = None
         if self.reducer is not None:
             self.reducer.reset()
+        self.end_replicas()
 
 
 def _starts(begun: _InFlight, gradients: Sequence[Gradients]) -> list[tuple[Root, Tensor]]:

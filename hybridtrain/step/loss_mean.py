@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain._base.accelerator import put
+from hybridtrain.loss import ShareLoss
 from hybridtrain.model import HybridModel, TrainStepResult
 
 
@@ -23,44 +24,48 @@ class LossMean:
     def __init__(self, model: HybridModel) -> None:
         self.value: float | None = None
         self._model = model
-        self._added: list[tuple[Tensor, float]] = []
-        # Sums, not means: a sum of float32 losses times counts is exact in float64 as long as they
-        # do not differ by 2**20 or so, and so is the same however it was put together.
-        self._sum: Tensor | float = 0.0
-        self._count = 0.0
+        self._added: list[ShareLoss] = []
+        # Sums by logical replica, which are added in their order: so they are the same however the
+        # replicas are spread. Not means: a sum of float32 losses times counts is exact in float64
+        # as long as they do not differ by 2**20 or so.
+        self._sums: dict[int, Tensor] = {}
+        self._counts: dict[int, float] = {}
         self._gathered = 0.0, 0.0  # the sums of all replicas up to the last `gather`
 
     def add(self, results: Sequence[TrainStepResult]) -> None:
         """Adds the mean losses of batches, over how many samples (or what counts)."""
-        self._added += [(result.loss, result.count) for result in results]
+        for result in results:
+            self._added += self._shares(result)
 
     def drop(self, results: Sequence[TrainStepResult]) -> None:
         """Takes back what was added of a step that is skipped, unless it was read since."""
-        losses = {id(result.loss) for result in results}
-        self._added = [entry for entry in self._added if id(entry[0]) not in losses]
+        losses = self._identities(results)
+        self._added = [share for share in self._added if id(share.mean) not in losses]
 
     def fold(self, least: int = 1, but: Sequence[TrainStepResult] = ()) -> None:
         """Replaces `least` losses that were added, or more, by their sums; those of `but` stay."""
         if len(self._added) < least:
             return
-        waiting = {id(result.loss) for result in but}
-        folded = [entry for entry in self._added if id(entry[0]) not in waiting]
-        self._added = [entry for entry in self._added if id(entry[0]) in waiting]
-        if not folded:
-            return
-        losses = torch.stack([loss for loss, _ in folded]).double()
-        counts = [count for _, count in folded]
-        weights = put(torch.tensor(counts, dtype=torch.float64), losses.device)
-        self._sum = torch.dot(losses, weights) + self._sum
-        self._count += sum(counts)
+        waiting = self._identities(but)
+        folded = [share for share in self._added if id(share.mean) not in waiting]
+        self._added = [share for share in self._added if id(share.mean) in waiting]
+        for replica in sorted({share.replica for share in folded}):
+            losses = torch.stack([s.mean for s in folded if s.replica == replica]).double()
+            counts = [share.count for share in folded if share.replica == replica]
+            weights = put(torch.tensor(counts, dtype=torch.float64), losses.device)
+            total = torch.dot(losses, weights)
+            self._sums[replica] = total + self._sums[replica] if replica in self._sums else total
+            self._counts[replica] = self._counts.get(replica, 0.0) + sum(counts)
 
     def gather(self) -> None:
         """Adds up what all replicas have, for `state_dict`; a collective call."""
         self.fold()
-        sums = torch.tensor([float(self._sum), self._count], dtype=torch.float64)
-        total, count = self._model.reduce_loss(sums).tolist()
-        self._gathered = self._gathered[0] + total, self._gathered[1] + count
-        self._sum, self._count = 0.0, 0
+        sums = torch.zeros(self._model.world.logical_replicas, 2, dtype=torch.float64)
+        for replica, total in self._sums.items():
+            sums[replica] = torch.tensor([float(total), self._counts[replica]], dtype=torch.float64)
+        losses, counts = zip(*self._model.reduce_loss(sums).tolist(), strict=True)
+        self._gathered = self._gathered[0] + sum(losses), self._gathered[1] + sum(counts)
+        self._sums, self._counts = {}, {}
 
     def read(self) -> float:
         """Returns the mean over all samples of all replicas since the last reading.
@@ -79,5 +84,12 @@ class LossMean:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a `state_dict` on every process."""
-        self._added, self._sum, self._count = [], 0.0, 0.0
+        self._added, self._sums, self._counts = [], {}, {}
         self._gathered = state["loss_sum"], state["loss_samples"]
+
+    def _shares(self, result: TrainStepResult) -> Sequence[ShareLoss]:
+        replica = self._model.world.owned_replicas.start
+        return result.share_losses or [ShareLoss(replica, result.loss, result.count)]
+
+    def _identities(self, results: Sequence[TrainStepResult]) -> set[int]:
+        return {id(share.mean) for result in results for share in self._shares(result)}

@@ -25,7 +25,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hybridtrain._base.accelerator import PendingNumbers, accelerator_of
-from hybridtrain.data import Batch
+from hybridtrain.data import Batch, in_order_of_replicas
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.launch import Phase, activity
 from hybridtrain.loss import LossFn, StepWeights
@@ -229,6 +229,8 @@ class OptimizerStep:
             DivergedError: too many consecutive steps were skipped.
             Exception: see `HybridModel.train_step`.
         """
+        if isinstance(batches, Sequence) and all(isinstance(each, Batch) for each in batches):
+            batches = in_order_of_replicas(batches)
         self.begin(batches, loss_fn)
         results = [self.train_step(batch.inputs, batch.targets) for batch in batches]
         return StepResult(self.finish(), results)

@@ -148,6 +148,10 @@ class WorldConfig(Group):
     inner: str = "pp"
     """With `distributed`, which processes have consecutive ranks: `pp`, those of a pipeline, which
     then is inside a node; `dp`, those that have the same stages."""
+    replicas: int | None = None
+    """The number of replicas that a batch is divided over, each with its own share and random
+    numbers; null: one for each process, or with `distributed` for each pipeline. With a number the
+    run is bitwise the same on fewer processes, which then run several replicas each."""
     backend: str | None = None
     """`gloo` or `nccl`; null: nccl on GPUs, gloo on CPUs."""
     devices: Any = None

@@ -137,10 +137,10 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
     hardware = hardware_of_run(config, device, world.nb_part * world.replicas)
     net = construct_on_meta(lambda: build_model(config, data))
     loss_fn = resolve(options.loss_fn, net).function
-    least, most = world.replicas * pipeline.chunks, length_of(data.train)
+    least, most = world.logical_replicas * pipeline.chunks, length_of(data.train)
     size, fits, limit = least, 0, "the training split has no more"
     while size <= (most or size):
-        share = size // world.replicas
+        share = size // world.logical_replicas
         example = example_batch(data.train, share, data.collate)
         planner = Planner(net, pipeline, example[0], world.stage_owners, costs="estimated")
         stages = planner.layers_of(planner.plan()).stages

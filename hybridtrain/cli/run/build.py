@@ -103,6 +103,7 @@ def join_processes(config: Config) -> World:
         config.world.engine,
         config.world.stall_s or 0,
         config.world.inner,
+        config.world.replicas,
     )
 
 
@@ -245,7 +246,7 @@ def _describe_data(data: DataSplits) -> None:
 
 def _example(config: Config, data: DataSplits, world: World) -> tuple[Any, Any]:
     """Returns inputs and targets of a replica's batch, the same samples on every replica."""
-    share = -(-config.data["batch_size"] // world.replicas)
+    share = -(-config.data["batch_size"] // world.logical_replicas)
     if share < config.pipeline.chunks:
         _log.warning(
             "pipeline.chunks=%d, but a replica's batch has %d samples: it is cut into %d "

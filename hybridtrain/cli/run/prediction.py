@@ -73,12 +73,12 @@ def predict_step_of_run(
     measured: Sequence[LayerCost] | None = None,
 ) -> Prediction:
     """Predicts a step with batches of `samples`, of which `example` is a replica's share."""
-    sizes = chunk_sizes(-(-samples // world.replicas), options.chunks)
+    sizes = chunk_sizes(-(-samples // world.logical_replicas), options.chunks)
     layout = ParallelLayout(
         nb_part=world.nb_part,
         replicas=world.replicas,
         engine=world.engine,
-        chunks=len(sizes),
+        chunks=len(sizes) * len(world.owned_replicas),
         schedule=options.schedule,
         stages_per_device=options.stages_per_device,
         recompute=options.recompute if isinstance(options.recompute, str) else "layers",

@@ -1,0 +1,307 @@
+"""Several logical replicas in one process: their states one after another, their gradients in order.
+
+The forwards of a stage come in the order of the micro-batches, and so replica after replica, and so
+do the backwards. Each replica begins with the state that the step began with; the state that stays
+is that of logical replica 0, which other processes are given too:
+
+    forwards     [1] F0 F1 (replica 0) [2] F2 F3 (replica 1)         [3]
+    state        copied               kept; as at [1]               as at [2], if this is replica 0
+
+Gradients are summed in the order of `summation_tree`, whatever the number of processes:
+
+    backwards    B0 B1 (replica 0) [4] B2 B3 (replica 1) ...                     [5]
+    sums         in parameter.grad     replica 0's are put by; 1's in parameter.grad
+
+[4] What was put by is added as soon as a subtree of the tree is complete, so that log2 of the number
+of replicas is kept at most. [5] After the last backward of a step what is left is added between the
+processes: in DDP's buckets, while the backward goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parameter import Parameter
+
+from hybridtrain._base.summation_tree import (
+    Node,
+    owned_by,
+    subtrees,
+    sums_of_halves,
+    total,
+)
+from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.pipeline.batch_norm import BatchNormCollector
+from hybridtrain.pipeline.layer_state import LayersCopy, StageState
+from hybridtrain.world import World
+
+# parameters go by the whole step; a forward that changes one is refused where it matters
+_CHANGED_BY_FORWARDS = ("buffer", "attribute")
+
+
+class ReplicaStates:
+    """Gives each logical replica of a process the state of a stage at the beginning of a step.
+
+    Args:
+        state: of the layers of the stage.
+        collectors: of the batch norms in the stage that are updated once per share of a batch.
+    """
+
+    def __init__(self, state: StageState, collectors: Sequence[BatchNormCollector]) -> None:
+        self._state = state
+        self._collectors = collectors
+        self._share: tuple[int, int] | None = None
+        self._first: LayersCopy | None = None
+        self._kept: LayersCopy | None = None
+
+    def enter(self, replica: int, ahead: int) -> None:
+        """Prepares the next forward, which is of a share of this replica; see `Share`."""
+        before, self._share = self._share, (replica, ahead)
+        if before == self._share:
+            return
+        if before is None or self._first is None:
+            self._first = self._state.copied(None, _CHANGED_BY_FORWARDS)  # 1
+            return
+        for collector in self._collectors:
+            collector.commit()
+            collector.clear()
+        if before[0] == replica:
+            return
+        if before[0] == 0:
+            self._kept = self._state.copied(None, _CHANGED_BY_FORWARDS)  # 2
+        self._state.put_back(self._first)
+
+    def finish(self) -> None:
+        """Ends a step."""
+        kept, self._kept = self._kept, None
+        self._share = self._first = None
+        if kept is not None:
+            self._state.put_back(kept)  # 3
+
+    @property
+    def replica(self) -> int | None:
+        """The replica of the last forward; None between two steps."""
+        return None if self._share is None else self._share[0]
+
+
+class GradientSums:
+    """Adds up the gradients of a stage over logical replicas; see the module.
+
+    Args:
+        parameters: of the stage, each once.
+        world: says which logical replicas the processes run.
+        group: of the processes that have the stage; None: it is this one alone.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Parameter], world: World, group: dist.ProcessGroup | None
+    ) -> None:
+        replicas, processes = world.logical_replicas, world.replicas
+        self._parameters = list(parameters)
+        self._replicas = replicas
+        self._group = group
+        self._owned = world.owned_replicas
+        self._nodes = [
+            subtrees(owned_by(process, processes, replicas), replicas)
+            for process in range(processes)
+        ]
+        self._parents = sums_of_halves(replicas)
+        self._replica: int | None = None
+        # the sums of subtrees, from left to right; each by the places of the parameters
+        self._waiting: list[tuple[Node, dict[int, Tensor]]] = []
+        self._earlier: dict[int, Tensor] = {}
+        self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self._thread: ThreadPoolExecutor | None = None
+        self._stream: Any = None
+
+    def begin(self, replica: int | None) -> None:
+        """Prepares a backward of a micro-batch of this logical replica; None: of the first one.
+
+        Raises:
+            BatchError: the replicas do not come in order.
+        """
+        replica = self._owned.start if replica is None else replica
+        if replica == self._replica:
+            return
+        is_new = self._replica is None or (
+            replica == self._owned.start and all(p.grad is None for p in self._parameters)
+        )
+        if is_new:
+            self.reset()
+            self._earlier = self._taken()  # of steps that nobody has dropped the gradients of
+        elif replica == (self._replica or 0) + 1:
+            self._put_by(self._replica or 0)
+        else:
+            raise BatchError(
+                "the batches of a step come in the order of their replicas, where a process runs "
+                "several: pass the list of them through hybridtrain.data.in_order_of_replicas"
+            )
+        self._replica = replica
+
+    def _taken(self) -> dict[int, Tensor]:
+        """Returns the gradients that are there, and drops them."""
+        taken: dict[int, Tensor] = {}
+        for place, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            self._refuse_sparse(gradient)
+            # a clone, since the memory may be that of DDP's buckets
+            taken[place] = gradient.clone() if self._group is not None else gradient
+            parameter.grad = None
+        return taken
+
+    @staticmethod
+    def _refuse_sparse(gradient: Tensor) -> None:
+        if gradient.is_sparse:
+            raise ConfigError(
+                "a sparse gradient, as of Embedding(sparse=True), cannot be added up in a fixed "
+                "order over replicas: set sparse=False, or leave replicas= out"
+            )
+
+    def _put_by(self, replica: int) -> None:
+        """Puts the gradients of a replica that is complete by, in the tree's order."""
+        node = (replica, replica + 1)
+        sums = self._taken()  # 4
+        while self._waiting and (parent := self._parents.get((self._waiting[-1][0], node))):
+            _, left = self._waiting.pop()
+            _add(left, sums)
+            node, sums = parent, left
+        self._waiting.append((node, sums))
+
+    def _add_waiting(self, places: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Adds what was put by to the gradients of this process's last replica, in place."""
+        for _, sums in reversed(self._waiting[self._kept_apart :]):
+            both = [(g, sums[p]) for p, g in zip(places, gradients, strict=True) if p in sums]
+            if both:
+                torch._foreach_add_([g for g, _ in both], [other for _, other in both])
+
+    @property
+    def _kept_apart(self) -> int:
+        """How many of the sums that were put by the last replica does not complete."""
+        node, count = (self._owned.stop - 1, self._owned.stop), len(self._waiting)
+        while count and (parent := self._parents.get((self._waiting[count - 1][0], node))):
+            node, count = parent, count - 1
+        return count
+
+    def finish(self) -> None:
+        """Ends a step, whose gradients are those of all replicas now."""
+        for place, earlier in self._earlier.items():
+            gradient = self._parameters[place].grad
+            self._parameters[place].grad = earlier if gradient is None else gradient.add_(earlier)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets a step that has failed."""
+        self._replica = None
+        self._waiting, self._earlier = [], {}
+
+    def add_alone(self) -> None:
+        """Completes the gradients where no other process has the stage."""
+        places = [p for p, parameter in enumerate(self._parameters) if parameter.grad is not None]
+        gradients = [g for p in self._parameters if (g := p.grad) is not None]
+        for gradient in gradients:
+            self._refuse_sparse(gradient)
+        self._add_waiting(places, gradients)
+        for _, sums in self._waiting:  # of parameters that the last replica has not used
+            for place, left in sums.items():
+                if self._parameters[place].grad is None:
+                    self._parameters[place].grad = left
+
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Adds up a bucket of DDP over all logical replicas; it has their sum, not their mean.
+
+        All processes call it for the same buckets in the same order.
+        """
+        buffer = bucket.buffer()
+        self._refuse_sparse(buffer)
+        left: list[Tensor] = []
+        if self._waiting:
+            places = [self._places[id(parameter)] for parameter in bucket.parameters()]
+            self._add_waiting(places, bucket.gradients())
+            left = [
+                _flat(sums, places, bucket) for _, sums in self._waiting[: self._kept_apart]
+            ]
+        if buffer.device.type == "cpu":
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "gradients")
+            future: Future[Tensor] = Future()
+            self._thread.submit(self._complete, future, lambda: self._over_processes(buffer, left))
+            return future
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(buffer.device)
+        self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
+        with torch.cuda.stream(self._stream):
+            future = Future(devices=[buffer.device])
+            self._complete(future, lambda: self._over_processes(buffer, left))
+        return future
+
+    @staticmethod
+    def _complete(future: Future[Tensor], compute: Callable[[], Tensor]) -> None:
+        try:
+            future.set_result(compute())
+        except Exception as error:
+            future.set_exception(error)
+
+    @torch.no_grad()
+    def _over_processes(self, buffer: Tensor, left: Sequence[Tensor]) -> Tensor:
+        """Returns `buffer` with the sum over all processes, in the tree's order.
+
+        Every process adds up a slice, which all have sent it, and sends it to all: the bytes of a
+        ring. The order of the additions is that of the tree, not that of a ring.
+        """
+        # 5
+        n = len(self._nodes)
+        size = -(-buffer.numel() // n)
+        own = torch.stack([*left, buffer]) if left else buffer.unsqueeze(0)
+        if size * n != buffer.numel():
+            own = torch.nn.functional.pad(own, (0, size * n - buffer.numel()))
+        # for each process the slices of all subtrees of this one
+        sent = own.view(len(own), n, size).transpose(0, 1).contiguous().view(-1)
+        counts = [len(nodes) for nodes in self._nodes]
+        received = buffer.new_empty(sum(counts) * size)
+        dist.all_to_all_single(
+            received,
+            sent,
+            [count * size for count in counts],
+            [len(own) * size] * n,
+            group=self._group,
+        )
+        nodes = [node for nodes in self._nodes for node in nodes]
+        slices = dict(zip(nodes, received.view(-1, size).unbind(), strict=True))
+        whole = buffer.new_empty(n * size)
+        part = total(slices, self._replicas, Tensor.add_)
+        dist.all_gather(list(whole.view(n, size).unbind()), part, group=self._group)
+        return buffer.copy_(whole[: buffer.numel()])
+
+    def close(self) -> None:
+        """Ends the thread that adds between the processes."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+            self._thread = None
+
+
+def _flat(sums: dict[int, Tensor], places: Sequence[int], bucket: dist.GradBucket) -> Tensor:
+    """Returns sums as the bucket has its gradients: in its order and memory layout."""
+    buffer = bucket.buffer()
+    flat = torch.zeros_like(buffer)
+    for place, gradient in zip(places, bucket.gradients(), strict=True):
+        if place in sums:
+            offset = gradient.storage_offset() - buffer.storage_offset()
+            flat.as_strided(gradient.shape, gradient.stride(), offset).copy_(sums[place])
+    return flat
+
+
+def _add(sums: dict[int, Tensor], others: dict[int, Tensor]) -> None:
+    """Adds `others` to `sums` in place, where both have a gradient."""
+    both = sums.keys() & others.keys()
+    if both:
+        torch._foreach_add_([sums[place] for place in both], [others[place] for place in both])
+    for place in others.keys() - sums.keys():
+        sums[place] = others[place]
