@@ -62,6 +62,7 @@ __all__ = [
     "ddp_find_buffers",
     "ddp_ignore_parameters",
     "ddp_prepare_for_backward",
+    "ddp_rebuild_buckets",
     "ddp_reset",
     "ddp_sync_buffers",
     "draws_here",
@@ -638,8 +639,12 @@ def ddp_prepare_for_backward(ddp: DistributedDataParallel, roots: Sequence[Tenso
         ddp: the DDP module.
         roots: the tensors where the backward starts, from which DDP finds unused parameters.
     """
-    ddp.reducer._rebuild_buckets()  # in the order of the first backward's gradients
     ddp.reducer.prepare_for_backward(list(roots))
+
+
+def ddp_rebuild_buckets(ddp: DistributedDataParallel) -> None:
+    """Orders the buckets as the gradients of the first backward came; a collective call, once."""
+    ddp.reducer._rebuild_buckets()
 
 
 def ddp_reset(ddp: DistributedDataParallel) -> None:

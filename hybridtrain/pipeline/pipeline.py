@@ -231,6 +231,9 @@ class Pipeline:
         if self._options.broadcast_buffers and not self._accumulates:
             self.sync_buffers()
         self._accumulates = not reduce and self._world.fixed_replicas is not None
+        for stage in self.stages if reduce else ():
+            if stage.reducer is not None:
+                stage.reducer.begin_step()
         recomputed = whole_stages(self._policy.mode, schedule.chunks)
         training = self._net.training
         state = ThreadState.capture()
@@ -240,6 +243,8 @@ class Pipeline:
                 stage.begin_step((schedule.chunks, training), self._policy.is_active)
         values = self._run(step, trains=True)
         for stage in self.stages:
+            if reduce and stage.reducer is not None:
+                stage.reducer.finish()
             stage.check_step()
         for tie in self._ties:
             tie.accumulate_into_owner()

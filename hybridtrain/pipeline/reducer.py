@@ -71,6 +71,9 @@ class LocalReducer:
     def sync_buffers(self) -> None:
         """Does nothing: there is no other process to copy buffers to."""
 
+    def begin_step(self) -> None:
+        """Does nothing: there are no buckets."""
+
     def add_up_in_buckets(self) -> None:
         """Does nothing: there are no buckets."""
 
@@ -87,8 +90,11 @@ class LocalReducer:
         self._sums.reset()
 
     def check_reduced(self) -> None:
-        """Completes the gradients of a step."""
+        """Adds up the gradients of a step."""
         self._sums.add_alone()
+
+    def finish(self) -> None:
+        """See `StageReducer.finish`."""
         self._sums.finish()
 
 
@@ -180,6 +186,11 @@ class StageReducer:
             private.ddp_find_buffers(self._ddp)
         private.ddp_sync_buffers(self._ddp)
 
+    def begin_step(self) -> None:
+        """Prepares a step that reduces the gradients; a collective call, stage by stage."""
+        if self._ddp is not None:
+            private.ddp_rebuild_buckets(self._ddp)
+
     def add_up_in_buckets(self) -> None:
         """Has a backward before the last one add to DDP's buckets.
 
@@ -238,14 +249,17 @@ class StageReducer:
                 f"replicas cannot average it: remove the unused parameters, freeze them, or set "
                 f"find_unused_parameters=true"
             ) from error
-        if self._sums is not None:
-            self._sums.finish()
         if not self._find_unused:  # else those without a gradient are to have none
             self._in_buckets = [
                 (parameter, parameter.grad)
                 for parameter in self._names.values()
                 if parameter.grad is not None and not parameter.grad.is_sparse
             ]
+
+    def finish(self) -> None:
+        """Waits, after the last backward of a step, until the gradients are complete."""
+        if self._sums is not None:
+            self._sums.finish()
 
 
 @contextmanager

@@ -19,7 +19,8 @@ processes: in DDP's buckets, while the backward goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future as Running
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -118,6 +119,7 @@ class GradientSums:
         self._earlier: dict[int, Tensor] = {}
         self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         self._thread: ThreadPoolExecutor | None = None
+        self._sums_under_way: list[Running[None]] = []
         self._stream: Any = None
 
     def begin(self, replica: int | None) -> None:
@@ -191,7 +193,12 @@ class GradientSums:
         return count
 
     def finish(self) -> None:
-        """Ends a step, whose gradients are those of all replicas now."""
+        """Waits for the other processes; the gradients are those of all replicas then."""
+        under_way, self._sums_under_way = self._sums_under_way, []
+        for sums in under_way:
+            sums.result()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         for place, earlier in self._earlier.items():
             gradient = self._parameters[place].grad
             self._parameters[place].grad = earlier if gradient is None else gradient.add_(earlier)
@@ -219,8 +226,13 @@ class GradientSums:
 
         All processes call it for the same buckets in the same order.
         """
+        # The future that DDP gets is complete, or the backward would wait: a thread that runs two
+        # stages would then wait for one of them while another process, which has other numbers of
+        # micro-batches, waits for the other. `finish` waits.
         buffer = bucket.buffer()
         self._refuse_sparse(buffer)
+        done: Future[Tensor] = Future()
+        done.set_result(buffer)
         left: list[Tensor] = []
         if self._waiting:
             places = [self._places[id(parameter)] for parameter in bucket.parameters()]
@@ -231,27 +243,18 @@ class GradientSums:
         if buffer.device.type == "cpu":
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "gradients")
-            future: Future[Tensor] = Future()
-            self._thread.submit(self._complete, future, lambda: self._over_processes(buffer, left))
-            return future
+            self._sums_under_way.append(self._thread.submit(self._over_processes, buffer, left))
+            return done
         if self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(self._stream):
-            future = Future(devices=[buffer.device])
-            self._complete(future, lambda: self._over_processes(buffer, left))
-        return future
-
-    @staticmethod
-    def _complete(future: Future[Tensor], compute: Callable[[], Tensor]) -> None:
-        try:
-            future.set_result(compute())
-        except Exception as error:
-            future.set_exception(error)
+            self._over_processes(buffer, left)
+        return done
 
     @torch.no_grad()
-    def _over_processes(self, buffer: Tensor, left: Sequence[Tensor]) -> Tensor:
-        """Returns `buffer` with the sum over all processes, in the tree's order.
+    def _over_processes(self, buffer: Tensor, left: Sequence[Tensor]) -> None:
+        """Gives `buffer` the sum over all processes, in the tree's order.
 
         Every process adds up a slice, which all have sent it, and sends it to all: the bytes of a
         ring. The order of the additions is that of the tree, not that of a ring.
@@ -278,7 +281,7 @@ class GradientSums:
         whole = buffer.new_empty(n * size)
         part = total(slices, self._replicas, Tensor.add_)
         dist.all_gather(list(whole.view(n, size).unbind()), part, group=self._group)
-        return buffer.copy_(whole[: buffer.numel()])
+        buffer.copy_(whole[: buffer.numel()])
 
     def close(self) -> None:
         """Ends the thread that adds between the processes."""
