@@ -369,6 +369,12 @@ class HybridModel:
                 f"{len(world.owned_replicas)} of {world.logical_replicas} one after another: start "
                 f"a process for each replica, or set sync_batch_norm=false"
             )
+        if options.find_unused_parameters and len(world.owned_replicas) > 1:
+            raise ConfigError(
+                f"find_unused_parameters=true looks at the last backward of a process alone, which "
+                f"is of one of its {len(world.owned_replicas)} replicas: start a process for each "
+                f"replica, or set find_unused_parameters=false"
+            )
         if options.shard != "none" and world.replicas == 1:
             log.info("shard=%s has no effect: there is one replica", options.shard)
         self.pipeline = Pipeline(net, plan, planned, world, options)

@@ -196,6 +196,15 @@ class MicrobatchCut:
         return self._sizes_of_shares[0]
 
 
+def joined(batch: Any) -> Any:
+    """Returns the samples of all shares of a batch as one batch.
+
+    Raises:
+        BatchError: they cannot be joined, as where each share is padded to its own length.
+    """
+    return merge(batch.parts) if isinstance(batch, Shares) else batch
+
+
 def first_share(batch: Any) -> Any:
     """Returns the first share of a batch, or the batch if it is not made of shares."""
     return batch.parts[0] if isinstance(batch, Shares) else batch

@@ -489,9 +489,7 @@ def share_of(total: int, replica: int, replicas: int) -> slice:
 
 def shares_in(total: int, world: World) -> list[slice]:
     """Returns the shares of `total` samples of the logical replicas that this process runs."""
-    return [
-        share_of(total, replica, world.logical_replicas) for replica in world.owned_replicas
-    ]
+    return [share_of(total, replica, world.logical_replicas) for replica in world.owned_replicas]
 
 
 def batch_of_shares(
@@ -568,5 +566,3 @@ def in_order_of_replicas(batches: Sequence[Batch]) -> list[Batch]:
         samples = sum(share.samples for share in shares)
         ordered.append(replace(batch, inputs=inputs, targets=targets, samples=samples))
     return ordered
-
-

@@ -195,7 +195,9 @@ class ReplicaMetrics:
 
     def __init__(self, metrics: Mapping[str, Metric], world: World) -> None:
         first, *others = world.owned_replicas
-        self._by_replica = {first: metrics} | {replica: copy.deepcopy(metrics) for replica in others}
+        self._by_replica = {first: metrics} | {
+            replica: copy.deepcopy(metrics) for replica in others
+        }
         self._others = others
         self.current = metrics
 
@@ -209,7 +211,9 @@ class ReplicaMetrics:
         for metric in (self._by_replica[replica][name] for replica in self._others):
             states: list[Tensor] = []
 
-            def note(state: Tensor, group: Any = None, states: list[Tensor] = states) -> list[Tensor]:
+            def note(
+                state: Tensor, group: Any = None, states: list[Tensor] = states
+            ) -> list[Tensor]:
                 states.append(state.cpu())
                 return [state]
 

@@ -131,15 +131,15 @@ class LayerRNG:
 
     def seed_of(self, layer: int, microbatch: int, *number: int) -> int:
         """Returns the seed of a random operation, whose `number` is that in the layer's unit."""
-        step, microbatch, replica = self._place_of(microbatch)
-        return seed_of(self._seed, step, self._units[layer][0], microbatch, replica, *number)
+        return self._seed_of(self.step, self._units[layer][0], microbatch, *number)
 
-    def _place_of(self, microbatch: int) -> tuple[int, int, int]:
-        """Returns the step, the number in its share and the replica of a micro-batch."""
-        if self._places is None:
-            return self.step, microbatch, self._replica
-        place = self._places[microbatch]
-        return self.step + place.ahead, place.number, place.replica
+    def _seed_of(self, step: int, unit: int, microbatch: int, *number: int) -> int:
+        """Returns the seed of a random operation of a unit, by the place of the micro-batch."""
+        replica = self._replica
+        if self._places is not None:
+            replica, ahead, microbatch = self._places[microbatch]
+            step += ahead
+        return seed_of(self._seed, step, unit, microbatch, replica, *number)
 
     def seed_of_unseen(self, layer: int, microbatch: int) -> int:
         """Returns the seed of what draws unseen, other numbers in each piece of a unit."""
@@ -158,9 +158,7 @@ class LayerRNG:
         for piece, count in enumerate(counts):
             self.counts[unit, piece, microbatch] = count
 
-    def begin_step(
-        self, active: bool, places: Sequence[MicrobatchPlace] | None = None
-    ) -> None:
+    def begin_step(self, active: bool, places: Sequence[MicrobatchPlace] | None = None) -> None:
         """Begins a step, in which layers draw by place if it is `active`; see `Step.places`."""
         self._places = places
         self.active = active or self.seeds_evaluations
@@ -169,7 +167,7 @@ class LayerRNG:
     def seeds_in_order(
         self, counts: Mapping[tuple[int, int, int], int], microbatch: int, step: int
     ) -> list[int]:
-        """Returns the seeds of all draws of a micro-batch, in the order of the layers.
+        """Returns the seeds of all draws of a micro-batch of the last step, layer by layer.
 
         Args:
             counts: the `counts` of all processes of the pipeline after the step.
@@ -180,8 +178,7 @@ class LayerRNG:
         for unit, piece in self._units:
             before = sum(counts.get((unit, one, microbatch), 0) for one in range(piece))
             for number in range(before, before + counts.get((unit, piece, microbatch), 0)):
-                key = self._seed, step, unit, microbatch, self._replica, number
-                seeds.append(seed_of(*key))
+                seeds.append(self._seed_of(step, unit, microbatch, number))
         return seeds
 
     def note_draw(self, layer: int, microbatch: int, operations: int) -> None:

@@ -146,7 +146,9 @@ class Pipeline:
         self._norms = DeferredBatchNormStats(net) if options.batch_norm == "deferred" else None
         if len(world.owned_replicas) > 1:
             for stage in self.stages:
-                stage.run_several_replicas([] if self._norms is None else self._norms.of(stage.module))
+                stage.run_several_replicas(
+                    [] if self._norms is None else self._norms.of(stage.module)
+                )
         self._gradient_devices = {stage.device for stage in self.stages}
         # TorchScript's cannot be dropped; they are not this process's all the same
         self._of_others = {id(p) for layer in layers for p in layer.module.parameters()}

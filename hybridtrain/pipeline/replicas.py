@@ -237,9 +237,7 @@ class GradientSums:
         if self._waiting:
             places = [self._places[id(parameter)] for parameter in bucket.parameters()]
             self._add_waiting(places, bucket.gradients())
-            left = [
-                _flat(sums, places, bucket) for _, sums in self._waiting[: self._kept_apart]
-            ]
+            left = [_flat(sums, places, bucket) for _, sums in self._waiting[: self._kept_apart]]
         if buffer.device.type == "cpu":
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "gradients")

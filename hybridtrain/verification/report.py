@@ -15,7 +15,7 @@ batches. The optimizer does not run: it would be given the gradients that are co
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,17 +26,18 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.accelerator import put
 from hybridtrain._base.microbatch import (
+    MicrobatchCut,
     batch_size,
     check_samples,
-    chunk_sizes,
+    joined,
     merge,
-    split,
     uncut,
 )
+from hybridtrain._base.summation_tree import total
 from hybridtrain._base.text_table import text_table
 from hybridtrain.errors import BatchError, ConfigError, UserError
 from hybridtrain.graph import CallSignature
-from hybridtrain.loss import BatchWeight, CountedLoss, LossFn, is_of_model
+from hybridtrain.loss import BatchWeight, CountedLoss, LossFn, SharesWeight, is_of_model
 from hybridtrain.pipeline import ReplayedDraws, remove_aliases, threads_per_lane
 from hybridtrain.verification.comparison import Calls, difference
 from hybridtrain.verification.module_copy import copy_modules
@@ -44,6 +45,7 @@ from hybridtrain.verification.python_state import PythonState
 
 if TYPE_CHECKING:
     from hybridtrain.model import HybridModel
+    from hybridtrain.world import World
 
 TOLERANCES = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 1e-2}
 """By precision, how far a number may be from another that was added up in another order, relative
@@ -267,13 +269,87 @@ class _Recorded:
 
 
 class _Batch(NamedTuple):
-    """A batch, and the inputs and targets of its micro-batches on the device of the output."""
+    """A batch, and the inputs and targets of its micro-batches on the device of the output.
+
+    Attributes:
+        replicas: for each micro-batch the number of its logical replica.
+    """
 
     name: str
     inputs: Any
     targets: Any
-    weights: BatchWeight
+    weights: BatchWeight | SharesWeight
     parts: Sequence[tuple[Any, Any]]
+    replicas: Sequence[int]
+
+    @property
+    def whole(self) -> tuple[Any, Any] | None:
+        """The inputs and targets in one; None if those of several replicas cannot be joined."""
+        try:
+            return joined(self.inputs), joined(self.targets)
+        except BatchError:
+            return None
+
+
+class PlainReplicas:
+    """Runs logical replicas one after another in an unsplit module, as `world` defines them.
+
+    Each begins with the buffers of before the step; those of the first one stay. The gradients of
+    all are added in the order of `summation_tree`.
+    """
+
+    def __init__(self, net: nn.Module, world: World) -> None:
+        self._net = net
+        self._world = world
+        self._replica: int | None = None
+        self._gradients: dict[int, list[Tensor | None]] = {}
+        self._buffers = self._first_buffers = self._copies()
+
+    def _copies(self) -> dict[str, Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self._net.named_buffers()}
+
+    def enter(self, replica: int) -> None:
+        """Prepares a micro-batch of this replica."""
+        if replica == self._replica:
+            return
+        if self._replica is not None:
+            self._leave()
+            self._put(self._buffers)
+        self._replica = replica
+
+    def _leave(self) -> None:
+        assert self._replica is not None
+        if not self._gradients:
+            self._first_buffers = self._copies()
+        self._gradients[self._replica] = [p.grad for p in self._net.parameters()]
+        self._net.zero_grad()
+
+    def _put(self, buffers: Mapping[str, Tensor]) -> None:
+        for name, buffer in self._net.named_buffers():
+            buffer.copy_(buffers[name])
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Gives the module the gradients of all replicas; a collective call."""
+        if self._world.fixed_replicas is None:
+            return
+        self._leave()
+        self._put(self._first_buffers)
+        everyones: dict[int, list[Tensor | None]] = {}
+        for gradients in self._world.gather(self._gradients):
+            everyones |= gradients
+        for place, parameter in enumerate(self._net.parameters()):
+            leaves = {
+                (replica, replica + 1): gradients[place] for replica, gradients in everyones.items()
+            }
+            gradient = total(leaves, self._world.logical_replicas, _sum_of)
+            parameter.grad = None if gradient is None else put(gradient, parameter.device)
+
+
+def _sum_of(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
 
 
 class _Comparison:
@@ -325,9 +401,12 @@ class _Comparison:
         """Compares a training step and an evaluation of a batch."""
         model = self._model
         weights = model.step_weights([(inputs, targets)], self._loss)[0]
-        sizes = chunk_sizes(batch_size(inputs, targets), model.options.chunks)
-        parts = [split(self._placed(values), sizes) for values in (inputs, targets)]
-        batch = _Batch(name, inputs, targets, weights, list(zip(*parts, strict=True)))
+        cut = MicrobatchCut(model.options.chunks, inputs, targets)
+        parts = [cut.of(self._placed(values)) for values in (inputs, targets)]
+        replicas = [self._world.owned_replicas.start] * len(cut.sizes)
+        if cut.places is not None:
+            replicas = [place.replica for place in cut.places]
+        batch = _Batch(name, inputs, targets, weights, list(zip(*parts, strict=True)), replicas)
         differed = self._differs
         self._train(batch)
         self._evaluate(batch)
@@ -344,7 +423,7 @@ class _Comparison:
         model, reasons = self._model, []
         if model.pipeline.has_ties:
             reasons.append("stages share a parameter, and add its gradients up at the end")
-        if self._world.replicas > 1:
+        if self._world.replicas > 1 and self._world.fixed_replicas is None:
             reasons.append("the gradients of replicas are added up")
         if self._device.type != "cpu":
             reasons.append("a GPU adds up in its own order")
@@ -369,7 +448,9 @@ class _Comparison:
             result = model.train_step(batch.inputs, batch.targets, loss, weight=weights)
         values: list[Tensor] = []
         recorded_pairs = iter(zip(recorded.outputs, recorded.losses, strict=True))
+        plain_replicas = PlainReplicas(net, self._world)
         for number, (part, target) in enumerate(batch.parts):
+            plain_replicas.enter(batch.replicas[number])
             if not weights.weights[number]:
                 # the loss is not called without samples
                 values.append(torch.zeros((), device=self._device))
@@ -385,6 +466,7 @@ class _Comparison:
                 place = f"{name}, micro-batch {number}"
                 self._add("output in training", place, output, plain.outputs[0])
                 self._add("loss in training", place, loss_of_stages, plain.losses[0])
+        plain_replicas.finish()
         if model.owns_output:
             self._add("loss of the step", name, result.loss, weights.mean(values))
             self._compare_whole_loss(batch, recorded, weights.mean(values))
@@ -421,8 +503,10 @@ class _Comparison:
             output = merge(recorded.outputs)
         except BatchError:
             return
+        if batch.whole is None:
+            return
         with torch.no_grad(), self._plainly():
-            whole = self._loss(output, self._placed(batch.targets))
+            whole = self._loss(output, self._placed(batch.whole[1]))
         self._add_whole_loss(batch, whole, mean)
 
     def _compare_gradients(self) -> None:
@@ -434,7 +518,9 @@ class _Comparison:
                     gradient = parameter.grad
                     gradient = torch.zeros_like(parameter) if gradient is None else gradient
                     # every process of a replica has all its gradients
-                    parameter.grad = self._world.sum(gradient) / self._world.size
+                    if self._world.fixed_replicas is None:
+                        gradient = self._world.sum(gradient) / self._world.size
+                    parameter.grad = gradient
             terms = torch.tensor([self._terms.get(name, 0.0) for name in names])
             if len(terms):
                 sums = self._world.sum(terms.to(self._world.wire_device)) / self._world.size
@@ -480,11 +566,12 @@ class _Comparison:
         # a forward that draws, or goes on from the one before, gives a whole batch other outputs
         if any(seeds) or not self._repeats_itself(batch.parts[0][0], plain.outputs[0]):
             self._compare_whole_loss(batch, staged, weights.mean(values))
-        elif len(batch.parts) > 1:
+        elif len(batch.parts) > 1 and batch.whole is not None:
             state = PythonState(self._net, self._loss.function)
             with self._plainly():
-                output = self._forward(uncut(self._placed(batch.inputs)))
-                whole = self._loss(output, uncut(self._placed(batch.targets)))
+                inputs, targets = batch.whole
+                output = self._forward(uncut(self._placed(inputs)))
+                whole = self._loss(output, uncut(self._placed(targets)))
             state.restore()
             self._add_whole_loss(batch, whole, weights.mean(values))
 
