@@ -16,8 +16,8 @@ consecutive ranks, and so stays inside a node; with `inner="dp"` the replicas of
     inner="dp"     a0 b0 a1 b1       a2 b2 a3 b3
 
 Nothing outside this module takes a process for a replica. Code asks for what it means: `replica`
-and `replicas` (which copy of the model), `owned_replicas` and `logical_replicas` (whose data, which
-dropout masks), `is_main` (who writes), `stage_owners` (which process of a replica owns which stage).
+and `replicas` (which copy of the model), `owned_replicas` and `logical_replicas` (whose data and
+dropout masks), `is_main` (who writes), `stage_owners` (which process owns which stage).
 """
 
 from __future__ import annotations
@@ -513,7 +513,7 @@ def check_logical_replicas(replicas: int | None, copies: int) -> None:
         raise WorldError(f"replicas={replicas} must be a positive number, or None")
     if copies > replicas:
         raise WorldError(
-            f"replicas={replicas} are fewer than the {copies} copies of the model that are started: "
+            f"replicas={replicas} is less than the {copies} copies of the model that are started: "
             f"start at most {replicas} times the processes of a pipeline, or raise replicas="
         )
 

@@ -158,7 +158,7 @@ def chunk_sizes(samples: int, chunks: int) -> list[int]:
 
 
 class MicrobatchCut:
-    """How a batch is cut into micro-batches along dim 0: each of its shares by itself.
+    """The cut of a batch into micro-batches along dim 0; each share is cut separately.
 
     Args:
         chunks: the most micro-batches of a share.
@@ -166,7 +166,7 @@ class MicrobatchCut:
 
     Attributes:
         sizes: of all micro-batches.
-        places: where each of them belongs; None for a batch that is not made of shares.
+        places: the place of each; None for a batch that is not made of shares.
     """
 
     def __init__(self, chunks: int, *batches: Any) -> None:

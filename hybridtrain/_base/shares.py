@@ -1,8 +1,8 @@
 """A batch in shares, one for each logical replica that a process runs.
 
-With `world.replicas=4` on two processes each process runs two logical replicas. What it is given for
-a step is not one batch of twice the size: each share is cut into micro-batches, weighed and seeded
-as it would be in a process of its own, and all of them go through one schedule:
+With `world.replicas=4` on two processes, each process runs two logical replicas. Its batch is not
+one batch of twice the size: each share is cut into micro-batches, weighted and seeded as if it had
+a process to itself, and the micro-batches of all shares go through one schedule:
 
     process 0    replica 0: micro-batches 0 1 2    replica 1: micro-batches 0 1 2
     schedule              F0 F1 F2 ...                      F3 F4 F5 ...
@@ -17,13 +17,13 @@ from torch.utils._pytree import register_pytree_node
 
 
 class Share(NamedTuple):
-    """Whose share of which batch it is.
+    """The origin of a share: its logical replica and its batch.
 
     Attributes:
         replica: the number of the logical replica.
         samples: how many of its samples count; 0 for a share that only fills a place.
-        ahead: by how many batches of an optimizer step the share comes later than the batch whose
-            turn it is; negative if it comes earlier. See `data.in_order_of_replicas`.
+        ahead: the number of its batch in the optimizer step, minus the number of the batch that
+            it is run with; see `data.in_order_of_replicas`.
     """
 
     replica: int
@@ -56,7 +56,7 @@ register_pytree_node(
 
 
 class MicrobatchPlace(NamedTuple):
-    """Where a micro-batch of a schedule belongs.
+    """The place of a micro-batch: its logical replica and its number there.
 
     Attributes:
         replica: the number of the logical replica.

@@ -7,9 +7,9 @@
                       \\     /
                         0-4
 
-A process has consecutive replicas, and adds up every subtree that it has completely: with replicas 0
-to 2 the subtree 0-1 and the single replica 2. What is left is added between the processes, in the
-same order. So neither the number of processes nor how they share the replicas changes a bit.
+A process runs consecutive replicas, and adds up every subtree that lies within them: with replicas
+0 to 2, the subtree 0-1 and the single replica 2. The rest is added between the processes, in the
+same order. So neither the number of processes nor their shares of the replicas change a bit.
 """
 
 from __future__ import annotations

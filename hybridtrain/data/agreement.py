@@ -169,11 +169,9 @@ class AgreedLoader(Loader):
                 return
             owned = self._world.owned_replicas
             if piece is not None:
-                spare = next(
-                    (own for own, count in zip(piece.batches, piece.samples, strict=True) if count),
-                    spare,
-                )
                 batches, samples = piece.batches, piece.samples
+                counted = [b for b, count in zip(batches, samples, strict=True) if count]
+                spare = counted[0] if counted else spare
             else:
                 batches, samples = [_one_sample(spare)] * len(owned), [0] * len(owned)
             last = sum(next_counts) < at_least

@@ -177,10 +177,10 @@ def predict(model: HybridModel, data: EvalLoader) -> Any:
             model.check_joinable(inputs, microbatches)
             outputs[replica] += [tree_map_only(Tensor, Tensor.cpu, one) for one in microbatches]
     merged = {replica: merge(parts) for replica, parts in outputs.items() if parts}
-    everyones: dict[int, Any] = {}
+    by_replica: dict[int, Any] = {}
     for gathered in model.world.gather(merged):
-        everyones |= gathered
-    return merge([everyones[replica] for replica in sorted(everyones)]) if everyones else None
+        by_replica |= gathered
+    return merge([by_replica[replica] for replica in sorted(by_replica)]) if by_replica else None
 
 
 class ReplicaMetrics:
@@ -195,9 +195,8 @@ class ReplicaMetrics:
 
     def __init__(self, metrics: Mapping[str, Metric], world: World) -> None:
         first, *others = world.owned_replicas
-        self._by_replica = {first: metrics} | {
-            replica: copy.deepcopy(metrics) for replica in others
-        }
+        self._by_replica = {first: metrics}
+        self._by_replica |= {replica: copy.deepcopy(metrics) for replica in others}
         self._others = others
         self.current = metrics
 
@@ -207,21 +206,22 @@ class ReplicaMetrics:
 
     def states_of_others(self, name: str) -> list[list[Tensor]]:
         """Returns what a metric of each further replica would send, in its order."""
-        everyones: list[list[Tensor]] = []
+        sent: list[list[Tensor]] = []
         for metric in (self._by_replica[replica][name] for replica in self._others):
-            states: list[Tensor] = []
-
-            def note(
-                state: Tensor, group: Any = None, states: list[Tensor] = states
-            ) -> list[Tensor]:
-                states.append(state.cpu())
-                return [state]
-
+            states = _Recorder()
             # the value is not used: a replica without samples may have none
-            with _gathering(metric, note), suppress(Exception):
+            with _gathering(metric, states), suppress(Exception):
                 metric.compute()
-            everyones.append(states)
-        return everyones
+            sent.append(states)
+        return sent
+
+
+class _Recorder(list[Tensor]):
+    """The tensors that a metric would send to other processes, in its order."""
+
+    def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
+        self.append(state.cpu())
+        return [state]
 
 
 @contextmanager
@@ -261,8 +261,8 @@ def _synchronised_by(
         states = [state.cpu(), *(states.pop(0) for states in others)]
         # one of each replica: its other processes have seen no output
         gathered = model.world.gather(states if model.owns_output else [])
-        everyones = [one.to(device) for process in gathered for one in process]
-        return [one for one in everyones if one.numel()] or everyones[:1]
+        all_states = [part.to(device) for process in gathered for part in process]
+        return [part for part in all_states if part.numel()] or all_states[:1]
 
     with _gathering(metric, gather):
         yield

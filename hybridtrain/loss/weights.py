@@ -110,7 +110,7 @@ class BatchWeight:
 
     @property
     def counted_by_replica(self) -> list[tuple[int, float]]:
-        """What counts in the step, by logical replica."""
+        """The count of each logical replica in the step."""
         return [(self.replica, self.counted)]
 
     def share_losses(self, values: Sequence[Tensor]) -> list[ShareLoss]:
@@ -137,9 +137,9 @@ class BatchWeight:
 
 
 class SharesWeight:
-    """The weight of a batch in shares: that of each share, which is a batch of its own.
+    """The weight of a batch that is made of shares; each share is weighted as a batch.
 
-    See `BatchWeight`.
+    The attributes are those of `BatchWeight`.
     """
 
     is_single_microbatch = False
@@ -170,7 +170,7 @@ class SharesWeight:
 
     @property
     def counted_by_replica(self) -> list[tuple[int, float]]:
-        """What counts in the step, by logical replica."""
+        """The count of each logical replica in the step."""
         return [(share.replica, share.counted) for share in self._shares]
 
     def share_losses(self, values: Sequence[Tensor]) -> list[ShareLoss]:

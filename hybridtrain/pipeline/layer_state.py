@@ -92,7 +92,7 @@ class Snapshot:
 
 
 class LayersCopy(NamedTuple):
-    """What layers held at a time; see `StageState.copied`.
+    """A copy of the state of layers; see `StageState.copied`.
 
     Attributes:
         snapshot: the values in each holder, without copies of tensors.
@@ -207,7 +207,7 @@ class StageState:
             self.put_back(state)
 
     def copied(self, layers: Iterable[int] | None, kinds: Collection[str]) -> LayersCopy:
-        """Returns a copy of what layers hold, of these positions in the stage; None: of all."""
+        """Returns a copy of the state of layers, by their positions in the stage; None: of all."""
         positions = range(len(self._parts)) if layers is None else list(layers)
         snapshot = self.save(positions)
         self._open.discard(snapshot)

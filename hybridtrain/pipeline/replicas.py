@@ -1,20 +1,20 @@
-"""Several logical replicas in one process: their states one after another, their gradients in order.
+"""Logical replicas in a process: the state that each begins with, and the sum of their gradients.
 
-The forwards of a stage come in the order of the micro-batches, and so replica after replica, and so
-do the backwards. Each replica begins with the state that the step began with; the state that stays
-is that of logical replica 0, which other processes are given too:
+The forwards of a stage come in the order of the micro-batches, and so replica by replica; its
+backwards do too. Each replica begins with the state of the step's beginning. The state that stays
+is that of logical replica 0, and the other processes get its buffers before the next step:
 
-    forwards     [1] F0 F1 (replica 0) [2] F2 F3 (replica 1)         [3]
-    state        copied               kept; as at [1]               as at [2], if this is replica 0
+    forwards     [1] F0 F1 (replica 0) [2] F2 F3 (replica 1)    [3]
+    state        copied                kept; again as at [1]    again as at [2], if that was replica 0
 
 Gradients are summed in the order of `summation_tree`, whatever the number of processes:
 
-    backwards    B0 B1 (replica 0) [4] B2 B3 (replica 1) ...                     [5]
-    sums         in parameter.grad     replica 0's are put by; 1's in parameter.grad
+    backwards    B0 B1 (replica 0) [4]                 B2 B3 (replica 1) ...    [5]
+    gradients    replica 0's       replica 0's moved   replica 1's              the sum of all
 
-[4] What was put by is added as soon as a subtree of the tree is complete, so that log2 of the number
-of replicas is kept at most. [5] After the last backward of a step what is left is added between the
-processes: in DDP's buckets, while the backward goes on.
+[4] A sum that was moved is added as soon as it completes a subtree of the tree, so at most log2 of
+the number of replicas are kept. [5] The rest is added between the processes, in DDP's buckets,
+while the last backward goes on.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ class ReplicaStates:
 
     def enter(self, replica: int, ahead: int) -> None:
         """Prepares the next forward, which is of a share of this replica; see `Share`."""
-        before, self._share = self._share, (replica, ahead)
-        if before == self._share:
+        previous, self._share = self._share, (replica, ahead)
+        if previous == self._share:
             return
-        if before is None or self._first is None:
+        if previous is None or self._first is None:
             self._first = self._state.copied(None, _CHANGED_BY_FORWARDS)  # 1
             return
         for collector in self._collectors:
             collector.commit()
             collector.clear()
-        if before[0] == replica:
+        if previous[0] == replica:
             return
-        if before[0] == 0:
+        if previous[0] == 0:
             self._kept = self._state.copied(None, _CHANGED_BY_FORWARDS)  # 2
         self._state.put_back(self._first)
 
@@ -186,7 +186,7 @@ class GradientSums:
 
     @property
     def _kept_apart(self) -> int:
-        """How many of the sums that were put by the last replica does not complete."""
+        """The number of waiting sums that the last replica does not complete."""
         node, count = (self._owned.stop - 1, self._owned.stop), len(self._waiting)
         while count and (parent := self._parents.get((self._waiting[count - 1][0], node))):
             node, count = parent, count - 1
@@ -260,18 +260,18 @@ class GradientSums:
         # 5
         n = len(self._nodes)
         size = -(-buffer.numel() // n)
-        own = torch.stack([*left, buffer]) if left else buffer.unsqueeze(0)
+        sums = torch.stack([*left, buffer]) if left else buffer.unsqueeze(0)
         if size * n != buffer.numel():
-            own = torch.nn.functional.pad(own, (0, size * n - buffer.numel()))
+            sums = torch.nn.functional.pad(sums, (0, size * n - buffer.numel()))
         # for each process the slices of all subtrees of this one
-        sent = own.view(len(own), n, size).transpose(0, 1).contiguous().view(-1)
+        sent = sums.view(len(sums), n, size).transpose(0, 1).contiguous().view(-1)
         counts = [len(nodes) for nodes in self._nodes]
         received = buffer.new_empty(sum(counts) * size)
         dist.all_to_all_single(
             received,
             sent,
             [count * size for count in counts],
-            [len(own) * size] * n,
+            [len(sums) * size] * n,
             group=self._group,
         )
         nodes = [node for nodes in self._nodes for node in nodes]

@@ -335,12 +335,13 @@ class PlainReplicas:
             return
         self._leave()
         self._put(self._first_buffers)
-        everyones: dict[int, list[Tensor | None]] = {}
+        of_replicas: dict[int, list[Tensor | None]] = {}
         for gradients in self._world.gather(self._gradients):
-            everyones |= gradients
+            of_replicas |= gradients
         for place, parameter in enumerate(self._net.parameters()):
             leaves = {
-                (replica, replica + 1): gradients[place] for replica, gradients in everyones.items()
+                (replica, replica + 1): gradients[place]
+                for replica, gradients in of_replicas.items()
             }
             gradient = total(leaves, self._world.logical_replicas, _sum_of)
             parameter.grad = None if gradient is None else put(gradient, parameter.device)
