@@ -86,9 +86,9 @@ class PipelineOptions:
     marked by `partition` and `set_partition`; the path of a plan (`.yaml`); or a list of layer
     counts, cut points, layer names or name patterns."""
     recompute: RecomputeSpec = "never"
-    """The activations to recompute in the backward pass instead of storing them: `never`; those
-    of whole stages for all micro-batches `except_last` or `always`; `{every: k}` for every kth
-    layer; or a list of layer names."""
+    """Activations to recompute in the backward pass instead of storing them: none with `never`;
+    whole stages with `always`, or for all micro-batches but the last with `except_last`;
+    every kth layer with `{every: k}`; or a list of layer names."""
     stages_per_device: int = 1
     """Stages that each device runs; more than one interleaves 1F1B; `zb-v` needs 2, `zb-h1` 1."""
     max_inflight: int | None = None

@@ -57,13 +57,13 @@ from hybridtrain.price.stage_needs import (
     stage_times,
     with_weight_bytes,
 )
-from hybridtrain.schedule import Durations, divided_backwards, make_schedule
+from hybridtrain.schedule import Durations, divided_backwards, make_schedule, registered
 
 # DDP's default bucket size. The all-reduce of the last bucket begins when the backward has ended.
 BUCKET_BYTES = 25 * 2**20
 
-# A schedule with more actions is simulated for fewer micro-batches and extrapolated: in its middle
-# every group of micro-batches takes equally long.
+# A periodic schedule with more actions is simulated for fewer micro-batches and extrapolated: in
+# its middle every group of micro-batches takes equally long.
 MOST_ACTIONS = 8_000
 _MOST_GROUPS = 50
 # With more devices the period of the whole schedule (in micro-batches) is too long to simulate.
@@ -227,11 +227,11 @@ def _simulated(
                     last[action.stage] = start, end
         return SimulatedStep(max(end for _, end in last), tuple(last), divided_backwards(table))
 
-    # the schedule is periodic: a device with n micro-batches in flight repeats every n of them
+    # a device with n micro-batches in flight repeats every n of them
     group = lcm(*range(1, nb_part + 1)) if nb_part <= _FEW_DEVICES else nb_part
     groups = min(max(2, MOST_ACTIONS // (2 * stages * group)), _MOST_GROUPS)
     simulated_chunks = groups * group + chunks % group
-    if chunks <= simulated_chunks + group:
+    if chunks <= simulated_chunks + group or not registered(schedule).periodic:
         return run(chunks)
     short, long = run(simulated_chunks), run(simulated_chunks + group)
     rounds = (chunks - simulated_chunks) / group

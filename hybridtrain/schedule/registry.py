@@ -43,6 +43,8 @@ class RegisteredSchedule:
         stages_per_device: the only number of stages per device that the schedule is for; None:
             any.
         splits_backward: whether it has backwards in two parts, `I` and `W`.
+        periodic: whether each group of `devices` micro-batches after the first two repeats the
+            group before it.
     """
 
     name: str
@@ -50,6 +52,7 @@ class RegisteredSchedule:
     placement: Placement = "loop"
     stages_per_device: int | None = None
     splits_backward: bool = False
+    periodic: bool = False
 
     def build(self, devices: int, chunks: int, stages_per_device: int) -> Schedule:
         """Returns the table, which nobody has checked.
@@ -108,6 +111,7 @@ def schedule(
     placement: Placement = "loop",
     stages_per_device: int | None = None,
     splits_backward: bool = False,
+    periodic: bool = False,
 ) -> Callable[[Builder], Builder]:
     """Registers the decorated function as the schedule `name`, and returns it unchanged.
 
@@ -123,6 +127,10 @@ def schedule(
             each second turn goes back.
         stages_per_device: the only number of stages per device that it is for; None: any.
         splits_backward: whether it has backwards in two parts.
+        periodic: whether each group of `devices` micro-batches after the first two repeats the
+            group before it. The planner extrapolates large tables of such a schedule from small
+            ones, and `plan` and `auto` include it in their search. Other schedules are priced
+            from their full table, and only if they are chosen by name.
 
     Raises:
         ScheduleError: another function has that name.
@@ -137,7 +145,7 @@ def schedule(
                 f"{_origin(builder)} by another name"
             )
         _REGISTERED[name] = RegisteredSchedule(
-            name, builder, placement, stages_per_device, splits_backward
+            name, builder, placement, stages_per_device, splits_backward, periodic
         )
         return builder
 
@@ -148,9 +156,13 @@ def _origin(builder: Callable[..., Schedule]) -> str:
     return f"{builder.__module__}.{builder.__qualname__}"
 
 
-def schedule_names() -> tuple[str, ...]:
-    """Returns the names of all schedules that are registered so far."""
-    return tuple(_REGISTERED)
+def schedule_names(*, periodic: bool = False) -> tuple[str, ...]:
+    """Returns the names of the schedules that are registered so far.
+
+    Args:
+        periodic: return only the periodic ones, which `plan` and `auto` search.
+    """
+    return tuple(name for name, entry in _REGISTERED.items() if entry.periodic or not periodic)
 
 
 def registered(name: str) -> RegisteredSchedule:

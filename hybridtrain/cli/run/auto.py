@@ -46,7 +46,7 @@ from hybridtrain.price import (
     proposed,
     why_not_priced,
 )
-from hybridtrain.schedule import SCHEDULES
+from hybridtrain.schedule import schedule_names
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ def _choices(keys: list[str], nb_part: int, share: int, config: Config) -> Choic
         nb_part=[nb_part],
         engine=[config.world.engine],
         chunks=None if "chunks" in keys else [min(pipeline.chunks, share)],
-        schedule=SCHEDULES if "schedule" in keys else [pipeline.schedule],
+        schedule=schedule_names(periodic=True) if "schedule" in keys else [pipeline.schedule],
         stages_per_device=[pipeline.stages_per_device],
         # single layers cost about what whole stages do
         recompute=[pipeline.recompute if isinstance(pipeline.recompute, str) else "always"],
