@@ -31,6 +31,7 @@ from hybridtrain.graph import (
 )
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning.costs import LayerCost, LayerProfiler, count
+from hybridtrain.partitioning.cut_search import cut_by_costs
 from hybridtrain.partitioning.estimates import estimate_costs
 from hybridtrain.partitioning.manual_split import (
     counts_by_marks,
@@ -43,7 +44,6 @@ from hybridtrain.partitioning.manual_split import (
 from hybridtrain.partitioning.objective import (
     MEASURED_SPLITS,
     Objective,
-    cut_by_costs,
     stage_tables,
 )
 from hybridtrain.partitioning.plan import Plan, StagePlan, counts_for
