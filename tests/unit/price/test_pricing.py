@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import fields, replace
 from itertools import combinations, cycle, islice, pairwise
 
@@ -18,8 +19,10 @@ from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import (
     LayerCost,
+    Objective,
     Plan,
     StageOwners,
+    cut_by_costs,
     plan,
 )
 from hybridtrain.partitioning.cost_table import counted_costs, given_costs
@@ -171,6 +174,40 @@ def test_a_small_model_is_cut_in_the_fastest_of_all_ways(times, uneven, memory_g
     found = find_layouts(table, hardware, job)
     assert found[0].step_ms == pytest.approx(min(steps))
     assert len({one.layout for one in found}) == len(found)
+
+
+@pytest.mark.parametrize("seed", [3, 22, 45, 50])
+def test_a_layout_with_many_cuts_is_no_slower_than_with_the_most_even_one(seed):
+    draw = random.Random(seed)
+    times = [float(draw.randint(1, 6)) for _ in range(12)]
+    nbytes = [draw.choice([1, 5, 20]) * MIB for _ in range(12)]
+
+    def costs_at(samples):
+        return [
+            LayerCost(
+                str(i),
+                forward_ms=ms * samples,
+                backward_ms=2 * ms * samples,
+                crossing_bytes=size * samples,
+            )
+            for i, (ms, size) in enumerate(zip(times, nbytes, strict=True))
+        ]
+
+    table, job = given_costs(costs_at), StepWork(4)
+    hardware = Hardware(devices_per_node=4, memory_gib=80, node_bytes_per_s=1e9, action_s=0.0)
+    layout = ParallelLayout(4, 1, "distributed", 4, "zb-v", 2)
+    choices = Choices(
+        nb_part=[4],
+        engine=["distributed"],
+        chunks=[4],
+        schedule=["zb-v"],
+        stages_per_device=[2],
+        recompute=["never"],
+    )
+    even = cut_by_costs(costs_at(1), [1] * 8, Objective())
+    best = find_layouts(table, hardware, job, choices)[0]
+    assert best.layout == layout
+    assert best.step_ms <= price(table, hardware, job, layout, even).step_ms * (1 + 1e-9)
 
 
 @few
