@@ -64,17 +64,17 @@ class BatchWeight:
         self._is_sum, self._step, self._in_step = loss.is_sum, step, in_step
         self._counts = copied_to_host(loss.counts(*batch, sizes))
 
-    @cached_property
+    @property
     def weights(self) -> Sequence[float]:
         """The weight of each micro-batch's loss value: 1 for sums, its count for means."""
         return [1] * self.microbatches if self._is_sum else self._counts()
 
-    @cached_property
+    @property
     def count(self) -> float:
         """The count of the batch."""
         return sum(self._counts())
 
-    @cached_property
+    @property
     def counted(self) -> float:
         """The count of the batch in the step: 0 for a padding batch."""
         return self.count if self._in_step else 0
