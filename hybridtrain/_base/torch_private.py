@@ -92,6 +92,12 @@ __all__ = [
 
 # --- profiling
 
+
+def import_compiler() -> None:
+    """Imports `torch._dynamo`, as the first optimizer of a process does in any case."""
+    import torch._dynamo  # noqa: F401
+
+
 _NOT_PROFILED = nullcontext()
 
 
