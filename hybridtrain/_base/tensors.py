@@ -142,9 +142,13 @@ def have_same_values(first: Tensor, second: Tensor) -> bool:
 
 def resident_bytes(module: nn.Module) -> int:
     """Returns the bytes of the parameters, gradients and buffers of `module`."""
-    parameters = list(module.parameters())
-    with_gradients = [parameter for parameter in parameters if parameter.requires_grad]
-    return sum(map(byte_size, (*parameters, *module.buffers(), *with_gradients)))
+    # one walk over the modules, since it takes longer than the sums
+    modules = list(module.modules())
+    parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+    buffers = [b for m in modules for b in m._buffers.values() if b is not None]
+    sizes = {id(b): byte_size(b) for b in buffers}
+    sizes |= {id(p): byte_size(p) * (1 + p.requires_grad) for p in parameters}
+    return sum(sizes.values())
 
 
 def optimizer_bytes(module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
