@@ -92,18 +92,27 @@ __all__ = [
 
 # --- profiling
 
+
+def import_compiler() -> None:
+    """Imports `torch._dynamo`, as the first optimizer of a process does in any case."""
+    import torch._dynamo  # noqa: F401
+
+
 _NOT_PROFILED = nullcontext()
 
 
-def profiled(name: object) -> AbstractContextManager[object]:
-    """Returns a context that appears as `name` in the trace of a running profiler.
+def is_profiled() -> bool:
+    """Returns whether a profiler is running.
 
     Reads `torch.autograd.profiler._is_profiler_enabled`, as PyTorch's optimizers do, because
     entering a `record_function` takes microseconds even without a profiler.
     """
-    if profiler._is_profiler_enabled:
-        return profiler.record_function(str(name))
-    return _NOT_PROFILED
+    return profiler._is_profiler_enabled
+
+
+def profiled(name: object) -> AbstractContextManager[object]:
+    """Returns a context that appears as `name` in the trace of a running profiler."""
+    return profiler.record_function(str(name)) if is_profiled() else _NOT_PROFILED
 
 
 def all_threads_profiled() -> Any:

@@ -340,11 +340,11 @@ class TrainLoader(Loader):
             )
 
     def _batches_from(self, start: Position) -> Generator[tuple[Batch, Position], None, None]:
-        # The plan is iterated twice: by the requests, ahead of time, and with each batch.
         requests = self._requests(start.next)
         with closing(fetch(self.dataset, requests, self.options, self._world)) as fetched:
-            plan = self._plan(start.next)
-            for (inputs, targets), (position, total, share) in zip(fetched, plan, strict=False):
+            for (inputs, targets), (position, total, share) in zip(
+                fetched, self._plan(start.next), strict=False
+            ):
                 samples = share.stop - share.start
                 yield Batch(inputs, targets, samples, total, position.ended), position
 
@@ -359,14 +359,19 @@ class TrainLoader(Loader):
             first = 0
 
     def _requests(self, start: Position) -> Iterator[Request]:
-        """Yields the requests for this replica's batches."""
-        epoch, order = -1, torch.arange(self.samples)
-        for position, total, share in self._plan(start):
-            if self._shuffle and position.epoch != epoch:
-                epoch, order = position.epoch, permutation(self.samples, self._seed, position.epoch)
-            whole = order[(position.batch - 1) * self.batch_size :][:total]
-            indices = whole[share] if share.stop > share.start else whole[:1]
-            yield Request(indices, position.epoch, self._seed)
+        """Yields the requests for this replica's batches, ahead of them."""
+        replica, replicas = self._world.replica, self._world.replicas
+        first, order = start.batch, torch.arange(self.samples)
+        for epoch in itertools.count(start.epoch):
+            if self._shuffle:
+                order = permutation(self.samples, self._seed, epoch)
+            for batch in range(first, self.batches_per_epoch):
+                indices = order[(begin := batch * self.batch_size) : begin + self.batch_size]
+                if replicas > 1:
+                    share = share_of(len(indices), replica, replicas)
+                    indices = indices[share] if share.stop > share.start else indices[:1]
+                yield Request(indices, epoch, self._seed)
+            first = 0
 
 
 class EvalLoader:

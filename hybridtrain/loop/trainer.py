@@ -545,7 +545,7 @@ class Trainer:
     @property
     def _ended(self) -> bool:
         """True if no step is left, or a callback has ended the run."""
-        return self.step >= self.total_steps or any(
+        return self._step.number >= self.total_steps or any(
             callback.stops for callback in self.callbacks if not isinstance(callback, Tracker)
         )
 
@@ -677,9 +677,11 @@ class Trainer:
         return self._is_due(every, self.step) or self._ended_epoch(every_epochs)
 
     def _save_in_run(self, save: bool, again: bool = False) -> None:
+        if not save:
+            return
         last, best = self._ended, self._best.step == self.step
         # nothing is saved on the way until a step succeeds
-        if save and (last or best or not self._finite.skipping):
+        if last or best or not self._finite.skipping:
             with self.throughput.pause():  # without space for one on the way, the run goes on
                 self._save(required=last, again=again)
 

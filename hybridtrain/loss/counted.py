@@ -96,7 +96,7 @@ class CountedLoss:
         """True for a cross-entropy or nll, which take classes as targets."""
         return isinstance(self.count, TargetCount)
 
-    @property
+    @functools.cached_property
     def takes_log_probabilities(self) -> bool:
         """True for an nll of PyTorch or of `hybridtrain.loss`."""
         function = _unwrapped(self.function)[0]
@@ -234,7 +234,7 @@ class TargetCount:
         smallest = _smallest(targets) if self.weight is None and self.ignore_index < 0 else None
         if smallest is not None and smallest >= 0:
             # all targets count: one pass over the batch instead of one per micro-batch
-            targets_per_sample = targets.numel() // len(targets)
+            targets_per_sample = targets.numel() // targets.shape[0]
             return [size * targets_per_sample for size in sizes]
         return [self(None, part) for part in split(targets, sizes)]
 

@@ -28,7 +28,7 @@ class RecomputePolicy:
     @property
     def is_active(self) -> bool:
         """True if anything is recomputed."""
-        return self != RecomputePolicy()
+        return self.mode != "never" or bool(self.layers)
 
     def shares(self, times: Sequence[Sequence[float]], chunks: int) -> list[list[float]]:
         """Returns, by stage and micro-batch, the share of a forward that its backward runs again.

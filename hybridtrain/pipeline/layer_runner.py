@@ -26,6 +26,7 @@ from hybridtrain._base.torch_private import (
     backward_of_batch_norm,
     call_uncompiled,
     compile_module,
+    is_profiled,
     profiled,
 )
 from hybridtrain.errors import UserError
@@ -185,12 +186,23 @@ class LayerRunner:
         looks = rng.looks_apart and rng.active
         watches = self._compares and torch.is_grad_enabled() and not is_recomputing()
         guards = self.guards_saved and record is None
+        # most steps: nothing is recomputed, compared or looked at
+        is_plain = (
+            not (looks or watches or self.recomputes or self.variants is not None or is_profiled())
+            and record is None
+        )
         try:
             with (
                 skip_scope(skipped) if self._skips else _NO_SCOPE as scope,
                 rng.seeded(microbatch) as draws,
                 self._guarding_saved() if watches and guards else _NO_SCOPE,
             ):
+                if is_plain:
+                    for layer in self.layers:
+                        draws.at(index)
+                        value = layer.module(value)
+                        index += 1
+                    return value, skipped if scope is None else scope
                 for layer in self.layers:
                     if self.variants is not None:
                         self._choose_variant(layer, microbatch)

@@ -108,6 +108,8 @@ class Record:
 
 def check_records(records: Sequence[Record], layers: Sequence[Layer]) -> None:
     """Raises a ConfigError that names the first layer whose recomputation differs, if any does."""
+    if not records:
+        return
     exempt = [_has_torchscript(layer.module) for layer in layers]
     for record in records:
         # PyTorch's profiling executor changes TorchScript's code between its first runs

@@ -298,8 +298,11 @@ class Stage:
                 self._to_weights[earlier] = _ToWeights(None, ())
             self._backward(starts, reduce)
         else:
-            with self._explained():
+            try:
                 parts.to_input()
+            except RuntimeError as error:
+                self._explain(error)
+                raise
         reduces = reduce and self.reducer is not None
         roots = [root for root, _ in starts] if reduces else ()
         self._to_weights[microbatch] = _ToWeights(parts, roots)
@@ -312,37 +315,36 @@ class Stage:
     def _finish(self, left: _ToWeights, reduce: bool) -> None:
         backward, roots = left
         if backward is not None:
-            with (
-                self._reducing(roots, reduce) if self.reducer is not None else _NONE,
-                self._explained(),
-            ):
-                backward.to_weights()
+            try:
+                with self._reducing(roots, reduce) if self.reducer is not None else _NONE:
+                    backward.to_weights()
+            except RuntimeError as error:
+                self._explain(error)
+                raise
 
     def _backward(self, starts: Sequence[tuple[Root, Tensor]], reduce: bool) -> None:
         reducing = _NONE
         if self.reducer is not None:
             reducing = self._reducing([root for root, _ in starts], reduce)
-        with reducing, BackwardDraws(), self._explained():
-            run_from(starts)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Says of some errors of a backward which layer's forward has caused them."""
         try:
-            yield
-        except CheckpointError as error:
+            with reducing, BackwardDraws():
+                run_from(starts)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Says of some errors of a backward which layer's forward has caused them."""
+        if isinstance(error, CheckpointError):
             self._runner.check_recomputations()  # names the layer
             error.add_note(
                 f"a layer of {self} computes something else when it is recomputed than in its "
                 f"forward: leave it out of recompute="
             )
-            raise
-        except RuntimeError as error:
-            if "modified by an inplace operation" in str(error):
-                change = self._runner.state.change_of(str(error))
-                if change is not None:
-                    raise changed_before_backward(change) from error
-            raise
+        elif "modified by an inplace operation" in str(error):
+            change = self._runner.state.change_of(str(error))
+            if change is not None:
+                raise changed_before_backward(change) from error
 
     @contextmanager
     def _reducing(self, roots: Sequence[Root], reduce: bool) -> Iterator[None]:

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from hybridtrain import observe
 from hybridtrain.checkpoint import init_from, parse_init_from
 from hybridtrain.cli.commands.layout_tables import placement_tables
 from hybridtrain.cli.commands.result import Result, values_in_words
@@ -42,7 +43,7 @@ from hybridtrain.cli.run.prediction import beside_measured, predict_run, predict
 from hybridtrain.cli.run.utilization import utilization
 from hybridtrain.errors import ConfigError
 from hybridtrain.loop import Tracker, Trainer
-from hybridtrain.observe import MetricsFile, Progress, TimelineFiles, write_report
+from hybridtrain.observe import MetricsFile, Progress, TimelineFiles
 
 _log = logging.getLogger(__name__)
 
@@ -148,10 +149,10 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
         if plan.split != str(directory.plan):
             plan.write(directory.plan)
     shown = to_yaml(config, settings.texts, mask=True)
-    prediction = predict_run(context) if world.is_main else None
     texts = {"config": shown, "layout": placement, "overrides": values_to_compare(settings)}
     summary = trainer.fit({title: text for title, text in texts.items() if text})
-    if prediction is not None:
+    if world.is_main:
+        prediction = predict_run(context)  # not earlier, since the first step would wait for it
         compared = beside_measured(prediction, summary, context.model.options.placement)
         directory.write_summary({**summary, **compared, "environment": environment(world)})
         _log.info("%s", prediction_in_words(**compared))
@@ -173,7 +174,7 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
 def _write_page(directory: RunDirectory) -> None:
     """Writes the page of a complete run, which is not lost if that fails."""
     try:
-        _log.info("page of the run: %s", write_report([directory.path]).resolve())
+        _log.info("page of the run: %s", observe.write_report([directory.path]).resolve())
     except Exception as error:
         command = shlex.join(["hybridtrain", "report", str(directory.path)])
         _log.warning(

@@ -16,6 +16,8 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
+from hybridtrain import observe
+from hybridtrain._base.torch_private import import_compiler
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.keys import errors_with_config_keys, unknown_key
 from hybridtrain.cli.config.resolve import Settings
@@ -30,7 +32,7 @@ from hybridtrain.loop import CALLBACKS, Callback, Tracker
 from hybridtrain.loss import LOSSES, METRICS, LossFn, direction, metric_of, resolve
 from hybridtrain.model import HybridModel
 from hybridtrain.models import loss_of_model
-from hybridtrain.observe import TRACKERS, check_installed
+from hybridtrain.observe import TRACKERS
 from hybridtrain.step import (
     CombinedOptimizer,
     ShardedOptimizer,
@@ -41,6 +43,8 @@ from hybridtrain.step import (
     show_weights,
 )
 from hybridtrain.world import World
+
+import_compiler()  # with the other imports of a command, which are not interrupted by collections
 
 
 def check_tokenizer(config: Config) -> None:
@@ -505,7 +509,7 @@ def build_trackers(
         ConfigError: a name is unknown, a key does not fit, or a package is not installed.
     """
     if config.monitor.report:
-        check_installed()
+        observe.check_installed()
     run, chosen = directory.path, config.monitor.chosen()
     places: dict[str, dict[str, Any]] = {
         "tensorboard": {"directory": run, "title": run.name},
