@@ -49,6 +49,12 @@ def rewrite(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def owner(folder: Path) -> int:
+    """Returns the process that the lock names."""
+    pid: int = json.loads((folder / "run.lock").read_text())["pid"]
+    return pid
+
+
 def test_a_second_writer_is_refused_with_the_name_of_the_first(
     tmp_path: Path, other: subprocess.Popen[str]
 ) -> None:
@@ -79,7 +85,7 @@ def test_another_process_with_the_number_of_a_dead_one_is_not_its_owner(
 ) -> None:
     rewrite(tmp_path, began="1")
     with RunLock(tmp_path):
-        pass
+        assert owner(tmp_path) == os.getpid()
 
 
 def test_the_lock_is_given_back_also_after_an_error(tmp_path: Path) -> None:
@@ -202,7 +208,7 @@ def test_a_lock_without_sense_is_nobodys_when_it_is_old(tmp_path: Path) -> None:
     path.write_text("{")
     os.utime(path, (0, 0))
     with RunLock(tmp_path):
-        pass
+        assert owner(tmp_path) == os.getpid()
 
 
 def test_a_lock_without_sense_says_that_it_is_damaged(

@@ -10,16 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridtrain.errors import SplitError
-from hybridtrain.partitioning.costs import LayerCost
-from hybridtrain.partitioning.objective import (
-    INFINITY,
-    Objective,
-    best_cut,
-    cut_by_costs,
-    range_sums,
-    stage_costs,
-    stage_tables,
-)
+from hybridtrain.partitioning import LayerCost, Objective, cut_by_costs, stage_costs
+from hybridtrain.partitioning.objective import INFINITY, best_cut, range_sums, stage_tables
 from hybridtrain.schedule import gpipe, one_forward_one_backward, peak_in_flight
 
 GIB = 2**30
