@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from pages import PAGES, ROOT, blocks, name
-from support.launch import SMALL, environment
+from support.launch import SMALL, run_command
 from support.small_hub import write_bert, write_reviews
 
 from hybridtrain.cli import main
@@ -137,20 +137,14 @@ GIVEN: dict[str, Callable[[], None]] = {
 def shell(text: str) -> str:
     """Runs commands in bash, up to the first that fails; returns what they print."""
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        ["bash", "-e", "-c", text],
-        env=environment({"PATH": programs, "PYTHONPATH": ""}),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=350,
-    )
+    variables = {"PATH": programs, "PYTHONPATH": ""}
+    done = run_command(["bash", "-e", "-c", text], 800, variables, stderr=subprocess.STDOUT)
     assert done.returncode == 0, f"{text}\n{done.stdout}"
     return done.stdout
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(900)  # several launches in one test
 @pytest.mark.parametrize("page", [page for page in FIRST if page not in NOT_RUN])
 def test_the_first_commands_of_a_page_run_in_a_shell(page: str) -> None:
     if page in GIVEN:

@@ -199,6 +199,7 @@ def test_no_import_goes_past_the_door_of_a_package():
     assert not past
 
 
+@cache
 def exported(package: Path) -> set[str]:
     """Returns the `__all__` of a package; empty where it has none."""
     for node in ast.parse((package / "__init__.py").read_text()).body:
