@@ -34,13 +34,14 @@ from hybridtrain.checkpoint.state import (
     restore_checkpoint,
     with_average,
 )
-from hybridtrain.checkpoint.store import CheckpointStore, step_of
+from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError, step_of
 from hybridtrain.checkpoint.tensor_files import without_aliases, write_weights
 
 __all__ = [
     "MANIFEST",
     "CheckpointStore",
     "InitReport",
+    "NoSpaceError",
     "broadcast_tree",
     "check_directory",
     "check_fits",

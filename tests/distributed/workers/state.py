@@ -28,17 +28,14 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from hybridtrain import Trainer
 from hybridtrain._base.problem import copied_problem
-from hybridtrain.checkpoint import saving
-from hybridtrain.checkpoint.init_from import init_from
-from hybridtrain.checkpoint.state import restore_checkpoint as restore
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.loader import EvalLoader
-from hybridtrain.data.stream import StreamLoader
+from hybridtrain.checkpoint import CheckpointStore, init_from, saving
+from hybridtrain.checkpoint import restore_checkpoint as restore
+from hybridtrain.data import EvalLoader, StreamLoader
 from hybridtrain.errors import CheckpointError, ConfigError, OtherProcessError, UserError
 from hybridtrain.loop import evaluate
 from hybridtrain.loss import accuracy
 from hybridtrain.options import LoaderOptions
-from hybridtrain.pipeline.agreement import check_replicas
+from hybridtrain.pipeline import check_replicas
 from hybridtrain.schedule import Account
 
 cells = Cells()

@@ -23,8 +23,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from hybridtrain import shared
 from hybridtrain.errors import BatchError, ConfigError, SplitError
-from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.graph import CallSignature, ChainBuilder
 from hybridtrain.graph.exporter import SizeChecks
 
 pytestmark = pytest.mark.usefixtures("seeded")

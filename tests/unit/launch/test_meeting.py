@@ -12,9 +12,7 @@ from hybridtrain._base import torch_private as _torch_private
 from hybridtrain._base.problem import copied_problem
 from hybridtrain._base.torch_private import HashStore
 from hybridtrain.errors import WorldError
-from hybridtrain.launch import environment, free_port, meeting
-from hybridtrain.launch.environment import Launch
-from hybridtrain.launch.meeting import meet, tell_failure
+from hybridtrain.launch import Launch, environment, free_port, meet, meeting, tell_failure
 
 
 def launches(size, run="Slurm job 1, step 0, attempt 0"):

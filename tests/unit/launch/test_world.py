@@ -10,7 +10,8 @@ import torch.distributed as dist
 from hybridtrain import world as world_module
 from hybridtrain._base.devices import check_nb_part, choose_devices
 from hybridtrain.errors import WorldError
-from hybridtrain.launch.environment import Launch, detect, first_host
+from hybridtrain.launch import Launch, detect
+from hybridtrain.launch.environment import first_host
 from hybridtrain.world import World
 
 TORCHRUN = {

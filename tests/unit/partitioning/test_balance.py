@@ -10,15 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridtrain.errors import SplitError
-from hybridtrain.partitioning.costs import LayerCost
-from hybridtrain.partitioning.cut_search import best_cut, cut_by_costs, every_cut, improved_cut
-from hybridtrain.partitioning.objective import (
-    INFINITY,
-    Objective,
-    range_sums,
-    stage_costs,
-    stage_tables,
-)
+from hybridtrain.partitioning import LayerCost, Objective, cut_by_costs, stage_costs
+from hybridtrain.partitioning.cut_search import best_cut, every_cut, improved_cut
+from hybridtrain.partitioning.objective import INFINITY, range_sums, stage_tables
 from hybridtrain.schedule import gpipe, one_forward_one_backward, peak_in_flight
 
 GIB = 2**30

@@ -19,16 +19,18 @@ from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph import ChainBuilder
 from hybridtrain.loss import cross_entropy
 from hybridtrain.models import gpt
-from hybridtrain.partitioning import LossOfStep
-from hybridtrain.partitioning.cost_table import (
+from hybridtrain.partitioning import (
+    LayerCost,
+    LayerSize,
+    LossOfStep,
     count_layers,
     counted_costs,
     counted_costs_of_one_size,
     given_costs,
 )
-from hybridtrain.partitioning.costs import LayerCost, LayerSize
 from hybridtrain.price import (
     Choices,
+    DeviceMemory,
     ParallelLayout,
     StepWork,
     find_layouts,
@@ -38,7 +40,7 @@ from hybridtrain.price import (
     proposed,
 )
 from hybridtrain.price.price import price
-from hybridtrain.price.stage_needs import DeviceMemory, device_memory, most_temporary
+from hybridtrain.price.stage_needs import device_memory, most_temporary
 from scripts.bench.planning import literature
 from scripts.bench.planning.run import ALLOCATED, allocated_peak
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from hybridtrain.cli import main
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.smp.config import config_from_distribution, parse, read
-from hybridtrain.smp.microbatches import SplitDataset
+from hybridtrain.smp import SplitDataset, StepOutput, config_from_distribution, step
+from hybridtrain.smp.config import parse, read
 from hybridtrain.smp.model import inputs_of
-from hybridtrain.smp.step import StepOutput, collected, names_backward, step
+from hybridtrain.smp.step import collected, names_backward
 from hybridtrain.smp.words import smp_words
 
 PARAMETERS = {

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hybridtrain._base.problem import Problem
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.run import directory as run_directory
 from hybridtrain.cli.run.components import load_data
