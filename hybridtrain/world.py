@@ -337,9 +337,16 @@ class World:
         Raises:
             Exception: rank 0's error, on every rank, so that none waits for ever; see `on_all`.
         """
-        if self.size == 1:
-            return action()
-        return self._all_or_none(lambda: action() if self.is_main else None, self.broadcast)
+        runs_here = self.is_main or self.size == 1
+        return self._all_or_none(lambda: action() if runs_here else None, self.broadcast)
+
+    def from_main(self, action: Callable[[], T]) -> T:
+        """Runs `action` on rank 0, and returns its result, any picklable object, on every rank.
+
+        Raises:
+            Exception: rank 0's error, on every rank, so that none waits for ever; see `on_all`.
+        """
+        return cast(T, self.broadcast(self.on_main(action)))
 
     def on_all(self, action: Callable[[], T]) -> T:
         """Runs `action` on every rank and returns its result there; a collective call.
@@ -360,8 +367,6 @@ class World:
             action: of this process.
             agree: takes this process's problem, and returns the one that all of them raise.
         """
-        if self.size == 1:
-            return action()
         failure: Exception | None = None
         try:
             result = action()

@@ -94,8 +94,7 @@ def init_from(
     """
 
     world = model.world
-    folder = world.broadcast(world.on_main(lambda: _locate(find_weights(source), best)))
-    assert folder is not None
+    folder = world.from_main(lambda: _locate(find_weights(source), best))
     reader = CheckpointReader(world, _files_of(folder))
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any], InitReport]:

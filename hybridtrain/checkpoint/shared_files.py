@@ -44,8 +44,7 @@ def hosts_without(root: Path, world: World) -> list[str]:
             raise CheckpointError(f"cannot write to {root}: {error}") from error
         return token.name
 
-    name = world.broadcast(world.on_main(make))
-    assert name is not None
+    name = world.from_main(make)
     deadline = time.monotonic() + _APPEARS_S
     # False, not an error, where a process may not look
     while not (seen := os.path.exists(root / name)) and time.monotonic() < deadline:

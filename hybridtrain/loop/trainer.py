@@ -774,9 +774,8 @@ class Trainer:
     def _ways_out(self) -> str:
         """Returns what to do about a run that has diverged; a collective call."""
         good_step = self._finite.last_good_step
-        path = self.world.on_main(
+        path = self.world.from_main(
             lambda: self._checkpoints.on_disk(self, self.step if good_step is None else good_step)
         )
-        path = self.world.broadcast(path)
         good = f"The last good checkpoint is {path}" if path else "No checkpoint was saved"
         return f"{good}. Lower the learning rate, set clip_norm=, or look at the data of that step"

@@ -65,7 +65,7 @@ def partitioned_model(
         begins = [names[0] for names in made.layer_names[1:]]
         return begins, checkpointed_names(net), table(made)
 
-    begins, recomputed, shown = world.broadcast(world.on_main(decide)) or ([], [], "")
+    begins, recomputed, shown = world.from_main(decide)
     if by_costs:
         options = replace(options, split=begins)
     if recomputed and options.recompute == "never":

@@ -188,7 +188,7 @@ def build_run(
     world, options = prepared.world, prepared.options
     split: Any = options.pipeline.split
     if reuse_plan:
-        split = world.broadcast(world.on_main(lambda: _split_or_plan(prepared)))
+        split = world.from_main(lambda: _split_or_plan(prepared))
     model = HybridModel.construct(
         prepared.build,
         world,

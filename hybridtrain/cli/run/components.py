@@ -120,9 +120,9 @@ def load_for_trained(
     same = of_run is not None and all(
         of_run.data.get(key) == config.data.get(key) for key in ("_target_", "task")
     )
-    metadata, has_tokenizer = world.broadcast(
-        world.on_main(lambda: trained_on(checkpoint) if same else None)
-    ) or (None, False)
+    metadata, has_tokenizer = world.from_main(
+        lambda: trained_on(checkpoint) if same else (None, False)
+    )
     if metadata is None or (samples and config.data.get("predict_path") is None):
         return load_data(config, world)
     check_tokenizer(config)
