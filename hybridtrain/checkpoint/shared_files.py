@@ -63,8 +63,8 @@ def same_files(world: World, paths: Sequence[Path]) -> bool:
     if world.size == 1:
         return True
     expected = world.broadcast([(path, fingerprint(path)) for path in paths])
-    own = all(found is not None and fingerprint(path) == found for path, found in expected)
-    return all(world.gather(own))
+    all_match = all(found is not None and fingerprint(path) == found for path, found in expected)
+    return all(world.gather(all_match))
 
 
 def fingerprint(path: Path) -> tuple[int, int] | None:

@@ -116,12 +116,12 @@ class Activity:
     @contextmanager
     def during(self, phase: Phase, step: int) -> Iterator[None]:
         """Notes that the block does the work of `phase`; afterwards it is what it was before."""
-        before = self.work
+        previous_work = self.work
         self.now(phase, step)
         try:
             yield
         finally:
-            self.work = before  # not by `set`: the next step is one of the same run
+            self.work = previous_work  # not by `set`: the next step is one of the same run
 
     def forget(self, phase: Phase) -> None:
         """Takes a phase for one that has not begun: what was done was a trial of it."""
