@@ -277,8 +277,7 @@ class HybridModel:
             net = with_sync_batch_norm(net, world)
         remove_aliases(net)
         planner = Planner(net, options, example_inputs, world.stage_owners)
-        plan = world.broadcast(world.on_main(planner.plan))
-        assert plan is not None
+        plan = world.from_main(planner.plan)
         planned = planner.layers_of(plan)
         if world.processes_per_replica > 1 and example_inputs is not None:
             # later no process has the whole model

@@ -150,22 +150,24 @@ class World:
             raise WorldError(launch.problem)
         if nb_part is None:
             nb_part = launch.nb_part
-        per_replica, own = _shape(launch, nb_part, devices, engine, inner)
-        chosen = choose_backend(backend, own)
+        per_replica, own_devices = _shape(launch, nb_part, devices, engine, inner)
+        chosen = choose_backend(backend, own_devices)
         end_with_parent()
         world = cls(
             launcher=launch.launcher,
             rank=launch.rank,
             size=launch.size,
             local_rank=launch.local_rank,
-            devices=own,
+            devices=own_devices,
             backend=chosen,
             timeout_s=timeout_s,
             stall_s=stall_s,
             engine=engine,
             processes_per_replica=per_replica,
             inner=inner,
-            _object_group=_join(launch, chosen, own, timeout_s) if launch.size > 1 else None,
+            _object_group=_join(launch, chosen, own_devices, timeout_s)
+            if launch.size > 1
+            else None,
         )
         return world._with_pipeline_groups()._watched()
 
@@ -182,10 +184,12 @@ class World:
         Raises:
             WorldError: the devices or the number of processes do not fit.
         """
-        per_replica, own = _shape(detect(os.environ), nb_part, devices, self.engine, self.inner)
-        if own[0].type == "cuda":
-            torch.cuda.set_device(own[0])
-        divided = replace(self, devices=own, processes_per_replica=per_replica)
+        per_replica, own_devices = _shape(
+            detect(os.environ), nb_part, devices, self.engine, self.inner
+        )
+        if own_devices[0].type == "cuda":
+            torch.cuda.set_device(own_devices[0])
+        divided = replace(self, devices=own_devices, processes_per_replica=per_replica)
         return divided._with_pipeline_groups()
 
     def _with_pipeline_groups(self) -> World:
@@ -337,9 +341,16 @@ class World:
         Raises:
             Exception: rank 0's error, on every rank, so that none waits for ever; see `on_all`.
         """
-        if self.size == 1:
-            return action()
-        return self._all_or_none(lambda: action() if self.is_main else None, self.broadcast)
+        runs_here = self.is_main or self.size == 1
+        return self._all_or_none(lambda: action() if runs_here else None, self.broadcast)
+
+    def from_main(self, action: Callable[[], T]) -> T:
+        """Runs `action` on rank 0, and returns its result, any picklable object, on every rank.
+
+        Raises:
+            Exception: rank 0's error, on every rank, so that none waits for ever; see `on_all`.
+        """
+        return cast(T, self.broadcast(self.on_main(action)))
 
     def on_all(self, action: Callable[[], T]) -> T:
         """Runs `action` on every rank and returns its result there; a collective call.
@@ -360,8 +371,6 @@ class World:
             action: of this process.
             agree: takes this process's problem, and returns the one that all of them raise.
         """
-        if self.size == 1:
-            return action()
         failure: Exception | None = None
         try:
             result = action()

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
+from hybridtrain.cli.command_table import COMMANDS, check_keys
 from hybridtrain.cli.commands.help import help_of, overview
-from hybridtrain.cli.commands.table import COMMANDS, check_keys
 from hybridtrain.cli.config.compose import CONFIG_MODULE, compose_config, compose_settings
 from hybridtrain.cli.config.keys import errors_with_config_keys
 from hybridtrain.cli.config.option_files import register, register_file
@@ -89,13 +89,13 @@ def _dispatch(arguments: list[str]) -> int:
         flags_given = {"--multirun": parsed.multirun, "--dry-run": dry_run}
         return _run_on_overrides(command, overrides, config_dir, flags_given)
     if parsed.multirun:
-        from hybridtrain.cli.run.sweep import sweep
+        from hybridtrain.cli.run.sweep import run_sweep
 
-        return sweep(command, overrides, config_dir, run)
+        return run_sweep(command, overrides, config_dir, run)
     if dry_run:
-        from hybridtrain.cli.run.dry_run import dry_run as try_out
+        from hybridtrain.cli.run.dry_run import run_dry
 
-        return try_out(overrides, config_dir, run)
+        return run_dry(overrides, config_dir, run)
     run(command, resolve_settings(command, overrides, config_dir), quiet)
     return 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -194,7 +193,7 @@ def image_folder(
         },
         held_out=len(folders) == 1 and bool(of_eval),
         notes=notes,
-        digest=digest_of_files(os.path.relpath(path, root) for path, _ in [*of_train, *of_eval]),
+        digest=digest_of_files([path for path, _ in [*of_train, *of_eval]]),
         without_samples=_without_samples(names, of_train),
     )
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, TextIO
 
-from hybridtrain.data import digest_of_files
+from hybridtrain.data import digest_of_files, digest_of_texts
 from hybridtrain.datasets.split_names import split_of_file
 from hybridtrain.errors import DataError
 
@@ -226,7 +226,8 @@ def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
     notes.append(f"{count}{_suffix(every[0])[1:]} from {shown}")
     if left_out:
         notes.append(f"not used: {', '.join(left_out[:8])}")
-    digest = digest_of_files(f"{file.name} {file.stat().st_size}" for file in every)
+    # by split: each may be in another folder
+    digest = digest_of_texts(map(digest_of_files, files.values()))
     return Table(splits, files, notes, digest, numbers_are_texts=kind == "csv")
 
 

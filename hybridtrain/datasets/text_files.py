@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridtrain._base.text_table import counted
-from hybridtrain.data import DataSplits, below_common_folder, digest_of_files
+from hybridtrain.data import DataSplits, digest_of_files
 from hybridtrain.datasets.held_out import check_share
 from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer, vocabulary_digest
 from hybridtrain.datasets.windows import window_splits
@@ -87,7 +87,7 @@ def text_files(
             + (f" and {eval_path}" if eval_path is not None else "")
         ],
         vocabulary=None if tokenize is None else vocabulary_digest(tokenize),
-        digest=digest_with_sizes(every),
+        digest=digest_of_files(every),
     )
 
 
@@ -119,13 +119,6 @@ def ids_of(
         parts.append(ids)
         total += len(ids)
     return np.concatenate(parts)[:limit] if parts else np.zeros(0, dtype=np.uint8)
-
-
-def digest_with_sizes(files: Sequence[Path]) -> str:
-    """Returns a digest of the files' names, below the folder that they share, and sizes."""
-    names = below_common_folder(files)
-    sizes = [file.stat().st_size for file in files]
-    return digest_of_files(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
 
 
 def check_at_least_1(**values: int | None) -> None:

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 
 from hybridtrain._base.text_table import counted
-from hybridtrain.data import DataSplits
-from hybridtrain.datasets.text_files import check_at_least_1, digest_with_sizes
+from hybridtrain.data import DataSplits, digest_of_files
+from hybridtrain.datasets.text_files import check_at_least_1
 from hybridtrain.datasets.windows import TokenWindows
 from hybridtrain.errors import DataError, check_choice
 
@@ -84,7 +84,7 @@ def token_files(
         splits_by_key.get("eval"),
         metadata=sizes,
         notes=[f"{counted(tokens, 'token')} from {counted(len(every), 'file')} in {root}"],
-        digest=digest_with_sizes(every),
+        digest=digest_of_files(every),
     )
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from hybridtrain.data import digest_of_files
+from hybridtrain.data import digest_of_texts
 from hybridtrain.errors import DataError
 
 # The usual names of special tokens; a bare tokenizer.json does not say which is for what.
@@ -64,7 +64,7 @@ def load_tokenizer(name: str) -> Any:
 def vocabulary_digest(tokenizer: Any) -> str:
     """Returns the number of tokens, and a digest of the tokens and their ids."""
     tokens = tokenizer.get_vocab()
-    digest = digest_of_files(f"{token} {tokens[token]}" for token in sorted(tokens))
+    digest = digest_of_texts(f"{token} {tokens[token]}" for token in sorted(tokens))
     return f"{len(tokens):,} tokens with digest {digest}"
 
 

@@ -96,7 +96,7 @@ class BestCheckpoint:
                 return None, None
             return mark.step, mark.value
 
-        self.step, self.value = world.broadcast(world.on_main(marked)) or (None, None)
+        self.step, self.value = world.from_main(marked)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the best step and value, and what is compared, in JSON's types."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hybridtrain._base.construction import default_generators, rewind
+from hybridtrain._base.rank_differences import check_same_settings
 from hybridtrain.checkpoint import (
     CheckpointStore,
     check_directory,
@@ -93,8 +94,9 @@ class Trainer:
         compared: the values of the evaluation that `best` and callbacks compare.
 
     Raises:
-        ConfigError: see `TrainerOptions`; `best` is not a value of the evaluation; `optimizer` is
-            not one for the model's `shard`; there is no loss; or a callback does not fit.
+        ConfigError: see `TrainerOptions`, whose values are compared between the ranks, in a
+            collective call; `best` is not a value of the evaluation; `optimizer` is not one for the
+            model's `shard`; there is no loss; or a callback does not fit.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Trainer:
         check_sharded(model, optimizer)
         self.model = model
         self.world = model.world
+        check_same_settings(self.world.gather, "TrainerOptions", vars(self.options))
         self._step = OptimizerStep(
             model,
             optimizer,
@@ -776,9 +779,8 @@ class Trainer:
     def _ways_out(self) -> str:
         """Returns what to do about a run that has diverged; a collective call."""
         good_step = self._finite.last_good_step
-        path = self.world.on_main(
+        path = self.world.from_main(
             lambda: self._checkpoints.on_disk(self, self.step if good_step is None else good_step)
         )
-        path = self.world.broadcast(path)
         good = f"The last good checkpoint is {path}" if path else "No checkpoint was saved"
         return f"{good}. Lower the learning rate, set clip_norm=, or look at the data of that step"

@@ -247,12 +247,12 @@ def read(text: str) -> Mapping[str, Any]:
         except OSError as error:
             raise ConfigError(f"{source}: cannot read it: {error.strerror or error}") from error
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{source} is not JSON: {error}") from error
-    if not isinstance(found, Mapping):
+    if not isinstance(document, Mapping):
         raise ConfigError(f"{source} must be a dictionary")
-    return parameters_of(found)
+    return parameters_of(document)
 
 
 _MPI = "MPI is not used: torchrun starts the processes"

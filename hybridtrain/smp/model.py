@@ -266,11 +266,11 @@ class DistributedModel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulates gradients in the steps inside, without averaging over the replicas."""
-        before, self._syncs = self._syncs, False
+        previous_syncs, self._syncs = self._syncs, False
         try:
             yield
         finally:
-            self._syncs = before
+            self._syncs = previous_syncs
 
     # --- the division
 
@@ -389,8 +389,8 @@ class DistributedModel(nn.Module):
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Returns the modules of this process's stages, with their names."""
         hybrid = self.partitioned_hybrid()
-        own = {id(m) for stage in hybrid.stages for m in stage.module.modules()}
-        return ((name, m) for name, m in self.net.named_modules() if id(m) in own)
+        modules_here = {id(m) for stage in hybrid.stages for m in stage.module.modules()}
+        return ((name, m) for name, m in self.net.named_modules() if id(m) in modules_here)
 
     # --- tensor parallelism, whose degree is 1
 
@@ -496,9 +496,13 @@ class DistributedModel(nn.Module):
             if dtype is not None:
                 self.net.to(dtype)
             return self
-        own = {stage.device for stage in self.hybrid.stages}
-        stays = device is None or device in own or (device.type == "cuda" and device.index is None)
-        here = next(iter(own)).type
+        local_devices = {stage.device for stage in self.hybrid.stages}
+        stays = (
+            device is None
+            or device in local_devices
+            or (device.type == "cuda" and device.index is None)
+        )
+        here = next(iter(local_devices)).type
         if dtype is not None or not stays or (device is not None and here != device.type):
             raise UserError(
                 f"the model cannot be moved or converted once it is divided: {_MOVES}. "

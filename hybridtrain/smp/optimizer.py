@@ -190,14 +190,14 @@ class DistributedOptimizer(Optimizer):
             of_model: the identities of all parameters that the model had; others, of the script's
                 own, stay.
         """
-        own = {id(p) for p in hybrid.parameters()}
+        parameters_here = {id(p) for p in hybrid.parameters()}
         number = count()
         self._numbers = []
         for group in self.param_groups:
             group["params"], given = [], group["params"]
             self._numbers.append([next(number) for _ in given])
             for p, its_number in zip(given, self._numbers[-1], strict=True):
-                if id(p) in own or not (p.is_meta or id(p) in of_model):
+                if id(p) in parameters_here or not (p.is_meta or id(p) in of_model):
                     group["params"].append(p)
                     self._own_numbers.append(its_number)
                 else:
@@ -297,8 +297,8 @@ class DistributedOptimizer(Optimizer):
         # Each process has some of the entries. Those of the replicas are joined first, so that in
         # each pipeline all of its processes then send all that they are to send.
         for processes in spread:
-            own = tree_map_only(Tensor, lambda t: t.detach().cpu(), state)
-            parts = allgather(own, processes)
+            state_on_cpu = tree_map_only(Tensor, lambda t: t.detach().cpu(), state)
+            parts = allgather(state_on_cpu, processes)
             state = {number: entry for part in parts for number, entry in part.items()}
         if CommGroup.MP_GROUP in spread:
             state = dict(sorted(state.items()))

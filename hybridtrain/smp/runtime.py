@@ -100,8 +100,8 @@ class Attendance:
         values, work = self._pending
         work.wait()
         self._pending = None
-        found: list[int] = values.tolist()
-        return found
+        counts: list[int] = values.tolist()
+        return counts
 
 
 @dataclass

@@ -181,8 +181,8 @@ class _Step:
             return args, kwargs
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not self._is_checked:
-            own = batch_digest([tensor.cpu() for tensor in tensors])
-            self._follows_first = len(set(allgather(own, CommGroup.MP_GROUP))) > 1
+            digest = batch_digest([tensor.cpu() for tensor in tensors])
+            self._follows_first = len(set(allgather(digest, CommGroup.MP_GROUP))) > 1
             if self._follows_first and pp_rank() == 0:
                 log.warning(
                     "the processes of a pipeline gave %s different batches: those of smp.mp_rank() "
@@ -431,10 +431,10 @@ def check_globals(function: Callable[..., Any], net: nn.Module) -> None:
         for instruction in dis.get_instructions(code)
         if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
     }
-    own = getattr(function, "__globals__", None)
+    module_globals = getattr(function, "__globals__", None)
     for module in net.modules() if stored else ():
         forward = type(module).forward
-        if getattr(forward, "__globals__", None) is not own:
+        if getattr(forward, "__globals__", None) is not module_globals:
             continue
         if read := stored & {name for code in _codes(forward, set()) for name in code.co_names}:
             raise UserError(

@@ -30,7 +30,6 @@ from hybridtrain.cli.run.components import (
     build_trackers,
 )
 from hybridtrain.cli.run.context import RunContext, RunOptions
-from hybridtrain.cli.run.data_record import record_of, refuse_other_data
 from hybridtrain.cli.run.directory import (
     RESULT,
     LogLines,
@@ -40,6 +39,7 @@ from hybridtrain.cli.run.directory import (
 )
 from hybridtrain.cli.run.lock import writing
 from hybridtrain.cli.run.prediction import beside_measured, predict_run, prediction_in_words
+from hybridtrain.cli.run.run_data import record_of, refuse_other_data
 from hybridtrain.cli.run.utilization import utilization
 from hybridtrain.errors import ConfigError
 from hybridtrain.loop import Tracker, Trainer
@@ -50,8 +50,8 @@ _log = logging.getLogger(__name__)
 
 def train(settings: Settings) -> Result:
     """Trains, or resumes training."""
-    options_of = partial(_training_options, settings=settings)
-    context = build_run(settings, writes=True, options_of=options_of)
+    make_options = partial(_training_options, settings=settings)
+    context = build_run(settings, writes=True, make_options=make_options)
     config, world, model = context.config, context.world, context.model
     loader, options = context.train_loader(), context.options
     total_steps = options.trainer.total_steps(loader.batches_per_epoch)

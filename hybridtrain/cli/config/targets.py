@@ -316,11 +316,11 @@ def _imported(where: str, path: str) -> tuple[ModuleType, list[str]]:
 
 
 def _attribute(where: str, module: ModuleType, names: Sequence[str]) -> Any:
-    found: Any = module
+    target: Any = module
     for name in names:
-        if not hasattr(found, name):
-            close = closest(name, dir(found))
+        if not hasattr(target, name):
+            close = closest(name, dir(target))
             hint = f"; did you mean {close}?" if close else ""
             raise ConfigError(f"{where}: {module.__name__} has no {name}{hint}")
-        found = getattr(found, name)
-    return found
+        target = getattr(target, name)
+    return target

@@ -108,13 +108,10 @@ def with_auto_chosen(
     if keys := auto_keys(settings.config.pipeline):
         sizes = _pipeline_sizes(config, world) if "nb_part" in keys else [world.nb_part]
         tensors = options.pipeline.optimizer_tensors_per_param
-        values = world.broadcast(
-            world.on_main(lambda: _choose(keys, sizes, config, data, world, tensors))
-        )
-        assert values is not None
+        values = world.from_main(lambda: _choose(keys, sizes, config, data, world, tensors))
         return replace(config, pipeline=replace(config.pipeline, **values))
     if settings.config.data.get("batch_size") == AUTO:
-        size = world.broadcast(world.on_main(lambda: _largest_batch(config, data, world, options)))
+        size = world.from_main(lambda: _largest_batch(config, data, world, options))
         return replace(config, data={**config.data, "batch_size": size})
     return config
 

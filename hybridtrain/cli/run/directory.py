@@ -328,7 +328,7 @@ def checkpoint_to_resume(context: RunContext) -> Path | None:
             )
         return checkpoint
 
-    return world.broadcast(world.on_main(find))
+    return world.from_main(find)
 
 
 def _check_others_steps(everyones: Sequence[tuple[int, int, str]], store: CheckpointStore) -> None:
@@ -362,7 +362,7 @@ def checkpoint_to_read(resume: str | None, store: CheckpointStore, world: World)
     """
     if resume is None:
         raise ConfigError("resume=null: set it to auto, or to the path of a checkpoint")
-    checkpoint = world.broadcast(world.on_main(lambda: _best_or_named(resume, store)))
+    checkpoint = world.from_main(lambda: _best_or_named(resume, store))
     if checkpoint is None:
         raise CheckpointError(
             f"there is no checkpoint in {store.root}: train first, or set run_name or "

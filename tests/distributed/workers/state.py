@@ -270,6 +270,9 @@ def _on_main(world):
         with pytest.raises(type(error) if world.is_main else expected) as caught:
             world.on_main(lambda error=error: fail(error))
         assert text in str(caught.value) or caught.value is error
+    assert world.from_main(lambda: world.rank + 5) == 5
+    with pytest.raises(UserError, match="no such data"):
+        world.from_main(lambda: fail(UserError("no such data")))
     calls = []
     world.on_main(lambda: calls.append(1))
     assert len(calls) == (1 if world.is_main else 0)
