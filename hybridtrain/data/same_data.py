@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, Subset
 from hybridtrain._base.rank_differences import differences, facts_here
 from hybridtrain.data.fetch import name_of
 from hybridtrain.data.splits import below_common_folder
-from hybridtrain.errors import ConfigError, DataError
+from hybridtrain.errors import ConfigError, DataError, argument
 from hybridtrain.world import World
 
 # How much of an array goes into its digest.
@@ -57,7 +57,7 @@ def check_same_data(dataset: Any, world: World, loader: str, **settings: Any) ->
     }
     for fact, values in differences(world.gather(facts_here(facts))):
         if fact in settings:
-            raise ConfigError(f"{fact}= of {loader} differs between the ranks: {values}")
+            raise ConfigError(f"{argument(fact)} of {loader} differs between the ranks: {values}")
         what = "number of samples" if fact == "samples" else "samples"
         raise DataError(
             f"the {what} of {name_of(dataset)} in {loader} differ{'s' * (fact == 'samples')} "

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybridtrain.errors import SplitError, closest
+from hybridtrain.errors import SplitError, argument, closest, setting
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning.costs import LayerCost
 from hybridtrain.partitioning.recompute import recomputes_stages
@@ -68,8 +68,9 @@ class Objective:
             close = closest(split, SPLITS)
             hint = f"did you mean {close!r}? There are" if close else "use"
             raise SplitError(
-                f"split={split!r} is unknown: {hint} {', '.join(SPLITS)}, the path of a plan "
-                f"(.yaml), or a list of layer counts, cut points, layer names or name patterns"
+                f"{setting('split', split, repr)} is unknown: {hint} {', '.join(SPLITS)}, the "
+                "path of a plan (.yaml), or a list of layer counts, cut points, layer names or "
+                "name patterns"
             )
         return cls(
             memory_weight={"time": 0.0, "memory": 1.0}.get(split, options.memory_weight),
@@ -134,7 +135,8 @@ def cut_by_costs(
     of_which = f", of which {tied} cannot begin a stage (a module is used before and after),"
     raise SplitError(
         f"a model of {n} layer{'s' * (n != 1)}{of_which if tied else ''} cannot be cut into "
-        f"{stages} stages: lower nb_part= (or stages_per_device=) to {n - tied} or less"
+        f"{stages} stages: lower {argument('nb_part')} (or {argument('stages_per_device')}) to "
+        f"{n - tied} or less"
     )
 
 
@@ -227,9 +229,8 @@ def _why_nothing_fits(
 ) -> str:
     n, stages, per_device = len(costs), len(in_flight), goal.stages_per_device
     share_text = f", {goal.stage_limit / GIB:g} GiB for each of a device's {per_device} stages"
-    limit = (
-        f"memory_limit_gib={goal.stage_limit * per_device / GIB:g}{share_text * (per_device > 1)}"
-    )
+    limit = setting("memory_limit_gib", f"{goal.stage_limit * per_device / GIB:g}")
+    limit += share_text * (per_device > 1)
     # each stage before and after needs at least one layer
     fewest = [min(in_flight[max(0, stages - n + i) : i + 1]) for i in range(n)]
     alone, alive, name = max(
@@ -248,10 +249,11 @@ def _why_nothing_fits(
     cut = stage_costs(costs, counts, in_flight, goal.recomputes)
     needed_bytes = max(stage.memory_bytes for stage in cut)
     return (
-        f"no cut into {stages} stages fits under {limit}: each has a stage of {_gib(needed_bytes)} "
-        f"or more{culprit}. Set memory_limit_gib= to {_gib(needed_bytes * per_device)} or more, or "
-        f"lower what a stage holds: more stages (nb_part=), smaller micro-batches (chunks=), "
-        f"recomputation (recompute='always')"
+        f"no cut into {stages} stages fits under {limit}: each has a stage of "
+        f"{_gib(needed_bytes)} or more{culprit}. Set {argument('memory_limit_gib')} to "
+        f"{_gib(needed_bytes * per_device)} or more, or lower what a stage holds: more stages "
+        f"({argument('nb_part')}), smaller micro-batches ({argument('chunks')}), recomputation "
+        f"({setting('recompute', 'always', repr)})"
     )
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from hybridtrain.cli.config import targets as instantiate
-from hybridtrain.cli.config.keys import errors_with_config_keys, unknown_key
+from hybridtrain.cli.config.keys import unknown_key
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import GROUP_KEYS, LOADER_KEYS, Config
 from hybridtrain.cli.run.data_record import trained_on
@@ -25,7 +25,7 @@ from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.run_facts import check_facts, facts_of, place_of_data
 from hybridtrain.data import DataSplits
 from hybridtrain.datasets import STANDARD_INPUT
-from hybridtrain.errors import ConfigError, DataError, UserError, check_choice
+from hybridtrain.errors import ConfigError, DataError, UserError, check_choice, naming
 from hybridtrain.loop import CALLBACKS, Callback, Tracker
 from hybridtrain.loss import LOSSES, METRICS, LossFn, direction, metric_of, resolve
 from hybridtrain.model import HybridModel
@@ -135,7 +135,7 @@ def load_for_trained(
             return load_data(config, world)
         return DataSplits(train=(), eval=None, metadata=metadata)
     _check_standard_input(config, world)
-    with errors_with_config_keys({name: f"data.{name}" for name in arguments}):
+    with naming({name: f"data.{name}" for name in arguments}):
         data: DataSplits = load(metadata, **arguments)
     return data
 
@@ -318,9 +318,7 @@ def build_model_optimizer(
     passed = [{key: v for key, v in rule.items() if key != "_target_"} for rule in rules]
     apart = [number for number, rule in enumerate(rules) if "_target_" in rule]
     places = [{"match": rule["match"], "rule": number} for number, rule in enumerate(rules)]
-    with errors_with_config_keys(
-        {"match": "optim.groups.match", "layer_decay": "optim.layer_decay"}
-    ):
+    with naming({"match": "optim.groups.match", "layer_decay": "optim.layer_decay"}):
         split = parameter_groups(model, places, lr=plain.get("lr"), layer_decay=decay)
     rest: list[dict[str, Any]] = []
     alone: dict[int | None, list[dict[str, Any]]] = {number: [] for number in apart}
@@ -333,8 +331,8 @@ def build_model_optimizer(
         alone.get(number, rest).append({**group, **settings})
     if sharded and apart:
         raise ConfigError(
-            "optim.groups has a _target_, which makes several optimizers, and shard=optimizer "
-            "spreads one: leave it out, or set shard=none"
+            "optim.groups has a _target_, which makes several optimizers, and "
+            "world.shard=optimizer spreads one: leave it out, or set world.shard=none"
         )
     if sharded:
         return ShardedOptimizer(model, make, rest)
