@@ -108,7 +108,7 @@ def did_you_mean(name: str, known: Iterable[str], kind: str = "choices") -> str:
 
 @dataclass(frozen=True)
 class Naming:
-    """How the users of one interface set the arguments of the library.
+    """The names of the library's arguments in one interface.
 
     Attributes:
         keys: the names that users know arguments by; an argument without one keeps its own.

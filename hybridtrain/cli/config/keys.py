@@ -41,7 +41,7 @@ NAMING = Naming(
         "start a new run in another directory": "set another run_name",
     },
 )
-"""How the command line sets the library's arguments."""
+"""The names of the library's arguments on the command line."""
 
 # Well-known names of other libraries, for settings that have another one here.
 OTHER_NAMES = {
