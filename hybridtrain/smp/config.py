@@ -196,7 +196,7 @@ NAMING = Naming(
         "world.replica of world.replicas": "smp.dp_rank() of smp.dp_size()",
     },
 )
-"""The names of the library's arguments in a script of smp; functions that call the library use it."""
+"""The names of the library's arguments in smp, for functions that call the library."""
 
 
 def parse(given: Mapping[str, Any]) -> SmpConfig:
