@@ -30,7 +30,7 @@ from hybridtrain._base.microbatch import (
     split,
 )
 from hybridtrain._base.precision import autocast
-from hybridtrain.errors import BatchError, ConfigError, UserError
+from hybridtrain.errors import BatchError, ConfigError, UserError, argument, setting
 from hybridtrain.graph import layers_of
 from hybridtrain.loss import (
     BatchWeight,
@@ -127,8 +127,8 @@ def check_loss_function(loss_fn: Any, net: nn.Module, world: World) -> None:
     """
     if not callable(loss_fn):
         raise ConfigError(
-            f"loss_fn= must be a function, not a {type(loss_fn).__name__}: the order is "
-            f"train_step(inputs, targets, loss_fn)"
+            f"{argument('loss_fn')} must be a function, not a {type(loss_fn).__name__}: the order "
+            "is train_step(inputs, targets, loss_fn)"
         )
     if world.replicas > 1 and (trained := trained_by_loss(loss_fn, net)):
         raise ConfigError(
@@ -194,8 +194,9 @@ def no_attribute(net: nn.Module | None, name: str) -> NoReturn:
     text = f"'HybridModel' object has no attribute {name!r}"
     if name in _MOVES:
         text += (
-            ": its layers are on their stages' devices, World.from_env(devices=...). Convert the "
-            "module before you wrap it; the option precision= computes in bf16 or fp16"
+            ": its layers are on their stages' devices, "
+            f"World.from_env(devices=...). Convert the module before you wrap it; "
+            f"the option {argument('precision')} computes in bf16 or fp16"
         )
     elif name == "forward":
         text += ": call model(inputs), or model.train_step(inputs, targets, loss_fn) to train"
@@ -357,7 +358,8 @@ class HybridModel:
         self._join_proof = JoinProof()
         self._scales: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         if options.shard != "none" and world.replicas == 1:
-            log.info("shard=%s has no effect: there is one replica", options.shard)
+            shard = setting("shard", options.shard)
+            log.info("%s has no effect: there is one replica", shard)
         self.pipeline = Pipeline(net, plan, planned, world, options)
         cut_model = CutModel(net, plan, planned, options, world)
         self._self_check = SelfCheck(cut_model, self.pipeline.variants_of)
@@ -885,7 +887,8 @@ class HybridModel:
         if self._sequence_first is not None and len(sizes) > 1:
             raise BatchError(
                 f"the first layer, {self._sequence_first!r}, takes the samples in dim 1, and "
-                f"micro-batches are cut along dim 0: make it with batch_first=True, or set chunks=1"
+                "micro-batches are cut along dim 0: make it with batch_first=True, or set "
+                f"{setting('chunks', 1)}"
             )
         return sizes
 
@@ -898,7 +901,8 @@ class HybridModel:
         chunks = self.options.chunks
         if self.options.sync_batch_norm and self.world.replicas > 1 and microbatches < chunks:
             raise BatchError(
-                f"this batch has {microbatches} samples for chunks={chunks}, and with "
-                f"sync_batch_norm=true all replicas must have equally many micro-batches: lower "
-                f"chunks=, or set drop_last=true so that there is no short last batch"
+                f"this batch has {microbatches} samples for {setting('chunks', chunks)}, and with "
+                f"{setting('sync_batch_norm', True)} all replicas must have equally many "
+                f"micro-batches: lower {argument('chunks')}, or set {setting('drop_last', True)} "
+                "so that there is no short last batch"
             )

@@ -43,7 +43,7 @@ from hybridtrain._base.devices import (
 )
 from hybridtrain._base.problem import Problem, first_problem
 from hybridtrain._base.torch_private import get_default_store
-from hybridtrain.errors import WorldError
+from hybridtrain.errors import WorldError, setting
 from hybridtrain.launch import (
     Launch,
     Phase,
@@ -491,12 +491,12 @@ def _shape(
     check_nb_part(nb_part)
     per_replica, size = nb_part if engine == "distributed" else 1, launch.size
     if inner not in ("pp", "dp"):
-        raise WorldError(f"inner={inner} is unknown; it is pp or dp")
+        raise WorldError(f"{setting('inner', inner)} is unknown; it is pp or dp")
     if size % per_replica:
         raise WorldError(
             f"{size} process{'es' * (size > 1)} cannot be shared by pipelines of "
-            f"nb_part={per_replica} processes: start a multiple of {per_replica}, or set "
-            f"engine=local"
+            f"{setting('nb_part', per_replica)} processes: start a multiple of {per_replica}, or "
+            f"set {setting('engine', 'local')}"
         )
     gpus = torch.cuda.device_count()
     return per_replica, choose_devices(nb_part // per_replica, devices, launch, gpus)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, argument
 
 # Longer lists of hosts end in dots.
 _MOST_HOSTS = 4
@@ -51,7 +51,7 @@ def check_same_settings(
     """
     texts = {name: repr(value) for name, value in settings.items()}
     for name, values in differences(gather(facts_here(texts))):
-        raise ConfigError(f"{name}= of {owner} differs between the ranks: {values}")
+        raise ConfigError(f"{argument(name)} of {owner} differs between the ranks: {values}")
 
 
 def differences(facts_by_rank: Sequence[RankFacts]) -> Iterator[tuple[str, str]]:

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # The exception that ends the recomputation of torch.utils.checkpoint early.
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
-from hybridtrain.errors import UserError
+from hybridtrain.errors import UserError, setting
 
 __all__ = [
     "GRAD_MODE_SETTER",
@@ -495,7 +495,7 @@ def _context() -> InterceptedDraws:
     raise UserError(
         "a layer draws random numbers in a thread that it has started, while other stages run in "
         "this process too, so that nobody knows whose they are: draw them in the layer's forward, "
-        "or set engine=distributed"
+        f"or set {setting('engine', 'distributed')}"
     )
 
 

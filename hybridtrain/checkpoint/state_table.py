@@ -33,7 +33,7 @@ from torch.utils._pytree import KeyPath, MappingKey, tree_map_only
 from hybridtrain.checkpoint.json_tree import pack
 from hybridtrain.checkpoint.read import CheckpointReader
 from hybridtrain.checkpoint.tensor_files import TensorInfo, check_storable, without_aliases
-from hybridtrain.errors import CheckpointError
+from hybridtrain.errors import CheckpointError, phrase
 from hybridtrain.model import HybridModel
 from hybridtrain.step import ShardedOptimizer, keys_of_state
 
@@ -72,7 +72,7 @@ def check_groups(
     if saved != groups_here:
         raise CheckpointError(
             f"the optimizer in {path} has other groups of parameters than optimizer=: make it with "
-            f"the same groups as before, or start a new run"
+            f"the same groups as before, or {phrase('start a new run')}"
         )
 
 

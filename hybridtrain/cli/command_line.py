@@ -19,14 +19,14 @@ from typing import Any
 from hybridtrain.cli.command_table import COMMANDS, check_keys
 from hybridtrain.cli.commands.help import help_of, overview
 from hybridtrain.cli.config.compose import CONFIG_MODULE, compose_config, compose_settings
-from hybridtrain.cli.config.keys import errors_with_config_keys
+from hybridtrain.cli.config.keys import NAMING
 from hybridtrain.cli.config.option_files import register, register_file
 from hybridtrain.cli.config.overrides import given_keys
 from hybridtrain.cli.config.project import with_project
 from hybridtrain.cli.config.resolve import Settings, resolve_settings
 from hybridtrain.cli.config.show import config_text
 from hybridtrain.cli.run.errors import lasting_streams, report, versions
-from hybridtrain.errors import ConfigError, did_you_mean
+from hybridtrain.errors import ConfigError, did_you_mean, naming
 from hybridtrain.launch import detect, end_with_parent
 
 
@@ -174,7 +174,7 @@ def _run_on_overrides(
     """Runs a command that takes overrides, with those of `flags` that it has; returns its code."""
     if "allow_targets" in given_keys(overrides):
         _make_working_directory_importable()
-    with errors_with_config_keys():
+    with naming(NAMING):
         function = _loaded(command)
         arguments = {
             flag.lstrip("-").replace("-", "_"): is_given
@@ -190,7 +190,7 @@ def run(command: str, settings: Settings, quiet: bool = False) -> dict[str, Any]
     settings.quiet |= quiet
     if settings.config.allow_targets:
         _make_working_directory_importable()
-    with errors_with_config_keys():
+    with naming(NAMING):
         function = _loaded(command)
         result: dict[str, Any] = function(settings)
     return result

@@ -32,7 +32,7 @@ from hybridtrain._base.values import leaves_of
 from hybridtrain.data.fetch import Request, fetch, name_of
 from hybridtrain.data.same_data import check_same_data
 from hybridtrain.data.splits import WithoutTargets, already_batched
-from hybridtrain.errors import BatchError, DataError
+from hybridtrain.errors import BatchError, DataError, setting
 from hybridtrain.options import LoaderOptions, check_batch_size, with_settings
 from hybridtrain.world import World
 
@@ -336,7 +336,8 @@ class TrainLoader(Loader):
         if self.batches_per_epoch == 0:
             raise DataError(
                 f"the training data has {self.samples} samples, less than one batch of "
-                f"batch_size={batch_size}: lower it, or set drop_last=False"
+                f"{setting('batch_size', batch_size)}: lower it, or set "
+                f"{setting('drop_last', False)}"
             )
 
     def _batches_from(self, start: Position) -> Generator[tuple[Batch, Position], None, None]:

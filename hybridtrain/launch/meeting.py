@@ -32,7 +32,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from hybridtrain._base.problem import Problem
-from hybridtrain.errors import WorldError
+from hybridtrain.errors import WorldError, argument
 from hybridtrain.launch.activity import wait_until
 from hybridtrain.launch.environment import Launch
 from hybridtrain.launch.process_id import ProcessId, has_ended, this_process
@@ -76,9 +76,9 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
         raise _error(
             launch,
             f"rank{'s' * several} {', '.join(map(str, missing))} of the {launch.size} processes "
-            f"that {launch.launcher} announced did not come within timeout_s={timeout_s:g} s: see "
-            f"what {'their' if several else 'its'} own output says (under Slurm, start all with "
-            f"srun)",
+            f"that {launch.launcher} announced did not come within "
+            f"{argument('timeout_s')}{timeout_s:g} s: see what {'their' if several else 'its'} "
+            "own output says (under Slurm, start all with srun)",
         )
     from hybridtrain._base.torch_private import PrefixStore  # which imports torch
 
@@ -164,8 +164,8 @@ def _not_joined(launch: Launch, timeout_s: float, error: Exception) -> str:
     host, port = launch.master
     return (
         f"rank {launch.rank} could not join the {launch.size} processes that {launch.launcher} "
-        f"announced (at {host}:{port}) within timeout_s={timeout_s:g} s (under Slurm, start "
-        f"them with srun): {error}"
+        f"announced (at {host}:{port}) within {argument('timeout_s')}{timeout_s:g} s (under "
+        f"Slurm, start them with srun): {error}"
     )
 
 
@@ -255,7 +255,8 @@ def _arrive(
         store.wait([f"{prefix}/outcome"], remaining() + timedelta(seconds=_TELL_S))
     except RuntimeError as waited:
         raise WorldError(
-            f"rank {rank} timed out (timeout_s=) waiting for rank 0 to join; check rank 0's output"
+            f"rank {rank} timed out ({argument('timeout_s')}) waiting for rank 0 to join; check "
+            "rank 0's output"
         ) from waited
     outcome = json.loads(store.get(f"{prefix}/outcome"))
     if outcome["error"] is not None or outcome["missing"]:

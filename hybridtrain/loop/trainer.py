@@ -27,7 +27,15 @@ from hybridtrain.checkpoint import (
     restore_run,
 )
 from hybridtrain.data import Batch, EvalLoader, Loader, as_loader, next_step
-from hybridtrain.errors import CheckpointError, ConfigError, DivergedError, Interrupted
+from hybridtrain.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    Interrupted,
+    argument,
+    phrase,
+    setting,
+)
 from hybridtrain.launch import Phase, activity
 from hybridtrain.loop.callbacks.base import Callback, CallbackStates
 from hybridtrain.loop.callbacks.tracker import Tracker, call_hook
@@ -175,7 +183,8 @@ class Trainer:
         overridden = type(self).compute_loss is not Trainer.compute_loss
         if (loss_fn is None) is not overridden:
             raise ConfigError(
-                "give a loss once: pass loss_fn=, or override compute_loss and pass loss_fn=None"
+                f"give a loss once: pass {argument('loss_fn')}, or override compute_loss and pass "
+                f"{setting('loss_fn', None)}"
             )
         return loss_fn if loss_fn is not None else self.compute_loss
 
@@ -446,9 +455,11 @@ class Trainer:
         per_step, before = self._samples_per_step, state_dict["rows_per_step"]
         if self.options.epochs is not None and before != per_step:
             raise ConfigError(
-                f"batch_size={self.train.batch_size} x accumulate={self.options.accumulate} is "
-                f"{per_step}, and the checkpoint was made with {before}: a run that is counted in "
-                f"epochs keeps it; set steps= in place of epochs=, or start a new run"
+                f"{setting('batch_size', self.train.batch_size)} x "
+                f"{setting('accumulate', self.options.accumulate)} is {per_step}, and the "
+                f"checkpoint was made with {before}: a run that is counted in epochs keeps it; "
+                f"set {argument('steps')} in place of {argument('epochs')}, or "
+                f"{phrase('start a new run')}"
             )
         self.samples = state_dict["samples"]
         self.train.seek(state_dict["epoch"], state_dict["row"])  # words: ok
@@ -783,4 +794,7 @@ class Trainer:
             lambda: self._checkpoints.on_disk(self, self.step if good_step is None else good_step)
         )
         good = f"The last good checkpoint is {path}" if path else "No checkpoint was saved"
-        return f"{good}. Lower the learning rate, set clip_norm=, or look at the data of that step"
+        return (
+            f"{good}. Lower the learning rate, set {argument('clip_norm')}, or look at the data "
+            "of that step"
+        )

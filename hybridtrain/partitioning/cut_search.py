@@ -17,7 +17,7 @@ from itertools import combinations, pairwise
 import torch
 from torch import Tensor
 
-from hybridtrain.errors import SplitError
+from hybridtrain.errors import SplitError, argument, setting
 from hybridtrain.partitioning.costs import LayerCost
 from hybridtrain.partitioning.objective import (
     GIB,
@@ -78,7 +78,8 @@ def cut_by_costs(
     of_which = f", of which {tied} cannot begin a stage (a module is used before and after),"
     raise SplitError(
         f"a model of {n} layer{'s' * (n != 1)}{of_which if tied else ''} cannot be cut into "
-        f"{stages} stages: lower nb_part= (or stages_per_device=) to {n - tied} or less"
+        f"{stages} stages: lower {argument('nb_part')} (or {argument('stages_per_device')}) to "
+        f"{n - tied} or less"
     )
 
 
@@ -210,7 +211,7 @@ def _why_nothing_fits(
     n, stages, per_device = len(costs), len(in_flight), objective.stages_per_device
     share = objective.stage_limit / GIB
     share_text = f", {share:g} GiB for each of a device's {per_device} stages" * (per_device > 1)
-    limit = f"memory_limit_gib={share * per_device:g}{share_text}"
+    limit = setting("memory_limit_gib", f"{share * per_device:g}") + share_text
     # each stage before and after needs at least one layer
     fewest = [min(in_flight[max(0, stages - n + i) : i + 1]) for i in range(n)]
     alone, alive, name = max(
@@ -230,9 +231,10 @@ def _why_nothing_fits(
     needed_bytes = max(stage.memory_bytes for stage in cut)
     return (
         f"no cut into {stages} stages fits under {limit}: each has a stage of {_gib(needed_bytes)} "
-        f"or more{culprit}. Set memory_limit_gib= to {_gib(needed_bytes * per_device)} or more, or "
-        f"lower what a stage holds: more stages (nb_part=), smaller micro-batches (chunks=), "
-        f"recomputation (recompute='always')"
+        f"or more{culprit}. Set {argument('memory_limit_gib')} to "
+        f"{_gib(needed_bytes * per_device)} or more, or lower what a stage holds: more stages "
+        f"({argument('nb_part')}), smaller micro-batches ({argument('chunks')}), recomputation "
+        f"({setting('recompute', 'always', repr)})"
     )
 
 

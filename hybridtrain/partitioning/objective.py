@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybridtrain.errors import SplitError, closest
+from hybridtrain.errors import SplitError, argument, closest, setting
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning.costs import LayerCost
 from hybridtrain.partitioning.recompute import recomputes_stages
@@ -63,8 +63,9 @@ class Objective:
             close = closest(split, SPLITS)
             hint = f"did you mean {close!r}? There are" if close else "use"
             raise SplitError(
-                f"split={split!r} is unknown: {hint} {', '.join(SPLITS)}, the path of a plan "
-                f"(.yaml), or a list of layer counts, cut points, layer names or name patterns"
+                f"{setting('split', split, repr)} is unknown: {hint} {', '.join(SPLITS)}, the "
+                "path of a plan (.yaml), or a list of layer counts, cut points, layer names or "
+                "name patterns"
             )
         return cls(
             memory_weight={"time": 0.0, "memory": 1.0}.get(split, options.memory_weight),

@@ -19,7 +19,7 @@ from torch import nn
 from hybridtrain._base.microbatch import Microbatch, batch_size, chunk_sizes
 from hybridtrain._base.microbatch import split as split_batch
 from hybridtrain._base.precision import autocast
-from hybridtrain.errors import ConfigError, SplitError, did_you_mean
+from hybridtrain.errors import ConfigError, SplitError, did_you_mean, setting
 from hybridtrain.graph import (
     Chain,
     ChainBuilder,
@@ -174,8 +174,8 @@ class Planner:
         self._stages = self._owners.nb_part * options.stages_per_device
         if example_inputs is None and options.split in MEASURED_SPLITS:
             raise ConfigError(
-                f"split={options.split!r} weighs what layers cost for a micro-batch: pass "
-                f"example_inputs=<the inputs of a batch>"
+                f"{setting('split', options.split, repr)} weighs what layers cost for a "
+                "micro-batch: pass example_inputs=<the inputs of a batch>"
             )
         if isinstance(example_inputs, Microbatch):
             example_inputs = example_inputs.inputs

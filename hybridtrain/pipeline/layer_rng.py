@@ -38,7 +38,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from hybridtrain._base.torch_private import InterceptedDraws, find_random_operations, is_traced
-from hybridtrain.errors import UserError
+from hybridtrain.errors import UserError, argument
 
 
 class LayerRNG:
@@ -382,7 +382,7 @@ class BackwardDraws(InterceptedDraws):
             raise UserError(
                 "the model's own gradient checkpointing recomputes a layer that draws random "
                 "numbers, such as dropout, and would draw others than before: turn it off, and "
-                "set pipeline.recompute= (recompute= of HybridModel) instead"
+                f"set {argument('recompute')} instead"
             )
         return operation(*args, **kwargs)
 

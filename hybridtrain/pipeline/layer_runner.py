@@ -29,7 +29,7 @@ from hybridtrain._base.torch_private import (
     is_profiled,
     profiled,
 )
-from hybridtrain.errors import UserError
+from hybridtrain.errors import UserError, argument, setting
 from hybridtrain.graph import Layer, Segment, works_in_place
 from hybridtrain.pipeline.boundary import refuse_overlaps
 from hybridtrain.pipeline.layer_rng import LayerRNG
@@ -78,21 +78,23 @@ def run_plainly(module: nn.Module, value: Any) -> Any:
         module.uses_compiled = True
 
 
-# What PyTorch says of mistakes that a pipeline makes likely, and what to do about them.
-_ERROR_HINTS = {
-    "leaf Variable that requires grad": (
-        "the layer changes its input in place: declare it with an attribute inplace = True on its "
-        "module, as nn.ReLU does"
-    ),
-    "Expected more than 1 value per channel": (
-        "a micro-batch is too small for a batch norm: lower chunks=, or set drop_last=true so that "
-        "there is no short last batch"
-    ),
-    "'lengths' argument should be a 1D CPU int64 tensor": (
-        "all tensors of a batch are moved to the first stage's device: pass lengths.cpu() to "
-        "pack_padded_sequence"
-    ),
-}
+def _error_hints() -> dict[str, str]:
+    """Returns what to do about mistakes that a pipeline makes likely, by what PyTorch says."""
+    return {
+        "leaf Variable that requires grad": (
+            "the layer changes its input in place: declare it with an attribute inplace = True on "
+            "its module, as nn.ReLU does"
+        ),
+        "Expected more than 1 value per channel": (
+            f"a micro-batch is too small for a batch norm: lower {argument('chunks')}, or set "
+            f"{setting('drop_last', True)} so that there is no short last batch"
+        ),
+        "'lengths' argument should be a 1D CPU int64 tensor": (
+            "all tensors of a batch are moved to the first stage's device: pass lengths.cpu() to "
+            "pack_padded_sequence"
+        ),
+    }
+
 
 _NO_SCOPE: AbstractContextManager[Any] = nullcontext()
 
@@ -222,7 +224,7 @@ class LayerRunner:
         except Exception as error:
             name = self.layers[index - self.first].name
             error.add_note(f"in layer {name!r}, which was given {describe(value)}")
-            for sign, hint in _ERROR_HINTS.items():
+            for sign, hint in _error_hints().items():
                 if sign in str(error):
                     error.add_note(hint)
             raise
@@ -369,7 +371,7 @@ def changed_before_backward(change: Change) -> UserError:
         f"{change}, and the backward of a micro-batch needs the values that its own forward has "
         f"used: the forward of the next micro-batch, which runs before in a pipeline, has changed "
         f"them. Compute with a copy ({change.name}.clone()), or recompute the layer from its own "
-        f"state: recompute=[{change.layer!r}]"
+        f"state: {argument('recompute')}[{change.layer!r}]"
     )
 
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.tensors import byte_size, count_saved
-from hybridtrain.errors import UserError
+from hybridtrain.errors import UserError, argument, setting
 from hybridtrain.graph import Layer, works_in_place
 from hybridtrain.pipeline.boundary import (
     Gradients,
@@ -270,7 +270,8 @@ class Stage:
             if leads_to([root for root, _ in starts], inputs.leaves[0]):
                 raise UserError(
                     f"{self} has computed no gradient of its inputs, on which its outputs depend, "
-                    f"so the stages before it would not be trained: set schedule=1f1b"
+                    "so the stages before it would not be trained: set "
+                    f"{setting('schedule', '1f1b')}"
                 )
             self._needs_no_gradient = True  # the layers detach what they are given
         return gradients
@@ -339,7 +340,7 @@ class Stage:
             self._runner.check_recomputations()  # names the layer
             error.add_note(
                 f"a layer of {self} computes something else when it is recomputed than in its "
-                f"forward: leave it out of recompute="
+                f"forward: leave it out of {argument('recompute')}"
             )
         elif "modified by an inplace operation" in str(error):
             change = self._runner.state.change_of(str(error))

@@ -34,7 +34,7 @@ from math import comb, lcm
 from typing import Any, NamedTuple
 
 from hybridtrain._base.hardware import GIB, Hardware
-from hybridtrain.errors import SplitError
+from hybridtrain.errors import SplitError, argument, setting
 from hybridtrain.graph import Layer
 from hybridtrain.options import PRECISIONS, PipelineOptions
 from hybridtrain.partitioning import (
@@ -447,7 +447,8 @@ def predict_step(
     if measured is None and not hardware.flops_per_s:
         return Prediction(
             memory_bytes=_as_measured(device_memory(table, work, layout, counts), hardware),
-            reason="`hybridtrain measure-machine`, once, or split=time would give the times",
+            reason=f"`hybridtrain measure-machine`, once, or {setting('split', 'time')} would give "
+            "the times",
         )
     priced = price(table, hardware, work, layout, counts)
     memory = _as_measured(priced.memory, hardware)
@@ -462,9 +463,9 @@ def _as_measured(memory: Sequence[DeviceMemory], hardware: Hardware) -> tuple[in
 def why_not_priced(options: PipelineOptions) -> str | None:
     """Returns which of `options` a price does not cover, as text; None: it covers all."""
     if options.compile:
-        return "compile=true is not priced"
+        return f"{setting('compile', True)} is not priced"
     if options.max_inflight is not None:
-        return f"max_inflight={options.max_inflight} is not priced"
+        return f"{setting('max_inflight', options.max_inflight)} is not priced"
     return None
 
 
@@ -708,7 +709,8 @@ class _Search:
         if not least_memory:
             return (
                 f"no plan fits: the model's {len(self._table.sizes)} layers cannot be cut into as "
-                f"many stages as asked for: lower nb_part= or stages_per_device="
+                f"many stages as asked for: lower {argument('nb_part')} or "
+                f"{argument('stages_per_device')}"
             )
         nbytes, device, layout = min(least_memory, key=lambda entry: entry[0])
         usable = self._hardware.usable_bytes
@@ -716,9 +718,9 @@ class _Search:
         return (
             f"no plan fits: {(nbytes - usable) / GIB:.1f} GiB are missing on device {device}; the "
             f"least memory is {nbytes / GIB:.1f} GiB of {usable / GIB:.1f} GiB that may be used "
-            f"(nb_part={layout.nb_part}, chunks={layout.chunks}, recompute {recompute}, "
-            f"shard={layout.shard}): more devices (hardware.nodes=), larger ones "
-            f"(hardware.memory_gib=) or a smaller model would do"
+            f"({setting('nb_part', layout.nb_part)}, {setting('chunks', layout.chunks)}, "
+            f"recompute {recompute}, {setting('shard', layout.shard)}): more devices "
+            "(hardware.nodes=), larger ones (hardware.memory_gib=) or a smaller model would do"
         )
 
     def _least_bytes(self, layout: ParallelLayout) -> float:

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from hybridtrain._base.microbatch import Microbatch
-from hybridtrain.errors import ConfigError, SplitError, UserError
+from hybridtrain.errors import ConfigError, SplitError, UserError, naming
 from hybridtrain.model import HybridModel
 from hybridtrain.partitioning import plan, table
+from hybridtrain.smp.config import NAMING
 from hybridtrain.smp.runtime import Runtime, current
-from hybridtrain.smp.words import in_smp_words
 
 log = logging.getLogger("hybridtrain")
 
@@ -75,7 +75,7 @@ def partitioned_model(
     return HybridModel(net, world, options, example_inputs=example)
 
 
-@in_smp_words()
+@naming(NAMING)
 def get_partition(module: nn.Module) -> int:
     """Returns the stage that `module` is in, or the first one of its parts is.
 

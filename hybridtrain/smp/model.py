@@ -21,16 +21,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hybridtrain._base.microbatch import Microbatch
-from hybridtrain.errors import ConfigError, UserError, check_choice
+from hybridtrain.errors import ConfigError, UserError, check_choice, naming
 from hybridtrain.graph import is_chain
 from hybridtrain.model import HybridModel
 from hybridtrain.pipeline import Head
 from hybridtrain.smp.amp import GradScaler
 from hybridtrain.smp.bodies import current_body
+from hybridtrain.smp.config import NAMING
 from hybridtrain.smp.division import partitioned_model
 from hybridtrain.smp.ranks import PARTIAL, whole
 from hybridtrain.smp.runtime import current
-from hybridtrain.smp.words import in_smp_words
 from hybridtrain.step import OptimizerStep
 
 
@@ -424,7 +424,7 @@ class DistributedModel(nn.Module):
 
     # --- state
 
-    @in_smp_words()
+    @naming(NAMING)
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the state of the whole model; all processes of a pipeline must call it."""
         return self.net.state_dict() if self.hybrid is None else self.hybrid.state_dict()
@@ -433,7 +433,7 @@ class DistributedModel(nn.Module):
         """Returns the state of this process's stages, marked as a part."""
         return {**self.partitioned_hybrid().pipeline.own_state(), PARTIAL: True}
 
-    @in_smp_words()
+    @naming(NAMING)
     def load_state_dict(
         self,
         state_dict: Mapping[str, Any],
@@ -464,7 +464,7 @@ class DistributedModel(nn.Module):
             raise UserError("zero_grad() in a step would run for every micro-batch: call it before")
         self.net.zero_grad(set_to_none)
 
-    @in_smp_words()
+    @naming(NAMING)
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips the L2 norm of the gradients of all stages to `max_norm`; returns the norm before.
 
@@ -472,7 +472,7 @@ class DistributedModel(nn.Module):
         """
         return self.partitioned_hybrid().clip_grad_norm_(max_norm)
 
-    @in_smp_words()
+    @naming(NAMING)
     def grad_norm(self) -> Tensor:
         """Returns the L2 norm of the gradients of all stages; all processes must call it."""
         return self.partitioned_hybrid().grad_norm()

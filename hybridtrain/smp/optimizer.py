@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.errors import ConfigError, UserError, did_you_mean
+from hybridtrain.errors import ConfigError, UserError, did_you_mean, naming
 from hybridtrain.model import HybridModel
 from hybridtrain.smp.amp import GradScaler
 from hybridtrain.smp.bodies import current_body
+from hybridtrain.smp.config import NAMING
 from hybridtrain.smp.ranks import PARTIAL, CommGroup, allgather, whole
 from hybridtrain.smp.runtime import current
-from hybridtrain.smp.words import in_smp_words
 from hybridtrain.step import ReplicaShares
 
 _SCALE_ARGUMENTS = {
@@ -118,7 +118,7 @@ class DistributedOptimizer(Optimizer):
         _check_not_divided("optimizer.add_param_group")
         super().add_param_group(param_group)
 
-    @in_smp_words()
+    @naming(NAMING)
     def step(self, closure: Any = None) -> Any:
         """Updates the parameters of this process's stages, unless a gradient is not finite.
 
@@ -169,7 +169,7 @@ class DistributedOptimizer(Optimizer):
             )
         super().zero_grad(set_to_none)
 
-    @in_smp_words()
+    @naming(NAMING)
     def clip_master_grads(self, max_norm: float) -> Tensor:
         """Scales the gradients of all stages down to `max_norm`; returns their norm before."""
         model = current().model
@@ -228,7 +228,7 @@ class DistributedOptimizer(Optimizer):
             for parameter in [p for p in self.state if not self._shares.owns(p)]:
                 del self.state[parameter]
 
-    @in_smp_words()
+    @naming(NAMING)
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for the whole model, which a plain optimizer over it can load.
 
@@ -247,7 +247,7 @@ class DistributedOptimizer(Optimizer):
         """
         return {**self._numbered(is_whole=False, gathers=bool(gather_if_shard)), PARTIAL: True}
 
-    @in_smp_words()
+    @naming(NAMING)
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state for a whole model, or the parts of all processes of the pipeline.
 

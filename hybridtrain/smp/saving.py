@@ -37,12 +37,12 @@ from hybridtrain.checkpoint import (
     verify,
 )
 from hybridtrain.checkpoint import save_checkpoint as save_files
-from hybridtrain.errors import CheckpointError, ConfigError
+from hybridtrain.errors import CheckpointError, ConfigError, naming
+from hybridtrain.smp.config import NAMING
 from hybridtrain.smp.model import DistributedModel
 from hybridtrain.smp.optimizer import DistributedOptimizer, LocalOptimizer
 from hybridtrain.smp.ranks import joined, pp_rank, pp_size, rdp_rank
 from hybridtrain.smp.runtime import Runtime, current
-from hybridtrain.smp.words import in_smp_words
 
 _CONTENT = "user_content"
 
@@ -207,7 +207,7 @@ def load(
     return objects[0] if len(objects) == 1 else joined(objects)
 
 
-@in_smp_words()
+@naming(NAMING)
 def save_checkpoint(
     path: str,
     tag: str,
@@ -263,7 +263,7 @@ def save_checkpoint(
     )
 
 
-@in_smp_words()
+@naming(NAMING)
 def resume_from_checkpoint(
     path: str,
     tag: str | None = None,

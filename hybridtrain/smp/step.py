@@ -28,14 +28,14 @@ from torch.backends import cuda
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from hybridtrain._base.precision import ThreadState
-from hybridtrain.errors import BatchError, UserError
+from hybridtrain.errors import BatchError, UserError, naming
 from hybridtrain.pipeline import HeadOutput, batch_digest
 from hybridtrain.smp.bodies import Body, Call, Result, current_body
+from hybridtrain.smp.config import NAMING
 from hybridtrain.smp.microbatches import ArgumentCutter, CutArguments
 from hybridtrain.smp.model import DistributedModel, inputs_of
 from hybridtrain.smp.ranks import CommGroup, allgather, pp_rank
 from hybridtrain.smp.runtime import current
-from hybridtrain.smp.words import in_smp_words
 from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")
@@ -119,7 +119,7 @@ class _Step:
             return self
         return partial(self, instance)
 
-    @in_smp_words()
+    @naming(NAMING)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step for a batch.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from hybridtrain.errors import ConfigError, closest
+from hybridtrain.errors import ConfigError, argument, closest, setting
 
 if TYPE_CHECKING:
     from hybridtrain.model import HybridModel
@@ -33,11 +33,11 @@ def learning_rates(optimizer: Optimizer) -> dict[str, float]:
     return {f"lr/{group.get('name', index)}": float(group["lr"]) for index, group in groups}
 
 
-def matching(patterns: str | Sequence[str], names: Iterable[str], argument: str) -> list[str]:
+def matching(patterns: str | Sequence[str], names: Iterable[str], key: str) -> list[str]:
     """Returns those of `names` that match.
 
     Raises:
-        ConfigError: a pattern matches none; names `argument`.
+        ConfigError: a pattern matches none; names `key`, the argument.
     """
     names = list(names)
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -45,7 +45,8 @@ def matching(patterns: str | Sequence[str], names: Iterable[str], argument: str)
             close = closest(pattern.replace("*", ""), names, cutoff=0.3) or next(iter(names), None)
             hint = f", such as {close}" if close else ""
             raise ConfigError(
-                f"{argument}={pattern} matches no parameter: it is compared with whole names{hint}"
+                f"{setting(key, pattern)} matches no parameter: it is compared with whole "
+                f"names{hint}"
             )
     return [name for name in names if fits(name, patterns)]
 
@@ -81,12 +82,16 @@ def parameter_groups(
     own = dict(model.named_parameters())
     for rule in rules:
         if "match" not in rule:
-            raise ConfigError(f"groups={dict(rule)} lacks match=, a pattern for parameter names")
+            raise ConfigError(
+                f"groups={dict(rule)} lacks {argument('match')}, a pattern for parameter names"
+            )
         matching(rule["match"], trainable, "match")
     if layer_decay is not None and not 0 < layer_decay <= 1:
-        raise ConfigError(f"layer_decay={layer_decay} must be more than 0 and at most 1")
+        raise ConfigError(
+            f"{setting('layer_decay', layer_decay)} must be more than 0 and at most 1"
+        )
     if layer_decay is not None and lr is None:
-        raise ConfigError("layer_decay= multiplies a learning rate: give lr= as well")
+        raise ConfigError(f"{argument('layer_decay')} multiplies a learning rate: give lr= as well")
     blocks = list(dict.fromkeys(_block(name) for name in trainable))
     groups: dict[tuple[int, str | None], dict[str, Any]] = {}
     for name in trainable:

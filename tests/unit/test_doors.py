@@ -140,7 +140,6 @@ INSIDE = """
     smp.runtime distributed/workers/checkpoint_bytes.py distributed/workers/smp_rules.py
     smp.runtime distributed/workers/smp_scripts.py support/aws.py
     smp.step distributed/workers/smp_rules.py support/smp_plain.py unit/smp/test_smp_config.py
-    smp.words unit/smp/test_smp_config.py
     # step: the search for the first value that is not finite
     step.non_finite distributed/workers/across_processes.py distributed/workers/loss_scaling.py
     step.non_finite unit/step/test_not_a_number.py

@@ -18,7 +18,7 @@ from torch.nn.parameter import Parameter
 
 from hybridtrain._base.files import write_atomically
 from hybridtrain.cli.config import targets as instantiate
-from hybridtrain.cli.config.keys import errors_with_config_keys
+from hybridtrain.cli.config.keys import NAMING
 from hybridtrain.cli.config.leftovers import leave_out_leftovers
 from hybridtrain.cli.config.overrides import given_keys, hydra_quoted
 from hybridtrain.cli.config.resolve import Settings, resolve_settings
@@ -38,7 +38,7 @@ from hybridtrain.cli.run.run_data import check_tokenizer
 from hybridtrain.cli.run.run_table import SWEEP_FILE, read_sweep
 from hybridtrain.cli.run.sweep import sweep_of
 from hybridtrain.data import DataSplits
-from hybridtrain.errors import ConfigError, UserError
+from hybridtrain.errors import ConfigError, UserError, naming
 from hybridtrain.launch import detect
 
 _SCRIPT = Path("slurm") / "job.sh"
@@ -118,7 +118,7 @@ def check_run(settings: Settings) -> None:
     """
     config = settings.config
     leave_out_leftovers(settings)
-    with errors_with_config_keys():
+    with naming(NAMING):
         options = build_options(config)
         allow = config.allow_targets
         instantiate.check("model", config.model, nn.Module, allow)

@@ -17,7 +17,6 @@ from hybridtrain.checkpoint import init_from, parse_init_from
 from hybridtrain.cli.commands.layout_tables import placement_tables
 from hybridtrain.cli.commands.result import Result, values_in_words
 from hybridtrain.cli.config.changes import in_words
-from hybridtrain.cli.config.keys import with_config_keys
 from hybridtrain.cli.config.overrides import given_keys, read_overrides, with_later
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import Config
@@ -102,7 +101,7 @@ def _file_trackers(directory: RunDirectory) -> list[Tracker]:
 
 
 class _Trainer(Trainer):
-    """Records the data of the run in its checkpoints, and gives advice in the keys of a config."""
+    """Records the data of the run in its checkpoints."""
 
     dataset: Mapping[str, Any]
     """The record of the data, which goes into each checkpoint."""
@@ -110,11 +109,6 @@ class _Trainer(Trainer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress of the run, and the record of its data."""
         return {**super().state_dict(), "dataset": dict(self.dataset)}
-
-    @property
-    def advice(self) -> list[str]:
-        """The advice in the keys of the command line."""
-        return [*map(with_config_keys, super().advice)]
 
 
 def _train(context: RunContext, trainer: Trainer) -> Result:

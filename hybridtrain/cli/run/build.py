@@ -24,7 +24,6 @@ from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain.checkpoint import CheckpointStore, find_weights, parse_init_from
 from hybridtrain.cli.config.agreement import agreed
 from hybridtrain.cli.config.check import check_config
-from hybridtrain.cli.config.keys import errors_with_config_keys
 from hybridtrain.cli.config.leftovers import leave_out_leftovers
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import AUTO, LOADER_OPTIONS, Config, arguments_of
@@ -47,7 +46,7 @@ from hybridtrain.data import (
     example_batch,
     length_of,
 )
-from hybridtrain.errors import ConfigError, check_choice, did_you_mean
+from hybridtrain.errors import ConfigError, check_choice, did_you_mean, naming
 from hybridtrain.launch import raise_on_signals
 from hybridtrain.loop import TrainerOptions
 from hybridtrain.model import HybridModel
@@ -81,7 +80,7 @@ def build_options(config: Config) -> RunOptions:
     arguments = arguments_of(config, TrainerOptions)
     arguments["checkpoint_every_steps"] = config.checkpoint.every_steps or None  # 0: no store
     trainer_options = TrainerOptions(**arguments)
-    with errors_with_config_keys({name: f"data.{name}" for name in LOADER_OPTIONS}):
+    with naming({name: f"data.{name}" for name in LOADER_OPTIONS}):
         settings = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
         loader_options = LoaderOptions(**settings)
     return RunOptions(
@@ -196,8 +195,7 @@ def build_run(
         replace(options.pipeline, split=split),
         example_inputs=prepared.example_inputs,
     )
-    with errors_with_config_keys({"loss": "trainer.loss", "loss_fn": "trainer.loss"}):
-        model.resolve_loss(options.loss_fn)  # refuses what cannot be weighted
+    model.resolve_loss(options.loss_fn)  # refuses what cannot be weighted
     if isinstance(options.loss_fn, nn.Module):
         options.loss_fn.to(model.pipeline.output_device)
     return RunContext(**vars(prepared), model=model)

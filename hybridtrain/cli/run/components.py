@@ -17,11 +17,11 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 from hybridtrain import observe
 from hybridtrain._base.torch_private import import_compiler
 from hybridtrain.cli.config import targets as instantiate
-from hybridtrain.cli.config.keys import errors_with_config_keys, unknown_key
+from hybridtrain.cli.config.keys import unknown_key
 from hybridtrain.cli.config.schema import GROUP_KEYS, Config
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.data import DataSplits
-from hybridtrain.errors import ConfigError, check_choice
+from hybridtrain.errors import ConfigError, check_choice, naming
 from hybridtrain.loop import CALLBACKS, Callback, Tracker
 from hybridtrain.loss import LOSSES, METRICS, LossFn, direction, metric_of, resolve
 from hybridtrain.model import HybridModel
@@ -209,9 +209,7 @@ def build_model_optimizer(
     passed = [{key: v for key, v in rule.items() if key != "_target_"} for rule in rules]
     apart = [number for number, rule in enumerate(rules) if "_target_" in rule]
     places = [{"match": rule["match"], "rule": number} for number, rule in enumerate(rules)]
-    with errors_with_config_keys(
-        {"match": "optim.groups.match", "layer_decay": "optim.layer_decay"}
-    ):
+    with naming({"match": "optim.groups.match", "layer_decay": "optim.layer_decay"}):
         split = parameter_groups(model, places, lr=plain.get("lr"), layer_decay=decay)
     rest: list[dict[str, Any]] = []
     alone: dict[int | None, list[dict[str, Any]]] = {number: [] for number in apart}
@@ -224,8 +222,8 @@ def build_model_optimizer(
         alone.get(number, rest).append({**group, **settings})
     if sharded and apart:
         raise ConfigError(
-            "optim.groups has a _target_, which makes several optimizers, and shard=optimizer "
-            "spreads one: leave it out, or set shard=none"
+            "optim.groups has a _target_, which makes several optimizers, and "
+            "world.shard=optimizer spreads one: leave it out, or set world.shard=none"
         )
     if sharded:
         return ShardedOptimizer(model, make, rest)

@@ -24,12 +24,11 @@ from hybridtrain import __version__
 from hybridtrain._base.rank_differences import RankFacts, differences, facts_here
 from hybridtrain.checkpoint import read_manifest, read_tree
 from hybridtrain.cli.config import targets
-from hybridtrain.cli.config.keys import errors_with_config_keys
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import LOADER_KEYS, Config
 from hybridtrain.data import DataSplits, digest_of_texts, length_of
 from hybridtrain.datasets import STANDARD_INPUT
-from hybridtrain.errors import ConfigError, DataError, UserError
+from hybridtrain.errors import ConfigError, DataError, UserError, naming
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
@@ -145,7 +144,7 @@ def load_for_trained(
             return load_data(config, world)
         return DataSplits(train=(), eval=None, metadata=metadata)
     _check_standard_input(config, world)
-    with errors_with_config_keys({name: f"data.{name}" for name in arguments}):
+    with naming({name: f"data.{name}" for name in arguments}):
         data: DataSplits = load(metadata, **arguments)
     return data
 
