@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybridtrain.errors import SplitError, argument, closest, setting
+from hybridtrain.errors import SplitError, closest, setting
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning.costs import LayerCost
 from hybridtrain.partitioning.recompute import recomputes_stages

@@ -63,6 +63,7 @@ INSIDE = """
     checkpoint.tensor_files unit/checkpoint/test_init_from.py
     # cli: private names of commands, and keys whose values a test of another part needs
     cli.commands.search cli/test_search.py
+    cli.config.keys unit/test_naming.py
     cli.config.schema unit/launch/test_gpu_faults.py unit/price/test_pricing.py
     cli.config.targets support/hostile_config.py
     cli.run.build unit/launch/test_gpu_faults.py
@@ -75,16 +76,19 @@ INSIDE = """
     data.fetch cli/test_keys.py unit/data/test_loader.py
     data.loader distributed/workers/gradients.py unit/data/test_loader.py
     data.same_data unit/data/test_stream.py
+    # graph: the conditions of a graph on sizes
+    graph.exporter unit/graph/test_graph_errors.py
     # launch: signals, beats and exit codes, with clocks and process ids that a test sets
     launch.activity unit/launch/test_watchdog.py unit/loop/test_evaluation.py
     launch.environment unit/launch/test_meeting.py unit/launch/test_world.py
     launch.meeting unit/launch/test_meeting.py
     launch.notebook unit/observe/test_notebook.py
-    launch.process_id unit/launch/test_watchdog.py
+    launch.process_id unit/launch/test_meeting.py unit/launch/test_watchdog.py
     launch.process_store unit/launch/test_watchdog.py
     launch.signals unit/launch/test_early_signals.py
     launch.watchdog unit/launch/test_liveness.py unit/launch/test_watchdog.py
     # loop: the breakdown of a step from given times, and a clock to patch
+    loop.callbacks unit/test_naming.py
     loop.advice unit/loop/test_step_account.py
     loop.interruption unit/checkpoint/test_when_to_save.py
     loop.run_stats unit/loop/test_step_account.py
@@ -98,6 +102,7 @@ INSIDE = """
     partitioning.costs unit/loop/test_profiler.py unit/partitioning/test_cost_table.py
     partitioning.costs unit/partitioning/test_costs.py unit/partitioning/test_estimates.py
     partitioning.costs unit/partitioning/test_planner.py
+    partitioning.cut_search unit/partitioning/test_balance.py
     partitioning.estimates unit/loop/test_profiler.py unit/partitioning/test_estimates.py
     partitioning.estimates unit/price/test_pricing.py
     partitioning.manual_split unit/partitioning/test_split_spec.py unit/pipeline/test_marks.py
@@ -128,6 +133,7 @@ INSIDE = """
     # price: the parts of a price, against brute force
     price.layout unit/price/test_pricing.py
     price.price unit/price/test_plan_answers.py unit/price/test_pricing.py
+    price.price unit/schedule/test_registry.py
     price.stage_needs unit/price/test_plan_answers.py unit/price/test_pricing.py
     price.stage_needs unit/schedule/test_registry.py
     # schedule: the parts of a zero-bubble table
