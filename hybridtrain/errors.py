@@ -1,17 +1,20 @@
 """Exceptions for mistakes in a user's request.
 
 Each package raises its own type where the fact is known. The message says what is wrong, which
-argument, layer or file it concerns, and how to fix it. Messages name arguments as Python has them
-(`chunks=`); the command line puts the config key in their place (`pipeline.chunks=`) and prints the
-message without a traceback. Every other exception is a bug, and keeps its traceback.
+argument, layer or file it concerns, and how to fix it. The command line prints it without a
+traceback. Every other exception is a bug, and keeps its traceback.
+
+A message names an argument through `argument` or `setting`, since users set it in different ways:
+in Python (`chunks=`), on the command line (`pipeline.chunks=`) or in smp (`microbatches=`).
+`naming` says which, for all threads of this process.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 
 class UserError(Exception):
@@ -92,7 +95,8 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Raises a ConfigError that names the argument, if `value` is not one of `choices`."""
     choices = list(choices)
     if value not in choices:
-        raise ConfigError(f"{name}={value} is unknown: {did_you_mean(str(value), choices)}")
+        hint = did_you_mean(str(value), choices)
+        raise ConfigError(f"{setting(name, value)} is unknown: {hint}")
 
 
 def did_you_mean(name: str, known: Iterable[str], kind: str = "choices") -> str:
@@ -102,20 +106,65 @@ def did_you_mean(name: str, known: Iterable[str], kind: str = "choices") -> str:
     return f"did you mean {close!r}?" if close else f"the {kind} are: {', '.join(known)}"
 
 
-QUOTE_OR_ARGUMENT = re.compile(
-    r"""(?<!\w)(?:'[^'\n]*'|"[^"\n]*")(?!\w)|(?<![\w.\-/?&])(\w+)=(?!=)(None\b|True\b|False\b|)"""
-)
-"""A quoted text, or `name=` that is not a part of a dotted name, a path or a comparison."""
+@dataclass(frozen=True)
+class Naming:
+    """The names of the library's arguments in one interface.
+
+    Attributes:
+        keys: the names that users know arguments by; an argument without one keeps its own.
+        value: writes the value of an argument, given the argument and the value.
+        phrases: what users of this interface do instead, by what users of Python do.
+    """
+
+    keys: Mapping[str, str] = field(default_factory=dict)
+    value: Callable[[str, object], str] = lambda _, value: str(value)
+    phrases: Mapping[str, str] = field(default_factory=dict)
+
+
+_naming = Naming()  # not a context variable: engines and loaders write messages in their threads
 
 
 @contextmanager
-def reworded_errors(reword: Callable[[str, Exception], str]) -> Iterator[None]:
-    """Applies `reword` to a UserError that is raised inside, and to every error's notes."""
+def naming(names: Naming | Mapping[str, str]) -> Iterator[None]:
+    """Has messages that are written inside name arguments as `names` does.
+
+    Args:
+        names: the names of an interface, or keys that are added to those in effect.
+    """
+    global _naming
+    outer = _naming
+    if not isinstance(names, Naming):
+        names = replace(outer, keys={**outer.keys, **names})
+    _naming = names
     try:
         yield
-    except Exception as error:
-        if isinstance(error, UserError):
-            error.args = (reword(str(error), error),)
-        if hasattr(error, "__notes__"):
-            error.__notes__ = [reword(note, error) for note in error.__notes__]
-        raise
+    finally:
+        _naming = outer
+
+
+def argument(name: str, owner: str | None = None) -> str:
+    """Returns an argument as its user sets it: `chunks=`, or `pipeline.chunks=` in a config.
+
+    Args:
+        name: of the argument.
+        owner: who takes it, where several take arguments of that name, which have other keys.
+    """
+    key = _naming.keys.get(f"{owner}.{name}") or _naming.keys.get(name, name)
+    return f"{key}="
+
+
+def setting(name: str, value: object, form: Callable[[object], str] = str) -> str:
+    """Returns an argument with its value: `keep=None`, or `checkpoint.keep=null` in a config.
+
+    Args:
+        name: as for `argument`.
+        value: of the argument.
+        form: writes a value that is a text or a number; `repr` puts texts in quotes.
+    """
+    is_word = form is str or value is None or isinstance(value, bool)
+    return f"{argument(name)}{_naming.value(name, value) if is_word else form(value)}"
+
+
+def phrase(text: str) -> str:
+    """Returns what users of the interface in use do, where users of Python do `text`."""
+    return _naming.phrases.get(text, text)

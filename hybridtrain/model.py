@@ -33,7 +33,7 @@ from hybridtrain._base.microbatch import (
 )
 from hybridtrain._base.precision import autocast
 from hybridtrain._base.shares import MicrobatchPlace, Shares
-from hybridtrain.errors import BatchError, ConfigError, UserError
+from hybridtrain.errors import BatchError, ConfigError, UserError, argument, setting
 from hybridtrain.graph import layers_of
 from hybridtrain.loss import (
     BatchWeight,
@@ -123,6 +123,25 @@ def check_grad_mode() -> None:
         )
 
 
+def check_several_replicas(options: PipelineOptions, world: World) -> None:
+    """Refuses options that a process with several logical replicas cannot keep.
+
+    Raises:
+        ConfigError: one of them is on.
+    """
+    count = f"this process runs {len(world.owned_replicas)} of {world.logical_replicas} replicas"
+    if options.sync_batch_norm:
+        raise ConfigError(
+            f"{setting('sync_batch_norm', True)} computes with the samples of all replicas, and "
+            f"{count} one after another: start a process for each replica"
+        )
+    if options.find_unused_parameters:
+        raise ConfigError(
+            f"{setting('find_unused_parameters', True)} looks at the last backward of a process, "
+            f"and {count}: start a process for each replica"
+        )
+
+
 def check_loss_function(loss_fn: Any, net: nn.Module, world: World) -> None:
     """Checks the loss function of a training step.
 
@@ -132,8 +151,8 @@ def check_loss_function(loss_fn: Any, net: nn.Module, world: World) -> None:
     """
     if not callable(loss_fn):
         raise ConfigError(
-            f"loss_fn= must be a function, not a {type(loss_fn).__name__}: the order is "
-            f"train_step(inputs, targets, loss_fn)"
+            f"{argument('loss_fn')} must be a function, not a {type(loss_fn).__name__}: the order "
+            "is train_step(inputs, targets, loss_fn)"
         )
     if world.replicas > 1 and (trained := trained_by_loss(loss_fn, net)):
         raise ConfigError(
@@ -199,8 +218,9 @@ def no_attribute(net: nn.Module | None, name: str) -> NoReturn:
     text = f"'HybridModel' object has no attribute {name!r}"
     if name in _MOVES:
         text += (
-            ": its layers are on their stages' devices, World.from_env(devices=...). Convert the "
-            "module before you wrap it; the option precision= computes in bf16 or fp16"
+            ": its layers are on their stages' devices, "
+            f"World.from_env(devices=...). Convert the module before you wrap it; "
+            f"the option {argument('precision')} computes in bf16 or fp16"
         )
     elif name == "forward":
         text += ": call model(inputs), or model.train_step(inputs, targets, loss_fn) to train"
@@ -284,8 +304,7 @@ class HybridModel:
             net = with_sync_batch_norm(net, world)
         remove_aliases(net)
         planner = Planner(net, options, example_inputs, world.stage_owners)
-        plan = world.broadcast(world.on_main(planner.plan))
-        assert plan is not None
+        plan = world.from_main(planner.plan)
         planned = planner.layers_of(plan)
         if world.processes_per_replica > 1 and example_inputs is not None:
             # later no process has the whole model
@@ -363,20 +382,12 @@ class HybridModel:
         self._seen_losses = SeenLosses()  # by the proof of the first step
         self._read_losses = SeenLosses()  # by the last stage's look at its graph
         self._join_proof = JoinProof()
-        if options.sync_batch_norm and len(world.owned_replicas) > 1:
-            raise ConfigError(
-                f"sync_batch_norm=true normalises over the replicas, and this process runs "
-                f"{len(world.owned_replicas)} of {world.logical_replicas} one after another: start "
-                f"a process for each replica, or set sync_batch_norm=false"
-            )
-        if options.find_unused_parameters and len(world.owned_replicas) > 1:
-            raise ConfigError(
-                f"find_unused_parameters=true looks at the last backward of a process alone, which "
-                f"is of one of its {len(world.owned_replicas)} replicas: start a process for each "
-                f"replica, or set find_unused_parameters=false"
-            )
+        self._scales: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        if len(world.owned_replicas) > 1:
+            check_several_replicas(options, world)
         if options.shard != "none" and world.replicas == 1:
-            log.info("shard=%s has no effect: there is one replica", options.shard)
+            shard = setting("shard", options.shard)
+            log.info("%s has no effect: there is one replica", shard)
         self.pipeline = Pipeline(net, plan, planned, world, options)
         cut_model = CutModel(net, plan, planned, options, world)
         self._self_check = SelfCheck(cut_model, self.pipeline.variants_of)
@@ -475,9 +486,10 @@ class HybridModel:
             value = loss(output, target_parts[microbatch]) if factor else zero_of(output)
             root = value if scale_loss is None else scale_loss(value)
             value = value.detach()
-            # scale - 0 x value: NaN if the value is not finite, also where the derivative would be
+            # scale + 0 x value: NaN if the value is not finite, also where the derivative would be
             # finite. Then all replicas see it in the averaged gradients, and skip the step together
-            gradient = torch.rsub(value, batch_weight.grad_scales[microbatch], alpha=0)
+            scale = self._scale_like(value, batch_weight.grad_scales[microbatch])
+            gradient = torch.add(scale, value, alpha=0)
             return HeadOutput(value, root, gradient)
 
         schedule = self.schedule(len(sizes))
@@ -510,6 +522,15 @@ class HybridModel:
             weight = 1.0
         batches, chunks = [(inputs, targets)], self.options.chunks
         return StepWeights(loss, batches, chunks, self.world, total=total, weight=weight)[0]
+
+    def _scale_like(self, value: Tensor, scale: float) -> Tensor:
+        """Returns `scale` as a 0-dim tensor with the dtype and the device of `value`."""
+        key = scale, value.dtype, value.device
+        if key not in self._scales:
+            if len(self._scales) > 64:  # batches of ever new counts
+                self._scales.clear()
+            self._scales[key] = torch.full_like(value, scale)
+        return self._scales[key]
 
     def _proof(
         self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int], is_whole: bool
@@ -917,7 +938,8 @@ class HybridModel:
         if self._sequence_first is not None and len(cut.sizes) > 1:
             raise BatchError(
                 f"the first layer, {self._sequence_first!r}, takes the samples in dim 1, and "
-                f"micro-batches are cut along dim 0: make it with batch_first=True, or set chunks=1"
+                "micro-batches are cut along dim 0: make it with batch_first=True, or set "
+                f"{setting('chunks', 1)}"
             )
         return cut
 
@@ -930,7 +952,8 @@ class HybridModel:
         chunks = self.options.chunks
         if self.options.sync_batch_norm and self.world.replicas > 1 and microbatches < chunks:
             raise BatchError(
-                f"this batch has {microbatches} samples for chunks={chunks}, and with "
-                f"sync_batch_norm=true all replicas must have equally many micro-batches: lower "
-                f"chunks=, or set drop_last=true so that there is no short last batch"
+                f"this batch has {microbatches} samples for {setting('chunks', chunks)}, and with "
+                f"{setting('sync_batch_norm', True)} all replicas must have equally many "
+                f"micro-batches: lower {argument('chunks')}, or set {setting('drop_last', True)} "
+                "so that there is no short last batch"
             )

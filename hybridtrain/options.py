@@ -15,7 +15,14 @@ from dataclasses import dataclass, fields, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from hybridtrain.errors import ConfigError, SplitError, check_choice, did_you_mean
+from hybridtrain.errors import (
+    ConfigError,
+    SplitError,
+    argument,
+    check_choice,
+    did_you_mean,
+    setting,
+)
 from hybridtrain.schedule import Placement, registered, schedule_names
 
 SplitSpec = str | Sequence[int] | Sequence[str] | Sequence[Sequence[str]]
@@ -86,9 +93,9 @@ class PipelineOptions:
     marked by `partition` and `set_partition`; the path of a plan (`.yaml`); or a list of layer
     counts, cut points, layer names or name patterns."""
     recompute: RecomputeSpec = "never"
-    """The activations to recompute in the backward pass instead of storing them: `never`; those
-    of whole stages for all micro-batches `except_last` or `always`; `{every: k}` for every kth
-    layer; or a list of layer names."""
+    """Activations to recompute in the backward pass instead of storing them: none with `never`;
+    whole stages with `always`, or for all micro-batches but the last with `except_last`;
+    every kth layer with `{every: k}`; or a list of layer names."""
     stages_per_device: int = 1
     """Stages that each device runs; more than one interleaves 1F1B; `zb-v` needs 2, `zb-h1` 1."""
     max_inflight: int | None = None
@@ -141,18 +148,22 @@ class PipelineOptions:
         for name in ("chunks", "stages_per_device", "max_inflight"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+                raise ConfigError(
+                    f"{setting(name, value, repr)} must be a whole number of at least 1"
+                )
         if not 0 <= self.memory_weight <= 1:
             raise SplitError(
-                f"memory_weight={self.memory_weight} must lie between 0 (time alone) and 1 (memory "
-                f"alone)"
+                f"{setting('memory_weight', self.memory_weight)} must lie between 0 (time alone) "
+                "and 1 (memory alone)"
             )
         if self.memory_limit_gib is not None and not self.memory_limit_gib > 0:
-            raise ConfigError(f"memory_limit_gib={self.memory_limit_gib} must be positive")
+            raise ConfigError(
+                f"{setting('memory_limit_gib', self.memory_limit_gib)} must be positive"
+            )
         if (self.default_partition or 0) < 0:
-            raise ConfigError("default_partition= must be the index of a stage")
+            raise ConfigError(f"{argument('default_partition')} must be the index of a stage")
         if not -(2**63) <= self.seed < 2**63:
-            raise ConfigError(f"seed={self.seed} must fit in 64 bits")
+            raise ConfigError(f"{setting('seed', self.seed)} must fit in 64 bits")
         _check_split(self.split)
         _check_recompute(self.recompute)
 
@@ -208,7 +219,9 @@ def names_checked(init: Init) -> Init:
 def check_batch_size(batch_size: Any) -> None:
     """Raises a ConfigError, if it is not a number of samples."""
     if type(batch_size) is not int or batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size} must be a positive number of samples")
+        raise ConfigError(
+            f"{setting('batch_size', batch_size)} must be a positive number of samples"
+        )
 
 
 @dataclass(frozen=True)
@@ -236,16 +249,22 @@ class LoaderOptions:
 
     def __post_init__(self) -> None:
         if type(self.workers) is not int or self.workers < 0:
-            raise ConfigError(f"workers={self.workers} must be a number of processes, 0 or more")
+            raise ConfigError(
+                f"{setting('workers', self.workers)} must be a number of processes, 0 or more"
+            )
         if self.first_batches is not None and (
             type(self.first_batches) is not int or self.first_batches < 1
         ):
-            raise ConfigError(f"first_batches={self.first_batches} must be a number, 1 or more")
+            raise ConfigError(
+                f"{setting('first_batches', self.first_batches)} must be a number, 1 or more"
+            )
         for name in ("drop_last", "divided"):
             if type(getattr(self, name)) is not bool:
-                raise ConfigError(f"{name}={getattr(self, name)} must be true or false")
+                raise ConfigError(f"{setting(name, getattr(self, name))} must be true or false")
         if type(self.timeout_s) not in (int, float) or self.timeout_s <= 0:
-            raise ConfigError(f"timeout_s={self.timeout_s} must be a positive number of seconds")
+            raise ConfigError(
+                f"{setting('timeout_s', self.timeout_s)} must be a positive number of seconds"
+            )
 
 
 def _check_split(split: Any) -> None:
@@ -255,8 +274,8 @@ def _check_split(split: Any) -> None:
 
     if not isinstance(split, str) and not (isinstance(split, Sequence) and all(map(fits, split))):
         raise SplitError(
-            f"split={split!r}: use a name, the path of a plan, or a list of layer counts, cut "
-            f"points, layer names or name patterns"
+            f"{setting('split', split, repr)}: use a name, the path of a plan, or a list of layer "
+            "counts, cut points, layer names or name patterns"
         )
 
 
@@ -264,15 +283,19 @@ def _check_recompute(spec: Any) -> None:
     if isinstance(spec, str):
         if spec not in RECOMPUTE_MODES:
             raise ConfigError(
-                f"recompute={spec} is unknown: use {', '.join(RECOMPUTE_MODES)}, {{every: k}} or "
-                f"a list of layer names"
+                f"{setting('recompute', spec)} is unknown: use {', '.join(RECOMPUTE_MODES)}, "
+                "{every: k} or a list of layer names"
             )
     elif isinstance(spec, Mapping):
         every = spec.get("every")
         if set(spec) != {"every"} or type(every) is not int or every < 1:
-            raise ConfigError(f"recompute={dict(spec)}: use {{every: k}} with k of 1 or more")
+            raise ConfigError(
+                f"{setting('recompute', dict(spec))}: use {{every: k}} with k of 1 or more"
+            )
     elif not isinstance(spec, Sequence):
-        raise ConfigError(f"recompute={spec!r}: use a mode, {{every: k}} or a list of layer names")
+        raise ConfigError(
+            f"{setting('recompute', spec, repr)}: use a mode, {{every: k}} or a list of layer names"
+        )
 
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -347,21 +370,21 @@ class TrainerOptions:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
             raise ConfigError(
-                f"give exactly one of steps= and epochs=, not steps={self.steps} and "
-                f"epochs={self.epochs}"
+                f"give exactly one of {argument('steps')} and {argument('epochs')}, not "
+                f"{setting('steps', self.steps)} and {setting('epochs', self.epochs)}"
             )
         for name in _WHOLE:
             value = getattr(self, name)
             if value is None and name not in ("accumulate", "log_every"):
                 continue
             if type(value) is not int or value < 1:
-                raise ConfigError(f"{name}={value} must be a whole number of at least 1")
+                raise ConfigError(f"{setting(name, value)} must be a whole number of at least 1")
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{name}={value} must be positive")
+                raise ConfigError(f"{setting(name, value)} must be positive")
         if type(self.eval_first) is not bool:
-            raise ConfigError(f"eval_first={self.eval_first} must be true or false")
+            raise ConfigError(f"{setting('eval_first', self.eval_first)} must be true or false")
         if self.best_mode is not None:
             check_choice("best_mode", self.best_mode, ("min", "max"))
         seconds(self.max_time)
@@ -381,8 +404,8 @@ class TrainerOptions:
             return self.steps
         if batches_per_epoch is None:
             raise ConfigError(
-                f"epochs={self.epochs} needs the length of the training data, which has none "
-                f"(`__len__`): set steps= in place of epochs="
+                f"{setting('epochs', self.epochs)} needs the length of the training data, which "
+                f"has none (`__len__`): set {argument('steps')} in place of {argument('epochs')}"
             )
         return (self.epochs or 0) * -(-batches_per_epoch // self.accumulate)
 
@@ -414,7 +437,7 @@ def seconds(max_time: Any) -> float | None:
         total = 0.0
     if not 0 < total < math.inf:
         raise ConfigError(
-            f"max_time={max_time} must be a positive number of seconds, or a time such as "
-            f'"01:30:00" (hours:minutes:seconds), "1-12:00:00" (days-...), "90m" or "1.5h"'
+            f"{setting('max_time', max_time)} must be a positive number of seconds, or a time such "
+            f'as "01:30:00" (hours:minutes:seconds), "1-12:00:00" (days-...), "90m" or "1.5h"'
         )
     return total

@@ -44,7 +44,7 @@ from hybridtrain._base.devices import (
 from hybridtrain._base.problem import Problem, first_problem
 from hybridtrain._base.summation_tree import owned_by
 from hybridtrain._base.torch_private import get_default_store
-from hybridtrain.errors import WorldError
+from hybridtrain.errors import WorldError, setting
 from hybridtrain.launch import (
     Launch,
     Phase,
@@ -158,8 +158,8 @@ class World:
             raise WorldError(launch.problem)
         if nb_part is None:
             nb_part = launch.nb_part
-        per_replica, own = _shape(launch, nb_part, devices, engine, inner)
-        chosen = choose_backend(backend, own)
+        per_replica, own_devices = _shape(launch, nb_part, devices, engine, inner)
+        chosen = choose_backend(backend, own_devices)
         check_logical_replicas(replicas, launch.size // per_replica)
         end_with_parent()
         world = cls(
@@ -167,7 +167,7 @@ class World:
             rank=launch.rank,
             size=launch.size,
             local_rank=launch.local_rank,
-            devices=own,
+            devices=own_devices,
             backend=chosen,
             timeout_s=timeout_s,
             stall_s=stall_s,
@@ -175,7 +175,9 @@ class World:
             processes_per_replica=per_replica,
             inner=inner,
             fixed_replicas=replicas,
-            _object_group=_join(launch, chosen, own, timeout_s) if launch.size > 1 else None,
+            _object_group=_join(launch, chosen, own_devices, timeout_s)
+            if launch.size > 1
+            else None,
         )
         return world._with_pipeline_groups()._watched()
 
@@ -192,11 +194,13 @@ class World:
         Raises:
             WorldError: the devices or the number of processes do not fit.
         """
-        per_replica, own = _shape(detect(os.environ), nb_part, devices, self.engine, self.inner)
+        per_replica, own_devices = _shape(
+            detect(os.environ), nb_part, devices, self.engine, self.inner
+        )
         check_logical_replicas(self.fixed_replicas, self.size // per_replica)
-        if own[0].type == "cuda":
-            torch.cuda.set_device(own[0])
-        divided = replace(self, devices=own, processes_per_replica=per_replica)
+        if own_devices[0].type == "cuda":
+            torch.cuda.set_device(own_devices[0])
+        divided = replace(self, devices=own_devices, processes_per_replica=per_replica)
         return divided._with_pipeline_groups()
 
     def _with_pipeline_groups(self) -> World:
@@ -363,9 +367,16 @@ class World:
         Raises:
             Exception: rank 0's error, on every rank, so that none waits for ever; see `on_all`.
         """
-        if self.size == 1:
-            return action()
-        return self._all_or_none(lambda: action() if self.is_main else None, self.broadcast)
+        runs_here = self.is_main or self.size == 1
+        return self._all_or_none(lambda: action() if runs_here else None, self.broadcast)
+
+    def from_main(self, action: Callable[[], T]) -> T:
+        """Runs `action` on rank 0, and returns its result, any picklable object, on every rank.
+
+        Raises:
+            Exception: rank 0's error, on every rank, so that none waits for ever; see `on_all`.
+        """
+        return cast(T, self.broadcast(self.on_main(action)))
 
     def on_all(self, action: Callable[[], T]) -> T:
         """Runs `action` on every rank and returns its result there; a collective call.
@@ -386,8 +397,6 @@ class World:
             action: of this process.
             agree: takes this process's problem, and returns the one that all of them raise.
         """
-        if self.size == 1:
-            return action()
         failure: Exception | None = None
         try:
             result = action()
@@ -510,11 +519,11 @@ def check_logical_replicas(replicas: int | None, copies: int) -> None:
     if replicas is None:
         return
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
-        raise WorldError(f"replicas={replicas} must be a positive number, or None")
+        raise WorldError(f"{setting('replicas', replicas)} must be a positive number")
     if copies > replicas:
         raise WorldError(
-            f"replicas={replicas} is less than the {copies} copies of the model that are started: "
-            f"start at most {replicas} times the processes of a pipeline, or raise replicas="
+            f"{setting('replicas', replicas)} is less than the {copies} copies of the model that "
+            f"are started: start at most {replicas} times the processes of a pipeline, or raise it"
         )
 
 
@@ -525,12 +534,12 @@ def _shape(
     check_nb_part(nb_part)
     per_replica, size = nb_part if engine == "distributed" else 1, launch.size
     if inner not in ("pp", "dp"):
-        raise WorldError(f"inner={inner} is unknown; it is pp or dp")
+        raise WorldError(f"{setting('inner', inner)} is unknown; it is pp or dp")
     if size % per_replica:
         raise WorldError(
             f"{size} process{'es' * (size > 1)} cannot be shared by pipelines of "
-            f"nb_part={per_replica} processes: start a multiple of {per_replica}, or set "
-            f"engine=local"
+            f"{setting('nb_part', per_replica)} processes: start a multiple of {per_replica}, or "
+            f"set {setting('engine', 'local')}"
         )
     gpus = torch.cuda.device_count()
     return per_replica, choose_devices(nb_part // per_replica, devices, launch, gpus)

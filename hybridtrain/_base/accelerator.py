@@ -165,7 +165,10 @@ ACCELERATORS: list[Accelerator] = [Cuda()]
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
     """Returns the accelerator of `device`; None for the CPU."""
-    return next((accelerator for accelerator in ACCELERATORS if accelerator.has(device)), None)
+    for accelerator in ACCELERATORS:
+        if accelerator.has(device):
+            return accelerator
+    return None
 
 
 def put(tensor: Tensor, device: torch.device) -> Tensor:

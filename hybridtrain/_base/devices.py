@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hybridtrain.errors import WorldError
+from hybridtrain.errors import WorldError, argument, setting
 
 if TYPE_CHECKING:
     from hybridtrain.launch import Launch
@@ -20,7 +20,7 @@ DeviceSpec = None | str | Sequence[str | int]
 def check_nb_part(nb_part: int) -> None:
     """Raises a WorldError if `nb_part` is not a number of devices."""
     if isinstance(nb_part, bool) or not isinstance(nb_part, int) or nb_part < 1:
-        raise WorldError(f"nb_part={nb_part} must be a positive number of devices")
+        raise WorldError(f"{setting('nb_part', nb_part)} must be a positive number of devices")
 
 
 def choose_devices(
@@ -55,8 +55,9 @@ def choose_devices(
         if gpus < needed_gpus:
             raise WorldError(
                 f"{launch.local_size} process{'es' * (launch.local_size != 1)} on this node x "
-                f"nb_part={nb_part} need {needed_gpus} GPUs, and there are {gpus}: start fewer "
-                f"processes, lower nb_part=, or set devices=cpu"
+                f"{setting('nb_part', nb_part)} need {needed_gpus} GPUs, and there are {gpus}: "
+                f"start fewer processes, lower {argument('nb_part')}, or set "
+                f"{setting('devices', 'cpu')}"
             )
         return tuple(torch.device("cuda", first + part) for part in range(nb_part))
     chosen = [_device(item, gpus) for item in devices]
@@ -64,11 +65,14 @@ def choose_devices(
         chosen = chosen[first : first + nb_part]
     if len(chosen) != nb_part:
         raise WorldError(
-            f"devices={list(devices)} names {len(chosen)} devices; give nb_part={nb_part}, or "
-            f"{needed_gpus} for the {launch.local_size} processes on this node"
+            f"{setting('devices', list(devices))} names {len(chosen)} devices; give "
+            f"{setting('nb_part', nb_part)}, or {needed_gpus} for the {launch.local_size} "
+            "processes on this node"
         )
     if len({device.type for device in chosen}) > 1:
-        raise WorldError(f"devices={list(devices)} mixes kinds of devices; use one kind")
+        raise WorldError(
+            f"{setting('devices', list(devices))} mixes kinds of devices; use one kind"
+        )
     return tuple(chosen)
 
 
@@ -79,7 +83,7 @@ def _not_seen(variable: str) -> str:
         reason = f"see what nvidia-smi says on {socket.gethostname()}"
     return (
         f"{variable} gives this process GPUs, and PyTorch {torch.__version__} sees none "
-        f"({reason}); to train on the CPU, set devices=cpu"
+        f"({reason}); to train on the CPU, set {setting('devices', 'cpu')}"
     )
 
 
@@ -87,13 +91,19 @@ def _device(item: str | int, gpus: int) -> torch.device:
     try:
         device = torch.device("cuda", item) if isinstance(item, int) else torch.device(item)
     except RuntimeError:
-        raise WorldError(f"devices={item!r} is not a device; examples: cpu, cuda:0") from None
+        raise WorldError(
+            f"{setting('devices', item, repr)} is not a device; examples: cpu, cuda:0"
+        ) from None
     if device.type not in ("cpu", "cuda"):
-        raise WorldError(f"devices={item!r} is not supported; use cpu or cuda devices")
+        raise WorldError(
+            f"{setting('devices', item, repr)} is not supported; use cpu or cuda devices"
+        )
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         if device.index >= gpus:
-            raise WorldError(f"devices={device} is not there: this machine has {gpus} GPUs")
+            raise WorldError(
+                f"{setting('devices', device)} is not there: this machine has {gpus} GPUs"
+            )
     return device
 
 
@@ -124,8 +134,8 @@ def check_not_shared(gpus: Sequence[Sequence[str]]) -> None:
             if rank_of.setdefault(gpu, rank) != rank:
                 raise WorldError(
                     f"ranks {rank_of[gpu]} and {rank} have the same GPU ({gpu}), and NCCL cannot "
-                    f"connect them: give each process its own GPU (devices=, start fewer "
-                    f"processes), or set backend=gloo"
+                    f"connect them: give each process its own GPU ({argument('devices')}, start "
+                    f"fewer processes), or set {setting('backend', 'gloo')}"
                 )
 
 
@@ -144,8 +154,11 @@ def choose_backend(backend: str | None, devices: Sequence[torch.device]) -> str:
     available = [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()]
     if chosen not in available:
         raise WorldError(
-            f"backend={chosen} is not available; this build of PyTorch has: {', '.join(available)}"
+            f"{setting('backend', chosen)} is not available; this build of PyTorch has: "
+            f"{', '.join(available)}"
         )
     if chosen == "nccl" and not on_gpu:
-        raise WorldError("backend=nccl needs GPUs, and the stages are on the CPU: use gloo")
+        raise WorldError(
+            f"{setting('backend', 'nccl')} needs GPUs, and the stages are on the CPU: use gloo"
+        )
     return chosen

@@ -56,19 +56,19 @@ class Hardware:
     node_bytes_per_s: float = 1e10
     """Bytes from one device of a node to another, in one direction."""
     node_latency_s: float = 5e-6
-    """Seconds of a message inside a node beside its bytes."""
+    """Latency in seconds of a message inside a node."""
     network_bytes_per_s: float = 1e10
     """Bytes that leave a node, over all of its network cards."""
     network_latency_s: float = 1e-5
-    """Seconds of a message between nodes beside its bytes."""
+    """Latency in seconds of a message between nodes."""
     network_cards: int = 1
     """Cards that share `network_bytes_per_s`; one message goes over one of them."""
     operator_s: float = 6e-6
-    """The host's time to call an operator of PyTorch."""
+    """Host time in seconds to call a PyTorch operator."""
     action_s: float = 1e-4
-    """The host's time for an action of the schedule, beside its operators."""
+    """Host time in seconds of an action of the schedule, without its operators."""
     message_s: float = 1e-4
-    """The host's time to send or to receive a message of another process."""
+    """Host time in seconds to send a message to another process or to receive one."""
 
     def __post_init__(self) -> None:
         check_choice("hardware.device", self.device, ("cuda", "cpu"))

@@ -7,10 +7,12 @@ The ranks gather each other's `RankFacts` once, at the start, and every rank the
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
+
+from hybridtrain.errors import ConfigError, argument
 
 # Longer lists of hosts end in dots.
 _MOST_HOSTS = 4
@@ -32,6 +34,24 @@ class RankFacts:
 def facts_here(facts: Mapping[str, Any]) -> RankFacts:
     """Returns the facts of this process."""
     return RankFacts(facts, socket.gethostname())
+
+
+def check_same_settings(
+    gather: Callable[[RankFacts], Sequence[RankFacts]], owner: str, settings: Mapping[str, Any]
+) -> None:
+    """Checks that all ranks give an object the same settings; a collective call.
+
+    Args:
+        gather: returns the facts of all ranks (`World.gather`).
+        owner: the name of the object's class, for messages.
+        settings: its arguments, by name; `None` is a value.
+
+    Raises:
+        ConfigError: one differs; the message has its values with their ranks and hosts.
+    """
+    texts = {name: repr(value) for name, value in settings.items()}
+    for name, values in differences(gather(facts_here(texts))):
+        raise ConfigError(f"{argument(name)} of {owner} differs between the ranks: {values}")
 
 
 def differences(facts_by_rank: Sequence[RankFacts]) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,6 @@ a device that does not report its memory in use, the tensors of a stage are coun
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -85,23 +84,22 @@ def storage_id(tensor: Tensor) -> int:
 
 def components(tensor: Tensor) -> list[Tensor]:
     """Returns the tensors that a sparse tensor consists of; none for other layouts."""
-    names = _COMPONENTS[tensor.layout]
+    names = _COMPONENTS.get(tensor.layout, ())
+    if not names:
+        return []
     with torch.no_grad():
         return [getattr(tensor.detach(), name)() for name in names]
 
 
 _COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")
 _COMPRESSED_COLUMNS = ("ccol_indices", "row_indices", "values")
-_COMPONENTS = defaultdict(
-    tuple,
-    {
-        torch.sparse_coo: ("_indices", "_values"),
-        torch.sparse_csr: _COMPRESSED_ROWS,
-        torch.sparse_bsr: _COMPRESSED_ROWS,
-        torch.sparse_csc: _COMPRESSED_COLUMNS,
-        torch.sparse_bsc: _COMPRESSED_COLUMNS,
-    },
-)
+_COMPONENTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _COMPRESSED_ROWS,
+    torch.sparse_bsr: _COMPRESSED_ROWS,
+    torch.sparse_csc: _COMPRESSED_COLUMNS,
+    torch.sparse_bsc: _COMPRESSED_COLUMNS,
+}
 
 
 def byte_size(tensor: Tensor) -> int:
@@ -144,8 +142,13 @@ def have_same_values(first: Tensor, second: Tensor) -> bool:
 
 def resident_bytes(module: nn.Module) -> int:
     """Returns the bytes of the parameters, gradients and buffers of `module`."""
-    total = sum(map(byte_size, [*module.parameters(), *module.buffers()]))
-    return total + sum(byte_size(p) for p in module.parameters() if p.requires_grad)
+    # one walk over the modules, since it takes longer than the sums
+    modules = list(module.modules())
+    parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+    buffers = [b for m in modules for b in m._buffers.values() if b is not None]
+    sizes = {id(b): byte_size(b) for b in buffers}
+    sizes |= {id(p): byte_size(p) * (1 + p.requires_grad) for p in parameters}
+    return sum(sizes.values())
 
 
 def optimizer_bytes(module: nn.Module, optimizer: torch.optim.Optimizer) -> int:

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # The exception that ends the recomputation of torch.utils.checkpoint early.
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
-from hybridtrain.errors import UserError
+from hybridtrain.errors import UserError, setting
 
 __all__ = [
     "GRAD_MODE_SETTER",
@@ -93,18 +93,27 @@ __all__ = [
 
 # --- profiling
 
+
+def import_compiler() -> None:
+    """Imports `torch._dynamo`, as the first optimizer of a process does in any case."""
+    import torch._dynamo  # noqa: F401
+
+
 _NOT_PROFILED = nullcontext()
 
 
-def profiled(name: object) -> AbstractContextManager[object]:
-    """Returns a context that appears as `name` in the trace of a running profiler.
+def is_profiled() -> bool:
+    """Returns whether a profiler is running.
 
     Reads `torch.autograd.profiler._is_profiler_enabled`, as PyTorch's optimizers do, because
     entering a `record_function` takes microseconds even without a profiler.
     """
-    if profiler._is_profiler_enabled:
-        return profiler.record_function(str(name))
-    return _NOT_PROFILED
+    return profiler._is_profiler_enabled
+
+
+def profiled(name: object) -> AbstractContextManager[object]:
+    """Returns a context that appears as `name` in the trace of a running profiler."""
+    return profiler.record_function(str(name)) if is_profiled() else _NOT_PROFILED
 
 
 def all_threads_profiled() -> Any:
@@ -487,7 +496,7 @@ def _context() -> InterceptedDraws:
     raise UserError(
         "a layer draws random numbers in a thread that it has started, while other stages run in "
         "this process too, so that nobody knows whose they are: draw them in the layer's forward, "
-        "or set engine=distributed"
+        f"or set {setting('engine', 'distributed')}"
     )
 
 

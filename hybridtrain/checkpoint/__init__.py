@@ -22,7 +22,7 @@ init_from          weights from elsewhere
 
 from hybridtrain.checkpoint.broadcast import broadcast_tree
 from hybridtrain.checkpoint.init_from import InitReport, find_weights, init_from, parse_init_from
-from hybridtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
+from hybridtrain.checkpoint.manifest import read_manifest, verify
 from hybridtrain.checkpoint.run import find_checkpoint, replay, restore_run, resume_run, save_run
 from hybridtrain.checkpoint.saving import check_directory, finishing_saves, save_checkpoint
 from hybridtrain.checkpoint.state import (
@@ -34,13 +34,13 @@ from hybridtrain.checkpoint.state import (
     restore_checkpoint,
     with_average,
 )
-from hybridtrain.checkpoint.store import CheckpointStore, step_of
+from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError, step_of
 from hybridtrain.checkpoint.tensor_files import without_aliases, write_weights
 
 __all__ = [
-    "MANIFEST",
     "CheckpointStore",
     "InitReport",
+    "NoSpaceError",
     "broadcast_tree",
     "check_directory",
     "check_fits",

@@ -94,16 +94,15 @@ def init_from(
     """
 
     world = model.world
-    folder = world.broadcast(world.on_main(lambda: _locate(find_weights(source), best)))
-    assert folder is not None
+    folder = world.from_main(lambda: _locate(find_weights(source), best))
     reader = CheckpointReader(world, _files_of(folder))
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any], InitReport]:
         weights, extra = _read(folder)
         # the parameters themselves: a tied one is known by being the same under all its names
-        own = model.net.state_dict(keep_vars=True)
+        state = model.net.state_dict(keep_vars=True)
         base = getattr(model.net, "base_model_prefix", "")  # of transformers
-        chosen, report = _match(own, weights, str(source), base)
+        chosen, report = _match(state, weights, str(source), base)
         problems = report.problems()
         if not report.loaded:
             raise CheckpointError(
@@ -255,10 +254,10 @@ def _locate(source: Path, best: bool) -> Path:
     )
     if len(files) == 1:
         return files[0]
-    found = ", ".join(file.name for file in files) or "none"
+    names = ", ".join(file.name for file in files) or "none"
     raise CheckpointError(
         f"init_from={source} is not a checkpoint, a run or a folder of the Hub; name one file of "
-        f"weights (found there: {found})"
+        f"weights (found there: {names})"
     )
 
 

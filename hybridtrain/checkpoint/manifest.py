@@ -66,16 +66,16 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
     for name, expected in _part_of(manifest["files"], part, parts).items():
         file = path / name
         try:
-            found = _fingerprint(file)
+            actual = _fingerprint(file)
         except FileNotFoundError:
             raise CheckpointError(f"{file} is missing") from None
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
         size, crc32 = expected["size"], expected["crc32"]
-        if found["size"] != size:
-            raise CheckpointError(f"{file} has {found['size']:,} bytes; {size:,} were saved")
-        if found["crc32"] != crc32:
-            altered = f"its crc32 is {found['crc32']}, not {crc32}"
+        if actual["size"] != size:
+            raise CheckpointError(f"{file} has {actual['size']:,} bytes; {size:,} were saved")
+        if actual["crc32"] != crc32:
+            altered = f"its crc32 is {actual['crc32']}, not {crc32}"
             raise CheckpointError(f"{file} was altered after it was saved: {altered}")
     return manifest
 

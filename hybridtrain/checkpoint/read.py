@@ -48,8 +48,8 @@ class CheckpointReader:
         if not self.shared:
             return self.world.on_main(action)
         # rank 0 first: what is wrong with the files is said once
-        own = self.world.on_main(action)
-        return self.world.on_all(lambda: action() if own is None else own)
+        opened = self.world.on_main(action)
+        return self.world.on_all(lambda: action() if opened is None else opened)
 
     def tree(
         self, tree: Any, move: Callable[[KeyPath, Tensor], Tensor] = lambda _, value: value

@@ -157,14 +157,12 @@ def find_checkpoint(path: str | Path, world: World, missing_ok: bool = False) ->
         CheckpointError: there is none, unless that is `missing_ok`.
     """
     path = Path(path)
-    found = world.broadcast(
-        world.on_main(
-            lambda: path if (path / MANIFEST).exists() else CheckpointStore(path).newest()
-        )
+    checkpoint = world.from_main(
+        lambda: path if (path / MANIFEST).exists() else CheckpointStore(path).newest()
     )
-    if found is None and not missing_ok:
+    if checkpoint is None and not missing_ok:
         raise CheckpointError(f"{path} has no checkpoint")
-    return found
+    return checkpoint
 
 
 def replay(lr_schedule: LRScheduler, steps: int) -> None:

@@ -107,7 +107,7 @@ def save_checkpoint(
     if table is not None:
         table.serve()  # nothing on rank 0, which asks in `by_rank_0` and then ends it
     # the others wait in a group where a long wait is allowed
-    return world.broadcast(world.on_main(by_rank_0))
+    return world.from_main(by_rank_0)
 
 
 def check_directory(store: CheckpointStore | None, world: World) -> None:

@@ -44,8 +44,7 @@ def hosts_without(root: Path, world: World) -> list[str]:
             raise CheckpointError(f"cannot write to {root}: {error}") from error
         return token.name
 
-    name = world.broadcast(world.on_main(make))
-    assert name is not None
+    name = world.from_main(make)
     deadline = time.monotonic() + _APPEARS_S
     # False, not an error, where a process may not look
     while not (seen := os.path.exists(root / name)) and time.monotonic() < deadline:
@@ -64,8 +63,8 @@ def same_files(world: World, paths: Sequence[Path]) -> bool:
     if world.size == 1:
         return True
     expected = world.broadcast([(path, fingerprint(path)) for path in paths])
-    own = all(found is not None and fingerprint(path) == found for path, found in expected)
-    return all(world.gather(own))
+    all_match = all(found is not None and fingerprint(path) == found for path, found in expected)
+    return all(world.gather(all_match))
 
 
 def fingerprint(path: Path) -> tuple[int, int] | None:

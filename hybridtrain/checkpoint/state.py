@@ -46,7 +46,7 @@ from hybridtrain.checkpoint.tensor_files import (
     share_writers,
     without_aliases,
 )
-from hybridtrain.errors import CheckpointError
+from hybridtrain.errors import CheckpointError, phrase, setting
 from hybridtrain.model import HybridModel
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def check_fits(path: Path, weights: Mapping[str, Any], own: Mapping[str, Any]) -
         shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" * (len(problems) > 3))
         raise CheckpointError(
             f"the checkpoint {path} is of another model: {shown}. Train the model it was made "
-            f"with, or start a new run"
+            f"with, or {phrase('start a new run')}"
         )
 
 
@@ -366,6 +366,7 @@ def check_progress(saved: Mapping[str, Any], total_steps: int) -> None:
         )
     if saved["step"] > total_steps:
         raise CheckpointError(
-            f"the checkpoint is of step {saved['step']}, and this run has steps={total_steps}: "
-            f"give it at least as many steps, or resume an earlier checkpoint"
+            f"the checkpoint is of step {saved['step']}, and this run has "
+            f"{setting('steps', total_steps)}: give it at least as many steps, or resume an "
+            "earlier checkpoint"
         )

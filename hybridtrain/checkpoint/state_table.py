@@ -33,7 +33,7 @@ from torch.utils._pytree import KeyPath, MappingKey, tree_map_only
 from hybridtrain.checkpoint.json_tree import pack
 from hybridtrain.checkpoint.read import CheckpointReader
 from hybridtrain.checkpoint.tensor_files import TensorInfo, check_storable, without_aliases
-from hybridtrain.errors import CheckpointError
+from hybridtrain.errors import CheckpointError, phrase
 from hybridtrain.model import HybridModel
 from hybridtrain.step import ShardedOptimizer, keys_of_state
 
@@ -63,16 +63,16 @@ def check_groups(
         CheckpointError: it has others.
     """
     groups = optimizer_by_name(model, optimizer)["param_groups"]
-    own = [sorted(group["params"]) for group in groups]
+    groups_here = [sorted(group["params"]) for group in groups]
     elsewhere = {name for name, p in model.net.named_parameters() if p.is_meta}
     saved = [
         sorted(name for name in group["params"] if name not in elsewhere)
         for group in state["param_groups"]
     ]
-    if saved != own:
+    if saved != groups_here:
         raise CheckpointError(
             f"the optimizer in {path} has other groups of parameters than optimizer=: make it with "
-            f"the same groups as before, or start a new run"
+            f"the same groups as before, or {phrase('start a new run')}"
         )
 
 
@@ -86,8 +86,8 @@ def load_optimizer_by_name(
     loaded.
     """
     updated = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
-    own = {id(p) for group in updated.param_groups for p in group["params"]}
-    parameters = {name: p for name, p in model.named_parameters() if id(p) in own}
+    updated_ids = {id(p) for group in updated.param_groups for p in group["params"]}
+    parameters = {name: p for name, p in model.named_parameters() if id(p) in updated_ids}
 
     def to_param_device(path: KeyPath, value: Tensor) -> Tensor:
         name, kind = (key.key for key in path[:2] if isinstance(key, MappingKey))

@@ -50,7 +50,7 @@ from hybridtrain.checkpoint.manifest import (
     write_file,
 )
 from hybridtrain.checkpoint.shared_files import hosts_without
-from hybridtrain.errors import CheckpointError, check_choice
+from hybridtrain.errors import CheckpointError, argument, check_choice, phrase, setting
 from hybridtrain.launch import activity
 from hybridtrain.world import World
 
@@ -95,7 +95,9 @@ class CheckpointStore:
         writers: str = "auto",
     ) -> None:
         if keep is not None and keep < 1:
-            raise CheckpointError(f"keep={keep} must be at least 1, or None to keep all")
+            raise CheckpointError(
+                f"{setting('keep', keep)} must be at least 1, or None to keep all"
+            )
         check_choice("writers", writers, WRITERS)
         self.root = Path(root)
         self.keep = keep
@@ -193,10 +195,10 @@ class CheckpointStore:
             without = ", ".join(hosts_without(self.root, world))
             if without and self.writers == "all":
                 raise CheckpointError(
-                    f"writers=all needs a directory that all processes see, and {self.root} of "
-                    f"rank 0 is not seen by {without}: put it on a file system that all nodes "
-                    f"share (output_dir=), or set writers=rank0, with which rank 0 gathers and "
-                    f"writes everything"
+                    f"{setting('writers', 'all')} needs a directory that all processes see, and "
+                    f"{self.root} of rank 0 is not seen by {without}: put it on a file system "
+                    f"that all nodes share (output_dir=), or set {setting('writers', 'rank0')}, "
+                    "with which rank 0 gathers and writes everything"
                 )
             if without and world.is_main:
                 _log.info(
@@ -308,7 +310,7 @@ class CheckpointStore:
                 names = ", ".join(path.name for _, _, path in found)
                 raise CheckpointError(
                     f"none of the checkpoints in {self.root} is intact ({names}): {reason}. "
-                    f"Restore one from a copy, or start a new run in another directory"
+                    f"Restore one from a copy, or {phrase('start a new run in another directory')}"
                 )
         return None
 
@@ -418,5 +420,5 @@ def _save_error(temporary: Path, step: int, error: OSError, previous_bytes: int)
     return NoSpaceError(
         f"{message}. It needs {max(written, previous_bytes) / 1e6:,.1f} MB or more; the disk has "
         f"{free / 1e6:,.1f} MB free, a quota or a limit on file sizes may allow less. Free "
-        "some space or lower keep=; the older checkpoints are untouched"
+        f"some space or lower {argument('keep')}; the older checkpoints are untouched"
     )

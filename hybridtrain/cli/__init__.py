@@ -1,9 +1,10 @@
 """The command line: configs, runs and commands. Hydra stops here.
 
 command_line dispatches `hybridtrain [command] [overrides...]`
+command_table lists the commands: the function, help, flags and keys of each
 config/      from overrides to a `Config`: schema, composition, what `_target_` may name
 run/         from a `Config` to the objects of a run and its directory
-commands/    the commands, and the table of their names
+commands/    one module per command
 
 overrides -> config -> run -> Trainer -> run directory
 """

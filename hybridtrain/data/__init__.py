@@ -30,6 +30,7 @@ from hybridtrain.data.splits import (
     already_batched,
     below_common_folder,
     digest_of_files,
+    digest_of_texts,
     for_trained_models,
     length_of,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "batches_in",
     "below_common_folder",
     "digest_of_files",
+    "digest_of_texts",
     "example_batch",
     "first_samples",
     "for_trained_models",

@@ -25,7 +25,7 @@ from hybridtrain.data.fetch import check_pair, name_of
 from hybridtrain.data.loader import Batch, Loader, Position, batch_of_shares, has_state
 from hybridtrain.data.same_data import digest_of
 from hybridtrain.data.splits import length_of
-from hybridtrain.errors import CheckpointError, DataError
+from hybridtrain.errors import CheckpointError, DataError, argument, phrase, setting
 from hybridtrain.launch import activity
 from hybridtrain.world import World
 
@@ -87,8 +87,8 @@ class AgreedLoader(Loader):
         if not self.divided and len(set(digests)) > 1:
             raise DataError(
                 f"the {readers} read different samples from {name}, and each is to read all of "
-                f"them: if it divides itself over them, set divided=True; if it shuffles, it must "
-                f"do so with its own generator, from a fixed seed and the epoch"
+                f"them: if it divides itself over them, set {setting('divided', True)}; if it "
+                "shuffles, it must do so with its own generator, from a fixed seed and the epoch"
             )
 
     def _batches_from(self, start: Position) -> Generator[tuple[Batch, Position], None, None]:
@@ -111,8 +111,9 @@ class AgreedLoader(Loader):
                 if at.batch == first:
                     raise DataError(
                         f"{name} gave less than one batch of samples in epoch {at.epoch}, after "
-                        f"{first} batches: see that its __iter__ starts anew, lower batch_size= "
-                        f"({self.batch_size}), or set drop_last=False"
+                        f"{first} batches: see that its __iter__ starts anew, lower "
+                        f"{argument('batch_size')} ({self.batch_size}), or set "
+                        f"{setting('drop_last', False)}"
                     )
                 if self.batches_per_epoch not in (None, at.batch):
                     _log.warning(
@@ -291,8 +292,9 @@ class OwnLoader(AgreedLoader):
     def _local_states(self, states: list[Any]) -> tuple[dict[int, bytes], int]:
         if len(states) != self._world.replicas:
             raise CheckpointError(
-                f"the state of {name_of(self.dataset)} in the checkpoint is that of {len(states)} "
-                f"replicas, not of {self._world.replicas}: go on with as many, or start a new run"
+                f"the state of {name_of(self.dataset)} in the checkpoint is that of "
+                f"{len(states)} replicas, not of {self._world.replicas}: go on with as many, or "
+                f"{phrase('start a new run')}"
             )
         state = states[self._world.replica]
         return {} if state is None else {0: pickle.dumps(state)}, 0

@@ -27,14 +27,16 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from hybridtrain._base import torch_private as private
 from hybridtrain.data.splits import InMemoryDataset, already_batched
-from hybridtrain.errors import DataError
+from hybridtrain.errors import DataError, argument, setting
 from hybridtrain.options import LoaderOptions
 from hybridtrain.pipeline import DrawsOf, seed_of
 from hybridtrain.world import World
 
-_SHARED_MEMORY_IS_FULL = (
-    "shared memory is full: lower workers=, or give the container a larger /dev/shm"
-)
+
+def _shared_memory_is_full() -> str:
+    fewer = f"lower {argument('workers')}"
+    return f"shared memory is full: {fewer}, or give the container a larger /dev/shm"
+
 
 _LIBRARIES = {Path(torch.__file__).parent, Path(__file__).parents[1]}
 
@@ -253,7 +255,7 @@ def collated(items: Any, collate: Callable[[Any], Any], dataset: Any, what: str)
         )
         # PyTorch makes a worker's batch in a file in shared memory
         if "torch_" in str(error) and "No space left on device" in str(error):
-            advice = _SHARED_MEMORY_IS_FULL
+            advice = _shared_memory_is_full()
         return Failure.of(f"no batch can be made of {what} ({advice})", error)
     try:
         return check_pair(batch, dataset)
@@ -484,9 +486,12 @@ def worker_ended(number: int, pid: int | None, exitcode: int | None, reading: st
         name = signal.Signals(-exitcode).name
         how, why = f"was killed by {name}", ""
         if -exitcode == signal.SIGKILL:
-            why = "; if the machine ran out of memory, lower workers= or batch_size="
+            why = (
+                f"; if the machine ran out of memory, lower {argument('workers')} or "
+                f"{argument('batch_size')}"
+            )
         elif -exitcode == signal.SIGBUS:
-            why = f"; {_SHARED_MEMORY_IS_FULL}"
+            why = f"; {_shared_memory_is_full()}"
     else:
         how, why = f"exited with code {exitcode}", "; something in the data set ends the process"
     return DataError(f"worker process {number} (pid {pid}) {how} while it made {reading}{why}")
@@ -495,6 +500,8 @@ def worker_ended(number: int, pid: int | None, exitcode: int | None, reading: st
 def worker_hangs(number: int, timeout_s: float, reading: str) -> DataError:
     """Returns the error of worker process `number`, which does not answer."""
     return DataError(
-        f"worker process {number} has not made {reading} in timeout_s={timeout_s:g} seconds: the "
-        f"data set hangs there, or is slow: raise timeout_s=, or use workers=0 to see where"
+        f"worker process {number} has not made {reading} in "
+        f"{argument('timeout_s', 'loader')}{timeout_s:g} seconds: the data set hangs there, or "
+        f"is slow: raise {argument('timeout_s', 'loader')}, or use {setting('workers', 0)} to "
+        "see where"
     )

@@ -34,12 +34,12 @@ from hybridtrain._base.values import leaves_of
 from hybridtrain.data.fetch import Request, fetch, name_of
 from hybridtrain.data.same_data import check_same_data
 from hybridtrain.data.splits import WithoutTargets, already_batched
-from hybridtrain.errors import BatchError, DataError
+from hybridtrain.errors import BatchError, DataError, setting
 from hybridtrain.options import LoaderOptions, check_batch_size, with_settings
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
-    from hybridtrain.loss import BatchWeight, LossFn
+    from hybridtrain.loss import BatchWeight, LossFn, SharesWeight
     from hybridtrain.model import HybridModel
 
 __all__ = ["Batch", "EvalLoader", "Loader", "LoaderOptions", "Position", "TrainLoader"]
@@ -222,7 +222,7 @@ class Loader:
         loader.position, loader._left_early = Position(), False
         return loader
 
-    def weight(self, model: HybridModel, loss_fn: LossFn) -> BatchWeight:
+    def weight(self, model: HybridModel, loss_fn: LossFn) -> BatchWeight | SharesWeight:
         """Returns the `weight` of the current batch, for `train_step`; a collective call.
 
         Raises:
@@ -340,11 +340,11 @@ class TrainLoader(Loader):
         if self.batches_per_epoch == 0:
             raise DataError(
                 f"the training data has {self.samples} samples, less than one batch of "
-                f"batch_size={batch_size}: lower it, or set drop_last=False"
+                f"{setting('batch_size', batch_size)}: lower it, or set "
+                f"{setting('drop_last', False)}"
             )
 
     def _batches_from(self, start: Position) -> Generator[tuple[Batch, Position], None, None]:
-        # The plan is iterated twice: by the requests, ahead of time, and with each batch.
         requests = self._requests(start.next)
         with closing(fetch(self.dataset, requests, self.options, self._world)) as fetched:
             for position, total, slices in self._plan(start.next):
@@ -366,7 +366,7 @@ class TrainLoader(Loader):
             first = 0
 
     def _requests(self, start: Position) -> Iterator[Request]:
-        """Yields the requests for this replica's batches."""
+        """Yields the requests for the batches of this process, ahead of them."""
         epoch, order = -1, torch.arange(self.samples)
         for position, total, shares in self._plan(start):
             if self._shuffle and position.epoch != epoch:

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import ConcatDataset, Subset
 
-from hybridtrain._base.rank_differences import differences, facts_here
+from hybridtrain._base.rank_differences import check_same_settings, differences, facts_here
 from hybridtrain.data.fetch import name_of
 from hybridtrain.data.splits import below_common_folder
-from hybridtrain.errors import ConfigError, DataError
+from hybridtrain.errors import DataError
 from hybridtrain.world import World
 
 # How much of an array goes into its digest.
@@ -50,14 +50,9 @@ def check_same_data(dataset: Any, world: World, loader: str, **settings: Any) ->
     """
     if world.size == 1:
         return
-    facts = {
-        "samples": f"{len(dataset):,} samples",
-        "contents": contents_digest(dataset),
-        **settings,
-    }
+    check_same_settings(world.gather, loader, settings)
+    facts = {"samples": f"{len(dataset):,} samples", "contents": contents_digest(dataset)}
     for fact, values in differences(world.gather(facts_here(facts))):
-        if fact in settings:
-            raise ConfigError(f"{fact}= of {loader} differs between the ranks: {values}")
         what = "number of samples" if fact == "samples" else "samples"
         raise DataError(
             f"the {what} of {name_of(dataset)} in {loader} differ{'s' * (fact == 'samples')} "

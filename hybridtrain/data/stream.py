@@ -47,7 +47,7 @@ from hybridtrain.data.loader import (
 )
 from hybridtrain.data.same_data import digest_of
 from hybridtrain.data.splits import length_of
-from hybridtrain.errors import CheckpointError, DataError
+from hybridtrain.errors import CheckpointError, DataError, phrase, setting
 from hybridtrain.world import World
 
 # the number of samples in the digest of a stream
@@ -67,7 +67,7 @@ def example_batch(dataset: Any, samples: int, collate: Callable[[Any], Any] | No
         raise DataError(f"{name_of(dataset)} has no samples")
     state_before = dataset.state_dict() if has_state(dataset) else None
     reader = _Reader(dataset)
-    items, total = reader.take(samples, 0, 1, keep=True)
+    (items,), total = reader.take(samples, range(1), 1)
     if state_before is not None:
         dataset.load_state_dict(state_before)  # training must begin at the original state
     unless_failed(reader.failure)
@@ -137,11 +137,6 @@ class StreamLoader(AgreedLoader):
             are replicas that `dataset` is divided over.
     """
 
-    _how_to_divide = (
-        "divided=True is for a data set that divides itself, by the rank and by "
-        "torch.utils.data.get_worker_info(); do so, or set divided=False"
-    )
-
     def __init__(self, dataset: Any, batch_size: int, world: World, **settings: Any) -> None:
         super().__init__(dataset, batch_size, world, **settings)
         if not hasattr(dataset, "__iter__"):
@@ -154,12 +149,16 @@ class StreamLoader(AgreedLoader):
                 f"{name_of(dataset)} can be read only once: pass an object whose __iter__ starts "
                 f"anew, such as an IterableDataset"
             )
+        self._how_to_divide = (
+            f"{setting('divided', True)} is for a data set that divides itself, by the rank and by "
+            f"torch.utils.data.get_worker_info(); do so, or set {setting('divided', False)}"
+        )
         self.divided = self.options.divided
         if (limit := self.options.first_batches) is not None:
             if self.divided:
                 raise DataError(
-                    f"first_batches={limit} needs a data set that does not divide itself, and "
-                    f"{name_of(dataset)} does: divided=True"
+                    f"{setting('first_batches', limit)} needs a data set that does not divide "
+                    f"itself, and {name_of(dataset)} does: {setting('divided', True)}"
                 )
             dataset = self.dataset = _First(dataset, limit * batch_size)
         if self.divided and len(world.owned_replicas) > 1:
@@ -182,8 +181,8 @@ class StreamLoader(AgreedLoader):
             self.batches_per_epoch = batches_in(length, batch_size, self.options)
         if self.divided and batch_size < world.replicas:
             raise DataError(
-                f"batch_size={batch_size} is less than a sample for each of the {world.replicas} "
-                f"replicas that {name_of(dataset)} is divided over"
+                f"{setting('batch_size', batch_size)} is less than a sample for each of the "
+                f"{world.replicas} replicas that {name_of(dataset)} is divided over"
             )
 
     def _epochs(
@@ -255,8 +254,9 @@ class StreamLoader(AgreedLoader):
         if current != saved:
             raise CheckpointError(
                 f"{name_of(self.dataset)} divides itself, and its state in the checkpoint is "
-                f"that of {saved[0]} replicas with workers={saved[1]}, not of {current[0]} with "
-                f"workers={current[1]}: go on with as many, or start a new run"
+                f"that of {saved[0]} replicas with {setting('workers', saved[1])}, not of "
+                f"{current[0]} with {setting('workers', current[1])}: go on with as many, or "
+                f"{phrase('start a new run')}"
             )
         local_state = states[self._world.replica]
         return {int(i): pickle.dumps(x) for i, x in local_state["states"].items()}, local_state[

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from hybridtrain.data import DataSplits, InMemoryDataset
 from hybridtrain.datasets.images import normalised
-from hybridtrain.errors import DataError
+from hybridtrain.errors import DataError, argument
 
 _SIDE = 32
 
@@ -142,5 +142,5 @@ def _remedy(root: Path) -> str:
     return (
         f"Fetch it with: hybridtrain recipe=cifar10_resnet18 data.download=true data.root={root}\n"
         f"Or by hand: put {_ARCHIVE} (from {_URL}) into {root.absolute()}, "
-        "or name another folder with root="
+        f"or name another folder with {argument('root')}"
     )

@@ -2,7 +2,7 @@
 
 import torch
 
-from hybridtrain.errors import DataError
+from hybridtrain.errors import DataError, setting
 
 
 def held_out(samples: int, share: float, seed: int) -> tuple[list[int], list[int]]:
@@ -18,7 +18,9 @@ def held_out(samples: int, share: float, seed: int) -> tuple[list[int], list[int
     """
     check_share(share)
     if samples < 2:
-        raise DataError(f"{samples} samples cannot be divided by eval_share={share}: use more data")
+        raise DataError(
+            f"{samples} samples cannot be divided by {setting('eval_share', share)}: use more data"
+        )
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).tolist()
     cut = min(max(round(samples * share), 1), samples - 1)
     return sorted(order[cut:]), sorted(order[:cut])
@@ -27,4 +29,4 @@ def held_out(samples: int, share: float, seed: int) -> tuple[list[int], list[int
 def check_share(share: float) -> None:
     """Raises a DataError, if it is not a part of the data."""
     if not 0 < share < 1:
-        raise DataError(f"eval_share={share} must be above 0 and below 1")
+        raise DataError(f"{setting('eval_share', share)} must be above 0 and below 1")

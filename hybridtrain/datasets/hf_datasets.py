@@ -39,7 +39,7 @@ from hybridtrain.datasets.tables import (
 from hybridtrain.datasets.text_files import check_at_least_1
 from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer, vocabulary_digest
 from hybridtrain.datasets.windows import window_splits
-from hybridtrain.errors import DataError, check_choice
+from hybridtrain.errors import DataError, argument, check_choice, setting
 from hybridtrain.loss import IGNORED
 
 TASKS = ("classification", "regression", "causal_lm", "masked_lm", "seq2seq")
@@ -200,13 +200,15 @@ def hf_datasets(
     """
     for key, value in (("path", path), ("tokenizer", tokenizer)):
         if not value:
-            raise DataError(f"{key}= is not set: name a file, a folder, or a name on the Hub")
+            raise DataError(
+                f"{argument(key)} is not set: name a file, a folder, or a name on the Hub"
+            )
     check_choice("task", task, TASKS)
     check_choice("pad", pad, ("longest", "max_len"))
     check_at_least_1(max_len=max_len)
     check_share(eval_share)
     if not 0 < mask_share < 1:
-        raise DataError(f"mask_share={mask_share} must be above 0 and below 1")
+        raise DataError(f"{setting('mask_share', mask_share)} must be above 0 and below 1")
     tok = load_tokenizer(tokenizer)
     targets = [target] if isinstance(target, str) else list(target)
     files = _Files(path, name, eval_path, train_split, eval_split, eval_share, split_seed)
@@ -318,7 +320,7 @@ def _in_words(lengths: Sequence[int], complete: bool, max_len: int) -> str:
     of_how_many = "" if complete else f", in {len(lengths):,} texts"
     return (
         f"texts of {median(lengths):g} tokens (median), {max(lengths)} (longest), {cut:.0%} cut by "
-        f"max_len={max_len}{of_how_many}"
+        f"{setting('max_len', max_len)}{of_how_many}"
     )
 
 
@@ -365,8 +367,8 @@ def _of_standard_input(texts: Sequence[str]) -> Table:
     if not all(line.lstrip().startswith("{") for line in lines):
         if len(texts) > 1:
             raise DataError(
-                f"predict_path=-: a sample has several texts ({', '.join(texts)}): write one JSON "
-                f"object per line"
+                f"{argument('predict_path')}-: a sample has several texts ({', '.join(texts)}): "
+                "write one JSON object per line"
             )
         return Table({"test": datasets.Dataset.from_dict({texts[0]: lines})})
     samples = []
@@ -374,12 +376,14 @@ def _of_standard_input(texts: Sequence[str]) -> Table:
         try:
             sample = json.loads(line)
         except ValueError as error:
-            raise DataError(f"predict_path=-, line {number + 1}: not JSON ({error})") from error
+            raise DataError(
+                f"{argument('predict_path')}-, line {number + 1}: not JSON ({error})"
+            ) from error
         for column in texts:
             if not isinstance(sample.get(column), str):
                 raise DataError(
-                    f"predict_path=-, line {number + 1}: there is no text in {column!r}, the "
-                    f"column that the model was trained on"
+                    f"{argument('predict_path')}-, line {number + 1}: there is no text in "
+                    f"{column!r}, the column that the model was trained on"
                 )
         samples.append({column: sample[column] for column in texts})
     return Table({"test": datasets.Dataset.from_list(samples)})
@@ -503,8 +507,9 @@ def _masks(tokenizer: Any, name: str, share: float) -> Any:
 
     if tokenizer.mask_token is None:
         raise DataError(
-            f"task=masked_lm needs a mask token, and tokenizer={name} has none: use one of a "
-            f"model that was trained so, such as BERT, or task=causal_lm"
+            f"{setting('task', 'masked_lm')} needs a mask token, and {setting('tokenizer', name)} "
+            "has none: use one of a model that was trained so, such as BERT, or "
+            f"{setting('task', 'causal_lm')}"
         )
     return DataCollatorForLanguageModeling(tokenizer, mlm_probability=share)
 
@@ -514,9 +519,13 @@ def _start(tokenizer: Any, name: str, token: str | None) -> int:
     if token is None:
         if tokenizer.pad_token_id is not None:
             return int(tokenizer.pad_token_id)
-        raise DataError(f"tokenizer={name} has no padding token: set decoder_start=")
+        raise DataError(
+            f"{setting('tokenizer', name)} has no padding token: set {argument('decoder_start')}"
+        )
     if token not in tokenizer.get_vocab():
-        raise DataError(f"decoder_start={token} is not a token of tokenizer={name}")
+        raise DataError(
+            f"{setting('decoder_start', token)} is not a token of {setting('tokenizer', name)}"
+        )
     return int(tokenizer.convert_tokens_to_ids(token))
 
 
@@ -529,8 +538,8 @@ def _packed(
     def too_few(split: str, tokens: int) -> str:
         return (
             f"{tokens} tokens in the column {column} of the {split} split are too few for one "
-            f"window of max_len={length} and the token that follows: set a smaller max_len=, or "
-            f"pack=false"
+            f"window of {setting('max_len', length)} and the token that follows: set a smaller "
+            f"{argument('max_len')}, or {setting('pack', False)}"
         )
 
     texts = [_joined_ids(samples[split], tokenizer, column) for split in ("train", "eval")]
@@ -628,7 +637,7 @@ class _Files:
 def _split_of(whole: Any, split: str, key: str, path: str) -> Any:
     if split not in whole:
         raise DataError(
-            f"{key}={split}: {path} has no such split; it has {', '.join(map(str, whole))}"
+            f"{setting(key, split)}: {path} has no such split; it has {', '.join(map(str, whole))}"
         )
     return whole[split]
 
@@ -644,12 +653,12 @@ def _check_columns(
         for column in columns:
             if column not in dtypes:
                 raise DataError(
-                    f"{key}={column}: the {split} split has no such column; it has {shown}"
+                    f"{setting(key, column)}: the {split} split has no such column; it has {shown}"
                 )
             if kind is not None and not dtypes[column].startswith(beginnings[kind]):
                 raise DataError(
-                    f"{key}={column}: the column must have {kind}s, and has {dtypes[column]}; the "
-                    f"columns of the {split} split are {shown}"
+                    f"{setting(key, column)}: the column must have {kind}s, and has "
+                    f"{dtypes[column]}; the columns of the {split} split are {shown}"
                 )
 
 
@@ -684,7 +693,7 @@ def _classes(
 ) -> _Numbering:
     """Returns the numbers of the classes; splits are matched by the names where there are names."""
     if len(targets) != 1:
-        raise DataError(f"target={targets}: a classification has one column")
+        raise DataError(f"{setting('target', targets)}: a classification has one column")
     (column,) = targets
     samples = source.samples
     _check_columns(samples, "target", [column])
@@ -718,13 +727,13 @@ def _classes(
     if together != {str}:
         if together <= {int, bool, str} and all(len(kind) == 1 for kind in kinds.values()):
             raise DataError(
-                f"target={column}: one split has names of classes and the other has numbers, so "
-                f"they cannot be matched: use names in both"
+                f"{setting('target', column)}: one split has names of classes and the other has "
+                "numbers, so they cannot be matched: use names in both"
             )
         shown = ", ".join(sorted(kind.__name__ for kind in together))
         raise DataError(
-            f"target={column}: there are values of type {shown}, and classes are texts "
-            f"or whole numbers (for other numbers, task=regression)"
+            f"{setting('target', column)}: there are values of type {shown}, and classes are texts "
+            f"or whole numbers (for other numbers, {setting('task', 'regression')})"
         )
     used = {
         split: sorted(set(names_of_split.values())) for split, names_of_split in meaning.items()
@@ -733,14 +742,14 @@ def _classes(
     if source.held_out:  # a class that is held out as a whole is one of the data, too
         data_classes = sorted({*used["train"], *used["eval"]})
     class_names = class_numbers(
-        order or data_classes, classes, "classes", f"target={column} of {path}"
+        order or data_classes, classes, "classes", f"{setting('target', column)} of {path}"
     )
     if unknown := [name for name in used["eval"] if name not in class_names]:
         raise DataError(
-            f"target={column}: the train split has no class {listed(unknown)}; it has "
+            f"{setting('target', column)}: the train split has no class {listed(unknown)}; it has "
             f"{listed(class_names)}"
         )
-    check_classes(used["train"], class_names, f"target={column}", "classes=")
+    check_classes(used["train"], class_names, f"{setting('target', column)}", argument("classes"))
     number = {name: i for i, name in enumerate(class_names)}
     return _Numbering(
         len(class_names),
@@ -761,10 +770,10 @@ def _numbered(
     count = len(classes) if classes is not None else max(values) + 1
     if min(values) < 0 or max(values) >= count or count > 10 * len(values):
         raise DataError(
-            f"target={column}: there are {len(values)} values, from {min(values)} to "
+            f"{setting('target', column)}: there are {len(values)} values, from {min(values)} to "
             f"{max(values)}, and classes are numbered from 0"
-            + (f" to {count - 1}, by classes={listed(classes)}" if classes else "")
-            + " (for other numbers, task=regression)"
+            + (f" to {count - 1}, by {setting('classes', listed(classes))}" if classes else "")
+            + f" (for other numbers, {setting('task', 'regression')})"
         )
     unused = sorted({*range(count)} - {int(number) for number in meaning["train"].values()})
     return _Numbering(

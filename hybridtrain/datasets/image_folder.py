@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from hybridtrain.datasets.images import (
 )
 from hybridtrain.datasets.split_names import check_classes, class_numbers, listed, split_of
 from hybridtrain.datasets.standard_input import STANDARD_INPUT, read_lines
-from hybridtrain.errors import DataError
+from hybridtrain.errors import DataError, argument, setting
 
 # The side that an evaluation resizes to, of which the middle is cut: 256 for 224.
 _RESIZED = 256 / 224
@@ -138,22 +137,22 @@ def image_folder(
             out of its range. A damaged image is one when it is read, with its path.
     """
     if image_size < 1:
-        raise DataError(f"image_size={image_size} must be at least 1")
+        raise DataError(f"{setting('image_size', image_size)} must be at least 1")
     root = Path(root)
     splits, others = _splits_in(root)
     notes = []
     of_eval: list[tuple[str, int]] = []
     if not splits:
         images = _images_by_class(root, root)
-        names = class_numbers(list(images), classes, "classes", f"root={root}")
+        names = class_numbers(list(images), classes, "classes", f"{setting('root', root)}")
         files = _numbered(images, names)
         train, evaluation = held_out(len(files), eval_share, split_seed)
         of_train, of_eval = ([files[i] for i in part] for part in (train, evaluation))
         folders = [root]
     elif "train" not in splits:
         raise DataError(
-            f"root={root}: {next(iter(splits.values())).name}/ is there, and no train/ next to it: "
-            f"add one, or name a folder that has the classes' folders alone"
+            f"{setting('root', root)}: {next(iter(splits.values())).name}/ is there, and no "
+            "train/ next to it: add one, or name a folder that has the classes' folders alone"
         )
     else:
         images = _images_by_class(root, splits["train"])
@@ -167,8 +166,8 @@ def image_folder(
             different = {*of_val} ^ {*images} if classes is None else set()
             if different:
                 raise DataError(
-                    f"root={root}: {folders[0].name}/ and {folders[1].name}/ must have the same "
-                    f"classes; only one of them has: {listed(sorted(different))}"
+                    f"{setting('root', root)}: {folders[0].name}/ and {folders[1].name}/ must "
+                    f"have the same classes; only one of them has: {listed(sorted(different))}"
                 )
             check_classes(list(of_val), names, str(folders[1]), f"those of {folders[0].name}/,")
             of_eval = _numbered(of_val, names)
@@ -194,7 +193,7 @@ def image_folder(
         },
         held_out=len(folders) == 1 and bool(of_eval),
         notes=notes,
-        digest=digest_of_files(os.path.relpath(path, root) for path, _ in [*of_train, *of_eval]),
+        digest=digest_of_files([path for path, _ in [*of_train, *of_eval]]),
         without_samples=_without_samples(names, of_train),
     )
 
@@ -225,18 +224,19 @@ def _files_to_predict(path: str) -> list[str]:
     if path == STANDARD_INPUT:
         files = read_lines("predict_path", "the path of an image")
         if missing := [file for file in files if not Path(file).is_file()]:
-            raise DataError(f"predict_path=-: there is no file {missing[0]}")
+            raise DataError(f"{argument('predict_path')}-: there is no file {missing[0]}")
         return files
     if place.is_file():
         return [path]
     if not place.is_dir():
         raise DataError(
-            f"predict_path={path}: there is no such folder or file ({place.absolute()})"
+            f"{setting('predict_path', path)}: there is no such folder or file ({place.absolute()})"
         )
     files, _ = image_files(place)
     if not files:
         raise DataError(
-            f"predict_path={path}: there is no image in it: images end in {', '.join(SUFFIXES)}"
+            f"{setting('predict_path', path)}: there is no image in it: images end in "
+            f"{', '.join(SUFFIXES)}"
         )
     return files
 
@@ -259,8 +259,8 @@ def _splits_in(root: Path) -> tuple[dict[str, Path], list[str]]:
             other_folders.append(folder.name)
         elif split in splits:
             raise DataError(
-                f"root={root}: {splits[split].name}/ and {folder.name}/ are both a {split} split: "
-                f"rename one of them"
+                f"{setting('root', root)}: {splits[split].name}/ and {folder.name}/ are both a "
+                f"{split} split: rename one of them"
             )
         else:
             splits[split] = folder
@@ -269,7 +269,10 @@ def _splits_in(root: Path) -> tuple[dict[str, Path], list[str]]:
 
 def _images_by_class(root: Path, folder: Path) -> dict[str, list[str]]:
     """Returns the image files by class, the folders in `folder`, in the order of their names."""
-    expectation = f"root={root}: {folder.absolute()} should have a folder of images for each class"
+    expectation = (
+        f"{setting('root', root)}: {folder.absolute()} should have a folder of images for each "
+        "class"
+    )
     if not folder.is_dir():
         raise DataError(f"{expectation}, but there is no such folder")
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())

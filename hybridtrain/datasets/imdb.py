@@ -37,7 +37,7 @@ from torch import Tensor
 
 from hybridtrain._base.files import atomic_file
 from hybridtrain.data import DataSplits, InMemoryDataset
-from hybridtrain.errors import DataError
+from hybridtrain.errors import DataError, argument, setting
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def imdb(
     """
     for name, value in (("max_len", max_len), ("max_vocab", max_vocab), ("min_freq", min_freq)):
         if value is not None and value < 1:
-            raise DataError(f"{name}={value} must be at least 1")
+            raise DataError(f"{setting(name, value)} must be at least 1")
     root = Path(root)
     if download and not (root / _FOLDER).is_dir() and not (root / _ARCHIVE).is_file():
         _fetch(root / _ARCHIVE)
@@ -226,7 +226,7 @@ def _remedy(root: Path) -> str:
     return (
         f"Fetch it with: hybridtrain recipe=imdb_transformer data.download=true data.root={root}\n"
         f"Or by hand: put {_ARCHIVE} (from {_URL}) into {root.absolute()}, "
-        "or name another folder with root="
+        f"or name another folder with {argument('root')}"
     )
 
 
@@ -271,7 +271,7 @@ def _tokenizer_named(name: str) -> Tokenizer:
     tokens = tokenize("Once more, with feeling.")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise DataError(
-            f"tokenizer={name} must turn a string into a list of strings, "
+            f"{setting('tokenizer', name)} must turn a string into a list of strings, "
             f"but it returned {tokens!r}"
         )
     return tokenize
@@ -373,8 +373,8 @@ def _from_torchtext(name: str) -> Tokenizer:
         return _torchtext().data.get_tokenizer(name)  # type: ignore[no-any-return]
     except (ValueError, ImportError, OSError, LookupError) as error:
         raise DataError(
-            f"tokenizer={name}: {error}. The names of torchtext are basic_english, spacy, "
-            "moses, toktok, revtok and subword; any other function is named by its path, "
+            f"{setting('tokenizer', name)}: {error}. The names of torchtext are basic_english, "
+            "spacy, moses, toktok, revtok and subword; any other function is named by its path, "
             "package.module:function"
         ) from error
 
@@ -383,9 +383,9 @@ def _imported(path: str) -> Tokenizer:
     try:
         tokenize = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
-        raise DataError(f"tokenizer={path} cannot be imported: {error}") from error
+        raise DataError(f"{setting('tokenizer', path)} cannot be imported: {error}") from error
     if not callable(tokenize):
-        raise DataError(f"tokenizer={path} is not a function but {tokenize!r}")
+        raise DataError(f"{setting('tokenizer', path)} is not a function but {tokenize!r}")
     return tokenize  # type: ignore[no-any-return]
 
 

@@ -6,7 +6,7 @@ from urllib.error import URLError
 from torch import Tensor
 
 from hybridtrain.data import DataSplits, InMemoryDataset
-from hybridtrain.errors import DataError
+from hybridtrain.errors import DataError, argument
 
 _SIDE = 28
 
@@ -99,7 +99,7 @@ def _remedy(raw: Path) -> str:
         f"data.root={raw.parents[1]}\n"
         f"Or by hand: put {', '.join(_FILES)} (unpacked, from "
         f"https://ossci-datasets.s3.amazonaws.com/mnist/) into {raw.absolute()}, "
-        "or name another folder with root="
+        f"or name another folder with {argument('root')}"
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from hybridtrain.data import DataSplits
 from hybridtrain.datasets.text_files import check_at_least_1, ids_of
 from hybridtrain.datasets.windows import window_splits
+from hybridtrain.errors import argument, setting
 
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 # Debian has separate packages for most of these.
@@ -50,9 +51,10 @@ def python_source(
         purpose, key = ("train", "max_bytes") if split == "train" else ("evaluate", "eval_bytes")
         return (
             f"python_source: {bytes_found} bytes to {purpose} on, from {len(sources)} .py files "
-            f"under {library}, are too few for one window of seq_len={seq_len} bytes and the "
-            f"byte that follows. Set a smaller seq_len= or a larger {key}=, or use an "
-            "interpreter that has its standard library as .py files on the disk"
+            f"under {library}, are too few for one window of {setting('seq_len', seq_len)} bytes "
+            f"and the byte that follows. Set a smaller {argument('seq_len')} or a larger "
+            f"{argument(key)}, or use an interpreter that has its standard library as .py files "
+            "on the disk"
         )
 
     texts = [ids_of(training, limit=max_bytes), ids_of(held_out, limit=eval_bytes)]

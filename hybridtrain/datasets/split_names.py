@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from hybridtrain.errors import DataError
+from hybridtrain.errors import DataError, argument
 
 SPLITS = {
     "train": ("train", "training"),
@@ -47,7 +47,7 @@ def class_numbers(
     """
     if of_run is None:
         return list(of_train)
-    check_classes(of_train, of_run, data_set, f"{key}=")
+    check_classes(of_train, of_run, data_set, argument(key))
     return list(of_run)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from hybridtrain.errors import DataError
+from hybridtrain.errors import DataError, argument
 
 STANDARD_INPUT = "-"
 """The path that stands for standard input."""
@@ -22,14 +22,18 @@ def read_lines(key: str, content: str) -> list[str]:
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise DataError(
-            f"{key}=- reads standard input, which is a terminal: pipe {content} per line into the "
-            f"command, or set {key}= to a file"
+            f"{argument(key)}- reads standard input, which is a terminal: pipe {content} per "
+            f"line into the command, or set {argument(key)} to a file"
         )
     try:
         lines = [line.rstrip("\r\n") for line in sys.stdin]
     except UnicodeDecodeError as error:
-        raise DataError(f"{key}=-: standard input is not UTF-8 ({error}): convert it") from error
+        raise DataError(
+            f"{argument(key)}-: standard input is not UTF-8 ({error}): convert it"
+        ) from error
     lines = [line for line in lines if line.strip()]
     if not lines:
-        raise DataError(f"{key}=-: standard input is empty; it must have {content} per line")
+        raise DataError(
+            f"{argument(key)}-: standard input is empty; it must have {content} per line"
+        )
     return lines

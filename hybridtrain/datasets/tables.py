@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, TextIO
 
-from hybridtrain.data import digest_of_files
+from hybridtrain.data import digest_of_files, digest_of_texts
 from hybridtrain.datasets.split_names import split_of_file
-from hybridtrain.errors import DataError
+from hybridtrain.errors import DataError, setting
 
 FORMATS = {
     ".csv": "csv",
@@ -103,12 +103,14 @@ def _unreadable(key: str, path: str, exists: bool, error: Exception) -> DataErro
     place = str(getattr(cause, "filename", None) or "")
     if place and (cache.startswith(place) or place.startswith(cache)):
         return DataError(
-            f"{key}={path}: the library datasets keeps its cache in "
+            f"{setting(key, path)}: the library datasets keeps its cache in "
             f"{cache}, which cannot be written ({cause}): set HF_HOME= to a folder that can"
         )
     reason = " ".join(str(cause).split())[:300]
     subject = "" if exists else " is neither here nor can it be had from the Hub: it"
-    return DataError(f"{key}={path}{subject} cannot be read ({type(cause).__name__}: {reason})")
+    return DataError(
+        f"{setting(key, path)}{subject} cannot be read ({type(cause).__name__}: {reason})"
+    )
 
 
 def _suffix(path: PurePath) -> str:
@@ -123,7 +125,7 @@ def _files_of(key: str, path: str, place: Path) -> dict[str, list[Path]]:
     formats = f"the formats are {', '.join(FORMATS)}, also with .gz"
     if place.is_file():
         if _suffix(place) not in FORMATS:
-            raise DataError(f"{key}={path}: {formats}; name a file that ends so")
+            raise DataError(f"{setting(key, path)}: {formats}; name a file that ends so")
         return {"train": [place]}
     if place.is_dir():
         if any((place / name).is_file() for name in (*_SAVED, "README.md")):
@@ -137,17 +139,19 @@ def _files_of(key: str, path: str, place: Path) -> dict[str, list[Path]]:
         ]
         if not paths:
             raise DataError(
-                f"{key}={path}: there is no file in this folder that is read; {formats}"
+                f"{setting(key, path)}: there is no file in this folder that is read; {formats}"
             )
         return _by_split(place, paths)
     if any(sign in path for sign in "*?["):
         paths = sorted(Path(name) for name in glob.glob(str(place), recursive=True))
         paths = [file for file in paths if file.is_file()]
         if not paths:
-            raise DataError(f"{key}={path}: no file has this pattern, in {Path.cwd()}")
+            raise DataError(f"{setting(key, path)}: no file has this pattern, in {Path.cwd()}")
         return {"train": paths}
     if _suffix(place) in FORMATS or path.startswith((".", "/", "~")):
-        raise DataError(f"{key}={path}: there is no such file or folder ({place.absolute()})")
+        raise DataError(
+            f"{setting(key, path)}: there is no such file or folder ({place.absolute()})"
+        )
     return {}
 
 
@@ -172,8 +176,8 @@ def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
     kinds = {FORMATS[suffix] for suffix in suffixes}
     if len(kinds) > 1 or len(suffixes & {".csv", ".tsv"}) > 1:  # the separator is one for all
         raise DataError(
-            f"{key}={path} has files of several formats ({', '.join(sorted(suffixes))}): keep one "
-            f"of them, or name the files by a pattern such as '*{min(suffixes)}'"
+            f"{setting(key, path)} has files of several formats ({', '.join(sorted(suffixes))}): "
+            f"keep one of them, or name the files by a pattern such as '*{min(suffixes)}'"
         )
     (kind,) = kinds
     notes = []
@@ -216,8 +220,8 @@ def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
         expected = sum(scan.samples for scan in scans)
         if kind == "csv" and len(loaded) != expected:
             raise DataError(
-                f"{key}={path}: {expected} samples are there, and {len(loaded)} were read: look "
-                f"for quotes that do not close"
+                f"{setting(key, path)}: {expected} samples are there, and {len(loaded)} were "
+                "read: look for quotes that do not close"
             )
         splits[split] = loaded
     every = [file for paths in files.values() for file in paths]
@@ -226,7 +230,8 @@ def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
     notes.append(f"{count}{_suffix(every[0])[1:]} from {shown}")
     if left_out:
         notes.append(f"not used: {', '.join(left_out[:8])}")
-    digest = digest_of_files(f"{file.name} {file.stat().st_size}" for file in every)
+    # by split: each may be in another folder
+    digest = digest_of_texts(map(digest_of_files, files.values()))
     return Table(splits, files, notes, digest, numbers_are_texts=kind == "csv")
 
 
@@ -390,8 +395,8 @@ def check_complete(table: Table, columns: Sequence[str], key: str, blank: bool =
             for number, value in enumerate(samples[column]):
                 if value is None or (texts and not value.strip()):
                     raise DataError(
-                        f"{key}={column}: {_place(table, split, number)} has no value there: fill "
-                        f"it in, or leave the sample out"
+                        f"{setting(key, column)}: {_place(table, split, number)} has no value "
+                        "there: fill it in, or leave the sample out"
                     )
                 kind = "text" if isinstance(value, str) else type(value).__name__
                 kind = "number" if isinstance(value, int | float) else kind
@@ -399,7 +404,7 @@ def check_complete(table: Table, columns: Sequence[str], key: str, blank: bool =
                     first = number, kind
                 elif kind != first[1]:
                     raise DataError(
-                        f"{key}={column}: texts and numbers are mixed: "
+                        f"{setting(key, column)}: texts and numbers are mixed: "
                         f"{_place(table, split, first[0])} has a {first[1]}, and "
                         f"{_place(table, split, number)} has the {kind} {value!r}"
                     )
@@ -423,8 +428,8 @@ def check_finite(table: Table, columns: Sequence[str], key: str) -> None:
                     finite = False
                 if not finite:
                     raise DataError(
-                        f"{key}={column}: {_place(table, split, number)} has {value!r}, which is "
-                        f"not a finite number"
+                        f"{setting(key, column)}: {_place(table, split, number)} has {value!r}, "
+                        "which is not a finite number"
                     )
 
 

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridtrain._base.text_table import counted
-from hybridtrain.data import DataSplits, below_common_folder, digest_of_files
+from hybridtrain.data import DataSplits, digest_of_files
 from hybridtrain.datasets.held_out import check_share
 from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer, vocabulary_digest
 from hybridtrain.datasets.windows import window_splits
-from hybridtrain.errors import DataError
+from hybridtrain.errors import DataError, argument, setting
 
 
 def text_files(
@@ -70,11 +70,16 @@ def text_files(
     def too_few(split: str, tokens: int) -> str:
         key = "eval_path" if split == "eval" and eval_path is not None else "path"
         source = path if key == "path" else eval_path
-        held_out = f", of which eval_share={eval_share} is held out" if eval_path is None else ""
+        held_out = (
+            f", of which {setting('eval_share', eval_share)} is held out"
+            if eval_path is None
+            else ""
+        )
         return (
-            f"{tokens} tokens to {'train' if split == 'train' else 'evaluate'} on, from {key}="
-            f"{source}{held_out}, are too few for one window of seq_len={seq_len} and the token "
-            f"that follows: set a smaller seq_len=, or use more text"
+            f"{tokens} tokens to {'train' if split == 'train' else 'evaluate'} on, from "
+            f"{setting(key, source)}{held_out}, are too few for one window of "
+            f"{setting('seq_len', seq_len)} and the token that follows: set a smaller "
+            f"{argument('seq_len')}, or use more text"
         )
 
     splits = window_splits(texts, seq_len, 256 if tokenize is None else len(tokenize), too_few)
@@ -87,7 +92,7 @@ def text_files(
             + (f" and {eval_path}" if eval_path is not None else "")
         ],
         vocabulary=None if tokenize is None else vocabulary_digest(tokenize),
-        digest=digest_with_sizes(every),
+        digest=digest_of_files(every),
     )
 
 
@@ -121,18 +126,11 @@ def ids_of(
     return np.concatenate(parts)[:limit] if parts else np.zeros(0, dtype=np.uint8)
 
 
-def digest_with_sizes(files: Sequence[Path]) -> str:
-    """Returns a digest of the files' names, below the folder that they share, and sizes."""
-    names = below_common_folder(files)
-    sizes = [file.stat().st_size for file in files]
-    return digest_of_files(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
-
-
 def check_at_least_1(**values: int | None) -> None:
     """Raises a DataError, if one is a number below 1."""
     for name, value in values.items():
         if value is not None and value < 1:
-            raise DataError(f"{name}={value} must be at least 1")
+            raise DataError(f"{setting(name, value)} must be at least 1")
 
 
 def _files(key: str, path: str | Path, pattern: str) -> Sequence[Path]:
@@ -142,12 +140,14 @@ def _files(key: str, path: str | Path, pattern: str) -> Sequence[Path]:
         return [place]
     if place.is_dir():
         files = [file for file in place.rglob(pattern) if file.is_file()]
-        problem = f"no files {pattern} are in the folder {place.absolute()}: set pattern="
+        problem = (
+            f"no files {pattern} are in the folder {place.absolute()}: set {argument('pattern')}"
+        )
     else:
         files = [
             Path(file) for file in glob.glob(str(path), recursive=True) if Path(file).is_file()
         ]
         problem = f"there is no such file or folder, and no file of this pattern in {Path.cwd()}"
     if not files:
-        raise DataError(f"{key}={path}: {problem}")
+        raise DataError(f"{setting(key, path)}: {problem}")
     return sorted(files, key=lambda file: file.as_posix())

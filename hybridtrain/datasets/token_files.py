@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 
 from hybridtrain._base.text_table import counted
-from hybridtrain.data import DataSplits
-from hybridtrain.datasets.text_files import check_at_least_1, digest_with_sizes
+from hybridtrain.data import DataSplits, digest_of_files
+from hybridtrain.datasets.text_files import check_at_least_1
 from hybridtrain.datasets.windows import TokenWindows
-from hybridtrain.errors import DataError, check_choice
+from hybridtrain.errors import DataError, argument, check_choice, setting
 
 _DTYPES = ("uint8", "uint16", "int16", "uint32", "int32", "int64")
 
@@ -54,7 +54,7 @@ def token_files(
     check_at_least_1(seq_len=seq_len, vocab_size=vocab_size)
     check_choice("dtype", dtype, _DTYPES)
     if header_bytes < 0:
-        raise DataError(f"header_bytes={header_bytes} must be 0 or more")
+        raise DataError(f"{setting('header_bytes', header_bytes)} must be 0 or more")
     root = Path(root)
     files = {
         key: _files(root, key, name)
@@ -72,8 +72,8 @@ def token_files(
         if not windows:
             raise DataError(
                 f"{key}: {sum(map(len, arrays))} tokens in {len(arrays)} files in "
-                f"{root.absolute()} are too few for one window of seq_len={seq_len} and the token "
-                f"that follows: set a smaller seq_len="
+                f"{root.absolute()} are too few for one window of {setting('seq_len', seq_len)} "
+                f"and the token that follows: set a smaller {argument('seq_len')}"
             )
         splits_by_key[key] = windows[0] if len(windows) == 1 else ConcatDataset(windows)
     sizes = {"vocab_size": vocab_size, "seq_len": seq_len}
@@ -84,7 +84,7 @@ def token_files(
         splits_by_key.get("eval"),
         metadata=sizes,
         notes=[f"{counted(tokens, 'token')} from {counted(len(every), 'file')} in {root}"],
-        digest=digest_with_sizes(every),
+        digest=digest_of_files(every),
     )
 
 
@@ -93,7 +93,7 @@ def _files(root: Path, key: str, name: str) -> list[Path]:
     if not paths:
         entries = sorted(path.name for path in root.iterdir())[:8] if root.is_dir() else []
         content = f"has {', '.join(entries)}" if entries else "is empty or not there"
-        raise DataError(f"{key}={name}: {root.absolute()} has no such file; it {content}")
+        raise DataError(f"{setting(key, name)}: {root.absolute()} has no such file; it {content}")
     return paths
 
 
@@ -109,7 +109,7 @@ def _mapped(path: Path, dtype: str, header_bytes: int) -> NDArray[Any]:
             return ids  # type: ignore[no-any-return]
         size = path.stat().st_size - header_bytes
         if size <= 0 or size % np.dtype(dtype).itemsize:
-            position = f" after header_bytes={header_bytes}" if header_bytes else ""
+            position = f" after {setting('header_bytes', header_bytes)}" if header_bytes else ""
             raise ValueError(f"{size} bytes{position} are not a whole number of {dtype}")
         return np.memmap(path, dtype, "r", header_bytes)
     except (OSError, ValueError, EOFError) as error:

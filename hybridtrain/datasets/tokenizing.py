@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from hybridtrain.data import digest_of_files
-from hybridtrain.errors import DataError
+from hybridtrain.data import digest_of_texts
+from hybridtrain.errors import DataError, setting
 
 # The usual names of special tokens; a bare tokenizer.json does not say which is for what.
 _USUAL = {
@@ -33,13 +33,15 @@ def load_tokenizer(name: str) -> Any:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ImportError as error:
         raise DataError(
-            f"tokenizer={name} needs transformers ({error}): "
+            f"{setting('tokenizer', name)} needs transformers ({error}): "
             'pip install "hybridtrain[transformers]"'
         ) from error
     path = Path(name)
     local = path.exists()
     if not local and (path.suffix == ".json" or name.startswith((".", "/", "~"))):
-        raise DataError(f"tokenizer={name}: there is no such file or folder ({path.absolute()})")
+        raise DataError(
+            f"{setting('tokenizer', name)}: there is no such file or folder ({path.absolute()})"
+        )
     try:
         if not path.is_file():
             return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -48,7 +50,7 @@ def load_tokenizer(name: str) -> Any:
         problem = "cannot be read" if local else "is neither here nor can it be had from the Hub"
         reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"tokenizer={name} {problem} ({type(error).__name__}: {reason}). Name a "
+            f"{setting('tokenizer', name)} {problem} ({type(error).__name__}: {reason}). Name a "
             f"tokenizer.json, a folder that save_pretrained wrote, or a model on the Hugging "
             f"Face Hub"
         ) from error
@@ -64,7 +66,7 @@ def load_tokenizer(name: str) -> Any:
 def vocabulary_digest(tokenizer: Any) -> str:
     """Returns the number of tokens, and a digest of the tokens and their ids."""
     tokens = tokenizer.get_vocab()
-    digest = digest_of_files(f"{token} {tokens[token]}" for token in sorted(tokens))
+    digest = digest_of_texts(f"{token} {tokens[token]}" for token in sorted(tokens))
     return f"{len(tokens):,} tokens with digest {digest}"
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
 from hybridtrain.data import DataSplits
-from hybridtrain.errors import DataError
+from hybridtrain.errors import DataError, argument
 
 
 class TokenWindows(Dataset[Any]):
@@ -58,7 +58,7 @@ class TokenWindows(Dataset[Any]):
         ids = self.tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int64)
         if self.vocab_size is not None and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             raise DataError(
-                f"there are token ids from {ids.min()} to {ids.max()}, and vocab_size="
+                f"there are token ids from {ids.min()} to {ids.max()}, and {argument('vocab_size')}"
                 f"{self.vocab_size} allows 0 to {self.vocab_size - 1}: is this the vocabulary, "
                 f"and the type of numbers, that the tokens were written with?"
             )

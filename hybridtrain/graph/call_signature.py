@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from hybridtrain.errors import BatchError
+from hybridtrain.errors import BatchError, phrase
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -109,15 +109,15 @@ class CallSignature:
                 raise BatchError(
                     f"{model} was traced with {name}={_shown(constant)}, and this batch gives "
                     f"{name}={_shown(by_name[name])}: only tensors may change. Pass the same in "
-                    f"each batch as in example_inputs=, or make another HybridModel of the same "
-                    f"module for the other value"
+                    f"each batch as in example_inputs=, or make another {phrase('HybridModel')} "
+                    "of the same module for the other value"
                 )
         if set(by_name) != set(self.names):
             raise BatchError(
                 f"{model} was traced with {', '.join(self.names) or 'nothing'}, and this batch "
                 f"gives {', '.join(signature.names) or 'nothing'}: pass the same arguments in "
                 f"every batch as in example_inputs=. To predict without labels, for example, load "
-                f"model.state_dict() into the plain module, or into another HybridModel"
+                f"model.state_dict() into the plain module, or into another {phrase('HybridModel')}"
             )
         if not self.tensors <= signature.tensors:
             name = min(self.tensors - signature.tensors)

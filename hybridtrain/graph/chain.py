@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from hybridtrain._base.skip import popped_by, stashed_by
 from hybridtrain._base.torch_private import compiled_module
-from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.errors import ConfigError, SplitError, phrase, setting
 from hybridtrain.graph.call_signature import CallSignature, optional_arguments
 from hybridtrain.graph.examples import Examples
 from hybridtrain.graph.exporter import as_any_batch, export_tracer
@@ -314,13 +314,13 @@ def check_unwrapped(net: nn.Module) -> None:
     """
     if isinstance(net, DataParallel | DistributedDataParallel):
         raise ConfigError(
-            f"the model is wrapped in {type(net).__name__}, and HybridModel is data parallel "
-            f"itself: pass the module inside, net.module"
+            f"the model is wrapped in {type(net).__name__}, and {phrase('HybridModel')} is data "
+            "parallel itself: pass the module inside, net.module"
         )
     if compiled_module(net) is not None:
         raise ConfigError(
             "the model is compiled as a whole, and cannot be cut: pass the module that was given "
-            "to torch.compile, and compile=true to compile its stages"
+            f"to torch.compile, and {setting('compile', True)} to compile its stages"
         )
 
 

@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from hybridtrain._base.torch_private import FakeTensorMode, TorchDispatchMode, exported_guards
-from hybridtrain.errors import BatchError
+from hybridtrain.errors import BatchError, argument, setting
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.changes import Settled
 from hybridtrain.graph.examples import Examples
@@ -229,12 +229,15 @@ class SizeChecks(nn.Module):
             self._conditions(*values)
         except (AssertionError, ArithmeticError) as error:  # one of them may divide by zero
             shapes = ", ".join(str(list(v.shape)) for v in values if isinstance(v, Tensor))
+            condition = f"other sizes ({error})"
+            if isinstance(error, AssertionError):
+                condition = str(error).removeprefix("Guard failed: ")
             raise BatchError(
-                f"the forward of {self._model} depends on sizes: it was traced for "
-                f"{str(error).removeprefix('Guard failed: ')}, and a micro-batch has inputs of "
-                f"shapes {shapes}. Choose batches and chunks= such that all micro-batches are on "
-                f"one side (drop_last=true leaves out a short last batch), and pass "
-                f"example_inputs=<inputs of such sizes>"
+                f"the forward of {self._model} depends on sizes: it was traced for {condition}, "
+                f"and a micro-batch has inputs of shapes {shapes}. Choose batches and "
+                f"{argument('chunks')} such that all micro-batches are on one side "
+                f"({setting('drop_last', True)} leaves out a short last batch), and pass "
+                "example_inputs=<inputs of such sizes>"
             ) from error
         except NameError as error:  # torch 2.15, for LoRA of peft on Qwen2 with a mask
             raise BatchError(

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from hybridtrain._base.torch_private import global_hooks, hooks_of
-from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.errors import ConfigError, SplitError, phrase
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.output_capture import has_hooks
 from hybridtrain.graph.reads import Reads
@@ -279,7 +279,7 @@ class TraceGuards:
                 _bearing(hooks) > count if part is None else has_hooks(part)
             ):
                 change = f"{name} had a hook registered after tracing, which would not run"
-                return change, ": register hooks before you create the HybridModel"
+                return change, f": register hooks before you create the {phrase('HybridModel')}"
         for modules, modes in self._modes:
             current_modes = tuple(module.training for module in modules.values())
             if current_modes not in modes:
@@ -291,8 +291,9 @@ class TraceGuards:
                 )
                 return change, ": let its train() keep that mode when it is traced"
         return self._reads.change(), (
-            " since the model was traced: change it back, or create a new HybridModel; a submodule "
-            "without submodules is called and not traced, and may change"
+            " since the model was traced: change it back, or create a new "
+            f"{phrase('HybridModel')}; a submodule without submodules is called and not traced, "
+            "and may change"
         )
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from hybridtrain.errors import BatchError, SplitError, UserError
+from hybridtrain.errors import BatchError, SplitError, UserError, argument, setting
 from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.examples import Examples
 from hybridtrain.graph.exporter import SizeChecks, graph_does_the_same
@@ -172,8 +172,8 @@ class Variants:
             f"{model} takes another way through its forward for a micro-batch of shapes {shapes}"
         )
         hint = (
-            "Choose batches and chunks= such that all micro-batches are of the kind of "
-            "example_inputs= (drop_last=true leaves out a short last batch)"
+            f"Choose batches and {argument('chunks')} such that all micro-batches are of the kind "
+            f"of example_inputs= ({setting('drop_last', True)} leaves out a short last batch)"
         )
         try:
             graphs = self._retrace(values)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -113,32 +113,23 @@ class Activity:
         work = self.work
         return work is not None and work.phase is phase
 
-    @contextmanager
-    def during(self, phase: Phase, step: int) -> Iterator[None]:
+    def during(self, phase: Phase, step: int) -> AbstractContextManager[None]:
         """Notes that the block does the work of `phase`; afterwards it is what it was before."""
-        before = self.work
-        self.now(phase, step)
-        try:
-            yield
-        finally:
-            self.work = before  # not by `set`: the next step is one of the same run
+        return _During(self, Work(phase, step))
 
     def forget(self, phase: Phase) -> None:
         """Takes a phase for one that has not begun: what was done was a trial of it."""
         self.entered.pop(phase, None)
         self.evaluations = 0
 
-    @contextmanager
-    def step(self, trains: bool) -> Iterator[None]:
+    def step(self, trains: bool) -> AbstractContextManager[None]:
         """Sets a phase while a pipeline runs, if no `Trainer` or evaluation has set one.
 
         The watchdog then expects progress within a step of any script, but not between steps.
         """
         if self.work is not None and not self.is_in(Phase.SETUP):
-            yield
-            return
-        with self.during(Phase.TRAIN if trains else Phase.EVALUATE, self.steps + 1):
-            yield
+            return nullcontext()
+        return self.during(Phase.TRAIN if trains else Phase.EVALUATE, self.steps + 1)
 
     def catching_up(self) -> None:
         """Notes a setup during a run, while a data set reads up to where it was."""
@@ -166,6 +157,22 @@ class Activity:
         if len(self.lanes) != lanes:
             self.lanes = [LaneActivity() for _ in range(lanes)]
         return self.lanes
+
+
+class _During(AbstractContextManager[None]):
+    """See `Activity.during`; a class, since each step enters one."""
+
+    __slots__ = ("_activity", "_before", "_work")
+
+    def __init__(self, activity: Activity, work: Work) -> None:
+        self._activity, self._work = activity, work
+
+    def __enter__(self) -> None:
+        self._before = self._activity.work
+        self._activity.set(self._work)
+
+    def __exit__(self, *error: object) -> None:
+        self._activity.work = self._before  # not by `set`: the next step is one of the same run
 
 
 def wait_until(holds: Callable[[], bool], seconds: float) -> None:

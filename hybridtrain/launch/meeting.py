@@ -8,7 +8,9 @@ elastic job may restart without a change of either. Rank 0 draws the prefix and 
     rank r   hello/r = x (drawn now)          welcome/x ?  ------------>  <prefix>/joined/r
     rank 0   hello/r ?  ->  welcome/x = <prefix>        until all of <prefix>/joined/... are there
 
-An earlier attempt can only leave a stale hello behind, and nobody reads its answer.
+An earlier attempt can only leave a stale hello behind, and nobody reads its answer. `joined/r`
+holds the id of the process, by which rank 0 sees that a process of its host has ended while it
+waits for the others. After 20 seconds it logs which ranks it waits for.
 
 A process that fails before the meeting publishes its error in `failed/x`. Rank 0 puts that error,
 or its own, into the outcome that all processes read at the end. So no process waits for one that
@@ -19,6 +21,8 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import logging
+import math
 import socket
 import time
 import uuid
@@ -28,14 +32,19 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from hybridtrain._base.problem import Problem
-from hybridtrain.errors import WorldError
+from hybridtrain.errors import WorldError, argument
 from hybridtrain.launch.activity import wait_until
 from hybridtrain.launch.environment import Launch
+from hybridtrain.launch.process_id import ProcessId, has_ended, this_process
 
 if TYPE_CHECKING:
     from hybridtrain._base.torch_private import Store
 
+_log = logging.getLogger(__name__)
+
 _POLL_S = 0.02
+# when rank 0 says which ranks it waits for
+_SAY_AFTER_S = 20.0
 # how long rank 0 waits, after a failure, for the other processes to read the outcome
 _TELL_S = 4.0
 
@@ -67,9 +76,9 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
         raise _error(
             launch,
             f"rank{'s' * several} {', '.join(map(str, missing))} of the {launch.size} processes "
-            f"that {launch.launcher} announced did not come within timeout_s={timeout_s:g} s: see "
-            f"what {'their' if several else 'its'} own output says (under Slurm, start all with "
-            f"srun)",
+            f"that {launch.launcher} announced did not come within "
+            f"{argument('timeout_s')}{timeout_s:g} s: see what {'their' if several else 'its'} "
+            "own output says (under Slurm, start all with srun)",
         )
     from hybridtrain._base.torch_private import PrefixStore  # which imports torch
 
@@ -155,8 +164,8 @@ def _not_joined(launch: Launch, timeout_s: float, error: Exception) -> str:
     host, port = launch.master
     return (
         f"rank {launch.rank} could not join the {launch.size} processes that {launch.launcher} "
-        f"announced (at {host}:{port}) within timeout_s={timeout_s:g} s (under Slurm, start "
-        f"them with srun): {error}"
+        f"announced (at {host}:{port}) within {argument('timeout_s')}{timeout_s:g} s (under "
+        f"Slurm, start them with srun): {error}"
     )
 
 
@@ -176,7 +185,10 @@ def _welcome(
     """
     prefix = uuid.uuid4().hex
     answered: dict[int, bytes] = {}
+    joined: dict[int, ProcessId] = {}
+    ended: list[int] = []
     pending = set(range(1, size))
+    say_at = time.monotonic() + _SAY_AFTER_S
     while pending and time.monotonic() < deadline:
         for rank in sorted(pending):
             if store.check([f"hello/{rank}"]):
@@ -190,12 +202,25 @@ def _welcome(
                     error = f"rank {rank} failed before it had joined the others: {line}"
                     deadline = min(deadline, time.monotonic() + _TELL_S)
             if store.check([f"{prefix}/joined/{rank}"]):
+                joined[rank] = ProcessId(*json.loads(store.get(f"{prefix}/joined/{rank}")))
                 pending.discard(rank)
+        ended = [rank for rank, process in joined.items() if has_ended(process)]
+        if error is None and pending and ended:
+            process = joined[ended[0]]
+            error = (
+                f"rank {ended[0]} (process {process.pid} on {process.host}) ended before all "
+                f"{size} processes had joined: see what its own output says"
+            )
+            deadline = min(deadline, time.monotonic() + _TELL_S)
+        if pending and time.monotonic() > say_at:
+            say_at = math.inf
+            ranks = f"rank{'s' * (len(pending) > 1)} {', '.join(map(str, sorted(pending)))}"
+            _log.warning("rank 0 is waiting for %s of %d processes to join", ranks, size)
         time.sleep(_POLL_S)
     outcome = {"missing": sorted(pending), "error": error}
     store.set(f"{prefix}/outcome", json.dumps(outcome))
     if error is not None or pending:  # the store may end with this process
-        leave_keys = [f"{prefix}/left/{rank}" for rank in range(1, size) if rank not in pending]
+        leave_keys = [f"{prefix}/left/{rank}" for rank in joined if rank not in ended]
         wait_until(lambda: not leave_keys or store.check(leave_keys), _TELL_S)
     return prefix, outcome
 
@@ -225,12 +250,13 @@ def _arrive(
     try:
         store.wait([f"welcome/{hello}"], remaining())
         prefix = str(store.get(f"welcome/{hello}"), "utf-8")
-        store.set(f"{prefix}/joined/{rank}", "")
+        store.set(f"{prefix}/joined/{rank}", json.dumps(this_process()))
         # rank 0 gives up at about the same deadline
         store.wait([f"{prefix}/outcome"], remaining() + timedelta(seconds=_TELL_S))
     except RuntimeError as waited:
         raise WorldError(
-            f"rank {rank} timed out (timeout_s=) waiting for rank 0 to join; check rank 0's output"
+            f"rank {rank} timed out ({argument('timeout_s')}) waiting for rank 0 to join; check "
+            "rank 0's output"
         ) from waited
     outcome = json.loads(store.get(f"{prefix}/outcome"))
     if outcome["error"] is not None or outcome["missing"]:

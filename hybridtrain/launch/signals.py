@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from hybridtrain.launch.activity import end_process
@@ -157,8 +157,7 @@ def is_second(number: int, first: float | None, now: float) -> bool:
     return not passed_on or now - first >= _PASSED_ON_S
 
 
-@contextmanager
-def second_signal_ends(numbers: Collection[int] | None = None) -> Iterator[None]:
+def second_signal_ends(numbers: Collection[int] | None = None) -> AbstractContextManager[None]:
     """Ends the process if the block has not ended some seconds after a second signal.
 
     Works only in the main thread, for the outermost of nested blocks.
@@ -167,10 +166,14 @@ def second_signal_ends(numbers: Collection[int] | None = None) -> Iterator[None]
         numbers: the signals that count; None: Ctrl-C, if it has Python's default handler. A
             script's own handler may want to wait for the end of the block.
     """
-    global _block
     if _block is not None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
+        return nullcontext()
+    return _second_signal_ends(numbers)
+
+
+@contextmanager
+def _second_signal_ends(numbers: Collection[int] | None) -> Iterator[None]:
+    global _block
     if numbers is None:
         raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         numbers = [signal.SIGINT] * raises

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hybridtrain._base.text_table import with_unit
+from hybridtrain.errors import setting
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import Objective, Plan, cut_by_costs, stage_costs
 from hybridtrain.schedule import (
@@ -100,8 +101,8 @@ def _load_ahead(step: RecordedStep) -> Proposal | None:
     return Proposal(
         "data",
         max(rest, loading / workers),
-        f"waiting for data takes {_share(step, 'data')} of a step: workers={workers} would take "
-        f"{_times(step, max(rest, loading / workers))}, if there are as many free cores",
+        f"waiting for data takes {_share(step, 'data')} of a step: {setting('workers', workers)} "
+        f"would take {_times(step, max(rest, loading / workers))}, if there are as many free cores",
     )
 
 
@@ -125,9 +126,9 @@ def _smaller_microbatches(step: RecordedStep) -> Proposal | None:
     return Proposal(
         "bubble",
         seconds,
-        f"the bubble is {_share(step, 'bubble')} of a step: chunks={chunks} would make it "
-        f"{bubble:.0%}, and a step would take {_times(step, seconds)}, if half a micro-batch takes "
-        f"half the time",
+        f"the bubble is {_share(step, 'bubble')} of a step: {setting('chunks', chunks)} would "
+        f"make it {bubble:.0%}, and a step would take {_times(step, seconds)}, if half a "
+        "micro-batch takes half the time",
     )
 
 
@@ -162,7 +163,7 @@ def _even_stages(step: RecordedStep) -> Proposal | None:
         "imbalance",
         seconds,
         f"stage {slow} takes {times[slow] / mean:.1f} times as long as the stages do on average: "
-        f"split=time would take {at_best}{_times(step, seconds)}",
+        f"{setting('split', 'time')} would take {at_best}{_times(step, seconds)}",
     )
 
 
@@ -187,8 +188,9 @@ def _keep_activations(step: RecordedStep) -> Proposal | None:
     return Proposal(
         "recompute",
         seconds,
-        f"recomputation takes {_share(step, 'recompute')} of a step: recompute=never would take "
-        f"{_times(step, seconds)}, for up to {with_unit(more)} more on a device",
+        f"recomputation takes {_share(step, 'recompute')} of a step: "
+        f"{setting('recompute', 'never')} would take {_times(step, seconds)}, for up to "
+        f"{with_unit(more)} more on a device",
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridtrain.checkpoint import CheckpointStore, save_checkpoint
-from hybridtrain.errors import CheckpointError, ConfigError, did_you_mean
+from hybridtrain.errors import CheckpointError, ConfigError, did_you_mean, setting
 from hybridtrain.loss import direction, metric_of
 from hybridtrain.world import World
 
@@ -48,11 +48,12 @@ class BestCheckpoint:
         if name is None:
             return
         if metrics is None:
-            raise ConfigError(f"best={name} needs an evaluation, and this run has none")
+            raise ConfigError(f"{setting('best', name)} needs an evaluation, and this run has none")
         metric = metric_of(name, metrics)
         if metric is None:
             raise ConfigError(
-                f"best={name} is not a value of the evaluation: {did_you_mean(name, metrics)}"
+                f"{setting('best', name)} is not a value of the evaluation: "
+                f"{did_you_mean(name, metrics)}"
             )
         mode = direction("best_mode", name, metrics[metric], mode)
         self._smallest = mode == "min"
@@ -96,7 +97,7 @@ class BestCheckpoint:
                 return None, None
             return mark.step, mark.value
 
-        self.step, self.value = world.broadcast(world.on_main(marked)) or (None, None)
+        self.step, self.value = world.from_main(marked)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the best step and value, and what is compared, in JSON's types."""

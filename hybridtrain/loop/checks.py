@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hybridtrain._base.microbatch import chunk_sizes
 from hybridtrain.data import EvalLoader, Loader, TrainLoader, share_of
-from hybridtrain.errors import ConfigError, did_you_mean
+from hybridtrain.errors import ConfigError, argument, did_you_mean, setting
 from hybridtrain.graph import looks_only
 from hybridtrain.loop.callbacks.base import Callback
 from hybridtrain.model import HybridModel
@@ -56,8 +56,8 @@ def check_arguments(
     for name, metric in _mapping(metrics).items():
         if not all(hasattr(metric, each) for each in ("update", "compute", "reset", "to")):
             raise ConfigError(
-                f"metrics= has {_named(metric)} as {name!r}, which is not a metric: write one such "
-                f"as hybridtrain.loss.accuracy(), or any of torchmetrics"
+                f"{argument('metrics')} has {_named(metric)} as {name!r}, which is not a metric: "
+                "write one such as hybridtrain.loss.accuracy(), or any of torchmetrics"
             )
     if isinstance(callbacks, Callback):
         raise ConfigError(f"callbacks= must be a list: write callbacks=[{_named(callbacks)}(...)]")
@@ -104,8 +104,8 @@ def check_eval_loader(argument: str, data: Any) -> None:
 def _mapping(metrics: Any) -> Mapping[str, Any]:
     if not isinstance(metrics, Mapping | None):
         raise ConfigError(
-            f'metrics= must be a dictionary, not {_named(metrics)}: write metrics={{"accuracy": '
-            f"accuracy()}}, with accuracy of hybridtrain.loss"
+            f"{argument('metrics')} must be a dictionary, not {_named(metrics)}: write "
+            f'{argument("metrics")}{{"accuracy": accuracy()}}, with accuracy of hybridtrain.loss'
         )
     return metrics or {}
 
@@ -142,8 +142,9 @@ def check_last_batch(model: HybridModel, train: Loader) -> None:
     if model.options.sync_batch_norm and last and last // replicas < model.options.chunks:
         raise ConfigError(
             f"the last batch of an epoch has {last} samples, which are not enough for "
-            f"chunks={model.options.chunks} micro-batches on each of {replicas} replicas, as "
-            f"sync_batch_norm=true needs: set drop_last=true, or lower chunks="
+            f"{setting('chunks', model.options.chunks)} micro-batches on each of {replicas} "
+            f"replicas, as {setting('sync_batch_norm', True)} needs: set "
+            f"{setting('drop_last', True)}, or lower {argument('chunks')}"
         )
 
 
@@ -190,9 +191,12 @@ def batch_norms_watched(model: HybridModel, train: Loader) -> Iterator[None]:
     found = {name: one for part in world.gather(fails) for name, one in part.items()}
     text = (
         f"the last batch of an epoch has {last} samples, so that a micro-batch of it has 1 "
-        f"(replicas: {replicas}, chunks={chunks})"
+        f"(replicas: {replicas}, {setting('chunks', chunks)})"
     )
-    way_out = "set drop_last=true, lower chunks=, or choose another batch_size="
+    way_out = (
+        f"set {setting('drop_last', True)}, lower {argument('chunks')}, or choose another "
+        f"{argument('batch_size')}"
+    )
     if single := [name for name, one in found.items() if one]:
         raise ConfigError(
             f"{text}; the batch norm {single[0]} gets 1 value per channel of it and would fail at "

@@ -36,7 +36,14 @@ from hybridtrain.data import (
     next_step,
     share_of,
 )
-from hybridtrain.errors import BatchError, CheckpointError, ConfigError, DataError
+from hybridtrain.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    argument,
+    setting,
+)
 from hybridtrain.loop.callbacks.tracker import Tracker, call_hook
 from hybridtrain.loss import LossFn
 from hybridtrain.model import HybridModel, TrainStepResult
@@ -265,7 +272,8 @@ def as_loader(loader: Any, world: World, seed: int) -> Loader:
     if loader.generator is not None or getattr(loader.sampler, "generator", None) is not None:
         raise DataError(
             f"{name_of(loader)} has a generator, which would have no effect: the order is drawn "
-            f"from a seed, the same on all replicas; leave it out and give Session(seed=)"
+            "from a seed, the same on all replicas; leave it out and give "
+            f"Session({argument('seed')})"
         )
     if loader.worker_init_fn is not None:
         raise DataError(
@@ -379,9 +387,13 @@ class Session:
         **settings: Any,
     ) -> None:
         if type(accumulate) is not int or accumulate < 1:
-            raise ConfigError(f"accumulate={accumulate} must be a whole number of at least 1")
+            raise ConfigError(
+                f"{setting('accumulate', accumulate)} must be a whole number of at least 1"
+            )
         if world is not None and nb_part is not None:
-            raise ConfigError("give nb_part= or world=, not both: a World has its nb_part")
+            raise ConfigError(
+                f"give {argument('nb_part')} or world=, not both: a World has its nb_part"
+            )
         self.options = with_settings(options or PipelineOptions(), settings)
         self.world = world or World.from_env(nb_part)
         self.accumulate = accumulate

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from hybridtrain._base.construction import default_generators, rewind
+from hybridtrain._base.rank_differences import check_same_settings
 from hybridtrain.checkpoint import (
     CheckpointStore,
     check_directory,
@@ -26,7 +27,15 @@ from hybridtrain.checkpoint import (
     restore_run,
 )
 from hybridtrain.data import Batch, EvalLoader, Loader, as_loader, next_step
-from hybridtrain.errors import CheckpointError, ConfigError, DivergedError, Interrupted
+from hybridtrain.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    Interrupted,
+    argument,
+    phrase,
+    setting,
+)
 from hybridtrain.launch import Phase, activity
 from hybridtrain.loop.callbacks.base import Callback, CallbackStates
 from hybridtrain.loop.callbacks.tracker import Tracker, call_hook
@@ -93,8 +102,9 @@ class Trainer:
         compared: the values of the evaluation that `best` and callbacks compare.
 
     Raises:
-        ConfigError: see `TrainerOptions`; `best` is not a value of the evaluation; `optimizer` is
-            not one for the model's `shard`; there is no loss; or a callback does not fit.
+        ConfigError: see `TrainerOptions`, whose values are compared between the ranks, in a
+            collective call; `best` is not a value of the evaluation; `optimizer` is not one for the
+            model's `shard`; there is no loss; or a callback does not fit.
     """
 
     def __init__(
@@ -121,6 +131,7 @@ class Trainer:
         check_sharded(model, optimizer)
         self.model = model
         self.world = model.world
+        check_same_settings(self.world.gather, "TrainerOptions", vars(self.options))
         self._step = OptimizerStep(
             model,
             optimizer,
@@ -172,7 +183,8 @@ class Trainer:
         overridden = type(self).compute_loss is not Trainer.compute_loss
         if (loss_fn is None) is not overridden:
             raise ConfigError(
-                "give a loss once: pass loss_fn=, or override compute_loss and pass loss_fn=None"
+                f"give a loss once: pass {argument('loss_fn')}, or override compute_loss and pass "
+                f"{setting('loss_fn', None)}"
             )
         return loss_fn if loss_fn is not None else self.compute_loss
 
@@ -443,9 +455,11 @@ class Trainer:
         per_step, before = self._samples_per_step, state_dict["rows_per_step"]
         if self.options.epochs is not None and before != per_step:
             raise ConfigError(
-                f"batch_size={self.train.batch_size} x accumulate={self.options.accumulate} is "
-                f"{per_step}, and the checkpoint was made with {before}: a run that is counted in "
-                f"epochs keeps it; set steps= in place of epochs=, or start a new run"
+                f"{setting('batch_size', self.train.batch_size)} x "
+                f"{setting('accumulate', self.options.accumulate)} is {per_step}, and the "
+                f"checkpoint was made with {before}: a run that is counted in epochs keeps it; "
+                f"set {argument('steps')} in place of {argument('epochs')}, or "
+                f"{phrase('start a new run')}"
             )
         self.samples = state_dict["samples"]
         self.train.seek(state_dict["epoch"], state_dict["row"])  # words: ok
@@ -545,7 +559,7 @@ class Trainer:
     @property
     def _ended(self) -> bool:
         """True if no step is left, or a callback has ended the run."""
-        return self.step >= self.total_steps or any(
+        return self._step.number >= self.total_steps or any(
             callback.stops for callback in self.callbacks if not isinstance(callback, Tracker)
         )
 
@@ -677,9 +691,11 @@ class Trainer:
         return self._is_due(every, self.step) or self._ended_epoch(every_epochs)
 
     def _save_in_run(self, save: bool, again: bool = False) -> None:
+        if not save:
+            return
         last, best = self._ended, self._best.step == self.step
         # nothing is saved on the way until a step succeeds
-        if save and (last or best or not self._finite.skipping):
+        if last or best or not self._finite.skipping:
             with self.throughput.pause():  # without space for one on the way, the run goes on
                 self._save(required=last, again=again)
 
@@ -774,9 +790,11 @@ class Trainer:
     def _ways_out(self) -> str:
         """Returns what to do about a run that has diverged; a collective call."""
         good_step = self._finite.last_good_step
-        path = self.world.on_main(
+        path = self.world.from_main(
             lambda: self._checkpoints.on_disk(self, self.step if good_step is None else good_step)
         )
-        path = self.world.broadcast(path)
         good = f"The last good checkpoint is {path}" if path else "No checkpoint was saved"
-        return f"{good}. Lower the learning rate, set clip_norm=, or look at the data of that step"
+        return (
+            f"{good}. Lower the learning rate, set {argument('clip_norm')}, or look at the data "
+            "of that step"
+        )

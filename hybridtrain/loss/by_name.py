@@ -13,7 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, setting
 from hybridtrain.loss.metrics import (
     Accuracy,
     Metric,
@@ -59,8 +59,8 @@ def model_output(output: Any, targets: Any) -> Tensor:
     loss = field_of(output, "loss")
     if not isinstance(loss, Tensor):
         raise ConfigError(
-            f"loss=model_output needs a model whose output has `loss`; this one gives a "
-            f"{type(output).__name__} without: are its labels among the inputs?"
+            f"{setting('loss', 'model_output')} needs a model whose output has `loss`; this one "
+            f"gives a {type(output).__name__} without: are its labels among the inputs?"
         )
     return loss
 

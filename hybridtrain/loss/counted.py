@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hybridtrain._base.microbatch import batch_size, split
 from hybridtrain._base.values import leaves_of
-from hybridtrain.errors import BatchError, ConfigError, UserError
+from hybridtrain.errors import BatchError, ConfigError, UserError, setting
 from hybridtrain.loss.by_name import CountFn, LossFn, cross_entropy, model_output, mse, nll
 from hybridtrain.loss.metrics import IGNORED
 from hybridtrain.loss.transformers_counts import count_of_output
@@ -60,8 +60,9 @@ class CountedLoss:
         if isinstance(value, Tensor) and value.is_meta:
             raise UserError(
                 "loss_fn reads parameters or buffers of the model that another process has: with "
-                "engine=distributed it can use the output and the targets alone (for an L2 "
-                "penalty, weight_decay= of the optimizer), or set engine=local"
+                f"{setting('engine', 'distributed')} it can use the output and the targets alone "
+                "(for an L2 penalty, weight_decay= of the optimizer), or set "
+                f"{setting('engine', 'local')}"
             )
         if isinstance(value, Tensor) and value.dim() == 0:
             return value
@@ -96,7 +97,7 @@ class CountedLoss:
         """True for a cross-entropy or nll, which take classes as targets."""
         return isinstance(self.count, TargetCount)
 
-    @property
+    @functools.cached_property
     def takes_log_probabilities(self) -> bool:
         """True for an nll of PyTorch or of `hybridtrain.loss`."""
         function = _unwrapped(self.function)[0]
@@ -135,11 +136,12 @@ class CountedLoss:
             targets = inputs.get("labels")
         if IGNORED in map(_smallest, leaves_of(targets)):
             raise BatchError(
-                f"the labels contain {IGNORED}, and loss_fn={self.name} does not say what it "
-                f"averages over: its micro-batches, batches and replicas would be weighted by "
-                f"their samples. Pass PyTorch's cross_entropy or nll_loss, losses.model_output for "
-                f"output.loss of transformers, or MeanLoss(loss_fn, count) with count(inputs, "
-                f"targets)=(targets != {IGNORED}).sum(), or len(targets) for a mean over samples"
+                f"the labels contain {IGNORED}, and {setting('loss_fn', self.name)} does not say "
+                "what it averages over: its micro-batches, batches and replicas would be "
+                "weighted by their samples. Pass PyTorch's cross_entropy or nll_loss, "
+                "losses.model_output for output.loss of transformers, or MeanLoss(loss_fn, "
+                f"count) with count(inputs, targets)=(targets != {IGNORED}).sum(), or "
+                "len(targets) for a mean over samples"
             )
 
 
@@ -234,7 +236,7 @@ class TargetCount:
         smallest = _smallest(targets) if self.weight is None and self.ignore_index < 0 else None
         if smallest is not None and smallest >= 0:
             # all targets count: one pass over the batch instead of one per micro-batch
-            targets_per_sample = targets.numel() // len(targets)
+            targets_per_sample = targets.numel() // targets.shape[0]
             return [size * targets_per_sample for size in sizes]
         return [self(None, part) for part in split(targets, sizes)]
 
@@ -275,8 +277,9 @@ def resolve(loss_fn: Any, net: nn.Module | None = None) -> CountedLoss:
     function, settings = _unwrapped(loss_fn)
     if settings.get("reduction") in ("sum", "none"):
         raise ConfigError(
-            f'loss_fn={CountedLoss(function).name} with reduction="{settings["reduction"]}": leave '
-            f'it at "mean", or say what the sum is divided by: '
+            f"{setting('loss_fn', CountedLoss(function).name)} with "
+            f'reduction="{settings["reduction"]}": leave it at "mean", or say what the sum is '
+            "divided by: "
             f"SumLoss(loss_fn, lambda inputs, targets: targets.numel())"
         )
     if any(function is reduction for reduction in _BY_TARGETS):

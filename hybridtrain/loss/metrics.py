@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybridtrain.errors import ConfigError, check_choice
+from hybridtrain.errors import ConfigError, argument, check_choice, setting
 
 IGNORED = -100
 """The target that PyTorch's losses and `Accuracy` ignore."""
@@ -61,7 +61,8 @@ def direction(key: str, value: str, metric: Any, mode: str | None) -> str:
     higher = getattr(metric, "higher_is_better", None)
     if not isinstance(higher, bool):
         raise ConfigError(
-            f"{value} does not say whether a larger value is better: set {key}=min or {key}=max"
+            f"{value} does not say whether a larger value is better: set {setting(key, 'min')} "
+            f"or {setting(key, 'max')}"
         )
     return "max" if higher else "min"
 
@@ -212,7 +213,7 @@ def main_output(outputs: Any) -> Tensor:
         raise ConfigError(
             f"the losses and metrics that are chosen by name take a tensor, or an output with "
             f"`logits`; the model gives a {type(outputs).__name__}: return the logits, or train "
-            f"from Python with your own loss_fn="
+            f"from Python with your own {argument('loss_fn')}"
         )
     return main
 

@@ -41,7 +41,7 @@ from hybridtrain._base.microbatch import map_tensors, merge, split
 from hybridtrain._base.tensors import byte_size
 from hybridtrain._base.torch_private import hooks_of
 from hybridtrain._base.values import leaves_of
-from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.errors import BatchError, ConfigError, setting
 from hybridtrain.graph import CallSignature
 from hybridtrain.loss.by_name import model_output
 from hybridtrain.loss.captures import copied
@@ -255,8 +255,9 @@ def check_log_probabilities(values: Any, loss: str) -> None:
     # x - logsumexp(x) may round to more than 0, and so may log(p + epsilon)
     if largest > 1e-3 + 4 * torch.finfo(values.dtype).eps * size:
         raise ConfigError(
-            f"loss_fn={loss} takes log-probabilities, which are never above 0, and the model "
-            f"returns logits (one is {largest:.4g}): use cross_entropy (trainer.loss=cross_entropy)"
+            f"{setting('loss_fn', loss)} takes log-probabilities, which are never above 0, and "
+            f"the model returns logits (one is {largest:.4g}): use cross_entropy "
+            "(trainer.loss=cross_entropy)"
         )
 
 
@@ -362,12 +363,12 @@ class OutputProof:
 
 
 _NOT_BY_SAMPLE = (
-    "loss_fn=%s is treated as a mean over samples, which was not checked: the model's output has "
+    "%s is treated as a mean over samples, which was not checked: the model's output has "
     "tensors without the samples in dim 0, such as the loss. For the loss of a model of "
     "transformers, pass losses.model_output"
 )
 _NOT_COMPARED = (
-    "loss_fn=%s is treated as a mean over samples, which was not checked: in a call for all "
+    "%s is treated as a mean over samples, which was not checked: in a call for all "
     "samples together, or for parts of them with the same random numbers, it %s"
 )
 
@@ -377,7 +378,7 @@ def _say_not_compared(loss: CountedLoss, warn: Warn, error: Exception) -> None:
         reason = "draws others"
         if not isinstance(error, OtherDrawsError):
             reason = f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        warn(_NOT_COMPARED, loss.name, reason)
+        warn(_NOT_COMPARED, setting("loss_fn", loss.name), reason)
 
 
 class _Calls:
@@ -524,15 +525,16 @@ class _Calls:
             )
         if self._loss.is_sum:
             raise ConfigError(
-                f"loss_fn={name} was passed as a sum: {result} sum of parts of {of_parts}. For a "
-                f"mean, pass MeanLoss(loss_fn, count), with a count of what it is a mean over"
+                f"{setting('loss_fn', name)} was passed as a sum: {result} sum of parts of "
+                f"{of_parts}. For a mean, pass MeanLoss(loss_fn, count), with a count of what it "
+                "is a mean over"
             )
         if not self._loss.counts_samples:
             raise ConfigError(
-                f"loss_fn={name}: {result} mean of parts of {of_parts}, weighted by their counts "
-                f"{_listed(self._counts)}: it is not a mean over what is counted, and "
-                f"micro-batches would give another gradient than the batch. Turn off what else the "
-                f"model adds to its loss (of a router, a z-loss), or {WAY_OUT}"
+                f"{setting('loss_fn', name)}: {result} mean of parts of {of_parts}, weighted by "
+                f"their counts {_listed(self._counts)}: it is not a mean over what is counted, "
+                "and micro-batches would give another gradient than the batch. Turn off what "
+                f"else the model adds to its loss (of a router, a z-loss), or {WAY_OUT}"
             )
         if apart is None and abs(whole - sum(parts)) <= _ABSOLUTE + _RELATIVE * abs(whole):
             remedy = "It is a sum: pass SumLoss(loss_fn, lambda inputs, targets: len(targets))"
@@ -543,11 +545,8 @@ class _Calls:
                 "weight[targets].sum(); a loss that compares samples sees those of its "
                 "micro-batch alone (see docs/contrastive.md)"
             )
-        text = (
-            "loss_fn=%s is treated as a mean over samples, but it is not one: %s mean of parts of "
-            "%s. %s"
-        )
-        self._warn(text, name, result, of_parts, remedy)
+        text = "%s is treated as a mean over samples, but it is not one: %s mean of parts of %s. %s"
+        self._warn(text, setting("loss_fn", name), result, of_parts, remedy)
 
 
 def _listed(numbers: Sequence[float]) -> str:

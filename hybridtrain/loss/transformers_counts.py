@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.errors import BatchError, ConfigError, setting
 from hybridtrain.loss.by_name import CountFn
 from hybridtrain.loss.metrics import IGNORED
 
@@ -38,11 +38,11 @@ def count_of_output(net: nn.Module) -> CountFn:
     for module in _inside(net):
         config, name = getattr(module, "config", None), type(module).__name__
         configs = config, getattr(config, "text_config", None)
-        for setting in ("output_router_logits", "z_loss_coefficient"):
-            if any(getattr(settings, setting, 0) for settings in configs):
+        for term in ("output_router_logits", "z_loss_coefficient"):
+            if any(getattr(settings, term, 0) for settings in configs):
                 raise ConfigError(
-                    f"loss=model_output: {name} adds a second loss, which is not a mean over "
-                    f"labels: set {setting}=0 in its config, or {WAY_OUT}"
+                    f"{setting('loss', 'model_output')}: {name} adds a second loss, which is not "
+                    f"a mean over labels: set {term}=0 in its config, or {WAY_OUT}"
                 )
         try:
             source = inspect.getsource(inspect.unwrap(type(module).forward))
@@ -52,7 +52,8 @@ def count_of_output(net: nn.Module) -> CountFn:
         if count is not None:
             return _attended if count is _valid and "active_loss" in source else count
     raise ConfigError(
-        f"loss=model_output: what {type(net).__name__} averages over is unknown; {WAY_OUT}"
+        f"{setting('loss', 'model_output')}: what {type(net).__name__} averages over is unknown; "
+        f"{WAY_OUT}"
     )
 
 
@@ -85,10 +86,12 @@ def _rule(net: nn.Module, name: str, source: str) -> str:
 def _labels(inputs: Any) -> Tensor:
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     if not isinstance(labels, Tensor):
-        raise BatchError("loss=model_output: the inputs must be a mapping with labels")
+        raise BatchError(
+            f"{setting('loss', 'model_output')}: the inputs must be a mapping with labels"
+        )
     for name in ("num_items_in_batch", "output_router_logits"):
         if inputs.get(name) not in (None, False):
-            raise BatchError(f"loss=model_output: leave {name} out of the inputs")
+            raise BatchError(f"{setting('loss', 'model_output')}: leave {name} out of the inputs")
     return labels
 
 
@@ -117,13 +120,13 @@ def _answers(inputs: Any, _: Any) -> int:
     tokens: Any = named.get("input_ids", named.get("inputs_embeds"))
     if not all(isinstance(tensor, Tensor) for tensor in (*positions, tokens)):
         raise BatchError(
-            "loss=model_output: the inputs must be a mapping with input_ids, start_positions and "
-            "end_positions"
+            f"{setting('loss', 'model_output')}: the inputs must be a mapping with input_ids, "
+            "start_positions and end_positions"
         )
     if any(int(position.max()) >= tokens.shape[1] for position in positions):
         raise BatchError(
-            "loss=model_output: an answer lies outside its sequence and would be ignored, in its "
-            "start and its end apart: leave such samples out"
+            f"{setting('loss', 'model_output')}: an answer lies outside its sequence and would be "
+            "ignored, in its start and its end apart: leave such samples out"
         )
     return int(positions[0].shape[0])
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ from hybridtrain.loss.counted import CountedLoss
 from hybridtrain.world import World
 
 
-class ShareLoss(NamedTuple):
+@dataclass(frozen=True)
+class ShareLoss:
     """The loss of a logical replica's share of a batch.
 
     Attributes:
@@ -62,11 +64,18 @@ class BatchWeight:
     Attributes:
         microbatches: the number of micro-batches of the batch.
         is_single_microbatch: whether the whole step is this one micro-batch.
+        weights: the weight of each micro-batch's loss value: 1 for sums, its count for means.
+        count: the count of the batch.
+        counted: the count of the batch in the step: 0 for a padding batch.
 
     Raises:
         BatchError: a count is negative or not finite, or a loss without a count gets labels to
             ignore.
     """
+
+    weights: Sequence[float]
+    count: float
+    counted: float
 
     def __init__(
         self,
@@ -86,20 +95,15 @@ class BatchWeight:
         self._is_sum, self._step, self._in_step = loss.is_sum, step, in_step
         self._counts = copied_to_host(loss.counts(*batch, sizes))
 
-    @cached_property
-    def weights(self) -> Sequence[float]:
-        """The weight of each micro-batch's loss value: 1 for sums, its count for means."""
-        return [1] * self.microbatches if self._is_sum else self._counts()
-
-    @cached_property
-    def count(self) -> float:
-        """The count of the batch."""
-        return sum(self._counts())
-
-    @cached_property
-    def counted(self) -> float:
-        """The count of the batch in the step: 0 for a padding batch."""
-        return self.count if self._in_step else 0
+    def __getattr__(self, name: str) -> Any:
+        # together, and with the first use: counts may be on their way from a GPU until then
+        if name not in ("weights", "count", "counted"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        counts = self._counts()
+        self.count = sum(counts)
+        self.counted = self.count if self._in_step else 0
+        self.weights = [1] * self.microbatches if self._is_sum else counts
+        return vars(self)[name]
 
     @cached_property
     def grad_scales(self) -> Sequence[float]:
@@ -263,10 +267,10 @@ class StepWeights(list[BatchWeight | SharesWeight]):
         if self._known is not None:
             return self._known
         if self._counts is None:
-            return sum(batch.counted for batch in self)
+            return sum([batch.counted for batch in self])
         if self._work is not None:
             self._work.wait()
-        return sum(self._counts.tolist())
+        return math.fsum(self._counts.tolist())
 
     def weight_of(self, count: float) -> float:
         """Returns the weight of a batch's mean in the step, for a batch with this count."""

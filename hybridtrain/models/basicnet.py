@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, setting
 from hybridtrain.models.check import check_sizes, returns
 
 
@@ -24,7 +24,9 @@ def basicnet(num_classes: int = 10, image_size: int = 28, channels: int = 1) -> 
     # Each 3x3 convolution takes a pixel off every edge; the pool halves what is left.
     side = (image_size - 4) // 2
     if side < 1:
-        raise ConfigError(f"image_size={image_size} is too small: images need 6 pixels or more")
+        raise ConfigError(
+            f"{setting('image_size', image_size)} is too small: images need 6 pixels or more"
+        )
     return nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(channels, 32, kernel_size=3),

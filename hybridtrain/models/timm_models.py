@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hybridtrain.errors import ConfigError, did_you_mean
+from hybridtrain.errors import ConfigError, did_you_mean, setting
 from hybridtrain.models.check import check_dropout, check_sizes
 
 
@@ -39,7 +39,9 @@ def timm_model(
         raise ConfigError("models of timm need pip install 'hybridtrain[timm]'") from error
     if not timm.is_model(name):
         available = timm.list_models()
-        raise ConfigError(f"name={name}: timm has no such model; {did_you_mean(name, available)}")
+        raise ConfigError(
+            f"{setting('name', name)}: timm has no such model; {did_you_mean(name, available)}"
+        )
     check_sizes(num_classes=num_classes, channels=channels)
     options: dict[str, Any] = {"num_classes": num_classes, "in_chans": channels}
     if dropout is not None:
@@ -53,7 +55,7 @@ def timm_model(
     try:
         return _made(timm, name, **options)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"name={name}: {str(error).partition(chr(10))[0]}") from error
+        raise ConfigError(f"{setting('name', name)}: {str(error).partition(chr(10))[0]}") from error
 
 
 def _made(timm: Any, name: str, **options: Any) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_map
 
-from hybridtrain.errors import ConfigError, did_you_mean
+from hybridtrain.errors import ConfigError, argument, did_you_mean, setting
 from hybridtrain.models.check import check_dropout, check_sizes, returns
 
 # Usual pixels per side: MNIST 28, CIFAR 32, Tiny ImageNet 64, ImageNet 224, Inception v3 299.
@@ -55,7 +55,7 @@ def torchvision_model(
     available = models.list_models(module=models)
     if name not in available:
         raise ConfigError(
-            f"name={name}: torchvision has no such classification model; "
+            f"{setting('name', name)}: torchvision has no such classification model; "
             f"{did_you_mean(str(name), available, 'models')}"
         )
     first = image_size if resize is None else resize
@@ -63,13 +63,17 @@ def torchvision_model(
     check_sizes(num_classes=num_classes, channels=channels, **{key: first})
     assert first is not None
     if channels not in (1, 3):
-        raise ConfigError(f"channels={channels}: torchvision's models take 3 colours, or 1")
+        raise ConfigError(
+            f"{setting('channels', channels)}: torchvision's models take 3 colours, or 1"
+        )
     builder = models.get_model_builder(name)
     accepted = inspect.signature(inspect.signature(builder).return_annotation).parameters
     options: dict[str, Any] = {"weights": None, "num_classes": num_classes}
     if dropout is not None:
         if "dropout" not in accepted:
-            raise ConfigError(f"dropout={dropout}: {name} has no such argument, leave it at None")
+            raise ConfigError(
+                f"{setting('dropout', dropout)}: {name} has no such argument, leave it at None"
+            )
         check_dropout(dropout)
         options["dropout"] = dropout
     if "init_weights" in accepted and accepted["init_weights"].default is None:
@@ -133,6 +137,6 @@ def _first_that_fits(name: str, build: Callable[[int], nn.Module], sides: Sequen
         except (AssertionError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
     raise ConfigError(
-        f"name={name} takes no images of {' or '.join(map(str, sides))} pixels per side "
-        f"({reason}): pass resize=<a size that it takes>"
+        f"{setting('name', name)} takes no images of {' or '.join(map(str, sides))} pixels per "
+        f"side ({reason}): pass {argument('resize')}<a size that it takes>"
     )

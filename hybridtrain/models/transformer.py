@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, setting
 from hybridtrain.models.check import check_dropout, check_heads, check_length, check_sizes
 
 Masked = tuple[Tensor, Tensor]
@@ -123,7 +123,8 @@ def transformer(
     check_dropout(dropout)
     if pad_index is None or not 0 <= pad_index < vocab_size:
         raise ConfigError(
-            f"pad_index={pad_index} must be at least 0 and below vocab_size={vocab_size}"
+            f"{setting('pad_index', pad_index)} must be at least 0 and below "
+            f"{setting('vocab_size', vocab_size)}"
         )
     layers = nn.Sequential(*(Layer(d_model, nhead, d_hid, dropout) for _ in range(nlayers)))
     model = nn.Sequential()

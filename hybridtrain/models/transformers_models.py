@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridtrain.errors import ConfigError, check_choice
+from hybridtrain.errors import ConfigError, argument, check_choice, setting
 from hybridtrain.models.check import returns
 
 TASKS = {
@@ -89,7 +89,9 @@ def transformers_model(
     check_choice("task", task, list(TASKS))
     check_choice("dtype", dtype, DTYPES)
     if (source is None) == (config is None):
-        raise ConfigError("give either source= or config=, not both: what model is it?")
+        raise ConfigError(
+            f"give either {argument('source')} or {argument('config')}, not both: what model is it?"
+        )
     labels: dict[str, Any] = {}
     if num_classes is not None and task in ("classification", "regression", "image_classification"):
         labels["num_labels"] = num_classes
@@ -99,14 +101,14 @@ def transformers_model(
     if source is not None:
         if source.startswith((".", "/", "~")) and not Path(source).expanduser().exists():
             raise ConfigError(
-                f"source={source}: there is no such folder ({Path(source).absolute()})"
+                f"{setting('source', source)}: there is no such folder ({Path(source).absolute()})"
             )
         try:
             model_config = transformers.AutoConfig.from_pretrained(
                 source, trust_remote_code=False, **labels
             )
         except (OSError, ValueError) as error:
-            raise ConfigError(f"source={source}: {_first_line(error)}") from error
+            raise ConfigError(f"{setting('source', source)}: {_first_line(error)}") from error
     else:
         of_data = {"vocab_size": vocab_size, "image_size": image_size, "num_channels": channels}
         model_config = _from_settings(transformers, dict(config or {}), labels, of_data)
@@ -123,13 +125,14 @@ def transformers_model(
     ):
         raise ConfigError(
             "this model classifies by the last token that is not padding, and neither it nor the "
-            "tokenizer has a padding token: add one to the tokenizer, or set pad_index="
+            "tokenizer has a padding token: add one to the tokenizer, or set "
+            f"{argument('pad_index')}"
         )
     model_config.use_cache = False  # of keys and values, for generation; stages cannot pass it on
     name = auto or TASKS[task]
     kind = getattr(transformers, name, None)
     if kind is None or not hasattr(kind, "from_config"):
-        raise ConfigError(f"auto={name}: transformers has no such Auto class")
+        raise ConfigError(f"{setting('auto', name)}: transformers has no such Auto class")
     options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     if attention is not None:
         options["attn_implementation"] = attention
@@ -137,8 +140,8 @@ def transformers_model(
         model: nn.Module = kind.from_config(model_config, trust_remote_code=False, **options)
     except (ValueError, ImportError) as error:
         raise ConfigError(
-            f"{name} of {model_config.model_type}: {_first_line(error)} task={task} may be another "
-            f"one of {', '.join(TASKS)}"
+            f"{name} of {model_config.model_type}: {_first_line(error)} {setting('task', task)} "
+            f"may be another one of {', '.join(TASKS)}"
         ) from error
     _check_kind_of_data(model, vocab_size, image_size)
     if image_size is not None:
@@ -165,7 +168,7 @@ def _check_kind_of_data(model: nn.Module, vocab_size: int | None, image_size: in
     if takes == "input_ids" and image_size is not None and vocab_size is None:
         raise ConfigError(
             f"{type(model).__name__} takes token ids, and the data set has images: choose a model "
-            f"of images, with task=image_classification, or a data set of texts"
+            f"of images, with {setting('task', 'image_classification')}, or a data set of texts"
         )
 
 
@@ -187,7 +190,8 @@ def _check_images(kind: Any, config: Any, how: Mapping[str, Any], side: int, cha
             raise ConfigError(
                 f"{type(net).__name__} does not take the images of the data set, {side} x {side} "
                 f"pixels in {channels} colours: {_first_line(error)} Set data.image_size= to the "
-                f"size of the model; or leave image_size and num_channels out of config="
+                "size of the model; or leave image_size and num_channels out of "
+                f"{argument('config')}"
             ) from error
 
 
@@ -239,7 +243,7 @@ def _from_settings(
     kind = settings.pop("model_type", None)
     model_types = sorted(transformers.CONFIG_MAPPING)
     if kind is None:
-        raise ConfigError("config= needs a model_type, such as bert or gpt2")
+        raise ConfigError(f"{argument('config')} needs a model_type, such as bert or gpt2")
     check_choice("config.model_type", kind, model_types)
     default = transformers.AutoConfig.for_model(kind)
     size = settings.get("vocab_size", of_data["vocab_size"])

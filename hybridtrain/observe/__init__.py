@@ -9,28 +9,27 @@ notebook       pictures of a run in a notebook
 
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.observe import trackers
-from hybridtrain.observe.pictures import (
-    COLOURS,
-    CRITICAL,
-    PARTS,
-    WAITS,
-    Curve,
-    NodesPoint,
-    draw_accounts,
-    draw_curves,
-    draw_plan,
-    draw_timelines,
-    in_ms,
-)
-from hybridtrain.observe.report.page import check_installed, write_report
-from hybridtrain.observe.report.record import Curves, RunRecord, accounts_of, curves_of
-from hybridtrain.observe.report.settings import RunSettings, that_differ
-from hybridtrain.observe.timeline import TimelineFiles, spans_of_trace
+from hybridtrain._base.registry import on_first_use
 from hybridtrain.observe.trackers import TRACKERS
-from hybridtrain.observe.trackers.progress import describe_values
 
 if TYPE_CHECKING:
+    from hybridtrain.observe.pictures import (
+        COLOURS,
+        CRITICAL,
+        PARTS,
+        WAITS,
+        Curve,
+        NodesPoint,
+        draw_accounts,
+        draw_curves,
+        draw_plan,
+        draw_timelines,
+        in_ms,
+    )
+    from hybridtrain.observe.report.page import check_installed, write_report
+    from hybridtrain.observe.report.record import Curves, RunRecord, accounts_of, curves_of
+    from hybridtrain.observe.report.settings import RunSettings, that_differ
+    from hybridtrain.observe.timeline import TimelineFiles, spans_of_trace
     from hybridtrain.observe.trackers import (
         CSVFile,
         MetricsFile,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
         Tracker,
         WandB,
     )
+    from hybridtrain.observe.trackers.progress import describe_values
 
 __all__ = [
     "COLOURS",
@@ -77,8 +77,25 @@ __all__ = [
 ]
 
 
+_NAMES = {
+    "pictures": (
+        *("COLOURS", "CRITICAL", "PARTS", "WAITS", "Curve", "NodesPoint", "draw_accounts"),
+        *("draw_curves", "draw_plan", "draw_timelines", "in_ms"),
+    ),
+    "report": (
+        *("Curves", "RunRecord", "RunSettings", "accounts_of", "check_installed", "curves_of"),
+        *("that_differ", "write_report"),
+    ),
+    "timeline": ("TimelineFiles", "spans_of_trace"),
+    "trackers": (
+        *("CSVFile", "MLflow", "MetricsFile", "Progress", "QueuedTracker", "TensorBoard"),
+        *("Tracker", "WandB"),
+    ),
+    "trackers.progress": ("describe_values",),
+}
+
+
 def __getattr__(name: str) -> Any:
-    # on first use, see `TRACKERS`
-    if name in trackers.__all__:
-        return getattr(trackers, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # on first use: a run without pictures or a page imports neither PIL nor what draws them
+    paths = (f"{__name__}.{module}:{each}" for module, names in _NAMES.items() for each in names)
+    return on_first_use(__name__, name, paths)

@@ -86,7 +86,7 @@ class _Canvas:
 
     Args:
         width: in units, like all that is drawn.
-        height: likewise.
+        height: in units.
         zoom: pixels of a unit.
     """
 

@@ -5,7 +5,8 @@ plan           the result, as data and as a YAML file
 costs          what a layer costs for one micro-batch: counted, and measured
 estimates      the same by FLOPs and bytes, without running a kernel
 cost_table     the costs of layers for any number of samples in a micro-batch
-objective      the cost of a stage, and the exact best cut
+objective      the size of a stage: what the partitioner balances
+cut_search     the search for a cut: exact, for any objective, and by moves, for any score
 manual_split   cuts by counts, names and patterns; `with partition(i):`
 recompute      what is recomputed in the backward pass
 stage_owners   the devices that a replica is spread over, and the processes that own them
@@ -21,8 +22,9 @@ from hybridtrain.partitioning.cost_table import (
     measured_costs,
 )
 from hybridtrain.partitioning.costs import LayerCost, LayerSize, layer_sizes
+from hybridtrain.partitioning.cut_search import cut_by_costs, every_cut, find_cut, improved_cut
 from hybridtrain.partitioning.manual_split import partition, set_partition
-from hybridtrain.partitioning.objective import Objective, cut_by_costs, needs_costs, stage_costs
+from hybridtrain.partitioning.objective import Objective, needs_costs, stage_costs
 from hybridtrain.partitioning.plan import Plan, StagePlan, table
 from hybridtrain.partitioning.planner import (
     COST_SOURCES,
@@ -54,7 +56,10 @@ __all__ = [
     "counted_costs",
     "counted_costs_of_one_size",
     "cut_by_costs",
+    "every_cut",
+    "find_cut",
     "given_costs",
+    "improved_cut",
     "layer_sizes",
     "measured_costs",
     "needs_costs",

@@ -28,7 +28,7 @@ from hybridtrain._base.construction import default_generators, rewind, stand_in
 from hybridtrain._base.skip import popped_by, skip_scope, stashed_by
 from hybridtrain._base.tensors import byte_size, count_saved, storage_id
 from hybridtrain._base.torch_private import has_hooks, hooks_of
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, setting
 from hybridtrain.graph import Layer, Segment, works_in_place
 
 
@@ -245,8 +245,9 @@ def copy_of(layer: Layer, replacement: Callable[[Tensor], Tensor]) -> nn.Module:
         module = deepcopy(layer.module, memo)
     except Exception as error:
         raise ConfigError(
-            f"layer {layer.name!r} is measured on a copy, and cannot be copied ({error}): choose a "
-            f"split that is not measured, such as split=uniform or split=size"
+            f"layer {layer.name!r} is measured on a copy, and cannot be copied ({error}): choose "
+            f"a split that is not measured, such as {setting('split', 'uniform')} or "
+            f"{setting('split', 'size')}"
         ) from error
     for part in module.modules():
         for hooks in hooks_of(part):

@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hybridtrain.errors import SplitError, did_you_mean
+from hybridtrain.errors import SplitError, argument, did_you_mean, setting
 from hybridtrain.graph import Layer
 from hybridtrain.options import SplitSpec
 
@@ -180,7 +180,9 @@ def counts_by_marks(
             "call set_partition"
         )
     if default_partition is not None:
-        _check_stage(f"default_partition={default_partition}", default_partition, stages)
+        _check_stage(
+            f"{setting('default_partition', default_partition)}", default_partition, stages
+        )
     marks: dict[int, int | None] = {}
     for module, mark in _marks_in(net):
         for held in (module, *_own_state(module)):
@@ -203,8 +205,8 @@ def counts_by_marks(
         if is_moved and stage != default_partition:
             log.info(
                 "%s has no partition and is on %d: layers run in the order of the stages, and "
-                "default_partition=%d is not possible there",
-                layer.name, stage, default_partition,
+                "%s is not possible there",
+                layer.name, stage, setting("default_partition", default_partition),
             )  # fmt: skip
     return _counts_of(layers, filled, stages)
 
@@ -244,7 +246,7 @@ def _stage_of(
     if None in stages:
         raise SplitError(
             f"layer {layer.name!r} has no partition: put its construction into "
-            f"`with partition(i):`, call set_partition, or set default_partition="
+            f"`with partition(i):`, call set_partition, or set {argument('default_partition')}"
         )
     if len(stages) > 1:
         listed = _listed(sorted(stage for stage in stages if stage is not None))
@@ -296,8 +298,8 @@ def split_layers(layers: Sequence[Layer], stages: int, split: SplitSpec) -> list
     if all(type(item) is int for item in entries) and len(entries) == stages:
         if sum(entries) != n or min(entries) < 1:
             raise SplitError(
-                f"split={entries}: layer counts must be positive and add up to the model's {n} "
-                f"layers; these add up to {sum(entries)}"
+                f"{setting('split', entries)}: layer counts must be positive and add up to the "
+                f"model's {n} layers; these add up to {sum(entries)}"
             )
         return entries
     if all(type(item) in (int, str) for item in entries) and len(entries) == stages - 1:
@@ -306,16 +308,16 @@ def split_layers(layers: Sequence[Layer], stages: int, split: SplitSpec) -> list
             counts = [end - start for start, end in pairwise([0, *cuts, n])]
             if min(counts) < 1:
                 raise SplitError(
-                    f"split={entries}: cut points must rise and lie between 1 and {n - 1}, so that "
-                    f"no stage is empty (layer 0 begins stage 0 anyway)"
+                    f"{setting('split', entries)}: cut points must rise and lie between 1 and "
+                    f"{n - 1}, so that no stage is empty (layer 0 begins stage 0 anyway)"
                 )
             return counts
     elif all(isinstance(item, str | list | tuple) for item in entries) and len(entries) == stages:
         return counts_by_patterns(layers, stages, entries)
     raise SplitError(
-        f"split={entries} does not describe {stages} stages: give {stages} layer counts, "
-        f"{stages - 1} cut point{'s' * (stages != 2)} (indices or names of the layers that begin "
-        f"a stage), or {stages} name patterns"
+        f"{setting('split', entries)} does not describe {stages} stages: give {stages} layer "
+        f"counts, {stages - 1} cut point{'s' * (stages != 2)} (indices or names of the layers "
+        f"that begin a stage), or {stages} name patterns"
     )
 
 
@@ -344,13 +346,13 @@ def counts_by_patterns(
             if not matched:
                 module_names = dict.fromkeys(name for layer in layers for name in _path(layer.name))
                 hint = did_you_mean(pattern, module_names, "layers and groups")
-                raise SplitError(f"split=: no layer matches {pattern!r}; {hint}")
+                raise SplitError(f"{argument('split')}: no layer matches {pattern!r}; {hint}")
             for name in matched:
                 other_stage, earlier = owner.setdefault(name, (stage, pattern))
                 if other_stage != stage:
                     raise SplitError(
-                        f"split=: layer {name!r} matches {earlier!r} of stage {other_stage} and "
-                        f"{pattern!r} of stage {stage}; it can be on one"
+                        f"{argument('split')}: layer {name!r} matches {earlier!r} of stage "
+                        f"{other_stage} and {pattern!r} of stage {stage}; it can be on one"
                     )
     assigned = [owner[layer.name][0] if layer.name in owner else None for layer in layers]
     return _counts_of(layers, _fill_in(assigned, [None] * len(assigned), stages), stages)
@@ -400,7 +402,7 @@ def _counts_of(layers: Sequence[Layer], assigned: Sequence[int], stages: int) ->
         empty = _listed([stage for stage, count in enumerate(counts) if count == 0])
         raise SplitError(
             f"{stages} stages are asked for, but no layer is on stage {empty}: place one there, "
-            f"or lower nb_part="
+            f"or lower {argument('nb_part')}"
         )
     return counts
 
@@ -442,4 +444,4 @@ def _index(layers: Sequence[Layer], name: str) -> int:
         if layer.name == name or layer.name.startswith(f"{name}."):
             return index
     hint = did_you_mean(name, [layer.name for layer in layers], "layers")
-    raise SplitError(f"split=: there is no layer {name!r}; {hint}")
+    raise SplitError(f"{argument('split')}: there is no layer {name!r}; {hint}")

@@ -1,8 +1,7 @@
-"""The partitioning objective: what a stage's size is, and the cut that minimizes the largest."""
+"""The partitioning objective: the size of a stage; the best cut makes the largest stage small."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -11,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybridtrain.errors import SplitError, closest
+from hybridtrain.errors import SplitError, closest, setting
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning.costs import LayerCost
 from hybridtrain.partitioning.recompute import recomputes_stages
@@ -26,10 +25,6 @@ SPLITS = ("uniform", "size", *MEASURED_SPLITS, "manual")
 def needs_costs(options: PipelineOptions) -> bool:
     """Returns whether the plan depends on the costs of layers."""
     return options.split in MEASURED_SPLITS
-
-
-# Sums that differ by less than this factor tie: 0.1 + 0.2 is not quite 0.3.
-ROUNDING = 1 + 1e-12
 
 
 @dataclass(frozen=True)
@@ -68,8 +63,9 @@ class Objective:
             close = closest(split, SPLITS)
             hint = f"did you mean {close!r}? There are" if close else "use"
             raise SplitError(
-                f"split={split!r} is unknown: {hint} {', '.join(SPLITS)}, the path of a plan "
-                f"(.yaml), or a list of layer counts, cut points, layer names or name patterns"
+                f"{setting('split', split, repr)} is unknown: {hint} {', '.join(SPLITS)}, the "
+                "path of a plan (.yaml), or a list of layer counts, cut points, layer names or "
+                "name patterns"
             )
         return cls(
             memory_weight={"time": 0.0, "memory": 1.0}.get(split, options.memory_weight),
@@ -105,37 +101,6 @@ class StageCost:
     crossing_ms: float
     memory_bytes: int
     parameters: int
-
-
-def cut_by_costs(
-    costs: Sequence[LayerCost],
-    in_flight: Sequence[int],
-    goal: Objective,
-    no_cut_before: Collection[int] = (),
-) -> list[int]:
-    """Returns the number of layers of each stage that minimizes the size of the largest stage.
-
-    Args:
-        costs: the costs of all layers.
-        in_flight: for each stage, the peak number of micro-batches in flight.
-        goal: the size of a stage, and the memory limit.
-        no_cut_before: the indices of layers that cannot begin a stage.
-
-    Raises:
-        SplitError: there are too few layers or places to cut, or no cut fits into memory.
-    """
-    n, stages, tied = len(costs), len(in_flight), len(set(no_cut_before))
-    if n - tied >= stages:
-        counts = best_cut(stage_tables(costs, in_flight, goal, no_cut_before))
-        if counts is not None:
-            return counts
-        if goal.memory_limit < INFINITY:
-            raise SplitError(_why_nothing_fits(costs, in_flight, goal, no_cut_before))
-    of_which = f", of which {tied} cannot begin a stage (a module is used before and after),"
-    raise SplitError(
-        f"a model of {n} layer{'s' * (n != 1)}{of_which if tied else ''} cannot be cut into "
-        f"{stages} stages: lower nb_part= (or stages_per_device=) to {n - tied} or less"
-    )
 
 
 def stage_tables(
@@ -217,97 +182,6 @@ def _memory_bytes(costs: Sequence[LayerCost], microbatches: int, recomputes: boo
 def _at_cuts(crossing: Sequence[float]) -> Tensor:
     """Returns the cost of each cut; it is 0 at the model's two ends."""
     return torch.tensor([0.0, *crossing[:-1], 0.0], dtype=torch.float64)
-
-
-def _why_nothing_fits(
-    costs: Sequence[LayerCost],
-    in_flight: Sequence[int],
-    goal: Objective,
-    no_cut_before: Collection[int],
-) -> str:
-    n, stages, per_device = len(costs), len(in_flight), goal.stages_per_device
-    share_text = f", {goal.stage_limit / GIB:g} GiB for each of a device's {per_device} stages"
-    limit = (
-        f"memory_limit_gib={goal.stage_limit * per_device / GIB:g}{share_text * (per_device > 1)}"
-    )
-    # each stage before and after needs at least one layer
-    fewest = [min(in_flight[max(0, stages - n + i) : i + 1]) for i in range(n)]
-    alone, alive, name = max(
-        (
-            cost.weight_bytes + (1 if goal.recomputes else held) * cost.activation_bytes,
-            held,
-            cost.name,
-        )
-        for cost, held in zip(costs, fewest, strict=True)
-    )
-    batches = f"{alive} micro-batch{'es' * (alive != 1)}"
-    culprit = f" (layer {name!r} alone needs {_gib(alone)} with {batches} in flight: divide it)"
-    culprit *= alone > goal.stage_limit
-    by_memory = Objective(memory_weight=1.0, recomputes=goal.recomputes)
-    counts = cut_by_costs(costs, in_flight, by_memory, no_cut_before)
-    cut = stage_costs(costs, counts, in_flight, goal.recomputes)
-    needed_bytes = max(stage.memory_bytes for stage in cut)
-    return (
-        f"no cut into {stages} stages fits under {limit}: each has a stage of {_gib(needed_bytes)} "
-        f"or more{culprit}. Set memory_limit_gib= to {_gib(needed_bytes * per_device)} or more, or "
-        f"lower what a stage holds: more stages (nb_part=), smaller micro-batches (chunks=), "
-        f"recomputation (recompute='always')"
-    )
-
-
-def _gib(size: float) -> str:
-    """Returns `size` in GiB, rounded up, so that a limit set to it is enough."""
-    return f"{math.ceil(size / GIB * 1000) / 1000:g} GiB"
-
-
-def best_cut(costs: Sequence[Tensor] | Sequence[Sequence[Sequence[float]]]) -> list[int] | None:
-    """Returns the number of consecutive layers of each part; every part has at least one.
-
-    It minimizes the cost of the most expensive part. Ties are broken by the smallest sum of squared
-    costs, then by the most even counts; costs that differ only by rounding (`ROUNDING`) tie. This
-    is the linear partition problem (Skiena, The Algorithm Design Manual, 8.5), solved exactly by
-    dynamic programming in O(parts * layers^2). Costs need not grow with the part, since a cut may
-    be expensive to cross.
-
-    Args:
-        costs: for each part, a table of shape (layers + 1, layers + 1): `costs[part][start][end]`
-            is its cost, at least 0, for the layers `start` to `end - 1`; infinity where that is
-            not allowed. Entries with `end <= start` are ignored.
-
-    Returns:
-        the counts; None if every cut has a part that is not allowed.
-    """
-    tables = [torch.as_tensor(table, dtype=torch.float64) for table in costs]
-    ends = torch.arange(len(tables[0]))
-    tables = [torch.where(ends[:, None] < ends, table, INFINITY) for table in tables]
-    start_only = torch.full(ends.shape, INFINITY, dtype=torch.float64)
-    start_only[0] = 0
-
-    # limit[end] is the smallest possible maximum over the first `end` layers
-    limit = start_only
-    for table in tables:
-        limit = torch.maximum(limit[:, None], table).amin(0)
-    if limit[-1] == INFINITY:
-        return None
-
-    # squares[end] and evenness[end] are the sums of squared costs and counts of the best cut of
-    # the first `end` layers into the parts so far; starts[part][end] is the start of its last part
-    squares = start_only
-    evenness = torch.zeros_like(ends)
-    starts: list[Tensor] = []
-    for table in tables:
-        cost = torch.where(table <= limit[-1] * ROUNDING, table, INFINITY)
-        by_start = squares[:, None] + cost.square()
-        squares = by_start.amin(0)
-        counts = evenness[:, None] + (ends - ends[:, None]).square()
-        counts[by_start > squares * ROUNDING] = torch.iinfo(counts.dtype).max
-        evenness = counts.amin(0)
-        starts.append(torch.where(counts == evenness, ends[:, None], -1).amax(0))
-
-    bounds = [len(ends) - 1]
-    for start_of in reversed(starts):
-        bounds.append(int(start_of[bounds[-1]]))
-    return [end - start for end, start in pairwise(bounds)][::-1]
 
 
 def range_sums(values: Sequence[float]) -> Tensor:

@@ -12,7 +12,7 @@ import yaml
 
 from hybridtrain._base.files import write_atomically
 from hybridtrain._base.text_table import text_table, with_unit
-from hybridtrain.errors import SplitError, closest
+from hybridtrain.errors import SplitError, argument, closest, setting
 from hybridtrain.options import RecomputeSpec
 from hybridtrain.partitioning.costs import LayerCost
 from hybridtrain.partitioning.objective import StageCost, stage_costs
@@ -25,7 +25,9 @@ _HEADER = """\
 # rest, `expand` (modules that are cut inside) is used; the costs are shown and kept.
 """
 
-_NEW_PLAN = "make a new plan with split=time"
+
+def _new_plan() -> str:
+    return f"make a new plan with {setting('split', 'time')}"
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,9 @@ class Plan:
     def __repr__(self) -> str:
         stages = ", ".join(f"{len(stage.layers)} on {stage.device}" for stage in self.stages)
         return (
-            f"Plan({self.model}, split={self.split!r}, schedule={self.schedule!r}, "
-            f"chunks={self.chunks}, costs_from={self.costs_from!r}, layers=[{stages}])"
+            f"Plan({self.model}, split={self.split!r}, "
+            f"schedule={self.schedule!r}, chunks={self.chunks}, "
+            f"costs_from={self.costs_from!r}, layers=[{stages}])"
         )
 
     def __str__(self) -> str:
@@ -134,10 +137,12 @@ class Plan:
         try:
             content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise SplitError(f"split=: cannot read {path}: {error.strerror}") from error
+            raise SplitError(
+                f"{argument('split')}: cannot read {path}: {error.strerror}"
+            ) from error
         except (UnicodeDecodeError, yaml.YAMLError) as error:
             reason = " ".join(str(error).split())
-            raise SplitError(f"split=: {path} is not a YAML file: {reason}") from error
+            raise SplitError(f"{argument('split')}: {path} is not a YAML file: {reason}") from error
         plan: Plan = _parsed(cls, content, str(path))
         return plan
 
@@ -161,21 +166,23 @@ def _parsed(kind: Any, value: Any, place: str) -> Any:
     """Returns `value`, from a YAML file, as a `kind`; a mapping may have other keys too."""
     if get_origin(kind) is list:
         if not isinstance(value, list):
-            raise SplitError(f"split=: {place}={value!r} must be a list")
+            raise SplitError(f"{argument('split')}: {place}={value!r} must be a list")
         return [_parsed(get_args(kind)[0], item, f"{place}[{i}]") for i, item in enumerate(value)]
     if kind in _TYPES:
         types, type_text = _TYPES[kind]
         if type(value) not in types:
-            raise SplitError(f"split=: {place}={value!r} must be {type_text}")
+            raise SplitError(f"{argument('split')}: {place}={value!r} must be {type_text}")
         return value
     kinds = get_type_hints(kind)
     if not isinstance(value, Mapping):
         keys = ", ".join(kinds)
-        raise SplitError(f"split=: {place} must have the keys {keys} of a plan; {_NEW_PLAN}")
+        raise SplitError(
+            f"{argument('split')}: {place} must have the keys {keys} of a plan; {_new_plan()}"
+        )
     values = {}
     for name, kind_of_value in kinds.items():
         if name not in value:
-            raise SplitError(f"split=: {place} lacks the key {name!r}; {_NEW_PLAN}")
+            raise SplitError(f"{argument('split')}: {place} lacks the key {name!r}; {_new_plan()}")
         values[name] = _parsed(kind_of_value, value[name], f"{place}: {name}")
     return kind(**values)
 
@@ -187,7 +194,7 @@ def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:
         SplitError: the plan has other layers, or another number of stages.
     """
     planned = [cost.name for cost in plan.costs]
-    advice = _NEW_PLAN
+    advice = _new_plan()
     if twice := [name for i, name in enumerate(planned) if name in planned[:i]]:
         wrong, advice = f"layer {twice[0]!r} stands twice in the plan", "delete one"
     elif unknown := [name for name in planned if name not in names]:
@@ -198,16 +205,21 @@ def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:
         wrong = f"the plan lacks the model's layer {lacking[0]!r}"
     elif moved := [pair for pair in zip(planned, names, strict=True) if len(set(pair)) > 1]:
         wrong = f"the plan has layer {moved[0][0]!r} where the model has {moved[0][1]!r}"
-        advice = f"put the plan's layers into the model's order, or {_NEW_PLAN}"
+        advice = f"put the plan's layers into the model's order, or {_new_plan()}"
     elif len(plan.stages) != stages:
         wrong = f"the plan has {len(plan.stages)} stages, and {stages} are asked for"
-        settings = f"nb_part={plan.nb_part} and stages_per_device={plan.stages_per_device}"
-        advice = f"set {settings} as in the plan, or {_NEW_PLAN}"
+        settings = (
+            f"{setting('nb_part', plan.nb_part)} and "
+            f"{setting('stages_per_device', plan.stages_per_device)}"
+        )
+        advice = f"set {settings} as in the plan, or {_new_plan()}"
     elif empty := [number for number, count in enumerate(plan.counts) if not count]:
         wrong = f"stage {empty[0]} has no layers"
     else:
         return plan.counts
-    raise SplitError(f"split=: {wrong} (the plan was made for a {plan.model}): {advice}")
+    raise SplitError(
+        f"{argument('split')}: {wrong} (the plan was made for a {plan.model}): {advice}"
+    )
 
 
 def table(plan: Plan) -> str:

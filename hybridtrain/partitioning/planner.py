@@ -19,7 +19,7 @@ from torch import nn
 from hybridtrain._base.microbatch import Microbatch, batch_size, chunk_sizes
 from hybridtrain._base.microbatch import split as split_batch
 from hybridtrain._base.precision import autocast
-from hybridtrain.errors import ConfigError, SplitError, did_you_mean
+from hybridtrain.errors import ConfigError, SplitError, did_you_mean, setting
 from hybridtrain.graph import (
     Chain,
     ChainBuilder,
@@ -31,6 +31,7 @@ from hybridtrain.graph import (
 )
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning.costs import LayerCost, LayerProfiler, count
+from hybridtrain.partitioning.cut_search import cut_by_costs
 from hybridtrain.partitioning.estimates import estimate_costs
 from hybridtrain.partitioning.manual_split import (
     counts_by_marks,
@@ -43,7 +44,6 @@ from hybridtrain.partitioning.manual_split import (
 from hybridtrain.partitioning.objective import (
     MEASURED_SPLITS,
     Objective,
-    cut_by_costs,
     stage_tables,
 )
 from hybridtrain.partitioning.plan import Plan, StagePlan, counts_for
@@ -174,8 +174,8 @@ class Planner:
         self._stages = self._owners.nb_part * options.stages_per_device
         if example_inputs is None and options.split in MEASURED_SPLITS:
             raise ConfigError(
-                f"split={options.split!r} weighs what layers cost for a micro-batch: pass "
-                f"example_inputs=<the inputs of a batch>"
+                f"{setting('split', options.split, repr)} weighs what layers cost for a "
+                "micro-batch: pass example_inputs=<the inputs of a batch>"
             )
         if isinstance(example_inputs, Microbatch):
             example_inputs = example_inputs.inputs

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from hybridtrain.errors import ConfigError, did_you_mean
+from hybridtrain.errors import ConfigError, did_you_mean, setting
 from hybridtrain.options import RecomputeSpec
 
 
@@ -28,7 +28,7 @@ class RecomputePolicy:
     @property
     def is_active(self) -> bool:
         """True if anything is recomputed."""
-        return self != RecomputePolicy()
+        return self.mode != "never" or bool(self.layers)
 
     def shares(self, times: Sequence[Sequence[float]], chunks: int) -> list[list[float]]:
         """Returns, by stage and micro-batch, the share of a forward that its backward runs again.
@@ -90,6 +90,8 @@ def recompute_policy(spec: RecomputeSpec, names: Sequence[str]) -> RecomputePoli
         found = found or {i for i, name in enumerate(names) if str(wanted).startswith(f"{name}.")}
         if not found:
             hint = did_you_mean(str(wanted), names, "layers")
-            raise ConfigError(f"recompute={list(spec)}: there is no layer {wanted!r}; {hint}")
+            raise ConfigError(
+                f"{setting('recompute', list(spec))}: there is no layer {wanted!r}; {hint}"
+            )
         chosen |= found
     return RecomputePolicy(layers=frozenset(chosen))

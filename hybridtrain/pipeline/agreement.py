@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hybridtrain.errors import BatchError, ConfigError, UserError
+from hybridtrain.errors import BatchError, ConfigError, UserError, phrase, setting
 from hybridtrain.world import World
 
 _LOOKED_AT = 64  # numbers of each tensor
@@ -76,8 +76,9 @@ class BatchCheck:
             ranks = [str(world.rank_of(world.replica, place)) for place in places]
             raise BatchError(
                 f"ranks {', '.join(ranks)} are one pipeline, and were given different batches: "
-                f"with engine=distributed samples are divided over the replicas (world.replica of "
-                f"world.replicas), not over the processes, and each process needs the same order"
+                f"with {setting('engine', 'distributed')} samples are divided over the replicas "
+                f"({phrase('world.replica of world.replicas')}), not over the processes, and "
+                "each process needs the same order"
             )
 
 

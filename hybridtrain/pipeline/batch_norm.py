@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, setting
 from hybridtrain.pipeline.recompute import is_recomputing
 from hybridtrain.world import World
 
@@ -129,11 +129,11 @@ def with_sync_batch_norm(net: nn.Module, world: World) -> nn.Module:
     if world.replicas == 1:
         return net
     if world.devices[0].type != "cuda":
-        raise ConfigError("sync_batch_norm=true requires CUDA devices")
+        raise ConfigError(f"{setting('sync_batch_norm', True)} requires CUDA devices")
     if len(set(world.devices)) < len(world.devices):
         raise ConfigError(
-            "sync_batch_norm=true needs a GPU for every stage: NCCL's collectives of two stages on "
-            "one GPU may wait for one another"
+            f"{setting('sync_batch_norm', True)} needs a GPU for every stage: NCCL's collectives "
+            "of two stages on one GPU may wait for one another"
         )
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     return converted

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from hybridtrain._base.shares import MicrobatchPlace
 from hybridtrain._base.torch_private import InterceptedDraws, find_random_operations, is_traced
-from hybridtrain.errors import UserError
+from hybridtrain.errors import UserError, argument
 
 
 class LayerRNG:
@@ -391,7 +391,7 @@ class BackwardDraws(InterceptedDraws):
             raise UserError(
                 "the model's own gradient checkpointing recomputes a layer that draws random "
                 "numbers, such as dropout, and would draw others than before: turn it off, and "
-                "set pipeline.recompute= (recompute= of HybridModel) instead"
+                f"set {argument('recompute')} instead"
             )
         return operation(*args, **kwargs)
 

@@ -26,9 +26,10 @@ from hybridtrain._base.torch_private import (
     backward_of_batch_norm,
     call_uncompiled,
     compile_module,
+    is_profiled,
     profiled,
 )
-from hybridtrain.errors import UserError
+from hybridtrain.errors import UserError, argument, setting
 from hybridtrain.graph import Layer, Segment, works_in_place
 from hybridtrain.pipeline.boundary import refuse_overlaps
 from hybridtrain.pipeline.layer_rng import LayerRNG
@@ -77,21 +78,23 @@ def run_plainly(module: nn.Module, value: Any) -> Any:
         module.uses_compiled = True
 
 
-# What PyTorch says of mistakes that a pipeline makes likely, and what to do about them.
-_ERROR_HINTS = {
-    "leaf Variable that requires grad": (
-        "the layer changes its input in place: declare it with an attribute inplace = True on its "
-        "module, as nn.ReLU does"
-    ),
-    "Expected more than 1 value per channel": (
-        "a micro-batch is too small for a batch norm: lower chunks=, or set drop_last=true so that "
-        "there is no short last batch"
-    ),
-    "'lengths' argument should be a 1D CPU int64 tensor": (
-        "all tensors of a batch are moved to the first stage's device: pass lengths.cpu() to "
-        "pack_padded_sequence"
-    ),
-}
+def _error_hints() -> dict[str, str]:
+    """Returns what to do about mistakes that a pipeline makes likely, by what PyTorch says."""
+    return {
+        "leaf Variable that requires grad": (
+            "the layer changes its input in place: declare it with an attribute inplace = True on "
+            "its module, as nn.ReLU does"
+        ),
+        "Expected more than 1 value per channel": (
+            f"a micro-batch is too small for a batch norm: lower {argument('chunks')}, or set "
+            f"{setting('drop_last', True)} so that there is no short last batch"
+        ),
+        "'lengths' argument should be a 1D CPU int64 tensor": (
+            "all tensors of a batch are moved to the first stage's device: pass lengths.cpu() to "
+            "pack_padded_sequence"
+        ),
+    }
+
 
 _NO_SCOPE: AbstractContextManager[Any] = nullcontext()
 
@@ -185,12 +188,23 @@ class LayerRunner:
         looks = rng.looks_apart and rng.active
         watches = self._compares and torch.is_grad_enabled() and not is_recomputing()
         guards = self.guards_saved and record is None
+        # most steps: nothing is recomputed, compared or looked at
+        is_plain = (
+            not (looks or watches or self.recomputes or self.variants is not None or is_profiled())
+            and record is None
+        )
         try:
             with (
                 skip_scope(skipped) if self._skips else _NO_SCOPE as scope,
                 rng.seeded(microbatch) as draws,
                 self._guarding_saved() if watches and guards else _NO_SCOPE,
             ):
+                if is_plain:
+                    for layer in self.layers:
+                        draws.at(index)
+                        value = layer.module(value)
+                        index += 1
+                    return value, skipped if scope is None else scope
                 for layer in self.layers:
                     if self.variants is not None:
                         self._choose_variant(layer, microbatch)
@@ -210,7 +224,7 @@ class LayerRunner:
         except Exception as error:
             name = self.layers[index - self.first].name
             error.add_note(f"in layer {name!r}, which was given {describe(value)}")
-            for sign, hint in _ERROR_HINTS.items():
+            for sign, hint in _error_hints().items():
                 if sign in str(error):
                     error.add_note(hint)
             raise
@@ -357,7 +371,7 @@ def changed_before_backward(change: Change) -> UserError:
         f"{change}, and the backward of a micro-batch needs the values that its own forward has "
         f"used: the forward of the next micro-batch, which runs before in a pipeline, has changed "
         f"them. Compute with a copy ({change.name}.clone()), or recompute the layer from its own "
-        f"state: recompute=[{change.layer!r}]"
+        f"state: {argument('recompute')}[{change.layer!r}]"
     )
 
 

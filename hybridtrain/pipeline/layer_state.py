@@ -33,7 +33,7 @@ from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _NormBase
 
 from hybridtrain._base.tensors import have_same_values, storage_id
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, argument
 from hybridtrain.graph import Layer, Segment
 from hybridtrain.pipeline.tensor_digest import digest
 
@@ -168,9 +168,9 @@ class StageState:
                 _, kind, name = place
                 raise ConfigError(
                     f"layer {self._layer_with(place)!r} has changed {kind} {name!r} in place in "
-                    f"its forward, which cannot be undone for the recomputation: leave the layer "
-                    f"out of recompute=, or change it from the first forward on, as a registered "
-                    f"buffer"
+                    "its forward, which cannot be undone for the recomputation: leave the layer "
+                    f"out of {argument('recompute')}, or change it from the first forward on, as "
+                    "a registered buffer"
                 )
         self._open.discard(snapshot)
         swapped: list[tuple[nn.Parameter, Tensor]] = []
@@ -273,9 +273,9 @@ class StageState:
             if late and not counted and place not in self.changes and len(self._open):
                 raise ConfigError(
                     f"{change} through .data, and it did not in the first steps: steps since the "
-                    f"last comparison may have been recomputed from another state. Leave the layer "
-                    f"out of recompute=, or change the tensor under torch.no_grad() instead of "
-                    f"through .data"
+                    "last comparison may have been recomputed from another state. Leave the "
+                    f"layer out of {argument('recompute')}, or change the tensor under "
+                    "torch.no_grad() instead of through .data"
                 )
             if not counted:
                 self.uncounted[storage_id(tensor)] = change

@@ -24,7 +24,7 @@ from torch.utils._pytree import (
 )
 
 from hybridtrain._base.values import leaves_of, register
-from hybridtrain.errors import SplitError
+from hybridtrain.errors import SplitError, setting
 
 _CPU = torch.device("cpu")
 
@@ -104,7 +104,7 @@ def pack(
             raise SplitError(
                 f"a tensor of {kind} and shape {tuple(tensor.shape)} would go to another process, "
                 f"and only dense tensors can: hand on its parts, or its to_dense(), cut elsewhere, "
-                f"or set engine=local"
+                f"or set {setting('engine', 'local')}"
             )
     formats = [
         TensorFormat(tuple(t.shape), _dense(t), t.dtype, t.requires_grad, t.device == _CPU)
@@ -156,7 +156,7 @@ def to_bytes(form: MessageFormat) -> Tensor:
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise SplitError(
             f"a value that would go to another process cannot be pickled ({error}): define its "
-            f"class at the top of a module, cut elsewhere, or set engine=local"
+            f"class at the top of a module, cut elsewhere, or set {setting('engine', 'local')}"
         ) from error
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 

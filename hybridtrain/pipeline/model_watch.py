@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, phrase
 
 _requires_grad = attrgetter("requires_grad")
 _Place = tuple[str, str]  # the name of a module, and of what it holds
@@ -122,8 +122,8 @@ def _identical(some: Collection[Any], others: Collection[Any]) -> bool:
 
 def _changed(what: str) -> ConfigError:
     return ConfigError(
-        f"{what}, after HybridModel was made, whose stages hold what was there before: make a new "
-        f"HybridModel, and a new optimizer over its parameters"
+        f"{what}, after {phrase('HybridModel')} was made, whose stages hold what was there "
+        f"before: make a new {phrase('HybridModel')}, and a new optimizer over its parameters"
     )
 
 

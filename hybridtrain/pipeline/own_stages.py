@@ -73,8 +73,7 @@ def construct_own_stages(
     make_planner = partial(
         Planner, options=options, example_inputs=example_inputs, owners=world.stage_owners
     )
-    plan = world.broadcast(world.on_main(lambda: plan_without_values(build, options, make_planner)))
-    assert plan is not None
+    plan = world.from_main(lambda: plan_without_values(build, options, make_planner))
     rewind(draws)
     own, problem = None, ""
     try:

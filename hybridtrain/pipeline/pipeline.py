@@ -21,7 +21,7 @@ from hybridtrain._base.accelerator import accelerator_of, put
 from hybridtrain._base.precision import ThreadState
 from hybridtrain._base.shares import MicrobatchPlace
 from hybridtrain._base.tensors import optimizer_bytes, resident_bytes
-from hybridtrain.errors import ConfigError, did_you_mean
+from hybridtrain.errors import ConfigError, did_you_mean, setting
 from hybridtrain.graph import Segment, VariantCut
 from hybridtrain.launch import activity, second_signal_ends
 from hybridtrain.options import PipelineOptions
@@ -90,7 +90,7 @@ class Pipeline:
     ) -> None:
         if world.engine not in ENGINES:
             hint = did_you_mean(world.engine, ENGINES, "engines")
-            raise ConfigError(f"engine={world.engine} is unknown; {hint}")
+            raise ConfigError(f"{setting('engine', world.engine)} is unknown; {hint}")
         layers = [layer for part in planned.stages for layer in part]
         self.plan = plan
         self.planned = planned

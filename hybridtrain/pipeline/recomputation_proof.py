@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain._base.torch_private import noting_saved
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, argument
 from hybridtrain.graph import Layer
 from hybridtrain.pipeline.tensor_digest import digest
 
@@ -108,6 +108,8 @@ class Record:
 
 def check_records(records: Sequence[Record], layers: Sequence[Layer]) -> None:
     """Raises a ConfigError that names the first layer whose recomputation differs, if any does."""
+    if not records:
+        return
     exempt = [_has_torchscript(layer.module) for layer in layers]
     for record in records:
         # PyTorch's profiling executor changes TorchScript's code between its first runs
@@ -120,10 +122,10 @@ def differs(layer: str) -> ConfigError:
     """Returns the error for a layer that computes something else in its recomputation."""
     return ConfigError(
         f"layer {layer!r} computes other values when the backward recomputes it than in its "
-        f"forward, so that its gradients would be wrong: it depends on something that is not put "
-        f"back, such as an object, a numpy array or its own random generator. Keep that state "
-        f"in a registered buffer, or leave the layer out of recomputation: recompute=[...] lists "
-        f"the layers to recompute"
+        "forward, so that its gradients would be wrong: it depends on something that is not put "
+        "back, such as an object, a numpy array or its own random generator. Keep that state in "
+        "a registered buffer, or leave the layer out of recomputation: "
+        f"{argument('recompute')}[...] lists the layers to recompute"
     )
 
 

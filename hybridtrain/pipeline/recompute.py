@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hybridtrain._base.microbatch import map_tensors
 from hybridtrain._base.torch_private import StopRecomputation, allowing_torch_func
-from hybridtrain.errors import UserError
+from hybridtrain.errors import UserError, argument
 from hybridtrain.pipeline.layer_state import Snapshot
 from hybridtrain.pipeline.recomputation_proof import Record
 
@@ -93,7 +93,8 @@ def run_to_recompute(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
         raise UserError(
             "a layer that is recomputed changes what it is given in place, so that it would be "
             "recomputed from something else: declare it with an attribute inplace = True on the "
-            "module that is given it, as nn.ReLU does, or recompute others (recompute=)"
+            "module that is given it, as nn.ReLU does, or recompute others "
+            f"({argument('recompute')})"
         )
     return result
 

@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 from hybridtrain._base import torch_private as private
 from hybridtrain._base.accelerator import put
 from hybridtrain._base.torch_private import scaler_found_inf
-from hybridtrain.errors import UserError
+from hybridtrain.errors import UserError, argument, setting
 from hybridtrain.pipeline.replicas import GradientSums
 from hybridtrain.pipeline.timeline import Mark, mark
 from hybridtrain.world import World
@@ -247,7 +247,7 @@ class StageReducer:
             raise UserError(
                 f"no gradient was computed for {', '.join(without) or 'some parameters'}, so the "
                 f"replicas cannot average it: remove the unused parameters, freeze them, or set "
-                f"find_unused_parameters=true"
+                f"{setting('find_unused_parameters', True)}"
             ) from error
         if not self._find_unused:  # else those without a gradient are to have none
             self._in_buckets = [
@@ -278,7 +278,7 @@ def explaining_ready_twice() -> Iterator[None]:
             "a parameter got its gradient more than once in one backward, and the replicas average "
             "it after the first time. A checkpoint with use_reentrant=True in a layer does so "
             "where it runs a module a second time: set use_reentrant=False, or leave it out and "
-            "set recompute="
+            f"set {argument('recompute')}"
         ) from error
 
 

@@ -5,7 +5,7 @@ backwards do too. Each replica begins with the state of the step's beginning. Th
 is that of logical replica 0, and the other processes get its buffers before the next step:
 
     forwards     [1] F0 F1 (replica 0) [2] F2 F3 (replica 1)    [3]
-    state        copied                kept; again as at [1]    again as at [2], if that was replica 0
+    state        copied                kept; again as at [1]    again as at [2]
 
 Gradients are summed in the order of `summation_tree`, whatever the number of processes:
 
@@ -37,7 +37,7 @@ from hybridtrain._base.summation_tree import (
     sums_of_halves,
     total,
 )
-from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.errors import BatchError, ConfigError, argument
 from hybridtrain.pipeline.batch_norm import BatchNormCollector
 from hybridtrain.pipeline.layer_state import LayersCopy, StageState
 from hybridtrain.world import World
@@ -164,7 +164,7 @@ class GradientSums:
         if gradient.is_sparse:
             raise ConfigError(
                 "a sparse gradient, as of Embedding(sparse=True), cannot be added up in a fixed "
-                "order over replicas: set sparse=False, or leave replicas= out"
+                f"order over the replicas: set sparse=False, or leave {argument('replicas')} out"
             )
 
     def _put_by(self, replica: int) -> None:
@@ -221,7 +221,7 @@ class GradientSums:
                 if self._parameters[place].grad is None:
                     self._parameters[place].grad = left
 
-    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+    def reduce(self, bucket: Any) -> Future[Tensor]:
         """Adds up a bucket of DDP over all logical replicas; it has their sum, not their mean.
 
         All processes call it for the same buckets in the same order.
@@ -288,7 +288,7 @@ class GradientSums:
             self._thread = None
 
 
-def _flat(sums: dict[int, Tensor], places: Sequence[int], bucket: dist.GradBucket) -> Tensor:
+def _flat(sums: dict[int, Tensor], places: Sequence[int], bucket: Any) -> Tensor:
     """Returns sums as the bucket has its gradients: in its order and memory layout."""
     buffer = bucket.buffer()
     flat = torch.zeros_like(buffer)

@@ -34,7 +34,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from hybridtrain._base.torch_private import free_saved, has_saved_hooks
-from hybridtrain.errors import UserError
+from hybridtrain.errors import UserError, setting
 from hybridtrain.pipeline.boundary import Root, edge_of, run_from
 from hybridtrain.pipeline.layer_rng import BackwardDraws
 
@@ -120,8 +120,9 @@ class SplitBackward:
                 if _versions(kept.gradients) != kept.versions:
                     raise UserError(
                         f"a gradient inside the model ({type(kept.node).__name__}) is changed in "
-                        f"place after its use, as by a hook on a tensor. That goes wrong where the "
-                        f"backward is in two parts: use schedule=1f1b, or return a new tensor"
+                        "place after its use, as by a hook on a tensor. That goes wrong where "
+                        f"the backward is in two parts: use {setting('schedule', '1f1b')}, or "
+                        "return a new tensor"
                     )
                 found.clear()
                 run_from([start], (inside, *kept.edges.values()))

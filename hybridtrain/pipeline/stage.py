@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointError
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.shares import MicrobatchPlace
 from hybridtrain._base.tensors import byte_size, count_saved
-from hybridtrain.errors import UserError
+from hybridtrain.errors import UserError, argument, setting
 from hybridtrain.graph import Layer, works_in_place
 from hybridtrain.pipeline.batch_norm import BatchNormCollector
 from hybridtrain.pipeline.boundary import (
@@ -283,7 +283,8 @@ class Stage:
             if leads_to([root for root, _ in starts], inputs.leaves[0]):
                 raise UserError(
                     f"{self} has computed no gradient of its inputs, on which its outputs depend, "
-                    f"so the stages before it would not be trained: set schedule=1f1b"
+                    "so the stages before it would not be trained: set "
+                    f"{setting('schedule', '1f1b')}"
                 )
             self._needs_no_gradient = True  # the layers detach what they are given
         return gradients
@@ -311,8 +312,11 @@ class Stage:
                 self._to_weights[earlier] = _ToWeights(None, ())
             self._backward(microbatch, starts, reduce)
         else:
-            with self._explained():
+            try:
                 parts.to_input()
+            except RuntimeError as error:
+                self._explain(error)
+                raise
         reduces = reduce and self.reducer is not None
         roots = [root for root, _ in starts] if reduces else ()
         self._to_weights[microbatch] = _ToWeights(parts, roots)
@@ -326,11 +330,12 @@ class Stage:
         backward, roots = left
         if backward is not None:
             self._begin_gradients(microbatch)
-            with (
-                self._reducing(roots, reduce) if self.reducer is not None else _NONE,
-                self._explained(),
-            ):
-                backward.to_weights()
+            try:
+                with self._reducing(roots, reduce) if self.reducer is not None else _NONE:
+                    backward.to_weights()
+            except RuntimeError as error:
+                self._explain(error)
+                raise
 
     def _begin_gradients(self, microbatch: int) -> None:
         """Says whose gradients the weights are given next."""
@@ -344,27 +349,25 @@ class Stage:
         reducing = _NONE
         if self.reducer is not None:
             reducing = self._reducing([root for root, _ in starts], reduce)
-        with reducing, BackwardDraws(), self._explained():
-            run_from(starts)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Says of some errors of a backward which layer's forward has caused them."""
         try:
-            yield
-        except CheckpointError as error:
+            with reducing, BackwardDraws():
+                run_from(starts)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Says of some errors of a backward which layer's forward has caused them."""
+        if isinstance(error, CheckpointError):
             self._runner.check_recomputations()  # names the layer
             error.add_note(
                 f"a layer of {self} computes something else when it is recomputed than in its "
-                f"forward: leave it out of recompute="
+                f"forward: leave it out of {argument('recompute')}"
             )
-            raise
-        except RuntimeError as error:
-            if "modified by an inplace operation" in str(error):
-                change = self._runner.state.change_of(str(error))
-                if change is not None:
-                    raise changed_before_backward(change) from error
-            raise
+        elif "modified by an inplace operation" in str(error):
+            change = self._runner.state.change_of(str(error))
+            if change is not None:
+                raise changed_before_backward(change) from error
 
     @contextmanager
     def _reducing(self, roots: Sequence[Root], reduce: bool) -> Iterator[None]:

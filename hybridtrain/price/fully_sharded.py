@@ -3,6 +3,9 @@
 This project does not run FSDP2. The comparison shows where a model needs no pipeline. FSDP2 shards
 weights, gradients and optimizer state over all devices, gathers a layer's weights before its
 forward and its backward, and reduce-scatters its gradients (Zhao et al., arXiv:2304.11277).
+
+Each of these collectives has a latency, and the host launches it. A large model hides both behind
+its computation, but a small model takes longer than with DDP, which sends few large buckets.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ from hybridtrain.price.stage_needs import most_temporary
 # Layers whose weights are gathered at one time: the one that computes, and the next.
 _GATHERED = 2
 
+# Collectives of a layer in each micro-batch: two gathers and a reduce-scatter.
+_COLLECTIVES = 3
+
 
 @dataclass(frozen=True)
 class FullySharded:
@@ -29,7 +35,7 @@ class FullySharded:
         peak_bytes: peak memory of a device.
         chunks: micro-batches per batch, whose gradients accumulate.
         recomputes: whether the backward recomputes each layer's activations.
-        exposed_ms: milliseconds of gathering and scattering that computation does not hide.
+        exposed_ms: milliseconds that gathering and scattering add to the step.
     """
 
     step_ms: float
@@ -84,8 +90,12 @@ def _ways(
     whole = [size.trained * weight_bytes // 4 for size in table.sizes]
     trained = sum(size.trained for size in table.sizes)
     largest = max(size.trained for size in table.sizes)
-    once = hardware.gather_s(sum(whole), devices, 1) * 1e3
-    messages = 2 * once + hardware.gather_s(trained, devices, 1) * 1e3
+    messages = 0.0  # the links carry one collective at a time, each with its latency
+    for size, nbytes in zip(table.sizes, whole, strict=True):
+        gather_s = hardware.gather_s(nbytes, devices, 1)
+        messages += (2 * gather_s + hardware.gather_s(size.trained, devices, 1)) * 1e3
+    sharded_layers = sum(size.trained > 0 for size in table.sizes) if devices > 1 else 0
+    launches = _COLLECTIVES * sharded_layers * hardware.message_s * 1e3
     # no computation hides the gather before the first layer and the scatter after the last
     ends = (
         hardware.gather_s(max(whole), devices, 1) + hardware.gather_s(largest, devices, 1)
@@ -101,7 +111,10 @@ def _ways(
         for recomputes in (False, True):
             forward = sum(cost.forward_ms for cost in costs)
             compute = (1 + recomputes) * forward + sum(cost.backward_ms for cost in costs)
-            host = sum((1 + recomputes) * f + b for f, b in table.host_ms)
+            calls = sum((1 + recomputes) * f + b for f, b in table.host_ms)
+            # a GPU computes while the host launches; a CPU does not
+            synchronous = launches if hardware.device == "cpu" else 0.0
+            busy = max(compute + synchronous, calls + launches)
             alive = sum(activation_bytes) + most_temporary(costs)
             if recomputes:
                 alive = sum(cost.crossing_bytes for cost in costs) + max(
@@ -110,11 +123,11 @@ def _ways(
             memory = fixed // devices + alive + _GATHERED * max(whole) + largest
             if memory > hardware.usable_bytes:
                 continue
-            step = chunks * max(compute, host, messages) + ends
+            step = chunks * max(busy, messages) + ends
             yield FullySharded(
                 step_ms=work.accumulate * step + optimizer_ms,
                 peak_bytes=round(memory),
                 chunks=chunks,
                 recomputes=recomputes,
-                exposed_ms=work.accumulate * (step - chunks * max(compute, host)),
+                exposed_ms=work.accumulate * (step - chunks * max(compute, calls)),
             )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import SHARD_MODES
 from hybridtrain.partitioning import whole_stages
-from hybridtrain.schedule import SCHEDULES, Placement, place_of, registered
+from hybridtrain.schedule import Placement, place_of, registered, schedule_names
 
 ENGINES = ("local", "distributed")
 
@@ -97,13 +97,15 @@ def _devices(stages: int, nb_part: int, placement: Placement) -> tuple[int, ...]
 class Choices:
     """The values that a search may choose from; None: all that the hardware and the work allow.
 
+    By default the schedules are the periodic ones (see `hybridtrain.schedule.schedule`).
+
     A sequence of one value fixes the setting.
     """
 
     nb_part: Sequence[int] | None = None
     engine: Sequence[str] = ENGINES
     chunks: Sequence[int] | None = None
-    schedule: Sequence[str] = SCHEDULES
+    schedule: Sequence[str] = field(default_factory=partial(schedule_names, periodic=True))
     stages_per_device: Sequence[int] = (1, 2, 4)
     recompute: Sequence[str] = ("never", "layers", "always")
     shard: Sequence[str] = SHARD_MODES

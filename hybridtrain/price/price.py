@@ -15,7 +15,7 @@ takes the first layout from the queue, computes a tighter bound and puts it back
     priced          the simulated time                 the next result
 
 So no unsimulated layout is faster than a result. If a model has few possible cuts, all of them
-enter the queue; otherwise the most even cut does, after local improvement. With
+enter the queue; otherwise the most even cut does, before and after local improvement. With
 `recompute="layers"` the cut determines which layers are recomputed: as few as memory allows.
 
 `predict_step` prices the one layout of a run.
@@ -27,14 +27,14 @@ import heapq
 import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from itertools import accumulate, combinations, pairwise
+from functools import cache, lru_cache, partial
+from itertools import accumulate, pairwise
 from itertools import count as counter
 from math import comb, lcm
 from typing import Any, NamedTuple
 
 from hybridtrain._base.hardware import GIB, Hardware
-from hybridtrain.errors import SplitError
+from hybridtrain.errors import SplitError, argument, setting
 from hybridtrain.graph import Layer
 from hybridtrain.options import PRECISIONS, PipelineOptions
 from hybridtrain.partitioning import (
@@ -44,8 +44,10 @@ from hybridtrain.partitioning import (
     LossOfStep,
     Objective,
     counted_costs_of_one_size,
-    cut_by_costs,
+    every_cut,
+    find_cut,
     given_costs,
+    improved_cut,
     layer_sizes,
 )
 from hybridtrain.price.layout import Choices, ParallelLayout, StepWork, layouts
@@ -57,13 +59,13 @@ from hybridtrain.price.stage_needs import (
     stage_times,
     with_weight_bytes,
 )
-from hybridtrain.schedule import Durations, divided_backwards, make_schedule
+from hybridtrain.schedule import Durations, divided_backwards, make_schedule, registered
 
 # DDP's default bucket size. The all-reduce of the last bucket begins when the backward has ended.
 BUCKET_BYTES = 25 * 2**20
 
-# A schedule with more actions is simulated for fewer micro-batches and extrapolated: in its middle
-# every group of micro-batches takes equally long.
+# A periodic schedule with more actions is simulated for fewer micro-batches and extrapolated: in
+# its middle every group of micro-batches takes equally long.
 MOST_ACTIONS = 8_000
 _MOST_GROUPS = 50
 # With more devices the period of the whole schedule (in micro-batches) is too long to simulate.
@@ -227,11 +229,11 @@ def _simulated(
                     last[action.stage] = start, end
         return SimulatedStep(max(end for _, end in last), tuple(last), divided_backwards(table))
 
-    # the schedule is periodic: a device with n micro-batches in flight repeats every n of them
+    # a device with n micro-batches in flight repeats every n of them
     group = lcm(*range(1, nb_part + 1)) if nb_part <= _FEW_DEVICES else nb_part
     groups = min(max(2, MOST_ACTIONS // (2 * stages * group)), _MOST_GROUPS)
     simulated_chunks = groups * group + chunks % group
-    if chunks <= simulated_chunks + group:
+    if chunks <= simulated_chunks + group or not registered(schedule).periodic:
         return run(chunks)
     short, long = run(simulated_chunks), run(simulated_chunks + group)
     rounds = (chunks - simulated_chunks) / group
@@ -445,7 +447,8 @@ def predict_step(
     if measured is None and not hardware.flops_per_s:
         return Prediction(
             memory_bytes=_as_measured(device_memory(table, work, layout, counts), hardware),
-            reason="`hybridtrain measure-machine`, once, or split=time would give the times",
+            reason=f"`hybridtrain measure-machine`, once, or {setting('split', 'time')} would give "
+            "the times",
         )
     priced = price(table, hardware, work, layout, counts)
     memory = _as_measured(priced.memory, hardware)
@@ -460,17 +463,14 @@ def _as_measured(memory: Sequence[DeviceMemory], hardware: Hardware) -> tuple[in
 def why_not_priced(options: PipelineOptions) -> str | None:
     """Returns which of `options` a price does not cover, as text; None: it covers all."""
     if options.compile:
-        return "compile=true is not priced"
+        return f"{setting('compile', True)} is not priced"
     if options.max_inflight is not None:
-        return f"max_inflight={options.max_inflight} is not priced"
+        return f"{setting('max_inflight', options.max_inflight)} is not priced"
     return None
 
 
 # A model with at most this many cuts is tried with all of them.
 _FEW_CUTS = 50
-
-# The most moves of a layer that are tried to improve a cut.
-_MOST_MOVES = 100
 
 # The accuracy of predictions: of plans within this factor, the simplest is proposed.
 ALIKE = 1.02
@@ -551,7 +551,7 @@ class _Search:
         self._table = table
         self._hardware = hardware
         self._work = work
-        self._cut = cache(self._cut_by_time)
+        self._even_cut = cache(self._most_even_cut)
         self._times = cache(self._whole_times)
         self._weighed_at = cache(self._weighed_of)
         self._recomputed = cache(self._fewest_recomputed)
@@ -607,17 +607,29 @@ class _Search:
         return least_step_ms(self._work, layout, times, step)
 
     def cuts(self, layout: ParallelLayout) -> list[list[int]]:
-        """Returns cuts that fit into memory, as layers per stage: all, or one if there are many."""
+        """Returns cuts that fit into memory, as layers per stage: all, or the best of many.
+
+        The best are the most even cut and the one with the smallest bound. Either may be faster
+        when it is simulated.
+        """
         if not self._weights_fit(layout):
             return []
-        layers = len(self._table.sizes)
-        if comb(layers - 1, layout.stages - 1) > _FEW_CUTS:
-            even = self.fitting_cut(layout)
-            return [] if even is None else [self._improved(layout, even)]
-        places = [at for at in range(1, layers) if at not in self._table.no_cut_before]
-        cuts = combinations(places, layout.stages - 1)
-        counts = [[b - a for a, b in pairwise((0, *bounds, layers))] for bounds in cuts]
-        return [cut for cut in counts if self._fits(layout, cut)]
+        layers, no_cut_before = len(self._table.sizes), self._table.no_cut_before
+        fits = partial(self._fits, layout)
+        if comb(layers - 1, layout.stages - 1) <= _FEW_CUTS:
+            return list(filter(fits, every_cut(layers, layout.stages, no_cut_before)))
+        counts = self._even_cut(layout.samples(self._work), layout.recompute, layout.stages)
+        if counts is None:  # too few places to cut
+            return []
+        if layout.recompute == "layers" and self._recomputed(layout, tuple(counts)) == frozenset():
+            return []  # the same as "never"
+        if not fits(counts):
+            limit = self._hardware.usable_bytes
+            counts = self._cut_by_memory(layout, memory_weight=0.0, memory_limit=limit)
+            if counts is None or not fits(counts):
+                return []
+        improved = improved_cut(counts, partial(self.bound_of_cut, layout), fits, no_cut_before)
+        return [improved] if improved == counts else [improved, counts]
 
     def _fits(self, layout: ParallelLayout, counts: Sequence[int]) -> bool:
         if layout.recompute == "layers":  # with none it is that of "never"
@@ -683,75 +695,12 @@ class _Search:
         weights = sum(cost.weight_bytes for cost in self._weighed(layout))
         return weights / layout.nb_part <= self._hardware.usable_bytes
 
-    def _improved(self, layout: ParallelLayout, counts: list[int]) -> list[int]:
-        """Returns a cut with a smaller bound, found by moving layers to the next stage and back.
-
-        The most even stages may send large messages, and a device's stages may add up unevenly.
-        """
-        best = self.bound_of_cut(layout, counts)
-        moves = iter(range(_MOST_MOVES))
-        border = 0
-        unmoved = 0
-        while unmoved < layout.stages - 1 and next(moves, None) is not None:
-            unmoved += 1
-            for step in (-1, 1):
-                moved = list(counts)
-                moved[border] += step
-                moved[border + 1] -= step
-                if min(moved) < 1 or sum(moved[: border + 1]) in self._table.no_cut_before:
-                    continue
-                bound = self.bound_of_cut(layout, moved)
-                if bound < best and self._fits(layout, moved):
-                    counts, best, unmoved = moved, bound, 0
-            border = (border + 1) % (layout.stages - 1)
-        return counts
-
-    def fitting_cut(self, layout: ParallelLayout) -> list[int] | None:
-        """Returns the most even cut that fits into memory, as layers per stage, or None."""
-        if not self._weights_fit(layout):
-            return None
-        limit = self._hardware.usable_bytes
-        try:
-            counts = self._cut(layout.samples(self._work), layout.recompute, layout.stages)
-            if self._fits(layout, counts):
-                return counts
-            single = layout.recompute == "layers"
-            if single and self._recomputed(layout, tuple(counts)) == frozenset():
-                return None  # nothing has to be recomputed
-            if not self._may_fit(layout, limit / layout.stages_per_device):
-                return None
-            counts = self._cut_for_memory(layout, memory_weight=0.0, memory_limit=limit)
-        except SplitError:  # too few layers or places to cut, or too much memory
-            return None
-        return counts if self._fits(layout, counts) else None
-
-    def _may_fit(self, layout: ParallelLayout, limit: float) -> bool:
-        """Returns whether stages that are filled up to `limit` bytes have room for all layers.
-
-        Inputs from other stages are left out, so that a smaller stage never needs more. This test
-        is much faster than a search for a cut.
-        """
-        stage, used = 0, 0.0
-        in_flight = most_in_flight(layout)
-        for cost in self._weighed(layout):
-            while True:
-                alive = 1 if layout.recomputed else in_flight[stage]
-                nbytes = cost.weight_bytes + alive * cost.activation_bytes
-                if used + nbytes <= limit:
-                    used += nbytes
-                    break
-                stage, used = stage + 1, 0.0
-                if stage == layout.stages:
-                    return False
-        return True
-
     def why_nothing_fits(self, candidates: Sequence[ParallelLayout]) -> str:
         """Returns an error message about the layout that misses the fewest bytes."""
         least_memory: list[tuple[int, int, ParallelLayout]] = []
         for layout in sorted(candidates, key=self._least_bytes)[:_CLOSE]:
-            try:
-                counts = self._cut_for_memory(layout, memory_weight=1.0)
-            except SplitError:
+            counts = self._cut_by_memory(layout, memory_weight=1.0)
+            if counts is None:
                 continue
             table = self._most_recomputed if layout.recompute == "layers" else self._table
             memory = device_memory(table, self._work, layout, counts)
@@ -760,7 +709,8 @@ class _Search:
         if not least_memory:
             return (
                 f"no plan fits: the model's {len(self._table.sizes)} layers cannot be cut into as "
-                f"many stages as asked for: lower nb_part= or stages_per_device="
+                f"many stages as asked for: lower {argument('nb_part')} or "
+                f"{argument('stages_per_device')}"
             )
         nbytes, device, layout = min(least_memory, key=lambda entry: entry[0])
         usable = self._hardware.usable_bytes
@@ -768,9 +718,9 @@ class _Search:
         return (
             f"no plan fits: {(nbytes - usable) / GIB:.1f} GiB are missing on device {device}; the "
             f"least memory is {nbytes / GIB:.1f} GiB of {usable / GIB:.1f} GiB that may be used "
-            f"(nb_part={layout.nb_part}, chunks={layout.chunks}, recompute {recompute}, "
-            f"shard={layout.shard}): more devices (hardware.nodes=), larger ones "
-            f"(hardware.memory_gib=) or a smaller model would do"
+            f"({setting('nb_part', layout.nb_part)}, {setting('chunks', layout.chunks)}, "
+            f"recompute {recompute}, {setting('shard', layout.shard)}): more devices "
+            "(hardware.nodes=), larger ones (hardware.memory_gib=) or a smaller model would do"
         )
 
     def _least_bytes(self, layout: ParallelLayout) -> float:
@@ -790,22 +740,22 @@ class _Search:
         table = self._most_recomputed if single else self._table
         return with_weight_bytes(table.costs_at(samples), table.sizes, self._work, layout)
 
-    def _cut_for_memory(self, layout: ParallelLayout, **goal: float) -> list[int]:
+    def _cut_by_memory(self, layout: ParallelLayout, **goal: float) -> list[int] | None:
         objective = Objective(
             recomputes=bool(layout.recomputed),
             stages_per_device=layout.stages_per_device,
             **goal,  # type: ignore[arg-type]
         )
         in_flight = most_in_flight(layout)
-        return cut_by_costs(self._weighed(layout), in_flight, objective, self._table.no_cut_before)
+        return find_cut(self._weighed(layout), in_flight, objective, self._table.no_cut_before)
 
-    def _cut_by_time(self, samples: int, recompute: str, stages: int) -> list[int]:
+    def _most_even_cut(self, samples: int, recompute: str, stages: int) -> list[int] | None:
         forwards = 1 if recompute in ("never", "layers") else 2
         costs = [
             replace(cost, forward_ms=forwards * cost.forward_ms, crossing_ms=0.0)
             for cost in self._table.costs_at(samples)
         ]
-        return cut_by_costs(costs, [1] * stages, Objective(), self._table.no_cut_before)
+        return find_cut(costs, [1] * stages, Objective(), self._table.no_cut_before)
 
     def _whole_times(self, samples: int, recompute: str) -> tuple[float, float]:
         """Returns the milliseconds of a micro-batch in all layers, and in the slowest layer."""

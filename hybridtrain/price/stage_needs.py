@@ -149,10 +149,11 @@ class _Peaks(NamedTuple):
 def _peaks(
     schedule: RegisteredSchedule, nb_part: int, chunks: int, stages_per_device: int
 ) -> _Peaks:
-    """Returns the peaks of a schedule's table, by those of smaller tables if it is large.
+    """Returns the peaks of a schedule's table.
 
-    After some groups of `nb_part` micro-batches a schedule repeats itself, and each further group
-    adds as much to a peak as the one before: nothing with 1F1B, all its micro-batches with GPipe.
+    Those of a large table of a periodic schedule are extrapolated from two small tables: each
+    further group of `nb_part` micro-batches adds the same to a peak, nothing with 1F1B and
+    `nb_part` with GPipe. Other schedules may change at any micro-batch: their table is built.
     """
 
     def count(chunks: int) -> _Peaks:
@@ -163,13 +164,13 @@ def _peaks(
     rest = chunks % nb_part
     few = (_GROUPS_UNTIL_STEADY + rest) * nb_part + rest
     groups = (chunks - few) // nb_part
-    if groups <= 1:
+    if groups <= 1 or not schedule.periodic:
         return count(chunks)
-    before, after = count(few), count(few + nb_part)
+    small, larger = count(few), count(few + nb_part)
     return _Peaks(
         *(
-            tuple(first + (then - first) * groups for first, then in zip(*peak, strict=True))
-            for peak in zip(before, after, strict=True)
+            tuple(a + (b - a) * groups for a, b in zip(*peaks, strict=True))
+            for peaks in zip(small, larger, strict=True)
         )
     )
 

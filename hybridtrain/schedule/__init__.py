@@ -62,12 +62,8 @@ from hybridtrain.schedule.table import (
 )
 from hybridtrain.schedule.waits import Wait, WaitFor, critical_path, waits
 
-SCHEDULES = schedule_names()
-"""The names of the schedules that come with the package, of which `auto` and `plan` choose one."""
-
 __all__ = [
     "COMPUTING",
-    "SCHEDULES",
     "WORDS",
     "Account",
     "Action",

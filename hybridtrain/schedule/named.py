@@ -37,7 +37,7 @@ from hybridtrain.schedule.table import (
 _ROUNDING = 1e-9
 
 
-@schedule("1f1b")
+@schedule("1f1b", periodic=True)
 def one_forward_one_backward(devices: int, chunks: int, stages_per_device: int = 1) -> Schedule:
     """Returns a schedule of a few forwards, then a backward and a forward in turn.
 
@@ -64,7 +64,7 @@ def one_forward_one_backward(devices: int, chunks: int, stages_per_device: int =
     return Schedule("1f1b", devices * v, chunks, tuple(lanes))
 
 
-@schedule("gpipe")
+@schedule("gpipe", periodic=True)
 def gpipe(devices: int, chunks: int, stages_per_device: int = 1) -> Schedule:
     """Returns a schedule of all forwards, then all backwards.
 
@@ -79,7 +79,7 @@ def gpipe(devices: int, chunks: int, stages_per_device: int = 1) -> Schedule:
     return Schedule("gpipe", devices * stages_per_device, chunks, lanes)
 
 
-@schedule("zb-h1", stages_per_device=1, splits_backward=True)
+@schedule("zb-h1", stages_per_device=1, splits_backward=True, periodic=True)
 def zero_bubble_h1(devices: int, chunks: int) -> Schedule:
     """Returns ZB-H1 (Qi et al., arXiv:2401.10241), drawn at the head of this file.
 
@@ -102,7 +102,7 @@ def zero_bubble_h1(devices: int, chunks: int) -> Schedule:
     return Schedule("zb-h1", devices, chunks, _whole_on_first_stage(lanes))
 
 
-@schedule("zb-v", placement="v", stages_per_device=2, splits_backward=True)
+@schedule("zb-v", placement="v", stages_per_device=2, splits_backward=True, periodic=True)
 def zero_bubble_v(devices: int, chunks: int) -> Schedule:
     """Returns ZB-V (Qi et al., arXiv:2405.15362): two stages per device, in a V.
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
-from hybridtrain.errors import ScheduleError, did_you_mean
+from hybridtrain.errors import ScheduleError, did_you_mean, setting
 from hybridtrain.schedule.table import (
     Action,
     Placement,
@@ -43,6 +43,8 @@ class RegisteredSchedule:
         stages_per_device: the only number of stages per device that the schedule is for; None:
             any.
         splits_backward: whether it has backwards in two parts, `I` and `W`.
+        periodic: whether each group of `devices` micro-batches after the first two repeats the
+            group before it.
     """
 
     name: str
@@ -50,6 +52,7 @@ class RegisteredSchedule:
     placement: Placement = "loop"
     stages_per_device: int | None = None
     splits_backward: bool = False
+    periodic: bool = False
 
     def build(self, devices: int, chunks: int, stages_per_device: int) -> Schedule:
         """Returns the table, which nobody has checked.
@@ -62,8 +65,8 @@ class RegisteredSchedule:
         if stages_per_device != self.stages_per_device:
             needed = self.stages_per_device
             raise ScheduleError(
-                f"schedule={self.name} has {needed} stage{'s' * (needed > 1)} on each device: set "
-                f"stages_per_device={needed}"
+                f"{setting('schedule', self.name)} has {needed} stage{'s' * (needed > 1)} on each "
+                f"device: set {setting('stages_per_device', needed)}"
             )
         return self.builder(devices, chunks)
 
@@ -75,26 +78,26 @@ class RegisteredSchedule:
         """
         if not isinstance(table, Schedule):
             raise ScheduleError(
-                f"schedule={self.name}: its function returned a {type(table).__name__}, not a "
-                f"hybridtrain.schedule.Schedule"
+                f"{setting('schedule', self.name)}: its function returned a "
+                f"{type(table).__name__}, not a hybridtrain.schedule.Schedule"
             )
         wanted = devices * stages_per_device, chunks, devices
         if (table.stages, table.chunks, len(table.lanes)) != wanted:
             raise ScheduleError(
-                f"schedule={self.name}: its function returned a table of {table.stages} stages, "
-                f"{table.chunks} micro-batches and {len(table.lanes)} lanes, not of {wanted[0]} "
-                f"stages, {chunks} micro-batches and {devices} lanes"
+                f"{setting('schedule', self.name)}: its function returned a table of "
+                f"{table.stages} stages, {table.chunks} micro-batches and {len(table.lanes)} "
+                f"lanes, not of {wanted[0]} stages, {chunks} micro-batches and {devices} lanes"
             )
         validate(table)
         for stage, device in sorted(table.lane_of.items()):
             if device != (place := place_of(stage, devices, self.placement)):
                 raise ScheduleError(
-                    f"schedule={self.name}: stage {stage} is on device {device}, and "
+                    f"{setting('schedule', self.name)}: stage {stage} is on device {device}, and "
                     f"placement={self.placement!r} puts it on device {place}"
                 )
         if any(divided_backwards(table)) and not self.splits_backward:
             raise ScheduleError(
-                f"schedule={self.name} has backwards in two parts: register it with "
+                f"{setting('schedule', self.name)} has backwards in two parts: register it with "
                 f"splits_backward=True"
             )
 
@@ -108,6 +111,7 @@ def schedule(
     placement: Placement = "loop",
     stages_per_device: int | None = None,
     splits_backward: bool = False,
+    periodic: bool = False,
 ) -> Callable[[Builder], Builder]:
     """Registers the decorated function as the schedule `name`, and returns it unchanged.
 
@@ -123,6 +127,10 @@ def schedule(
             each second turn goes back.
         stages_per_device: the only number of stages per device that it is for; None: any.
         splits_backward: whether it has backwards in two parts.
+        periodic: whether each group of `devices` micro-batches after the first two repeats the
+            group before it. The planner extrapolates large tables of such a schedule from small
+            ones, and `plan` and `auto` include it in their search. Other schedules are priced
+            from their full table, and only if they are chosen by name.
 
     Raises:
         ScheduleError: another function has that name.
@@ -133,11 +141,11 @@ def schedule(
         # a module that is loaded again, or a notebook's cell that runs again, replaces its function
         if before is not None and _origin(before.builder) != _origin(builder):
             raise ScheduleError(
-                f"schedule={name} is {_origin(before.builder)} already: register "
+                f"{setting('schedule', name)} is {_origin(before.builder)} already: register "
                 f"{_origin(builder)} by another name"
             )
         _REGISTERED[name] = RegisteredSchedule(
-            name, builder, placement, stages_per_device, splits_backward
+            name, builder, placement, stages_per_device, splits_backward, periodic
         )
         return builder
 
@@ -148,9 +156,13 @@ def _origin(builder: Callable[..., Schedule]) -> str:
     return f"{builder.__module__}.{builder.__qualname__}"
 
 
-def schedule_names() -> tuple[str, ...]:
-    """Returns the names of all schedules that are registered so far."""
-    return tuple(_REGISTERED)
+def schedule_names(*, periodic: bool = False) -> tuple[str, ...]:
+    """Returns the names of the schedules that are registered so far.
+
+    Args:
+        periodic: return only the periodic ones, which `plan` and `auto` search.
+    """
+    return tuple(name for name, entry in _REGISTERED.items() if entry.periodic or not periodic)
 
 
 def registered(name: str) -> RegisteredSchedule:
@@ -161,7 +173,8 @@ def registered(name: str) -> RegisteredSchedule:
     """
     if name not in _REGISTERED:
         raise ScheduleError(
-            f"schedule={name!r} is unknown; {did_you_mean(name, _REGISTERED, 'schedules')}"
+            f"{setting('schedule', name, repr)} is unknown; "
+            f"{did_you_mean(name, _REGISTERED, 'schedules')}"
         )
     return _REGISTERED[name]
 

@@ -21,7 +21,7 @@ from hybridtrain.smp import microbatches
 
 def provide_modules() -> None:
     """Makes this package importable by the names that scripts of smp have."""
-    own = smp.__name__
+    package = smp.__name__
     library: Any = types.ModuleType("smdistributed")
     library.modelparallel = types.ModuleType("smdistributed.modelparallel")
     library.modelparallel.torch = smp
@@ -31,8 +31,8 @@ def provide_modules() -> None:
         library.modelparallel.__name__: library.modelparallel,
     }
     for name, module in list(sys.modules.items()):
-        if name == own or name.startswith(f"{own}."):
-            sys.modules[f"smdistributed.modelparallel.torch{name.removeprefix(own)}"] = module
+        if name == package or name.startswith(f"{package}."):
+            sys.modules[f"smdistributed.modelparallel.torch{name.removeprefix(package)}"] = module
     if "torchnet" not in sys.modules and importlib.util.find_spec("torchnet") is None:
         torchnet: Any = types.ModuleType("torchnet")
         torchnet.dataset = microbatches

@@ -170,15 +170,15 @@ class Body:
         self._from_body.put(answer)
 
     def _answer(self) -> Call | Result:
-        found: Any = self._from_body.get()
+        answer: Any = self._from_body.get()
         self._runs = False
-        self._waits = isinstance(found, Call)
-        if isinstance(found, _Failure):
+        self._waits = isinstance(answer, Call)
+        if isinstance(answer, _Failure):
             try:
-                raise found.error
+                raise answer.error
             finally:
-                del found  # its traceback holds this frame
-        return found  # type: ignore[no-any-return]
+                del answer  # its traceback holds this frame
+        return answer  # type: ignore[no-any-return]
 
 
 _WHY_NOT = (

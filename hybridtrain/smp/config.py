@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from hybridtrain.errors import ConfigError, check_choice, did_you_mean
+from hybridtrain.errors import ConfigError, Naming, check_choice, did_you_mean
 from hybridtrain.options import PipelineOptions, with_settings
 
 ENVIRONMENT = "SM_HP_MP_PARAMETERS"
@@ -171,6 +171,34 @@ class SmpConfig:
 OWN_KEYS = ("engine", "devices", "timeout_s", "stall_s", "trust_pickles")
 
 
+def _value(name: str, value: object) -> str:
+    """Writes a value of the library's option `name` as a configuration of smp has it."""
+    theirs = {ours: schedule for schedule, ours in SCHEDULES.items()}
+    return theirs.get(str(value), str(value)) if name == "schedule" else str(value)
+
+
+NAMING = Naming(
+    keys={
+        **{name: f"{OWN_KEY}.{name}" for name in OWN_KEYS},
+        **{option.name: f"{OWN_KEY}.{option.name}" for option in fields(PipelineOptions)},
+        "memory_weight": "memory_weight",
+        "default_partition": "default_partition",
+        "nb_part": "pipeline_parallel_degree",
+        "chunks": "microbatches",
+        "schedule": "pipeline",
+        "max_inflight": "active_microbatches",
+        "inner": "placement_strategy",
+        "backend": "ddp_dist_backend",
+    },
+    value=_value,
+    phrases={
+        "HybridModel": "smp.DistributedModel",
+        "world.replica of world.replicas": "smp.dp_rank() of smp.dp_size()",
+    },
+)
+"""The names of the library's arguments in smp, for functions that call the library."""
+
+
 def parse(given: Mapping[str, Any]) -> SmpConfig:
     """Checks the dictionary `parameters` of smp 1.x and returns it as a configuration.
 
@@ -247,12 +275,12 @@ def read(text: str) -> Mapping[str, Any]:
         except OSError as error:
             raise ConfigError(f"{source}: cannot read it: {error.strerror or error}") from error
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{source} is not JSON: {error}") from error
-    if not isinstance(found, Mapping):
+    if not isinstance(document, Mapping):
         raise ConfigError(f"{source} must be a dictionary")
-    return parameters_of(found)
+    return parameters_of(document)
 
 
 _MPI = "MPI is not used: torchrun starts the processes"

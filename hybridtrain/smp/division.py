@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from hybridtrain._base.microbatch import Microbatch
-from hybridtrain.errors import ConfigError, SplitError, UserError
+from hybridtrain.errors import ConfigError, SplitError, UserError, naming
 from hybridtrain.model import HybridModel
 from hybridtrain.partitioning import plan, table
+from hybridtrain.smp.config import NAMING
 from hybridtrain.smp.runtime import Runtime, current
-from hybridtrain.smp.words import in_smp_words
 
 log = logging.getLogger("hybridtrain")
 
@@ -65,7 +65,7 @@ def partitioned_model(
         begins = [names[0] for names in made.layer_names[1:]]
         return begins, checkpointed_names(net), table(made)
 
-    begins, recomputed, shown = world.broadcast(world.on_main(decide)) or ([], [], "")
+    begins, recomputed, shown = world.from_main(decide)
     if by_costs:
         options = replace(options, split=begins)
     if recomputed and options.recompute == "never":
@@ -75,7 +75,7 @@ def partitioned_model(
     return HybridModel(net, world, options, example_inputs=example)
 
 
-@in_smp_words()
+@naming(NAMING)
 def get_partition(module: nn.Module) -> int:
     """Returns the stage that `module` is in, or the first one of its parts is.
 
@@ -90,8 +90,10 @@ def get_partition(module: nn.Module) -> int:
     tensors = {id(t) for t in (*module.parameters(), *module.buffers())}
     for index, layers in enumerate(hybrid.pipeline.planned.stages):
         for layer in layers:
-            own = (*layer.module.parameters(), *layer.module.buffers())
-            if parts & {id(m) for m in layer.module.modules()} or tensors & {id(t) for t in own}:
+            tensors_of_layer = (*layer.module.parameters(), *layer.module.buffers())
+            if parts & {id(m) for m in layer.module.modules()} or tensors & {
+                id(t) for t in tensors_of_layer
+            }:
                 return index
     raise UserError(f"{type(module).__name__} is not a module of the model")
 
@@ -109,13 +111,13 @@ def model_creation(
         ConfigError: `tensor_parallelism` is True.
     """
     refuse_tensor_parallelism(tensor_parallelism)
-    before = torch.get_default_dtype()
+    previous_dtype = torch.get_default_dtype()
     if dtype is not None and current().config.precision == "fp32":
         torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous_dtype)
 
 
 def refuse_tensor_parallelism(enabled: bool) -> None:

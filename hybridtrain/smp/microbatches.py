@@ -117,8 +117,8 @@ class ArgumentCutter:
             leaves = [column[index] for column in columns]
             values = []
             for spec, count in trees:
-                own, leaves = leaves[:count], leaves[count:]
-                values.append(own[0] if spec is None else _joined(own, spec))
+                leaves_of_tree, leaves = leaves[:count], leaves[count:]
+                values.append(leaves_of_tree[0] if spec is None else _joined(leaves_of_tree, spec))
             count = len(bound.args)
             keywords = dict(zip(bound.kwargs, values[count:], strict=True))
             calls.append((tuple(values[:count]), keywords))
@@ -138,21 +138,21 @@ class ArgumentCutter:
 
     def _samples(self, sizes: Collection[tuple[str, int]], microbatches: int) -> list[int]:
         """Returns the number of samples of each micro-batch."""
-        found = sorted({size for _, size in sizes})
-        if not found:
+        distinct_sizes = sorted({size for _, size in sizes})
+        if not distinct_sizes:
             return [1] * microbatches  # objects that cut themselves
-        if found[0] == 0:
+        if distinct_sizes[0] == 0:
             raise BatchError(f"{self._name} was given an empty batch")
-        if len(found) == 1:
-            return chunk_sizes(found[0], microbatches)
-        if any(size % microbatches for size in found):
+        if len(distinct_sizes) == 1:
+            return chunk_sizes(distinct_sizes[0], microbatches)
+        if any(size % microbatches for size in distinct_sizes):
             listed = ", ".join(f"{name} has {size}" for name, size in sorted(sizes))
             raise BatchError(
                 f"the tensors given to {self._name} have different sizes along the batch's axis "
                 f"({listed}), which {microbatches} micro-batches do not all divide: name what is "
                 f"not to be cut in non_split_inputs=, or another axis in input_split_axes="
             )
-        return [found[0] // microbatches] * microbatches
+        return [distinct_sizes[0] // microbatches] * microbatches
 
 
 def _flat(value: Any) -> tuple[list[Any], Any]:

@@ -21,16 +21,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hybridtrain._base.microbatch import Microbatch
-from hybridtrain.errors import ConfigError, UserError, check_choice
+from hybridtrain.errors import ConfigError, UserError, check_choice, naming
 from hybridtrain.graph import is_chain
 from hybridtrain.model import HybridModel
 from hybridtrain.pipeline import Head
 from hybridtrain.smp.amp import GradScaler
 from hybridtrain.smp.bodies import current_body
+from hybridtrain.smp.config import NAMING
 from hybridtrain.smp.division import partitioned_model
 from hybridtrain.smp.ranks import PARTIAL, whole
 from hybridtrain.smp.runtime import current
-from hybridtrain.smp.words import in_smp_words
 from hybridtrain.step import OptimizerStep
 
 
@@ -266,11 +266,11 @@ class DistributedModel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulates gradients in the steps inside, without averaging over the replicas."""
-        before, self._syncs = self._syncs, False
+        previous_syncs, self._syncs = self._syncs, False
         try:
             yield
         finally:
-            self._syncs = before
+            self._syncs = previous_syncs
 
     # --- the division
 
@@ -389,8 +389,8 @@ class DistributedModel(nn.Module):
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Returns the modules of this process's stages, with their names."""
         hybrid = self.partitioned_hybrid()
-        own = {id(m) for stage in hybrid.stages for m in stage.module.modules()}
-        return ((name, m) for name, m in self.net.named_modules() if id(m) in own)
+        modules_here = {id(m) for stage in hybrid.stages for m in stage.module.modules()}
+        return ((name, m) for name, m in self.net.named_modules() if id(m) in modules_here)
 
     # --- tensor parallelism, whose degree is 1
 
@@ -424,7 +424,7 @@ class DistributedModel(nn.Module):
 
     # --- state
 
-    @in_smp_words()
+    @naming(NAMING)
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the state of the whole model; all processes of a pipeline must call it."""
         return self.net.state_dict() if self.hybrid is None else self.hybrid.state_dict()
@@ -433,7 +433,7 @@ class DistributedModel(nn.Module):
         """Returns the state of this process's stages, marked as a part."""
         return {**self.partitioned_hybrid().pipeline.own_state(), PARTIAL: True}
 
-    @in_smp_words()
+    @naming(NAMING)
     def load_state_dict(
         self,
         state_dict: Mapping[str, Any],
@@ -464,7 +464,7 @@ class DistributedModel(nn.Module):
             raise UserError("zero_grad() in a step would run for every micro-batch: call it before")
         self.net.zero_grad(set_to_none)
 
-    @in_smp_words()
+    @naming(NAMING)
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips the L2 norm of the gradients of all stages to `max_norm`; returns the norm before.
 
@@ -472,7 +472,7 @@ class DistributedModel(nn.Module):
         """
         return self.partitioned_hybrid().clip_grad_norm_(max_norm)
 
-    @in_smp_words()
+    @naming(NAMING)
     def grad_norm(self) -> Tensor:
         """Returns the L2 norm of the gradients of all stages; all processes must call it."""
         return self.partitioned_hybrid().grad_norm()
@@ -496,9 +496,13 @@ class DistributedModel(nn.Module):
             if dtype is not None:
                 self.net.to(dtype)
             return self
-        own = {stage.device for stage in self.hybrid.stages}
-        stays = device is None or device in own or (device.type == "cuda" and device.index is None)
-        here = next(iter(own)).type
+        local_devices = {stage.device for stage in self.hybrid.stages}
+        stays = (
+            device is None
+            or device in local_devices
+            or (device.type == "cuda" and device.index is None)
+        )
+        here = next(iter(local_devices)).type
         if dtype is not None or not stays or (device is not None and here != device.type):
             raise UserError(
                 f"the model cannot be moved or converted once it is divided: {_MOVES}. "

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.errors import ConfigError, UserError, did_you_mean
+from hybridtrain.errors import ConfigError, UserError, did_you_mean, naming
 from hybridtrain.model import HybridModel
 from hybridtrain.smp.amp import GradScaler
 from hybridtrain.smp.bodies import current_body
+from hybridtrain.smp.config import NAMING
 from hybridtrain.smp.ranks import PARTIAL, CommGroup, allgather, whole
 from hybridtrain.smp.runtime import current
-from hybridtrain.smp.words import in_smp_words
 from hybridtrain.step import ReplicaShares
 
 _SCALE_ARGUMENTS = {
@@ -118,7 +118,7 @@ class DistributedOptimizer(Optimizer):
         _check_not_divided("optimizer.add_param_group")
         super().add_param_group(param_group)
 
-    @in_smp_words()
+    @naming(NAMING)
     def step(self, closure: Any = None) -> Any:
         """Updates the parameters of this process's stages, unless a gradient is not finite.
 
@@ -169,7 +169,7 @@ class DistributedOptimizer(Optimizer):
             )
         super().zero_grad(set_to_none)
 
-    @in_smp_words()
+    @naming(NAMING)
     def clip_master_grads(self, max_norm: float) -> Tensor:
         """Scales the gradients of all stages down to `max_norm`; returns their norm before."""
         model = current().model
@@ -190,14 +190,14 @@ class DistributedOptimizer(Optimizer):
             of_model: the identities of all parameters that the model had; others, of the script's
                 own, stay.
         """
-        own = {id(p) for p in hybrid.parameters()}
+        parameters_here = {id(p) for p in hybrid.parameters()}
         number = count()
         self._numbers = []
         for group in self.param_groups:
             group["params"], given = [], group["params"]
             self._numbers.append([next(number) for _ in given])
             for p, its_number in zip(given, self._numbers[-1], strict=True):
-                if id(p) in own or not (p.is_meta or id(p) in of_model):
+                if id(p) in parameters_here or not (p.is_meta or id(p) in of_model):
                     group["params"].append(p)
                     self._own_numbers.append(its_number)
                 else:
@@ -228,7 +228,7 @@ class DistributedOptimizer(Optimizer):
             for parameter in [p for p in self.state if not self._shares.owns(p)]:
                 del self.state[parameter]
 
-    @in_smp_words()
+    @naming(NAMING)
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for the whole model, which a plain optimizer over it can load.
 
@@ -247,7 +247,7 @@ class DistributedOptimizer(Optimizer):
         """
         return {**self._numbered(is_whole=False, gathers=bool(gather_if_shard)), PARTIAL: True}
 
-    @in_smp_words()
+    @naming(NAMING)
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state for a whole model, or the parts of all processes of the pipeline.
 
@@ -297,8 +297,8 @@ class DistributedOptimizer(Optimizer):
         # Each process has some of the entries. Those of the replicas are joined first, so that in
         # each pipeline all of its processes then send all that they are to send.
         for processes in spread:
-            own = tree_map_only(Tensor, lambda t: t.detach().cpu(), state)
-            parts = allgather(own, processes)
+            state_on_cpu = tree_map_only(Tensor, lambda t: t.detach().cpu(), state)
+            parts = allgather(state_on_cpu, processes)
             state = {number: entry for part in parts for number, entry in part.items()}
         if CommGroup.MP_GROUP in spread:
             state = dict(sorted(state.items()))

@@ -237,8 +237,8 @@ def reduce_scatter(parts: Sequence[Any], group: CommGroup = CommGroup.WORLD) -> 
     ranks = members(group)
     if len(parts) != len(ranks):
         raise UserError(f"reduce_scatter needs {len(ranks)} parts, one per process: {len(parts)}")
-    own = ranks.index(current().world.rank)
-    return reduce(add, [given[own] for given in allgather(list(parts), group)])
+    position = ranks.index(current().world.rank)
+    return reduce(add, [given[position] for given in allgather(list(parts), group)])
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:

@@ -29,11 +29,10 @@ import torch.distributed as dist
 from torch import nn
 
 from hybridtrain._base.torch_private import HashStore
-from hybridtrain.errors import BatchError, ConfigError, UserError
+from hybridtrain.errors import BatchError, ConfigError, UserError, naming
 from hybridtrain.launch import Launch, detect
 from hybridtrain.smp import config as smp_config
-from hybridtrain.smp.config import SmpConfig, parameters_of, parse
-from hybridtrain.smp.words import in_smp_words
+from hybridtrain.smp.config import NAMING, SmpConfig, parameters_of, parse
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
@@ -100,8 +99,8 @@ class Attendance:
         values, work = self._pending
         work.wait()
         self._pending = None
-        found: list[int] = values.tolist()
-        return found
+        counts: list[int] = values.tolist()
+        return counts
 
 
 @dataclass
@@ -163,7 +162,7 @@ class Runtime:
 _runtime: Runtime | None = None
 
 
-@in_smp_words()
+@naming(NAMING)
 def init(config: Mapping[str, Any] | None = None) -> None:
     """Reads the configuration and joins the other processes; call it once, at the beginning.
 

@@ -37,12 +37,12 @@ from hybridtrain.checkpoint import (
     verify,
 )
 from hybridtrain.checkpoint import save_checkpoint as save_files
-from hybridtrain.errors import CheckpointError, ConfigError
+from hybridtrain.errors import CheckpointError, ConfigError, naming
+from hybridtrain.smp.config import NAMING
 from hybridtrain.smp.model import DistributedModel
 from hybridtrain.smp.optimizer import DistributedOptimizer, LocalOptimizer
 from hybridtrain.smp.ranks import joined, pp_rank, pp_size, rdp_rank
 from hybridtrain.smp.runtime import Runtime, current
-from hybridtrain.smp.words import in_smp_words
 
 _CONTENT = "user_content"
 
@@ -146,7 +146,7 @@ def save(
     path = Path(f"{f}{end}" if partial else f)
     make_directory(path.parent)
     has_parts = partial and not v3
-    before = _number_of_parts(f) if has_parts else 0
+    previous_parts = _number_of_parts(f) if has_parts else 0
     # objects without `to_dict` are pickled as by torch.save; loading them needs trust
     content = portable(obj, lambda value, _: value)
     with atomic_file(path) as file:
@@ -155,7 +155,7 @@ def save(
         return
     # by all: the first of them has seen the number of a save by more processes
     write_atomically(Path(f"{f}.parts"), f"{pp_size()}\n")
-    for number in range(pp_size(), before):
+    for number in range(pp_size(), previous_parts):
         Path(f"{f}_{number}").unlink(missing_ok=True)
 
 
@@ -207,7 +207,7 @@ def load(
     return objects[0] if len(objects) == 1 else joined(objects)
 
 
-@in_smp_words()
+@naming(NAMING)
 def save_checkpoint(
     path: str,
     tag: str,
@@ -251,19 +251,19 @@ def save_checkpoint(
         runtime.world.on_main(lambda: max(store.steps(), default=0) + 1)
     )
     assert number is not None
-    own = _local(optimizer)  # refuses others
+    local_optimizer = _local(optimizer)  # refuses others
     scale = {} if optimizer is None else optimizer.loss_scaler_state()
     save_files(
         store,
         number,
         hybrid,
-        own,
+        local_optimizer,
         {"smp": _Entry({"smp_tag": tag, "step": number, **scale})},
         {_CONTENT: _Entry({"value": user_content})},
     )
 
 
-@in_smp_words()
+@naming(NAMING)
 def resume_from_checkpoint(
     path: str,
     tag: str | None = None,
@@ -356,15 +356,15 @@ def _local(optimizer: DistributedOptimizer | None) -> Optimizer | None:
 def _with_tag(store: CheckpointStore, tag: str) -> Path:
     tags = []
     for step in reversed(store.steps()):
-        found = store.newest_up_to(step)
-        assert found is not None
+        checkpoint = store.newest_up_to(step)
+        assert checkpoint is not None
         try:
-            own = json.loads((found / "state.json").read_bytes()).get("smp_tag")
+            saved_tag = json.loads((checkpoint / "state.json").read_bytes()).get("smp_tag")
         except (OSError, ValueError):
             continue
-        if own == tag:
-            return found
-        tags.append(str(own))
+        if saved_tag == tag:
+            return checkpoint
+        tags.append(str(saved_tag))
     raise CheckpointError(
         f"there is no checkpoint {tag!r} in {store.root}: there are {', '.join(tags) or 'none'}"
     )
@@ -411,12 +411,12 @@ def _load_full(
         try:
             weights = torch.load(path / tag, map_location="cpu", weights_only=True)
             content = path / f"{_CONTENT}_{tag}"
-            found = torch.load(content, weights_only=True) if content.is_file() else None
+            user_content = torch.load(content, weights_only=True) if content.is_file() else None
         except OSError as error:
             raise CheckpointError(
                 f"{path / tag} cannot be read: {error.strerror or error}: check path and tag"
             ) from error
-        return translate(weights) if translate else weights, found
+        return translate(weights) if translate else weights, user_content
 
     weights, content = world.on_main(read) or ({}, None)
     weights, content = broadcast_tree(world, (weights, content), lambda _, value: value)

@@ -28,14 +28,14 @@ from torch.backends import cuda
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from hybridtrain._base.precision import ThreadState
-from hybridtrain.errors import BatchError, UserError
+from hybridtrain.errors import BatchError, UserError, naming
 from hybridtrain.pipeline import HeadOutput, batch_digest
 from hybridtrain.smp.bodies import Body, Call, Result, current_body
+from hybridtrain.smp.config import NAMING
 from hybridtrain.smp.microbatches import ArgumentCutter, CutArguments
 from hybridtrain.smp.model import DistributedModel, inputs_of
 from hybridtrain.smp.ranks import CommGroup, allgather, pp_rank
 from hybridtrain.smp.runtime import current
-from hybridtrain.smp.words import in_smp_words
 from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")
@@ -119,7 +119,7 @@ class _Step:
             return self
         return partial(self, instance)
 
-    @in_smp_words()
+    @naming(NAMING)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step for a batch.
 
@@ -181,8 +181,8 @@ class _Step:
             return args, kwargs
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not self._is_checked:
-            own = batch_digest([tensor.cpu() for tensor in tensors])
-            self._follows_first = len(set(allgather(own, CommGroup.MP_GROUP))) > 1
+            digest = batch_digest([tensor.cpu() for tensor in tensors])
+            self._follows_first = len(set(allgather(digest, CommGroup.MP_GROUP))) > 1
             if self._follows_first and pp_rank() == 0:
                 log.warning(
                     "the processes of a pipeline gave %s different batches: those of smp.mp_rank() "
@@ -431,10 +431,10 @@ def check_globals(function: Callable[..., Any], net: nn.Module) -> None:
         for instruction in dis.get_instructions(code)
         if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
     }
-    own = getattr(function, "__globals__", None)
+    module_globals = getattr(function, "__globals__", None)
     for module in net.modules() if stored else ():
         forward = type(module).forward
-        if getattr(forward, "__globals__", None) is not own:
+        if getattr(forward, "__globals__", None) is not module_globals:
             continue
         if read := stored & {name for code in _codes(forward, set()) for name in code.co_names}:
             raise UserError(

@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from hybridtrain.errors import DataError, DivergedError
+from hybridtrain.errors import DataError, DivergedError, argument, setting
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.step.in_progress import StepInProgress
 from hybridtrain.step.non_finite import (
@@ -135,8 +135,8 @@ class FiniteCheck:
             raise DivergedError(
                 f"the run has diverged: {self._consecutive} consecutive steps, up to step "
                 f"{trained.number}, had a loss or gradients that are not finite "
-                f"(max_skipped={self._max_skipped}). At step {self._began[0]} it began in "
-                f"{self._began[1]}"
+                f"({setting('max_skipped', self._max_skipped)}). At step {self._began[0]} it "
+                f"began in {self._began[1]}"
             )
         return False
 
@@ -147,9 +147,9 @@ class FiniteCheck:
         if self.empty == 1 and self._model.world.is_main:
             _log.warning(
                 "step %d is skipped: none of its targets counts for the loss. If that is not "
-                "meant, compare ignore_index= with the labels. Later ones are counted as "
-                "empty_steps",
+                "meant, compare %s with the labels. Later ones are counted as empty_steps",
                 step,
+                argument("ignore_index"),
             )
 
     def check_not_all_empty(self, steps: int) -> None:
@@ -161,7 +161,7 @@ class FiniteCheck:
         if self.empty >= steps > 0:
             raise DataError(
                 f"nothing was learnt: in all {steps} steps no target counted for the loss. Are all "
-                f"labels equal to ignore_index=, or all marked as padding?"
+                f"labels equal to {argument('ignore_index')}, or all marked as padding?"
             )
 
     def check_weights(self, step: int, optimizer: Optimizer) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -79,7 +81,10 @@ class BufferSnapshot:
         # TorchScript's buffers cannot be replaced
         own = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
         self._names = [(module, frozenset(module._buffers)) for module in own]
-        self._children = [(module, list(module._modules.values())) for module in own]
+        # views, which follow the modules: the names of buffers, and the submodules
+        self._held = [view for m in own for view in (m._buffers.keys(), m._modules.values())]
+        self._lengths = list(map(len, self._held))
+        self._members = list(chain.from_iterable(self._held))
         self._places = [
             _Place(module, name)
             for module in modules
@@ -88,12 +93,10 @@ class BufferSnapshot:
         ]
         self._takes = 0
 
-    @torch.no_grad()
     def take(self) -> None:
         """Copies the buffers that may have changed."""
-        if any(module._buffers.keys() != names for module, names in self._names) or any(
-            list(module._modules.values()) != children for module, children in self._children
-        ):
+        is_same = list(map(len, self._held)) == self._lengths
+        if not is_same or list(chain.from_iterable(self._held)) != self._members:
             self._look()
         self._takes += 1
         if self._takes == 2:  # what a step has changed under the same version
@@ -113,8 +116,9 @@ class BufferSnapshot:
                 copies, buffers = groups[buffer.device, buffer.dtype]
                 copies.append(place.copy)
                 buffers.append(buffer)
-        for copies, buffers in groups.values():
-            torch._foreach_copy_(copies, buffers)
+        with torch.no_grad() if groups else nullcontext():
+            for copies, buffers in groups.values():
+                torch._foreach_copy_(copies, buffers)
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -372,7 +372,8 @@ class OptimizerStep:
         Raises:
             DivergedError: too many consecutive steps were skipped.
         """
-        if any(optimizer is other for other in self.in_progress.taken):  # again, without a `begin`
+        taken = self.in_progress.taken
+        if taken and any(optimizer is other for other in taken):  # again, without a `begin`
             weights = self.in_progress.weights
             self.in_progress = self._without_batches(self.number + 1)
             self.in_progress.weights = weights

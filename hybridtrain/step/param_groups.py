@@ -6,8 +6,7 @@ import inspect
 import re
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from hybridtrain.errors import ConfigError, closest
+from hybridtrain.errors import ConfigError, argument, closest, setting
 
 if TYPE_CHECKING:
     from hybridtrain.model import HybridModel
@@ -34,11 +33,11 @@ def learning_rates(optimizer: Optimizer) -> dict[str, float]:
     return {f"lr/{group.get('name', index)}": float(group["lr"]) for index, group in groups}
 
 
-def matching(patterns: str | Sequence[str], names: Iterable[str], argument: str) -> list[str]:
+def matching(patterns: str | Sequence[str], names: Iterable[str], key: str) -> list[str]:
     """Returns those of `names` that match.
 
     Raises:
-        ConfigError: a pattern matches none; names `argument`.
+        ConfigError: a pattern matches none; names `key`, the argument.
     """
     names = list(names)
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -46,7 +45,8 @@ def matching(patterns: str | Sequence[str], names: Iterable[str], argument: str)
             close = closest(pattern.replace("*", ""), names, cutoff=0.3) or next(iter(names), None)
             hint = f", such as {close}" if close else ""
             raise ConfigError(
-                f"{argument}={pattern} matches no parameter: it is compared with whole names{hint}"
+                f"{setting(key, pattern)} matches no parameter: it is compared with whole "
+                f"names{hint}"
             )
     return [name for name in names if fits(name, patterns)]
 
@@ -82,12 +82,16 @@ def parameter_groups(
     own = dict(model.named_parameters())
     for rule in rules:
         if "match" not in rule:
-            raise ConfigError(f"groups={dict(rule)} lacks match=, a pattern for parameter names")
+            raise ConfigError(
+                f"groups={dict(rule)} lacks {argument('match')}, a pattern for parameter names"
+            )
         matching(rule["match"], trainable, "match")
     if layer_decay is not None and not 0 < layer_decay <= 1:
-        raise ConfigError(f"layer_decay={layer_decay} must be more than 0 and at most 1")
+        raise ConfigError(
+            f"{setting('layer_decay', layer_decay)} must be more than 0 and at most 1"
+        )
     if layer_decay is not None and lr is None:
-        raise ConfigError("layer_decay= multiplies a learning rate: give lr= as well")
+        raise ConfigError(f"{argument('layer_decay')} multiplies a learning rate: give lr= as well")
     blocks = list(dict.fromkeys(_block(name) for name in trainable))
     groups: dict[tuple[int, str | None], dict[str, Any]] = {}
     for name in trainable:
@@ -215,22 +219,30 @@ def check_steps_alone(optimizer: Optimizer, key: str) -> None:
             raise ConfigError(_needs_closure(key))
 
 
-@contextmanager
-def closure_errors_named(optimizer: Optimizer, key: str | None = None) -> Iterator[None]:
+class closure_errors_named:  # noqa: N801  # is called like a function
     """Says what to do where a step in the block fails because it was given no closure.
 
     Raises:
         ConfigError: in place of the error of an optimizer such as SAM, whose step has `closure` as
             an optional argument, and asks for it; `key` says where it was given.
     """
-    try:
-        yield
-    except (TypeError, AssertionError, AttributeError, RuntimeError, ValueError) as error:
+
+    __slots__ = ("_key", "_optimizer")
+
+    def __init__(self, optimizer: Optimizer, key: str | None = None) -> None:
+        self._optimizer, self._key = optimizer, key
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        kinds = TypeError, AssertionError, AttributeError, RuntimeError, ValueError
+        if not isinstance(error, kinds):
+            return
         failing = traceback.extract_tb(error.__traceback__)[-1].line or ""
-        if "closure" not in f"{error} {failing}":
-            raise
-        key = key or f"optimizer={type(optimizer).__name__}"
-        raise ConfigError(_needs_closure(key)) from error
+        if "closure" in f"{error} {failing}":
+            key = self._key or f"optimizer={type(self._optimizer).__name__}"
+            raise ConfigError(_needs_closure(key)) from error
 
 
 def _needs_closure(key: str) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, setting
 from hybridtrain.model import HybridModel
 from hybridtrain.step.param_groups import CombinedOptimizer, check_steps_alone, show_weights
 
@@ -128,15 +128,15 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         if model.options.shard != "optimizer":
             raise ConfigError(
-                f"ShardedOptimizer is for shard=optimizer, and the model has "
-                f"shard={model.options.shard}: give HybridModel shard='optimizer', or take the "
-                f"optimizer itself"
+                f"ShardedOptimizer is for {setting('shard', 'optimizer')}, and the model has "
+                f"{setting('shard', model.options.shard)}: set "
+                f"{setting('shard', 'optimizer')}, or take the optimizer itself"
             )
         self._inner = make(list(model.parameters()) if params is None else params)
         if isinstance(self._inner, CombinedOptimizer):
             raise ConfigError(
                 "a ShardedOptimizer is of one optimizer: with several (CombinedOptimizer) take "
-                "shard=none"
+                f"{setting('shard', 'none')}"
             )
         check_steps_alone(self._inner, f"optimizer={type(self._inner).__name__}")
         self._is_complete = False
@@ -237,8 +237,8 @@ def check_sharded(model: HybridModel, optimizer: Optimizer) -> None:
     if not isinstance(optimizer, ShardedOptimizer):
         name = type(optimizer).__name__
         raise ConfigError(
-            f"shard=optimizer needs a ShardedOptimizer, and optimizer= is {name}: make it by "
-            f"hybridtrain.ShardedOptimizer(model, lambda params: {name}(params, ...))"
+            f"{setting('shard', 'optimizer')} needs a ShardedOptimizer, and optimizer= is {name}: "
+            f"make it by hybridtrain.ShardedOptimizer(model, lambda params: {name}(params, ...))"
         )
 
 

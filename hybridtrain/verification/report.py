@@ -35,7 +35,7 @@ from hybridtrain._base.microbatch import (
 )
 from hybridtrain._base.summation_tree import total
 from hybridtrain._base.text_table import text_table
-from hybridtrain.errors import BatchError, ConfigError, UserError
+from hybridtrain.errors import BatchError, ConfigError, UserError, setting
 from hybridtrain.graph import CallSignature
 from hybridtrain.loss import BatchWeight, CountedLoss, LossFn, SharesWeight, is_of_model
 from hybridtrain.pipeline import ReplayedDraws, remove_aliases, threads_per_lane
@@ -209,8 +209,9 @@ def verify(
     options, world = model.options, model.world
     if reference is None and world.processes_per_replica > 1:
         raise ConfigError(
-            "verify() needs the whole model next to its stages, and with engine=distributed no "
-            "process has it: pass reference=, the module before it was wrapped"
+            "verify() needs the whole model next to its stages, and with "
+            f"{setting('engine', 'distributed')} no process has it: pass reference=, the module "
+            "before it was wrapped"
         )
     loss = model.resolve_loss(loss_fn)
     comparison = _Comparison(model, loss, reference)

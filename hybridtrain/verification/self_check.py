@@ -37,7 +37,7 @@ from hybridtrain._base.microbatch import Microbatch, batch_size, chunk_sizes, sp
 from hybridtrain._base.precision import autocast
 from hybridtrain._base.tensors import byte_size
 from hybridtrain._base.torch_private import without_modes
-from hybridtrain.errors import NotExactError
+from hybridtrain.errors import NotExactError, setting
 from hybridtrain.graph import CallSignature, Layer, Segment, TraceGuards
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import Plan, PlannedLayers
@@ -277,8 +277,9 @@ class SelfCheck:
         raise NotExactError(
             f"the model in {len(model.plan.stages)} stages does not compute what "
             f"{type(model.net).__name__} itself computes, {place}. Move the code around that "
-            f"place, and what shares state with it, into a submodule that the model calls: a "
-            f"submodule is called, not traced. self_check=False trains without this comparison"
+            "place, and what shares state with it, into a submodule that the model calls: a "
+            f"submodule is called, not traced. {setting('self_check', False)} trains without this "
+            "comparison"
         )
 
 

@@ -22,7 +22,7 @@ from hybridtrain.cli.config.compose import compose_config, compose_settings
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.config.sweeps import sweep_choices
-from hybridtrain.cli.run.dry_run import dry_run, dry_run_name
+from hybridtrain.cli.run.dry_run import dry_run_name, run_dry
 from hybridtrain.cli.run.errors import LastingStream
 from hybridtrain.cli.run.sweep import names_of
 from hybridtrain.errors import ConfigError
@@ -128,7 +128,7 @@ def test_a_dry_run_says_what_it_has_tried(capfd: pytest.CaptureFixture[str]) -> 
         ([], {"step": 2}, "two steps and a save"),
         (["checkpoint.every_steps=0"], {"step": 2}, "two steps"),
     ):
-        assert dry_run([*QUICK, *words], None, lambda *_, found=found: found) == 0
+        assert run_dry([*QUICK, *words], None, lambda *_, found=found: found) == 0
         assert f"dry run: {said} went well; nothing is kept" in capfd.readouterr().err
 
 
@@ -141,7 +141,7 @@ def test_two_dry_runs_leave_each_others_files() -> None:
         assert folder.is_dir()
         return {"step": 2}
 
-    assert dry_run(QUICK, None, run) == 0
+    assert run_dry(QUICK, None, run) == 0
     assert not any(Path("outputs").iterdir())
 
 
@@ -188,6 +188,7 @@ def test_a_length_of_the_command_line_replaces_that_of_the_recipe(
         (["hydra/sweeper=optuna"], "hydra/sweeper=optuna: hydra/sweeper has no effect here"),
         (["--config-dir", "nowhere"], "--config-dir nowhere: there is no such folder"),
         (["--resolve"], "--resolve goes with --cfg job only"),
+        (["--multirun", "--cfg", "job"], "--cfg job shows one config, not those of a sweep"),
         (["evaluate", "plan"], "one command at a time, not evaluate and plan"),
         (["trian"], "there is no command 'trian': did you mean 'train'?"),
     ],

@@ -13,13 +13,13 @@ from cli_runs import fail
 from support.launch import SMALL, environment
 
 from hybridtrain.cli import main
-from hybridtrain.cli.commands.help import help_of
-from hybridtrain.cli.commands.table import (
+from hybridtrain.cli.command_table import (
     COMMANDS,
     FLAGS,
     NOT_OF_EVERY_COMMAND,
     check_changes,
 )
+from hybridtrain.cli.commands.help import help_of
 from hybridtrain.cli.config.changes import OF_THE_COMMAND
 from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.config.schema import Config

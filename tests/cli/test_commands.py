@@ -12,18 +12,16 @@ from cli_runs import LAST, assert_same, contents, fail, metrics, succeed
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from support.cases import thinned
+from support.checkpoint_files import tensors_in
 from support.launch import SMALL
 
 import hybridtrain.data
 from hybridtrain import World, models
-from hybridtrain.checkpoint.manifest import read_manifest
-from hybridtrain.checkpoint.state import read_tree
-from hybridtrain.checkpoint.tensor_files import read_tensors
+from hybridtrain.checkpoint import read_manifest, read_tree
 from hybridtrain.cli import main
 from hybridtrain.cli.run.sweep import sweep
 from hybridtrain.errors import ConfigError
-from hybridtrain.launch.activity import activity
-from hybridtrain.launch.watchdog import current
+from hybridtrain.launch import activity, current
 
 
 def change(run: Path, values: dict[str, Any]) -> None:
@@ -182,7 +180,7 @@ def test_commands_take_the_average_that_the_run_was_evaluated_with(
         path = tmp_path / f"outputs/digits/export/{LAST}.safetensors"
         path.rename(f"{ema}.safetensors")
     checkpoint = tmp_path / "outputs/digits/checkpoints" / LAST
-    weights = read_tensors(checkpoint, "model")
+    weights = tensors_in(checkpoint, "model")
     assert_same(load_file("false.safetensors"), {name: weights[name] for name in sorted(weights)})
     exported = load_file("true.safetensors")
     saved = read_tree(checkpoint, "callbacks", read_manifest(checkpoint)["files"])

@@ -58,7 +58,9 @@ def test_a_curve_says_what_it_is(dashboard: BrowserPage) -> None:
     go_to(dashboard, "scalars")
     card = dashboard.page.locator("tf-scalar-card", has_text="1_overview/train_loss").first
     card.get_by_title("Show summary description").click()
-    card.get_by_text("mean of the steps since the last point").wait_for()
+    description = card.get_by_text("mean of the steps since the last point")
+    description.wait_for()
+    assert description.count() == 1
 
 
 def test_pictures_and_tables_are_shown(dashboard: BrowserPage) -> None:

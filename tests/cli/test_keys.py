@@ -1,56 +1,51 @@
-"""Config keys in the place of the library's argument names, in error messages."""
+"""Config keys in the place of the library's argument names, in messages."""
 
 import dataclasses
-import logging
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.cli.config.compose import compose_settings
-from hybridtrain.cli.config.keys import KEYS, OTHER_NAMES, errors_with_config_keys, with_config_keys
+from hybridtrain.cli.config.keys import KEYS, NAMING, OTHER_NAMES
 from hybridtrain.cli.config.schema import LOADER_KEYS, Config, HardwareConfig, arguments_of
 from hybridtrain.cli.config.tree import flat_keys
-from hybridtrain.cli.run.directory import RunLog
 from hybridtrain.data.fetch import worker_hangs
-from hybridtrain.errors import DataError, SplitError, WorldError
+from hybridtrain.errors import ConfigError, argument, naming, phrase, setting
 from hybridtrain.options import PipelineOptions, TrainerOptions
 
 
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ("chunks=3 is too many", "pipeline.chunks=3 is too many"),
-        ("lower chunks= or (batch_size=4)", "lower pipeline.chunks= or (data.batch_size=4)"),
-        ("set drop_last=False, keep=None", "set data.drop_last=false, checkpoint.keep=null"),
-        ("split='time' needs it", "pipeline.split='time' needs it"),
-        ("keep it, or start a new run", "keep it, or set another run_name"),
-        (
-            "the model's chunks=2, not split=x",
-            "the model's pipeline.chunks=2, not pipeline.split=x",
-        ),
-    ],
-)
-def test_an_argument_becomes_its_config_key(message: str, expected: str) -> None:
-    assert with_config_keys(message) == expected
+def test_an_argument_becomes_its_config_key_with_the_value_as_yaml_has_it() -> None:
+    assert argument("chunks") == "chunks="
+    assert setting("keep", None) == "keep=None"
+    with naming(NAMING):
+        assert argument("chunks") == "pipeline.chunks="
+        assert setting("batch_size", 4) == "data.batch_size=4"
+        assert setting("drop_last", False) == "data.drop_last=false"
+        assert setting("keep", None) == "checkpoint.keep=null"
+        assert setting("split", "time", repr) == "pipeline.split='time'"
+        assert setting("seed", 3) == "seed=3"
+        assert phrase("start a new run") == "set another run_name"
+    assert setting("drop_last", False) == "drop_last=False"
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "pipeline.chunks=3",
-        "model.checkpoint=x",
-        "layer 'chunks=3' is unknown",
-        'in "split=time"',
-        "outputs/digits-chunks=4/plan.yaml",
-        "chunks == 3",
-        "seed=3",
-        "HybridModel(..., example_inputs=x)",
-        "chunks: 3",
-    ],
-)
-def test_keys_quotes_paths_and_other_words_stay(message: str) -> None:
-    assert with_config_keys(message) == message
+def test_arguments_of_a_target_are_named_inside_the_command_line() -> None:
+    with naming(NAMING):
+        with naming({"chunks": "model.chunks"}):
+            assert argument("chunks") == "model.chunks="
+            assert setting("keep", None) == "checkpoint.keep=null"
+        assert argument("chunks") == "pipeline.chunks="
+
+
+def test_what_a_user_has_written_stays_in_messages() -> None:
+    with naming(NAMING), pytest.raises(ConfigError, match=r"pipeline\.schedule=") as caught:
+        PipelineOptions(schedule="x chunks=3")
+    assert "pipeline.schedule=x chunks=3 is unknown" in str(caught.value)
+
+
+def test_other_threads_name_arguments_in_the_same_way() -> None:
+    with naming(NAMING), ThreadPoolExecutor() as threads:
+        assert threads.submit(argument, "chunks").result() == "pipeline.chunks="
 
 
 def test_every_setting_of_a_pipeline_has_a_key_that_exists() -> None:
@@ -70,45 +65,13 @@ def test_the_names_of_other_libraries_lead_to_keys_that_exist() -> None:
         assert name not in {other.rpartition(".")[2] for other in known}
 
 
-def test_the_type_of_an_error_stays_and_its_notes_are_translated_too() -> None:
-    error = SplitError("split=x is unknown")
-    error.add_note("lower chunks=")
-    with pytest.raises(SplitError) as caught, errors_with_config_keys():
-        raise error
-    assert str(caught.value) == "pipeline.split=x is unknown"
-    assert caught.value.__notes__ == ["lower pipeline.chunks="]
-
-
-def test_the_message_of_another_exception_stays() -> None:
-    with pytest.raises(ValueError, match=r"^split=x$"), errors_with_config_keys():
-        raise ValueError("split=x")
-
-
 def test_the_time_limit_of_a_loader_is_not_taken_for_that_of_the_processes() -> None:
-    with pytest.raises(DataError) as caught, errors_with_config_keys():
-        raise worker_hangs(0, 8.0, "samples 1, 2 of D")
-    assert "in data.timeout_s=8 seconds" in str(caught.value)
-    assert "raise data.timeout_s=, or use data.workers=0" in str(caught.value)
-    with pytest.raises(WorldError, match=r"within world\.timeout_s=8"), errors_with_config_keys():
-        raise WorldError("rank 1 did not come within timeout_s=8 s")
-
-
-def test_a_warning_of_the_library_names_config_keys_in_the_log_and_on_the_terminal(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    log = RunLog(tmp_path / "logs", 0)
-    library = logging.getLogger("hybridtrain.checkpoint.saving")
-    library.warning("no checkpoint of step %d: lower keep=", 3)
-    (tmp_path / "logs").mkdir()
-    log.begin_file()
-    library.warning("no checkpoint of step %d: lower keep=", 4)
-    library.info("loss=0.3")
-    logging.getLogger("mine").warning("keep=3")
-    lines = ["no checkpoint of step 3: lower checkpoint.keep="]
-    lines += ["no checkpoint of step 4: lower checkpoint.keep=", "loss=0.3", "keep=3"]
-    assert capfd.readouterr().err.splitlines() == lines
-    written = (tmp_path / "logs" / "rank_000.log").read_text().splitlines()
-    assert [line.split(": ", 1)[1] for line in written] == lines
+    with naming(NAMING):
+        text = str(worker_hangs(0, 8.0, "samples 1, 2 of D"))
+        assert argument("timeout_s") == "world.timeout_s="
+    assert "in data.timeout_s=8 seconds" in text
+    assert "raise data.timeout_s=, or use data.workers=0" in text
+    assert "in timeout_s=8 seconds" in str(worker_hangs(0, 8.0, "samples 1, 2 of D"))
 
 
 @pytest.mark.parametrize("options", [PipelineOptions, TrainerOptions, Hardware])

@@ -69,4 +69,5 @@ def test_a_model_that_takes_other_sizes_than_its_own_takes_them(
 ) -> None:
     sizes = "depths: [1, 1, 1, 1], hidden_sizes: [8, 8, 8, 8], image_size: 64"
     config = f"model.config={{model_type: convnext, {sizes}}}"
-    succeed(capfd, *IMAGES, VIT[0], config, *SHORT)
+    said = succeed(capfd, *IMAGES, VIT[0], config, *SHORT)
+    assert "done: 1 steps" in said

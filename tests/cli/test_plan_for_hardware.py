@@ -16,8 +16,7 @@ from support.launch import SMALL
 from hybridtrain.cli import main
 from hybridtrain.cli.config.schema import HardwareConfig
 from hybridtrain.cli.run import auto
-from hybridtrain.partitioning import LayerCost
-from hybridtrain.partitioning.cost_table import given_costs
+from hybridtrain.partitioning import LayerCost, given_costs
 
 
 def words_of(told):

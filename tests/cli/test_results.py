@@ -11,7 +11,8 @@ from cli_runs import fail
 from support.launch import SMALL
 
 from hybridtrain.cli import main
-from hybridtrain.cli.commands.results import SWEEP_FILE, results
+from hybridtrain.cli.commands.results import results
+from hybridtrain.cli.run.run_table import SWEEP_FILE
 
 QUICK = [*SMALL, "monitor.tensorboard=false", "trainer.steps=2"]
 

@@ -2,10 +2,14 @@
 
 import json
 import logging
+import multiprocessing
 import os
-import subprocess
+import signal
 import sys
 import threading
+from collections.abc import Iterator
+from multiprocessing.context import ForkProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -14,33 +18,25 @@ from hybridtrain.cli.run import lock as run_lock
 from hybridtrain.cli.run.lock import RunLock
 from hybridtrain.errors import UserError
 
-HOLD = """
-import sys
-from pathlib import Path
-from hybridtrain.cli.run.lock import RunLock
-RunLock(Path(sys.argv[1])).acquire()
-print("held", flush=True)
-sys.stdin.read()
-"""
+FORK = multiprocessing.get_context("fork")  # another process without the imports of PyTorch
+
+
+def hold(folder: Path, held: Event) -> None:
+    RunLock(folder).acquire()
+    held.set()
+    signal.pause()
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> subprocess.Popen[str]:
+def other(tmp_path: Path) -> Iterator[ForkProcess]:
     """Another process, which holds the lock of `tmp_path`."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    yield process  # type: ignore[misc]
+    held = FORK.Event()
+    process = FORK.Process(target=hold, args=(tmp_path, held))
+    process.start()
+    assert held.wait(60)
+    yield process
     process.kill()
-    process.wait()
-    assert process.stdin is not None
-    process.stdin.close()
-    process.stdout.close()
+    process.join()
 
 
 def rewrite(folder: Path, **changes: object) -> None:
@@ -49,8 +45,14 @@ def rewrite(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def owner(folder: Path) -> int:
+    """Returns the process that the lock names."""
+    pid: int = json.loads((folder / "run.lock").read_text())["pid"]
+    return pid
+
+
 def test_a_second_writer_is_refused_with_the_name_of_the_first(
-    tmp_path: Path, other: subprocess.Popen[str]
+    tmp_path: Path, other: ForkProcess
 ) -> None:
     for attempt in (RunLock(tmp_path).acquire, RunLock(tmp_path).check):
         with pytest.raises(UserError) as caught:
@@ -64,7 +66,7 @@ def test_a_second_writer_is_refused_with_the_name_of_the_first(
 
 
 def test_the_lock_of_a_killed_process_is_taken_over_at_once_with_a_notice(
-    tmp_path: Path, other: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, other: ForkProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     other.kill()  # it stays a zombie until it is waited for, as under a launcher
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
@@ -75,11 +77,11 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once_with_a_notice(
 
 
 def test_another_process_with_the_number_of_a_dead_one_is_not_its_owner(
-    tmp_path: Path, other: subprocess.Popen[str]
+    tmp_path: Path, other: ForkProcess
 ) -> None:
     rewrite(tmp_path, began="1")
     with RunLock(tmp_path):
-        pass
+        assert owner(tmp_path) == os.getpid()
 
 
 def test_the_lock_is_given_back_also_after_an_error(tmp_path: Path) -> None:
@@ -93,7 +95,7 @@ def test_the_lock_is_given_back_also_after_an_error(tmp_path: Path) -> None:
 
 
 def test_the_owner_on_another_host_is_dead_when_it_gives_no_sign(
-    tmp_path: Path, other: subprocess.Popen[str]
+    tmp_path: Path, other: ForkProcess
 ) -> None:
     rewrite(tmp_path, host="far-away", pid=1, job="Slurm job 7")
     with pytest.raises(UserError, match=r"process 1 on far-away, Slurm job 7, .*if that one is de"):
@@ -118,7 +120,7 @@ def test_a_restart_of_the_same_job_on_another_host_takes_over(
     now: dict[str, str],
     takes_over: bool,
     tmp_path: Path,
-    other: subprocess.Popen[str],
+    other: ForkProcess,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rewrite(tmp_path, host="far-away", job="torchrun abc", attempt=0)
@@ -134,7 +136,7 @@ def test_a_restart_of_the_same_job_on_another_host_takes_over(
 
 
 def test_of_many_that_find_a_dead_owner_one_gets_the_lock(
-    tmp_path: Path, other: subprocess.Popen[str]
+    tmp_path: Path, other: ForkProcess
 ) -> None:
     rewrite(tmp_path, pid=2**22 + 1)
     dead = (tmp_path / "run.lock").read_text()
@@ -175,7 +177,7 @@ def outcomes_of(locks: list[RunLock]) -> list[str]:
 
 @pytest.mark.parametrize("content", ["dead", "damaged"])
 def test_a_process_that_died_while_it_took_over_does_not_hold_the_lock(
-    content: str, tmp_path: Path, other: subprocess.Popen[str]
+    content: str, tmp_path: Path, other: ForkProcess
 ) -> None:
     rewrite(tmp_path, pid=2**22 + 1)
     owner = json.loads((tmp_path / "run.lock").read_text())
@@ -188,7 +190,7 @@ def test_a_process_that_died_while_it_took_over_does_not_hold_the_lock(
 
 
 def test_a_lock_that_is_being_taken_over_is_not_taken_over_twice(
-    tmp_path: Path, other: subprocess.Popen[str]
+    tmp_path: Path, other: ForkProcess
 ) -> None:
     taker = json.loads((tmp_path / "run.lock").read_text())
     rewrite(tmp_path, pid=2**22 + 1, key="gone")
@@ -202,7 +204,7 @@ def test_a_lock_without_sense_is_nobodys_when_it_is_old(tmp_path: Path) -> None:
     path.write_text("{")
     os.utime(path, (0, 0))
     with RunLock(tmp_path):
-        pass
+        assert owner(tmp_path) == os.getpid()
 
 
 def test_a_lock_without_sense_says_that_it_is_damaged(

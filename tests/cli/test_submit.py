@@ -17,11 +17,11 @@ from cli_runs import fail
 from support.cases import thinned
 
 from hybridtrain.cli import main
-from hybridtrain.cli.commands.results import read_sweep
 from hybridtrain.cli.commands.submit import submit as send
 from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.config.schema import Config, PipelineConfig, SubmitConfig, WorldConfig
 from hybridtrain.cli.run.job import JobRun, _ranges, batch_script, layout_of
+from hybridtrain.cli.run.run_table import read_sweep
 from hybridtrain.errors import ConfigError
 
 Calls = Callable[[str], list[list[str]]]

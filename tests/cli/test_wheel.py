@@ -13,7 +13,7 @@ import pytest
 import yaml
 from support.launch import SMALL, environment
 
-from hybridtrain.cli.commands.table import COMMANDS
+from hybridtrain.cli.command_table import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hybridtrain"
@@ -148,7 +148,7 @@ def test_the_console_script_lists_the_recipes(installed: Environment) -> None:
 
 HELP_OF_EACH = """
 from hybridtrain.cli import main
-from hybridtrain.cli.commands.table import COMMANDS
+from hybridtrain.cli.command_table import COMMANDS
 for name, command in COMMANDS.items():
     command.load()
     assert main([name, "--help"]) == 0

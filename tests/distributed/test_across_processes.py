@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from support.checkpoint_files import tensors_in
 from support.launch import SMALL, each_cell, forked_command, forked_script
 from support.small_data import write_images
 
-from hybridtrain.checkpoint.tensor_files import read_tensors
 from hybridtrain.cli import main
 
 QUICK = [*SMALL, "monitor.tensorboard=false", "pipeline.nb_part=2"]
@@ -43,7 +43,7 @@ def in_folder(tmp_path, monkeypatch):
 
 def weights(run):
     path = Path(f"outputs/{run}/checkpoints/step_00000006")
-    tensors = {stem: read_tensors(path, stem) for stem in ("model", "optimizer")}
+    tensors = {stem: tensors_in(path, stem) for stem in ("model", "optimizer")}
     # as bytes, so that a NaN or a sign of zero counts too
     return {
         (stem, name): (value.shape, value.dtype, value.reshape(-1).numpy().tobytes())
@@ -106,7 +106,7 @@ def test_evaluate_and_export_of_a_run_over_processes(in_folder, tmp_path):
     assert result["loss"] == metrics("run")[-1]["eval/loss"]
     forked_command(2, ["export", "run_name=run"], tmp_path / "said")
     exported = load_file("outputs/run/export/step_00000006.safetensors")
-    saved = read_tensors(Path("outputs/run/checkpoints/step_00000006"), "model")
+    saved = tensors_in(Path("outputs/run/checkpoints/step_00000006"), "model")
     assert exported.keys() == saved.keys()
     assert all((exported[name] == saved[name]).all() for name in saved)
     summary = json.loads(Path("outputs/run/summary.json").read_text())

@@ -7,8 +7,7 @@ from support.nets import CLASSES
 from torch import nn
 
 from hybridtrain import HybridModel, World
-from hybridtrain.checkpoint import state
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint import CheckpointStore, state
 
 
 @each_cell({"joint_saves": [2, 4]})

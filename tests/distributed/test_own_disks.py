@@ -61,7 +61,7 @@ def test_other_images_of_equal_number_are_an_error(tmp_path, disks):
     (disks[1] / "train" / "red" / "3.png").rename(disks[1] / "train" / "red" / "4.png")
     error = error_of(tmp_path, *IMAGES)
     assert error.startswith(
-        "error: the names or sizes of the data files differ between the ranks: "
+        "error: the names, sizes or contents of the data files differ between the ranks: "
     )
     assert "on rank 0 (host0)" in error
     assert "on rank 1 (host1)" in error
@@ -88,7 +88,7 @@ def test_other_texts_of_equal_length_are_an_error(tmp_path, disks):
     (disks[1] / "0.txt").rename(disks[1] / "9.txt")  # read last
     error = error_of(tmp_path, *TEXTS, "data.seq_len=16")
     assert error.startswith(
-        "error: the names or sizes of the data files differ between the ranks: "
+        "error: the names, sizes or contents of the data files differ between the ranks: "
     )
 
 
@@ -98,7 +98,7 @@ def test_a_cut_token_file_with_as_many_windows_is_an_error(tmp_path, disks):
         np.save(disk / "a.npy", np.arange(tokens, dtype=np.uint16) % 50)
     error = error_of(tmp_path, *TOKENS, "data.vocab_size=50", "data.seq_len=16")
     assert error.startswith(
-        "error: the names or sizes of the data files differ between the ranks: "
+        "error: the names, sizes or contents of the data files differ between the ranks: "
     )
 
 

@@ -11,7 +11,7 @@ from pages import PAGES, ROOT, blocks, name
 from support.cases import thinned
 
 from hybridtrain.cli import main
-from hybridtrain.cli.commands.table import COMMANDS
+from hybridtrain.cli.command_table import COMMANDS
 from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.config.sweeps import sweep_choices
 from hybridtrain.cli.config.targets import TARGETS

@@ -15,8 +15,8 @@ from support.checkpoint_files import content_of, writers
 from support.training import assert_same, rich_net, trainer
 from test_checkpoint_crash import Crash, power, prepare
 
+from hybridtrain.checkpoint import CheckpointStore, NoSpaceError, step_of
 from hybridtrain.checkpoint.host_copies import HostCopies
-from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError, step_of
 from hybridtrain.errors import CheckpointError, Interrupted
 from hybridtrain.loop import Callback
 

@@ -16,8 +16,8 @@ from support import forked
 from support.checkpoint_files import content_of, writers
 from support.launch import environment
 
+from hybridtrain.checkpoint import CheckpointStore, step_of, verify
 from hybridtrain.checkpoint import manifest as manifest_module
-from hybridtrain.checkpoint.store import CheckpointStore, step_of, verify
 from hybridtrain.errors import CheckpointError
 
 # --- every crash point --------------------------------------------------------------------------

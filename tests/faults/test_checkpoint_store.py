@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import pytest
 from support.checkpoint_files import content_of, writers
 
+from hybridtrain.checkpoint import CheckpointStore, step_of, verify
 from hybridtrain.checkpoint import store as store_module
-from hybridtrain.checkpoint.store import CheckpointStore, step_of, verify
 from hybridtrain.errors import CheckpointError
 
 # --- ordinary use -------------------------------------------------------------------------------

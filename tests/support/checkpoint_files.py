@@ -5,6 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from safetensors.torch import load_file
+from torch import Tensor
+
 
 def writers(content: str, size: int = 300) -> dict[str, Callable[[BinaryIO], None]]:
     """Returns writers of two files whose `content` says which save they come from."""
@@ -24,10 +27,15 @@ def content_of(path: Path) -> str:
     return contents.pop()
 
 
+def tensors_in(folder: Path, stem: str) -> dict[str, Tensor]:
+    """Returns the tensors of `stem.safetensors`, or of its shards, read with safetensors alone."""
+    files = [*folder.glob(f"{stem}.safetensors"), *folder.glob(f"{stem}-*.safetensors")]
+    assert files, f"no {stem}.safetensors in {folder}"
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
 def optimizer_in(path: Path) -> dict[str, Any]:
     """Returns the optimizer's state in a checkpoint, read with safetensors and json alone."""
-    from safetensors.torch import load_file
-
     tensors = load_file(path / "optimizer.safetensors")
     content: dict[str, Any] = json.loads((path / "optimizer.json").read_text())
     for entry in content["state"].values():

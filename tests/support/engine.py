@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.data.loader import TrainLoader
+from hybridtrain.data import TrainLoader
 from hybridtrain.loop import Run, Tracker
 from support.compare import cpu_world
 from support.nets import WIDTH, regression

@@ -66,7 +66,7 @@ def torchrun_script(
     """
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
     command = [*_torchrun(nproc), str(script), *map(str, args)]
-    done = _run(command, timeout, {"PYTHONPATH": path}, stderr=subprocess.STDOUT)
+    done = run_command(command, timeout, {"PYTHONPATH": path}, stderr=subprocess.STDOUT)
     if (done.returncode == 0) is not ok:
         pytest.fail(f"{script} ended with {done.returncode}\n{done.stdout}", pytrace=False)
     return done.stdout
@@ -76,14 +76,14 @@ def single(
     args: Sequence[str], timeout: float = 300, env: Mapping[str, str] | None = None, flags: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """`python -m hybridtrain <args>`; `flags` are the interpreter's."""
-    return _run([sys.executable, *flags.split(), "-m", "hybridtrain", *args], timeout, env)
+    return run_command([sys.executable, *flags.split(), "-m", "hybridtrain", *args], timeout, env)
 
 
 def torchrun(
     nproc: int, args: Sequence[str], timeout: float = 300, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """`torchrun --standalone --nproc-per-node <nproc> -m hybridtrain <args>`."""
-    return _run([*_torchrun(nproc), "-m", "hybridtrain", *args], timeout, env)
+    return run_command([*_torchrun(nproc), "-m", "hybridtrain", *args], timeout, env)
 
 
 def forked_script(
@@ -222,7 +222,7 @@ def _torchrun(nproc: int) -> list[str]:
     return [*launcher, "--nproc-per-node", str(nproc)]
 
 
-def _run(
+def run_command(
     command: Sequence[str],
     timeout: float,
     env: Mapping[str, str] | None,

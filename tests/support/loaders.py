@@ -1,5 +1,6 @@
 """The worlds of loaders: replicas that are asked one after the other, or side by side."""
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -17,6 +18,23 @@ def world_of(replica, replicas):
         devices=(torch.device("cpu"),),
         gather=lambda value: [value] * replicas,
     )
+
+
+def take(loader, count, epoch=None, batch=0):
+    """Returns the next `count` batches of a loader, or those from `batch` of `epoch` on."""
+    if epoch is not None:
+        loader.seek(epoch, batch * loader.batch_size)
+    stream = loader.stream()
+    try:
+        return list(itertools.islice(stream, count))
+    finally:
+        stream.close()
+
+
+def counted(batch):
+    """Returns the samples of a share that count; the target of each is ten times its input."""
+    assert torch.equal(batch.targets, 10 * batch.inputs), "inputs and targets were parted"
+    return batch.inputs.tolist()[: batch.samples]
 
 
 class Replicas:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hybridtrain import HybridModel, World
 from hybridtrain._base.microbatch import chunk_sizes, split
 from hybridtrain._base.precision import AUTOCAST, autocast
-from hybridtrain.graph.segment import layers_of
+from hybridtrain.graph import layers_of
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.schedule import registered
 

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unfl
 
 from hybridtrain._base import accelerator as door
 from hybridtrain._base.accelerator import PeakMemory
-from hybridtrain.pipeline.layer_rng import default_generator_lock
+from hybridtrain.pipeline import default_generator_lock
 
 PATIENCE_S = 30
 _ROUND = 512  # bytes of the smallest block

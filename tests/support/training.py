@@ -2,11 +2,11 @@
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.cli.run.components import build_lr_schedule
-from hybridtrain.data.loader import EvalLoader, TrainLoader
+from hybridtrain.data import EvalLoader, TrainLoader
 from hybridtrain.loop import Tracker
 from hybridtrain.loss import accuracy, cross_entropy
 
@@ -134,9 +134,12 @@ def assert_same_run(ours, theirs):
 
 def cosine(warmup_steps, total):
     """Returns a function that makes this schedule for an optimizer."""
-    config = {
-        "_target_": "torch.optim.lr_scheduler.CosineAnnealingLR",
-        "T_max": None,
-        "warmup_steps": warmup_steps,
-    }
-    return lambda optimizer: build_lr_schedule(config, optimizer, total)
+
+    def schedule(optimizer):
+        decay = CosineAnnealingLR(optimizer, total - warmup_steps)
+        if not warmup_steps:
+            return decay
+        rise = LinearLR(optimizer, 1 / (warmup_steps + 1), total_iters=warmup_steps)
+        return SequentialLR(optimizer, [rise, decay], milestones=[warmup_steps])
+
+    return schedule

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from hybridtrain import HybridModel, Verification, World, verify
-from hybridtrain.graph.segment import Segment
+from hybridtrain.graph import Segment
 
 # How many samples of the batch each of the two micro-batches has.
 SAMPLES = (3, 2)

@@ -14,8 +14,7 @@ import torch
 from hybridtrain.cli.run.hardware import hardware_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.models import transformer
-from hybridtrain.price.layout import Choices, StepWork
-from hybridtrain.price.plan_table import find_plans
+from hybridtrain.price import Choices, StepWork, find_plans
 from scripts.bench.grid import __main__ as command
 from scripts.bench.grid import worker
 from scripts.bench.grid.cells import Cell, grid, stage_layers, why_impossible

@@ -42,10 +42,15 @@ from hybridtrain.checkpoint import (
 from hybridtrain.cli.commands.trained_run import AVERAGED
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import Config
-from hybridtrain.cli.run.components import build_model, load_data, load_for_trained
-from hybridtrain.cli.run.data_record import check_same_classes, classes_of
+from hybridtrain.cli.run.components import build_model
 from hybridtrain.cli.run.directory import RunDirectory, checkpoint_to_read
 from hybridtrain.cli.run.errors import print_result
+from hybridtrain.cli.run.run_data import (
+    check_same_classes,
+    classes_of,
+    load_data,
+    load_for_trained,
+)
 from hybridtrain.data import example_batch
 from hybridtrain.errors import CheckpointError, ConfigError, check_choice
 from hybridtrain.launch import detect

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from importlib.resources import files
 
-from hybridtrain.cli.commands.table import COMMANDS, FLAGS, listed
+from hybridtrain.cli.command_table import COMMANDS, FLAGS, listed
 
 WIDTH = 79
 

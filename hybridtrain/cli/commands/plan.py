@@ -23,11 +23,11 @@ from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import AUTO, Config
 from hybridtrain.cli.run.auto import without_auto
 from hybridtrain.cli.run.build import build_options, build_run, prepare_run
-from hybridtrain.cli.run.components import load_data
 from hybridtrain.cli.run.context import PreparedRun, RunOptions
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.hardware import hardware_of, with_limit
 from hybridtrain.cli.run.lock import writing
+from hybridtrain.cli.run.run_data import load_data
 from hybridtrain.cli.run.run_model import model_of_run
 from hybridtrain.data import DataSplits, batches_in, first_samples, length_of
 from hybridtrain.errors import ConfigError, SplitError

@@ -38,7 +38,7 @@ def predict(settings: Settings) -> Result:
     if output is not None:
         check_output(output)
     context, loader, checkpoint, _ = load_trained_run(
-        settings, RunContext.predict_loader, predicts=True
+        settings, RunContext.predict_loader, unlabelled=True
     )
     default = context.directory.path / "predictions" / f"{checkpoint.name}.jsonl"
     path = Path(output or default)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hybridtrain._base.text_table import in_one_line
-from hybridtrain.cli.commands.results import runs_of
+from hybridtrain.cli.run.run_table import runs_of
 from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.observe import write_report
 

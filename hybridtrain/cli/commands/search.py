@@ -25,13 +25,13 @@ from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Overrid
 
 from hybridtrain._base.files import json_lines, read_json, reading
 from hybridtrain._base.text_table import in_one_line
-from hybridtrain.cli.commands.results import best_run, lines_of, runs_of, table
 from hybridtrain.cli.config.changes import OF_THE_COMMAND
 from hybridtrain.cli.config.compose import compose_settings
 from hybridtrain.cli.config.overrides import given_keys, hydra_quoted, parse_overrides
 from hybridtrain.cli.config.run_name import check_run_name, shortened
 from hybridtrain.cli.config.schema import Config, SearchConfig
 from hybridtrain.cli.run.lock import RunLock
+from hybridtrain.cli.run.run_table import best_run, lines_of, runs_of, table_of
 from hybridtrain.errors import ConfigError, DivergedError, Interrupted, UserError
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
                     f"{shlex.join(own)}: mend what it says, and give the same command again"
                 )
     runs = runs_of([str(folder)])
-    print(table(lines_of(runs)), flush=True)
+    print(table_of(lines_of(runs)), flush=True)
     if best := best_run(runs, "-" * (mode == "max") + metric, config_dir):
         print(best, file=sys.stderr, flush=True)
     return 0

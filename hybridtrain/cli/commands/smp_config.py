@@ -63,7 +63,7 @@ def smp_config(arguments: Sequence[str]) -> int:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -71,6 +71,6 @@ def _read(path: Path) -> Mapping[str, Any]:
             f"{path} is not JSON: {error}. Python's True is true there, and strings have double "
             f"quotes"
         ) from error
-    if not isinstance(found, Mapping):
+    if not isinstance(document, Mapping):
         raise ConfigError(f"{path} must have a dictionary")
-    return found
+    return document

@@ -17,15 +17,14 @@ from torch import nn
 from torch.nn.parameter import Parameter
 
 from hybridtrain._base.files import write_atomically
-from hybridtrain.cli.commands.results import SWEEP_FILE, read_sweep
 from hybridtrain.cli.config import targets as instantiate
-from hybridtrain.cli.config.keys import errors_with_config_keys
+from hybridtrain.cli.config.keys import NAMING
 from hybridtrain.cli.config.leftovers import leave_out_leftovers
 from hybridtrain.cli.config.overrides import given_keys, hydra_quoted
 from hybridtrain.cli.config.resolve import Settings, resolve_settings
 from hybridtrain.cli.config.schema import LOADER_KEYS, SubmitConfig
 from hybridtrain.cli.run.build import build_options
-from hybridtrain.cli.run.components import build_lr_schedule, build_optimizer, check_tokenizer
+from hybridtrain.cli.run.components import build_lr_schedule, build_optimizer
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.job import (
     JobLayout,
@@ -35,9 +34,11 @@ from hybridtrain.cli.run.job import (
     layout_of,
     torchrun_lines,
 )
+from hybridtrain.cli.run.run_data import check_tokenizer
+from hybridtrain.cli.run.run_table import SWEEP_FILE, read_sweep
 from hybridtrain.cli.run.sweep import sweep_of
 from hybridtrain.data import DataSplits
-from hybridtrain.errors import ConfigError, UserError
+from hybridtrain.errors import ConfigError, UserError, naming
 from hybridtrain.launch import detect
 
 _SCRIPT = Path("slurm") / "job.sh"
@@ -117,7 +118,7 @@ def check_run(settings: Settings) -> None:
     """
     config = settings.config
     leave_out_leftovers(settings)
-    with errors_with_config_keys():
+    with naming(NAMING):
         options = build_options(config)
         allow = config.allow_targets
         instantiate.check("model", config.model, nn.Module, allow)
@@ -145,21 +146,23 @@ def _array(
                 f"swept over: submit them one by one"
             )
     wanted: list[str] = []
-    found: list[tuple[SubmitConfig, JobLayout]] = []
+    layouts: list[tuple[SubmitConfig, JobLayout]] = []
     for point in sweep.points:
         keys = given_keys(point.overrides)
-        own = [o for o, key in zip(point.overrides, keys, strict=True) if key != "run_name"]
-        own.append(f"run_name={hydra_quoted(point.run_name)}")
-        settings = resolve_settings("train", own, config_dir)
+        run_overrides = [
+            o for o, key in zip(point.overrides, keys, strict=True) if key != "run_name"
+        ]
+        run_overrides.append(f"run_name={hydra_quoted(point.run_name)}")
+        settings = resolve_settings("train", run_overrides, config_dir)
         check_run(settings)
-        found.append((settings.config.submit, layout_of(settings.config)))
-        if found[-1] != found[0]:
+        layouts.append((settings.config.submit, layout_of(settings.config)))
+        if layouts[-1] != layouts[0]:
             raise ConfigError(
                 f"{' '.join(point.swept)}: the jobs of an array have one layout, and this one has "
-                f"{found[-1][1]}, not {found[0][1]}: submit them one by one"
+                f"{layouts[-1][1]}, not {layouts[0][1]}: submit them one by one"
             )
-        own += _on_gpus(settings, own)
-        wanted.append(" ".join(map(shlex.quote, own)))
+        run_overrides += _on_gpus(settings, run_overrides)
+        wanted.append(" ".join(map(shlex.quote, run_overrides)))
         if "\n" in wanted[-1]:
             raise ConfigError(f"{' '.join(point.swept)}: a line break cannot be swept over")
     file = sweep.path / SWEEP_FILE
@@ -169,7 +172,7 @@ def _array(
     numbers = sorted({lines.index(line) + 1 for line in wanted})
     group = f"monitor.group={hydra_quoted(sweep.path.name)}"
     run = JobRun(sweep.path.name, sweep.path, [group], config_dir, numbers, file)
-    return run, *found[0], lines
+    return run, *layouts[0], lines
 
 
 def _sweep_lines(file: Path) -> list[str]:
@@ -185,8 +188,8 @@ def _write_sweep(file: Path, lines: Sequence[str]) -> None:
     with file.with_suffix(".lock").open("w") as lock:
         with suppress(OSError):  # a file system without locks, as Lustre may be
             fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
-        there = _sweep_lines(file)
-        if there != list(lines[: len(there)]):
+        written_lines = _sweep_lines(file)
+        if written_lines != list(lines[: len(written_lines)]):
             raise UserError(
                 f"another submit has written {file} in the meantime, and nothing is sent: give the "
                 f"same command again"

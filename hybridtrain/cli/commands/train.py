@@ -12,11 +12,11 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from hybridtrain import observe
 from hybridtrain.checkpoint import init_from, parse_init_from
 from hybridtrain.cli.commands.layout_tables import placement_tables
 from hybridtrain.cli.commands.result import Result, values_in_words
 from hybridtrain.cli.config.changes import in_words
-from hybridtrain.cli.config.keys import with_config_keys
 from hybridtrain.cli.config.overrides import given_keys, read_overrides, with_later
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import Config
@@ -29,7 +29,6 @@ from hybridtrain.cli.run.components import (
     build_trackers,
 )
 from hybridtrain.cli.run.context import RunContext, RunOptions
-from hybridtrain.cli.run.data_record import record_of, refuse_other_data
 from hybridtrain.cli.run.directory import (
     RESULT,
     LogLines,
@@ -39,18 +38,19 @@ from hybridtrain.cli.run.directory import (
 )
 from hybridtrain.cli.run.lock import writing
 from hybridtrain.cli.run.prediction import beside_measured, predict_run, prediction_in_words
+from hybridtrain.cli.run.run_data import record_of, refuse_other_data
 from hybridtrain.cli.run.utilization import utilization
 from hybridtrain.errors import ConfigError
 from hybridtrain.loop import Tracker, Trainer
-from hybridtrain.observe import MetricsFile, Progress, TimelineFiles, write_report
+from hybridtrain.observe import MetricsFile, Progress, TimelineFiles
 
 _log = logging.getLogger(__name__)
 
 
 def train(settings: Settings) -> Result:
     """Trains, or resumes training."""
-    options_of = partial(_training_options, settings=settings)
-    context = build_run(settings, writes=True, options_of=options_of)
+    make_options = partial(_training_options, settings=settings)
+    context = build_run(settings, writes=True, make_options=make_options)
     config, world, model = context.config, context.world, context.model
     loader, options = context.train_loader(), context.options
     total_steps = options.trainer.total_steps(loader.batches_per_epoch)
@@ -101,7 +101,7 @@ def _file_trackers(directory: RunDirectory) -> list[Tracker]:
 
 
 class _Trainer(Trainer):
-    """Records the data of the run in its checkpoints, and gives advice in the keys of a config."""
+    """Records the data of the run in its checkpoints."""
 
     dataset: Mapping[str, Any]
     """The record of the data, which goes into each checkpoint."""
@@ -109,11 +109,6 @@ class _Trainer(Trainer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress of the run, and the record of its data."""
         return {**super().state_dict(), "dataset": dict(self.dataset)}
-
-    @property
-    def advice(self) -> list[str]:
-        """The advice in the keys of the command line."""
-        return [*map(with_config_keys, super().advice)]
 
 
 def _train(context: RunContext, trainer: Trainer) -> Result:
@@ -148,10 +143,10 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
         if plan.split != str(directory.plan):
             plan.write(directory.plan)
     shown = to_yaml(config, settings.texts, mask=True)
-    prediction = predict_run(context) if world.is_main else None
     texts = {"config": shown, "layout": placement, "overrides": values_to_compare(settings)}
     summary = trainer.fit({title: text for title, text in texts.items() if text})
-    if prediction is not None:
+    if world.is_main:
+        prediction = predict_run(context)  # not earlier, since the first step would wait for it
         compared = beside_measured(prediction, summary, context.model.options.placement)
         directory.write_summary({**summary, **compared, "environment": environment(world)})
         _log.info("%s", prediction_in_words(**compared))
@@ -173,7 +168,7 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
 def _write_page(directory: RunDirectory) -> None:
     """Writes the page of a complete run, which is not lost if that fails."""
     try:
-        _log.info("page of the run: %s", write_report([directory.path]).resolve())
+        _log.info("page of the run: %s", observe.write_report([directory.path]).resolve())
     except Exception as error:
         command = shlex.join(["hybridtrain", "report", str(directory.path)])
         _log.warning(

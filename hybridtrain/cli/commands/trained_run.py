@@ -17,8 +17,8 @@ from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import AUTO, PipelineConfig, WorldConfig
 from hybridtrain.cli.run.build import build_run
 from hybridtrain.cli.run.context import RunContext
-from hybridtrain.cli.run.data_record import check_same_classes, say_other_data
 from hybridtrain.cli.run.directory import checkpoint_to_read
+from hybridtrain.cli.run.run_data import check_same_classes, say_other_data
 from hybridtrain.data import EvalLoader, length_of
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import detect
@@ -47,21 +47,21 @@ class TrainedRun(NamedTuple):
 def load_trained_run(
     settings: Settings,
     loader_of: Callable[[RunContext], EvalLoader | None],
-    predicts: bool = False,
+    unlabelled: bool = False,
 ) -> TrainedRun:
     """Builds a run, with the devices that are there, and loads a checkpoint into its model.
 
     Args:
         settings: of a command that reads a run; `resume` names the checkpoint.
         loader_of: returns the loader of the data that the command reads.
-        predicts: see `prepare_run`.
+        unlabelled: see `prepare_run`.
 
     Raises:
         ConfigError: the data has no such samples.
         CheckpointError: there is no such checkpoint.
     """
     fit_to_devices(settings)
-    context = build_run(settings, predicts=predicts)
+    context = build_run(settings, unlabelled=unlabelled)
     config = context.config
     loader = loader_of(context)
     if loader is None:

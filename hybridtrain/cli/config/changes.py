@@ -109,7 +109,7 @@ def in_words(changes: Sequence[Change]) -> str:
     return "; ".join(words[:4]) + (f"; and {len(words) - 4} more" if len(words) > 4 else "")
 
 
-def table(head: str, changes: Sequence[Change], pair: str) -> Block:
+def changes_table(head: str, changes: Sequence[Change], pair: str) -> Block:
     """Returns `head` and a line for each change, its two values in the places of `pair`."""
     shown = _shortened(changes)
     width = max(len(change.key) for change in shown)

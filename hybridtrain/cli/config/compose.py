@@ -135,9 +135,13 @@ def compose_settings(
 def _let_one_length_replace_the_other(trainer: Any, given: Sequence[str]) -> None:
     """Has `trainer.steps=100` replace the `trainer.epochs` of a recipe, and the other way round."""
     lengths = ("steps", "epochs")
-    own = [name for name in lengths if f"trainer.{name}" in given]
-    if len(own) == 1 and isinstance(trainer, MutableMapping) and trainer.get(own[0]) is not None:
-        trainer.update({name: None for name in lengths if name != own[0]})
+    given_lengths = [name for name in lengths if f"trainer.{name}" in given]
+    if (
+        len(given_lengths) == 1
+        and isinstance(trainer, MutableMapping)
+        and trainer.get(given_lengths[0]) is not None
+    ):
+        trainer.update({name: None for name in lengths if name != given_lengths[0]})
 
 
 def with_search_path(overrides: Sequence[str], config_dir: str) -> list[str]:

@@ -1,18 +1,16 @@
 """The names of keys in messages.
 
-The library's messages name its arguments (`chunks=3`); who runs the command line has set a key
-(`pipeline.chunks=3`), and reads that (`errors_with_config_keys`).
+In the messages of a command, `NAMING` puts the config key (`pipeline.chunks=3`) in the place of the
+library's argument (`chunks=3`).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import fields
 
 from hybridtrain.cli.config.schema import LOADER_KEYS, groups, taken
-from hybridtrain.errors import QUOTE_OR_ARGUMENT, DataError, closest, reworded_errors
+from hybridtrain.errors import Naming, closest
 from hybridtrain.options import OTHER_NAMES as ARGUMENTS
 from hybridtrain.options import TrainerOptions
 
@@ -28,8 +26,22 @@ KEYS: dict[str, str] = {
 }
 """The config key of every argument. `timeout_s` is the world's."""
 
-_KEYS_OF_DATA = {**KEYS, "timeout_s": "data.timeout_s"}
-"""The same for errors of the data, whose `timeout_s` is the loader's."""
+
+def _yaml(name: str, value: object) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+NAMING = Naming(
+    {**KEYS, "loader.timeout_s": "data.timeout_s", "loss_fn": "trainer.loss"},
+    value=_yaml,
+    phrases={
+        "start a new run": "set another run_name",
+        "start a new run in another directory": "set another run_name",
+    },
+)
+"""The names of the library's arguments on the command line."""
 
 # Well-known names of other libraries, for settings that have another one here.
 OTHER_NAMES = {
@@ -37,32 +49,6 @@ OTHER_NAMES = {
     **dict.fromkeys(["learning_rate", "base_lr"], "optim.lr"),
     **dict.fromkeys(["resume_from_checkpoint", "ckpt_path"], "resume"),
 }
-
-
-def with_config_keys(message: str, keys: Mapping[str, str] = KEYS) -> str:
-    """Returns `message` with `chunks=` as `pipeline.chunks=`, and `None` as YAML's `null`.
-
-    Where the library says to start a new run, the command line says how.
-    """
-
-    def replaced(match: re.Match[str]) -> str:
-        if match[1] not in keys:
-            return match[0]
-        value = "null" if match[2] == "None" else match[2].lower()
-        return f"{keys[match[1]]}={value}"
-
-    message = QUOTE_OR_ARGUMENT.sub(replaced, message)
-    return re.sub("or start a new run( in another directory)?", "or set another run_name", message)
-
-
-def errors_with_config_keys(keys: Mapping[str, str] = KEYS) -> AbstractContextManager[None]:
-    """Applies `with_config_keys` to an error that is raised inside, and to every error's notes."""
-
-    def reword(message: str, error: Exception) -> str:
-        is_of_data = keys is KEYS and isinstance(error, DataError)
-        return with_config_keys(message, _KEYS_OF_DATA if is_of_data else keys)
-
-    return reworded_errors(reword)
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:

@@ -29,8 +29,8 @@ def leftovers_of(
     if recipe is not None:
         store = ConfigStore.instance()
         if f"{recipe}.yaml" in store.repo["recipe"]:
-            found = store.load(f"recipe/{recipe}.yaml").node
-            of_recipe = cast(dict[str, Any], OmegaConf.to_container(found))
+            recipe_node = store.load(f"recipe/{recipe}.yaml").node
+            of_recipe = cast(dict[str, Any], OmegaConf.to_container(recipe_node))
     keys = given_keys(overrides)
     leftovers = {}
     for group in OPEN_GROUPS:

@@ -133,12 +133,12 @@ def read_overrides(run: Path) -> list[str]:
     path = run / "overrides.yaml"
     with reading(path):
         try:
-            found = OmegaConf.to_container(OmegaConf.load(path))
+            words = OmegaConf.to_container(OmegaConf.load(path))
         except FileNotFoundError:
             return []
-        if not isinstance(found, list):
+        if not isinstance(words, list):
             raise TypeError("it is not a list")
-    return [str(word) for word in found]
+    return [str(word) for word in words]
 
 
 def first_line(error: BaseException) -> str:

@@ -20,15 +20,15 @@ from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridtrain.cli.commands.table import check_changes
+from hybridtrain.cli.command_table import check_changes
 from hybridtrain.cli.config.changes import (
     EVALUATED,
     OF_THE_COMMAND,
     Change,
     as_yaml,
+    changes_table,
     differences,
     in_words,
-    table,
 )
 from hybridtrain.cli.config.compose import compose_settings
 from hybridtrain.cli.config.overrides import given_keys, parse_overrides
@@ -258,11 +258,11 @@ def _listed(settings: Settings, run: Path) -> list[str]:
     notes: list[str] = []
     if settings.changes:
         head = f"settings are those of {run}/config.yaml, except for"
-        notes.append(table(head, settings.changes, "{} -> {}"))
+        notes.append(changes_table(head, settings.changes, "{} -> {}"))
     if settings.kept:
         recipe = settings.config.recipe
         head = f"kept as in {run}/config.yaml, although the recipe {recipe} differs"
-        notes.append(table(head, settings.kept, "{}  (recipe: {})"))
+        notes.append(changes_table(head, settings.kept, "{}  (recipe: {})"))
     return notes
 
 
@@ -275,12 +275,12 @@ def _put_overrides(
         if key.startswith("hydra") or key == "recipe":
             continue
         *above, leaf = key.split(".")
-        here: Any = base
-        there: Any = given
+        base_node: Any = base
+        given_node: Any = given
         for name in above:
-            here = here.setdefault(name, {}) if isinstance(here, dict) else {}
-            there = there.get(name) if isinstance(there, Mapping) else None
-        if not override.is_delete() and isinstance(there, Mapping) and leaf in there:
-            here[leaf] = copy.deepcopy(there[leaf])
-        elif isinstance(here, dict):
-            here.pop(leaf, None)
+            base_node = base_node.setdefault(name, {}) if isinstance(base_node, dict) else {}
+            given_node = given_node.get(name) if isinstance(given_node, Mapping) else None
+        if not override.is_delete() and isinstance(given_node, Mapping) and leaf in given_node:
+            base_node[leaf] = copy.deepcopy(given_node[leaf])
+        elif isinstance(base_node, dict):
+            base_node.pop(leaf, None)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from hybridtrain.cli.config.keys import errors_with_config_keys, unknown_key
-from hybridtrain.errors import ConfigError, UserError, closest
+from hybridtrain.cli.config.keys import unknown_key
+from hybridtrain.errors import ConfigError, UserError, closest, naming
 
 T = TypeVar("T")
 
@@ -176,7 +176,7 @@ def build(
     except TypeError as error:
         name = getattr(target, "__qualname__", repr(target))
         raise ConfigError(f"{key} ({name}): {error}") from None
-    with errors_with_config_keys({name: f"{key}.{name}" for name in {*parameters, *arguments}}):
+    with naming({name: f"{key}.{name}" for name in {*parameters, *arguments}}):
         try:
             made = target(*positional, **arguments)
         except UserError:
@@ -316,11 +316,11 @@ def _imported(where: str, path: str) -> tuple[ModuleType, list[str]]:
 
 
 def _attribute(where: str, module: ModuleType, names: Sequence[str]) -> Any:
-    found: Any = module
+    target: Any = module
     for name in names:
-        if not hasattr(found, name):
-            close = closest(name, dir(found))
+        if not hasattr(target, name):
+            close = closest(name, dir(target))
             hint = f"; did you mean {close}?" if close else ""
             raise ConfigError(f"{where}: {module.__name__} has no {name}{hint}")
-        found = getattr(found, name)
-    return found
+        target = getattr(target, name)
+    return target

@@ -46,7 +46,7 @@ from hybridtrain.price import (
     proposed,
     why_not_priced,
 )
-from hybridtrain.schedule import SCHEDULES
+from hybridtrain.schedule import schedule_names
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
@@ -108,13 +108,10 @@ def with_auto_chosen(
     if keys := auto_keys(settings.config.pipeline):
         sizes = _pipeline_sizes(config, world) if "nb_part" in keys else [world.nb_part]
         tensors = options.pipeline.optimizer_tensors_per_param
-        values = world.broadcast(
-            world.on_main(lambda: _choose(keys, sizes, config, data, world, tensors))
-        )
-        assert values is not None
+        values = world.from_main(lambda: _choose(keys, sizes, config, data, world, tensors))
         return replace(config, pipeline=replace(config.pipeline, **values))
     if settings.config.data.get("batch_size") == AUTO:
-        size = world.broadcast(world.on_main(lambda: _largest_batch(config, data, world, options)))
+        size = world.from_main(lambda: _largest_batch(config, data, world, options))
         return replace(config, data={**config.data, "batch_size": size})
     return config
 
@@ -254,7 +251,7 @@ def _choices(keys: list[str], nb_part: int, share: int, config: Config) -> Choic
         nb_part=[nb_part],
         engine=[config.world.engine],
         chunks=None if "chunks" in keys else [min(pipeline.chunks, share)],
-        schedule=SCHEDULES if "schedule" in keys else [pipeline.schedule],
+        schedule=schedule_names(periodic=True) if "schedule" in keys else [pipeline.schedule],
         stages_per_device=[pipeline.stages_per_device],
         # single layers cost about what whole stages do
         recompute=[pipeline.recompute if isinstance(pipeline.recompute, str) else "always"],

@@ -24,7 +24,6 @@ from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain.checkpoint import CheckpointStore, find_weights, parse_init_from
 from hybridtrain.cli.config.agreement import agreed
 from hybridtrain.cli.config.check import check_config
-from hybridtrain.cli.config.keys import errors_with_config_keys
 from hybridtrain.cli.config.leftovers import leave_out_leftovers
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import AUTO, LOADER_OPTIONS, Config, arguments_of
@@ -34,13 +33,12 @@ from hybridtrain.cli.run.components import (
     build_loss,
     build_metrics,
     build_model,
-    load_data,
-    load_for_trained,
     optimizer_tensors_per_param,
 )
 from hybridtrain.cli.run.context import PreparedRun, RunContext, RunOptions
 from hybridtrain.cli.run.directory import RunDirectory, checkpoint_to_read
 from hybridtrain.cli.run.lock import RunLock
+from hybridtrain.cli.run.run_data import load_data, load_for_trained
 from hybridtrain.data import (
     DataSplits,
     WithoutTargets,
@@ -48,7 +46,7 @@ from hybridtrain.data import (
     example_batch,
     length_of,
 )
-from hybridtrain.errors import ConfigError, check_choice, did_you_mean
+from hybridtrain.errors import ConfigError, check_choice, did_you_mean, naming
 from hybridtrain.launch import raise_on_signals
 from hybridtrain.loop import TrainerOptions
 from hybridtrain.model import HybridModel
@@ -82,7 +80,7 @@ def build_options(config: Config) -> RunOptions:
     arguments = arguments_of(config, TrainerOptions)
     arguments["checkpoint_every_steps"] = config.checkpoint.every_steps or None  # 0: no store
     trainer_options = TrainerOptions(**arguments)
-    with errors_with_config_keys({name: f"data.{name}" for name in LOADER_OPTIONS}):
+    with naming({name: f"data.{name}" for name in LOADER_OPTIONS}):
         settings = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
         loader_options = LoaderOptions(**settings)
     return RunOptions(
@@ -112,8 +110,8 @@ def prepare_run(
     *,
     join: Callable[[Config], World] = join_processes,
     writes: bool = False,
-    predicts: bool = False,
-    options_of: Callable[[Config], RunOptions] = build_options,
+    unlabelled: bool = False,
+    make_options: Callable[[Config], RunOptions] = build_options,
 ) -> PreparedRun:
     """Checks the config, joins the other processes and loads the data.
 
@@ -123,24 +121,24 @@ def prepare_run(
         settings: the settings of the command.
         join: returns the processes of the run.
         writes: the command is going to write to the run directory (`writing`).
-        predicts: the command is going to predict `data.predict_path`, for which training data is
+        unlabelled: the command is going to predict `data.predict_path`, for which training data is
             loaded only if it must be.
-        options_of: `build_options`, or a function that builds more, such as the trackers.
+        make_options: `build_options`, or a function that builds more, such as the trackers.
 
     Raises:
         UserError: a value of the config is wrong, or the run directory cannot be written to.
     """
     leave_out_leftovers(settings)
     local_config = without_auto(settings)
-    local_options = options_of(local_config)
+    local_options = make_options(local_config)
 
     joined = join(local_config)
     agreed_config = agreed(local_config, joined)  # rank 0's: another rank may not see the run
     is_same = agreed_config == local_config
-    agreed_options = local_options if is_same else options_of(agreed_config)
+    agreed_options = local_options if is_same else make_options(agreed_config)
 
     directory, store = _open_directory(settings, agreed_config, joined, writes)
-    if predicts and agreed_config.data.get("predict_path") is not None:
+    if unlabelled and agreed_config.data.get("predict_path") is not None:
         checkpoint = checkpoint_to_read(agreed_config.resume, store, joined)
         data = load_for_trained(settings, joined, checkpoint, samples=True)
     else:
@@ -170,8 +168,8 @@ def build_run(
     *,
     writes: bool = False,
     reuse_plan: bool = True,
-    predicts: bool = False,
-    options_of: Callable[[Config], RunOptions] = build_options,
+    unlabelled: bool = False,
+    make_options: Callable[[Config], RunOptions] = build_options,
 ) -> RunContext:
     """Prepares a run and builds its model.
 
@@ -179,25 +177,26 @@ def build_run(
         settings: the settings of the command.
         writes: the command is going to write to the run directory (`writing`).
         reuse_plan: cut a resumed run by its own plan if that was made with the same settings.
-        predicts: see `prepare_run`.
-        options_of: `build_options`, or a function that builds more, such as the trackers.
+        unlabelled: see `prepare_run`.
+        make_options: `build_options`, or a function that builds more, such as the trackers.
 
     Raises:
         UserError: a value of the config is wrong, or the run directory cannot be written to.
     """
-    prepared = prepare_run(settings, writes=writes, predicts=predicts, options_of=options_of)
+    prepared = prepare_run(
+        settings, writes=writes, unlabelled=unlabelled, make_options=make_options
+    )
     world, options = prepared.world, prepared.options
     split: Any = options.pipeline.split
     if reuse_plan:
-        split = world.broadcast(world.on_main(lambda: _split_or_plan(prepared)))
+        split = world.from_main(lambda: _split_or_plan(prepared))
     model = HybridModel.construct(
         prepared.build,
         world,
         replace(options.pipeline, split=split),
         example_inputs=prepared.example_inputs,
     )
-    with errors_with_config_keys({"loss": "trainer.loss", "loss_fn": "trainer.loss"}):
-        model.resolve_loss(options.loss_fn)  # refuses what cannot be weighted
+    model.resolve_loss(options.loss_fn)  # refuses what cannot be weighted
     if isinstance(options.loss_fn, nn.Module):
         options.loss_fn.to(model.pipeline.output_device)
     return RunContext(**vars(prepared), model=model)

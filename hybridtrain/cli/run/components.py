@@ -1,13 +1,11 @@
-"""Builds what a config names: data, loss, metrics, optimizer, learning rates and callbacks."""
+"""Builds what a config names: model, loss, metrics, optimizer, learning rates and callbacks."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,21 +14,19 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
+from hybridtrain import observe
+from hybridtrain._base.torch_private import import_compiler
 from hybridtrain.cli.config import targets as instantiate
-from hybridtrain.cli.config.keys import errors_with_config_keys, unknown_key
-from hybridtrain.cli.config.resolve import Settings
-from hybridtrain.cli.config.schema import GROUP_KEYS, LOADER_KEYS, Config
-from hybridtrain.cli.run.data_record import trained_on
+from hybridtrain.cli.config.keys import unknown_key
+from hybridtrain.cli.config.schema import GROUP_KEYS, Config
 from hybridtrain.cli.run.directory import RunDirectory
-from hybridtrain.cli.run.run_facts import check_facts, facts_of, place_of_data
 from hybridtrain.data import DataSplits
-from hybridtrain.datasets import STANDARD_INPUT
-from hybridtrain.errors import ConfigError, DataError, UserError, check_choice
+from hybridtrain.errors import ConfigError, check_choice, naming
 from hybridtrain.loop import CALLBACKS, Callback, Tracker
 from hybridtrain.loss import LOSSES, METRICS, LossFn, direction, metric_of, resolve
 from hybridtrain.model import HybridModel
 from hybridtrain.models import loss_of_model
-from hybridtrain.observe import TRACKERS, check_installed
+from hybridtrain.observe import TRACKERS
 from hybridtrain.step import (
     CombinedOptimizer,
     ShardedOptimizer,
@@ -40,113 +36,8 @@ from hybridtrain.step import (
     parameter_groups,
     show_weights,
 )
-from hybridtrain.world import World
 
-
-def check_tokenizer(config: Config) -> None:
-    """Refuses a tokenizer that is the path of a function which may not be called."""
-    tokenizer = str(config.data.get("tokenizer", ""))
-    # not one of torchtext's names, and with a slash the place of a tokenizer, which is data
-    if "/" not in tokenizer and ("." in tokenizer or ":" in tokenizer):
-        instantiate.resolve("data.tokenizer", tokenizer.replace(":", "."), config.allow_targets)
-
-
-def load_data(config: Config, world: World) -> DataSplits:
-    """Loads the data set, first on rank 0, then on the others.
-
-    With `data.download`, rank 0 fetches it first, then the first process of each other node if it
-    is not there, since nodes may have their own disks.
-
-    All processes compare what they have loaded, and warn of other versions of packages.
-
-    Raises:
-        DataError: a process cannot load it, or has loaded other data; names ranks and hosts.
-    """
-
-    def load(download: bool) -> DataSplits:
-        settings = dict(config.data)
-        if "download" in settings:
-            settings["download"] = download
-        check_tokenizer(config)
-        try:
-            return instantiate.build(
-                "data", settings, DataSplits, config.allow_targets, ignore=LOADER_KEYS
-            )
-        except FileNotFoundError as error:
-            where = place_of_data(config)
-            raise DataError(
-                f"the data set {config.data['_target_']} is not there: {error}"
-                + (f" ({where})" if where else "")
-            ) from error
-
-    _check_standard_input(config, world)
-    download = bool(config.data.get("download"))
-    first_of_node = world.local_rank == 0
-    data = world.on_main(lambda: load(download))
-
-    def load_here() -> DataSplits:
-        try:
-            return load(download and first_of_node)
-        except UserError as error:
-            raise DataError(f"rank {world.rank} on {socket.gethostname()}: {error}") from error
-
-    # with a download, the first process of each node loads before the others of it
-    for loads in (first_of_node, not first_of_node) if download else (True,):
-        if world.is_main or not loads:
-            world.on_all(lambda: None)
-        else:
-            data = world.on_all(load_here)
-    if world.size > 1:
-        check_facts(world.gather(facts_of(config, data)), config)
-    assert data is not None
-    return data
-
-
-def load_for_trained(
-    settings: Settings, world: World, checkpoint: Path, *, samples: bool
-) -> DataSplits:
-    """Returns what a trained model needs of its data, without the training data if possible.
-
-    That needs a checkpoint that has the metadata of its data, and a data function
-    `for_trained_models`. Otherwise, this is `load_data`.
-
-    Args:
-        settings: of the command.
-        world: the processes.
-        checkpoint: the one that is read.
-        samples: the command needs samples, those of `data.predict_path`.
-    """
-    config, of_run = settings.config, settings.of_run
-    same = of_run is not None and all(
-        of_run.data.get(key) == config.data.get(key) for key in ("_target_", "task")
-    )
-    metadata, has_tokenizer = world.broadcast(
-        world.on_main(lambda: trained_on(checkpoint) if same else None)
-    ) or (None, False)
-    if metadata is None or (samples and config.data.get("predict_path") is None):
-        return load_data(config, world)
-    check_tokenizer(config)
-    target, arguments = instantiate.check(
-        "data", config.data, DataSplits, config.allow_targets, ignore=LOADER_KEYS
-    )
-    load = getattr(target, "for_trained_models", None)
-    if load is None:
-        if samples or has_tokenizer:
-            return load_data(config, world)
-        return DataSplits(train=(), eval=None, metadata=metadata)
-    _check_standard_input(config, world)
-    with errors_with_config_keys({name: f"data.{name}" for name in arguments}):
-        data: DataSplits = load(metadata, **arguments)
-    return data
-
-
-def _check_standard_input(config: Config, world: World) -> None:
-    if config.data.get("predict_path") == STANDARD_INPUT and world.size > 1:
-        raise ConfigError(
-            f"data.predict_path=- is read by one process, and there are {world.size}: start one, "
-            f"or set data.predict_path= to a file that all of them read"
-        )
-
+import_compiler()  # with the other imports of a command, which are not interrupted by collections
 
 # Settings of PyTorch's losses that are tensors, one number for each class.
 _TENSORS = ("weight", "pos_weight")
@@ -318,9 +209,7 @@ def build_model_optimizer(
     passed = [{key: v for key, v in rule.items() if key != "_target_"} for rule in rules]
     apart = [number for number, rule in enumerate(rules) if "_target_" in rule]
     places = [{"match": rule["match"], "rule": number} for number, rule in enumerate(rules)]
-    with errors_with_config_keys(
-        {"match": "optim.groups.match", "layer_decay": "optim.layer_decay"}
-    ):
+    with naming({"match": "optim.groups.match", "layer_decay": "optim.layer_decay"}):
         split = parameter_groups(model, places, lr=plain.get("lr"), layer_decay=decay)
     rest: list[dict[str, Any]] = []
     alone: dict[int | None, list[dict[str, Any]]] = {number: [] for number in apart}
@@ -333,8 +222,8 @@ def build_model_optimizer(
         alone.get(number, rest).append({**group, **settings})
     if sharded and apart:
         raise ConfigError(
-            "optim.groups has a _target_, which makes several optimizers, and shard=optimizer "
-            "spreads one: leave it out, or set shard=none"
+            "optim.groups has a _target_, which makes several optimizers, and "
+            "world.shard=optimizer spreads one: leave it out, or set world.shard=none"
         )
     if sharded:
         return ShardedOptimizer(model, make, rest)
@@ -505,7 +394,7 @@ def build_trackers(
         ConfigError: a name is unknown, a key does not fit, or a package is not installed.
     """
     if config.monitor.report:
-        check_installed()
+        observe.check_installed()
     run, chosen = directory.path, config.monitor.chosen()
     places: dict[str, dict[str, Any]] = {
         "tensorboard": {"directory": run, "title": run.name},

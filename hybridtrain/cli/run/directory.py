@@ -37,7 +37,6 @@ from tqdm.contrib import DummyTqdmFile
 from hybridtrain._base.files import open_to_append, write_atomically
 from hybridtrain._base.text_table import in_log, printable
 from hybridtrain.checkpoint import CheckpointStore, step_of
-from hybridtrain.cli.config.keys import with_config_keys
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.config.tree import to_yaml
 from hybridtrain.cli.run.colour import bold
@@ -82,13 +81,11 @@ class RunLog:
         for handler in list(root.handlers):
             root.removeHandler(handler)
         self._early.addFilter(_escape)
-        self._early.addFilter(_name_config_keys)
         root.addHandler(self._early)
         if rank == 0:
             terminal = logging.StreamHandler(DummyTqdmFile(sys.stderr))  # above the progress bar
             terminal.addFilter(lambda record: record.name != _FILE_ONLY)
             terminal.addFilter(_escape)
-            terminal.addFilter(_name_config_keys)
             terminal.setFormatter(_OnTerminal(quiet))
             if quiet:
                 terminal.addFilter(
@@ -113,7 +110,6 @@ class RunLog:
             return
         file.setFormatter(logging.Formatter(_FORMAT))
         file.addFilter(_escape)
-        file.addFilter(_name_config_keys)
         early.setTarget(file)
         early.flush()
         early.setTarget(None)
@@ -138,13 +134,6 @@ class _OnTerminal(logging.Formatter):
 
 def _is_result(record: logging.LogRecord) -> bool:
     return getattr(record, "result", False)
-
-
-def _name_config_keys(record: logging.LogRecord) -> bool:
-    """Puts config keys in the place of arguments in the library's warnings; as a filter."""
-    if record.levelno >= logging.WARNING and record.name.startswith("hybridtrain."):
-        record.msg, record.args = with_config_keys(record.getMessage()), ()
-    return True
 
 
 def _escape(record: logging.LogRecord) -> bool:
@@ -328,7 +317,7 @@ def checkpoint_to_resume(context: RunContext) -> Path | None:
             )
         return checkpoint
 
-    return world.broadcast(world.on_main(find))
+    return world.from_main(find)
 
 
 def _check_others_steps(everyones: Sequence[tuple[int, int, str]], store: CheckpointStore) -> None:
@@ -362,7 +351,7 @@ def checkpoint_to_read(resume: str | None, store: CheckpointStore, world: World)
     """
     if resume is None:
         raise ConfigError("resume=null: set it to auto, or to the path of a checkpoint")
-    checkpoint = world.broadcast(world.on_main(lambda: _best_or_named(resume, store)))
+    checkpoint = world.from_main(lambda: _best_or_named(resume, store))
     if checkpoint is None:
         raise CheckpointError(
             f"there is no checkpoint in {store.root}: train first, or set run_name or "

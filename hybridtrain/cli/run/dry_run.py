@@ -13,11 +13,11 @@ from pathlib import Path
 from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.config.overrides import with_later
 from hybridtrain.cli.config.resolve import resolve_settings
-from hybridtrain.cli.run.sweep import Run
+from hybridtrain.cli.run.sweep import RunCommand
 from hybridtrain.launch import detect
 
 
-def dry_run(overrides: Sequence[str], config_dir: str | None, run: Run) -> int:
+def run_dry(overrides: Sequence[str], config_dir: str | None, run: RunCommand) -> int:
     """Trains two steps, evaluates two batches and saves, in a folder that is removed again.
 
     Args:

@@ -19,9 +19,8 @@ import yaml
 
 from hybridtrain._base.devices import check_nb_part
 from hybridtrain._base.text_table import counted
-from hybridtrain.cli.config.keys import errors_with_config_keys
 from hybridtrain.cli.config.schema import AUTO, Config, SubmitConfig
-from hybridtrain.errors import ConfigError, Interrupted, check_choice
+from hybridtrain.errors import ConfigError, Interrupted, check_choice, naming
 from hybridtrain.options import seconds
 
 TARGETS = ("slurm", "torchrun", "kubernetes")
@@ -222,7 +221,7 @@ def _full_time(time: object) -> object:
 
 
 def _time_s(submit: SubmitConfig) -> int | None:
-    with errors_with_config_keys({"max_time": "submit.time"}):
+    with naming({"max_time": "submit.time"}):
         time_s = seconds(_full_time(submit.time))
     if time_s is None:
         return None

@@ -17,13 +17,13 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from hybridtrain.cli.commands.results import best_run, runs_of, table, write_table
 from hybridtrain.cli.config.compose import compose_settings
 from hybridtrain.cli.config.overrides import given_keys
 from hybridtrain.cli.config.resolve import resolve_settings
 from hybridtrain.cli.config.run_name import shortened
 from hybridtrain.cli.config.sweeps import sweep_choices
 from hybridtrain.cli.run.errors import report_and_go_on
+from hybridtrain.cli.run.run_table import best_run, runs_of, table_of, write_table
 from hybridtrain.errors import ConfigError, Interrupted
 from hybridtrain.launch import current, detect
 
@@ -78,7 +78,7 @@ def sweep_of(overrides: Sequence[str], config_dir: str | None = None) -> Sweep:
     )
 
 
-def names_of(own: Sequence[str], swept: Sequence[Sequence[str]]) -> tuple[str, list[str]]:
+def names_of(base_names: Sequence[str], swept: Sequence[Sequence[str]]) -> tuple[str, list[str]]:
     """Returns the name of a sweep's folder, and those of its runs.
 
     A run is named after its values, so that another sweep does not resume it. Runs whose names
@@ -86,21 +86,21 @@ def names_of(own: Sequence[str], swept: Sequence[Sequence[str]]) -> tuple[str, l
     too long for a folder end in a digest.
 
     Args:
-        own: the name of each run without a sweep.
+        base_names: the name of each run without a sweep.
         swept: the overrides of each run that are not the same in all.
 
     Raises:
         ConfigError: two runs would have one name.
     """
-    bases = list(dict.fromkeys(own))
+    bases = list(dict.fromkeys(base_names))
     in_name = ("run_name",) if len(bases) == 1 else ("run_name", "recipe")
     keys = _short(key for words in swept for key in given_keys(words) if key not in in_name)
     # A name may be group/name, and those of the runs have two parts as well.
     folder = shortened("-".join([*bases, *(keys.values() or ["sweep"])]).replace("/", "-"))
-    if len(set(own)) == len(own):
-        return folder, list(own)
+    if len(set(base_names)) == len(base_names):
+        return folder, list(base_names)
     names = []
-    for base, words in zip(own, swept, strict=True):
+    for base, words in zip(base_names, swept, strict=True):
         parts = [base.replace("/", "-")] if len(bases) > 1 else []
         for key, word in zip(given_keys(words), words, strict=True):
             if key in keys:
@@ -126,10 +126,12 @@ def _short(keys: Iterable[str]) -> dict[str, str]:
     }
 
 
-Run = Callable[[str, Any], dict[str, Any]]
+RunCommand = Callable[[str, Any], dict[str, Any]]
 
 
-def sweep(command: str, overrides: Sequence[str], config_dir: str | None, run: Run) -> int:
+def run_sweep(
+    command: str, overrides: Sequence[str], config_dir: str | None, run: RunCommand
+) -> int:
     """Runs every combination of a `--multirun`; returns 0 if all have ended well.
 
     One that fails is reported, and the others go on. A table at the end and the file `results.csv`
@@ -152,8 +154,8 @@ def sweep(command: str, overrides: Sequence[str], config_dir: str | None, run: R
             "--multirun does not work under torchrun or srun: every process would sweep. Start one "
             "torchrun for each combination, or an array of jobs with hybridtrain submit --multirun"
         )
-    planned = sweep_of(overrides, config_dir)
-    points = planned.points
+    sweep = sweep_of(overrides, config_dir)
+    points = sweep.points
     results: list[dict[str, Any]] = []
     codes: list[int] = []
     for number, point in enumerate(points):
@@ -163,7 +165,7 @@ def sweep(command: str, overrides: Sequence[str], config_dir: str | None, run: R
         try:
             settings = resolve_settings(command, point.overrides, config_dir, point.run_name)
             if command == "train" and settings.config.monitor.group is None:
-                settings.config.monitor.group = planned.path.name
+                settings.config.monitor.group = sweep.path.name
             settings.quiet = command == "train"  # one line for each run; its log has the others
             result = run(command, settings)
         except Exception as error:
@@ -176,10 +178,10 @@ def sweep(command: str, overrides: Sequence[str], config_dir: str | None, run: R
         if code == Interrupted.exit_code:
             break
     if command in ("train", "evaluate"):
-        print(table(results), file=sys.stderr)
-        write_table(results, planned.path / "results.csv")
-        ended = [planned.path.parent / point.run_name for point in points]
-        runs = runs_of(str(run) for run in ended if run.is_dir())
+        print(table_of(results), file=sys.stderr)
+        write_table(results, sweep.path / "results.csv")
+        directories = [sweep.path.parent / point.run_name for point in points]
+        runs = runs_of(str(run) for run in directories if run.is_dir())
         if best := best_run(runs, config_dir=config_dir):
             print(best, file=sys.stderr)
     failed = [code for code in codes if code]

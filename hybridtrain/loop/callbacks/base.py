@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.errors import ConfigError, check_choice, did_you_mean
+from hybridtrain.errors import ConfigError, check_choice, did_you_mean, setting
 from hybridtrain.loss import direction, metric_of
 from hybridtrain.schedule import Spans
 
@@ -132,12 +132,14 @@ class Comparison:
             ConfigError: there is no evaluation, it has no such value, or `mode` has to be given.
         """
         if trainer.evaluation is None:
-            raise ConfigError(f"value={self.value} needs an evaluation, and this run has none")
+            raise ConfigError(
+                f"{setting('value', self.value)} needs an evaluation, and this run has none"
+            )
         known = ("loss", *trainer.metrics)
         metric = metric_of(self.value, known)
         if metric is None:
             raise ConfigError(
-                f"value={self.value} is not a value of the evaluation: "
+                f"{setting('value', self.value)} is not a value of the evaluation: "
                 f"{did_you_mean(self.value, known)}"
             )
         self.mode = direction("mode", self.value, trainer.metrics.get(metric), self.mode)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridtrain.checkpoint import write_weights
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, setting
 from hybridtrain.loop.callbacks.base import Callback, Comparison
 from hybridtrain.options import names_checked
 
@@ -38,7 +38,7 @@ class BestWeights(Callback):
         self, directory: str | Path, value: str = "loss", mode: str | None = None, k: int = 3
     ) -> None:
         if type(k) is not int or k < 1:
-            raise ConfigError(f"k={k} must be a whole number of at least 1")
+            raise ConfigError(f"{setting('k', k)} must be a whole number of at least 1")
         self.directory = Path(directory)
         self._comparison = Comparison(value, mode)
         self._k = k

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, setting
 from hybridtrain.loop.callbacks.base import Callback
 from hybridtrain.options import names_checked
 
@@ -28,7 +28,7 @@ class ClipValue(Callback):
     @names_checked
     def __init__(self, value: float) -> None:
         if not value > 0:
-            raise ConfigError(f"value={value} must be positive")
+            raise ConfigError(f"{setting('value', value)} must be positive")
         self._value = value
 
     def on_gradients(self, trainer: Trainer) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, setting
 from hybridtrain.loop.callbacks.base import Callback, Comparison
 from hybridtrain.options import names_checked
 
@@ -42,9 +42,11 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
     ) -> None:
         if type(patience) is not int or patience < 1:
-            raise ConfigError(f"patience={patience} must be a whole number of at least 1")
+            raise ConfigError(
+                f"{setting('patience', patience)} must be a whole number of at least 1"
+            )
         if not 0 <= min_delta < math.inf:
-            raise ConfigError(f"min_delta={min_delta} must be 0 or more")
+            raise ConfigError(f"{setting('min_delta', min_delta)} must be 0 or more")
         self.patience = patience
         self._comparison = Comparison(value, mode)
         self._min_delta = min_delta

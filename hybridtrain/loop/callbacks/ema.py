@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hybridtrain.errors import CheckpointError, ConfigError
+from hybridtrain.errors import CheckpointError, ConfigError, setting
 from hybridtrain.loop.callbacks.base import Callback
 from hybridtrain.options import names_checked
 
@@ -43,7 +43,7 @@ class EMA(Callback):
     @names_checked
     def __init__(self, decay: float = 0.999, evaluates: bool = True, warmup: bool = True) -> None:
         if not 0 < decay < 1:
-            raise ConfigError(f"decay={decay} must be between 0 and 1")
+            raise ConfigError(f"{setting('decay', decay)} must be between 0 and 1")
         self._decay = decay
         self._evaluates = evaluates
         self._warmup = warmup

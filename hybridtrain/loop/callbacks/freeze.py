@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, setting
 from hybridtrain.loop.callbacks.base import Callback
 from hybridtrain.step import fits, matching
 
@@ -37,9 +37,12 @@ class Freeze(Callback):
         self, match: str | Sequence[str], start: int = 0, until: int | None = None
     ) -> None:
         if type(start) is not int or start < 0:
-            raise ConfigError(f"start={start} must be a number of steps, 0 or more")
+            raise ConfigError(f"{setting('start', start)} must be a number of steps, 0 or more")
         if until is not None and (type(until) is not int or until <= start):
-            raise ConfigError(f"until={until} must be a number of steps, more than start={start}")
+            raise ConfigError(
+                f"{setting('until', until)} must be a number of steps, more than "
+                f"{setting('start', start)}"
+            )
         self._match = match
         self._start = start
         self._until = until
@@ -55,8 +58,9 @@ class Freeze(Callback):
         missing = [name for name in found if name in own and id(own[name]) not in held]
         if missing and ever_trained:
             raise ConfigError(
-                f"Freeze(match={self._match!r}) trains {missing[0]} in a part of the run, and "
-                f"optimizer= does not hold it: make the optimizer over all parameters"
+                f"Freeze({setting('match', self._match, repr)}) trains {missing[0]} in a part of "
+                "the run, and optimizer= does not hold it: make the optimizer over all "
+                "parameters"
             )
 
     def on_start(self, trainer: Trainer) -> None:

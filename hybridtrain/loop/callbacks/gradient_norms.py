@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, setting
 from hybridtrain.loop.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class GradientNorms(Callback):
 
     def __init__(self, depth: int = 1) -> None:
         if type(depth) is not int or depth < 1:
-            raise ConfigError(f"depth={depth} must be a whole number of at least 1")
+            raise ConfigError(f"{setting('depth', depth)} must be a whole number of at least 1")
         self._depth = depth
         self._norms: dict[str, Tensor] = {}
 

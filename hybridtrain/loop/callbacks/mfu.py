@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, setting
 from hybridtrain.loop.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class Mfu(Callback):
     def __init__(self, flops_per_sample: float, peak_flops_per_s: float) -> None:
         if not (flops_per_sample > 0 and peak_flops_per_s > 0):
             raise ConfigError(
-                f"flops_per_sample={flops_per_sample} and peak_flops_per_s={peak_flops_per_s} must "
-                f"be positive"
+                f"{setting('flops_per_sample', flops_per_sample)} and "
+                f"{setting('peak_flops_per_s', peak_flops_per_s)} must be positive"
             )
         self._flops_per_sample = flops_per_sample
         self._peak = peak_flops_per_s

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, setting
 from hybridtrain.loop.callbacks.base import Callback
 from hybridtrain.loop.callbacks.early_stopping import EarlyStopping
 from hybridtrain.options import names_checked
@@ -48,7 +48,7 @@ class Plateau(Callback):
         min_delta: float = 0.0,
     ) -> None:
         if not 0 < factor < 1:
-            raise ConfigError(f"factor={factor} must be between 0 and 1")
+            raise ConfigError(f"{setting('factor', factor)} must be between 0 and 1")
         self._factor = factor
         self._stopping = EarlyStopping(value, mode, patience + 1, min_delta)
         self._lowered: list[int] = []  # the steps

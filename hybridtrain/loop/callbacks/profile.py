@@ -15,7 +15,7 @@ from hybridtrain._base.torch_private import (
     record_cuda_memory,
     write_cuda_memory,
 )
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, setting
 from hybridtrain.loop.callbacks.base import Callback
 from hybridtrain.options import names_checked
 
@@ -59,7 +59,7 @@ class Profile(Callback):
             first, steps = _counted(steps)
         for name, value in {"first": first, "steps": steps}.items():
             if type(value) is not int or value < 1:
-                raise ConfigError(f"{name}={value} must be a whole number of at least 1")
+                raise ConfigError(f"{setting(name, value)} must be a whole number of at least 1")
         self._directory = Path(directory)
         self._first, self._last = first, first + steps - 1
         self._memory = memory
@@ -109,6 +109,7 @@ def _counted(steps: Sequence[int]) -> tuple[int, int]:
     """Returns the first of the steps from one to another, and how many they are."""
     if len(steps) != 2 or any(type(step) is not int for step in steps) or steps[1] < steps[0]:
         raise ConfigError(
-            f"steps={steps} must be a number of steps, or the first and the last one: [20, 25]"
+            f"{setting('steps', steps)} must be a number of steps, or the first and the last one: "
+            "[20, 25]"
         )
     return steps[0], steps[1] - steps[0] + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, setting
 from hybridtrain.loop.callbacks.ema import EMA
 from hybridtrain.options import names_checked
 
@@ -36,7 +36,7 @@ class SWA(EMA):
         super().__init__(evaluates=evaluates)
         for name, value in (("start", start), ("every", every)):
             if type(value) is not int or value < 1:
-                raise ConfigError(f"{name}={value} must be a whole number of at least 1")
+                raise ConfigError(f"{setting(name, value)} must be a whole number of at least 1")
         self._start = start
         self._every = every
         self._averaged = 0

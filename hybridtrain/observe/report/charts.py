@@ -187,8 +187,8 @@ def timeline(predicted: Spans, measured: Spans, bytes_of: Mapping[Action, int]) 
     """Returns both timelines on one axis, with what each action is under the pointer.
 
     Args:
-        predicted: the spans of each device, in seconds.
-        measured: likewise.
+        predicted: the predicted spans of each device, in seconds.
+        measured: the measured spans of each device, in seconds.
         bytes_of: what an action sends to another stage, where it is known.
     """
     from plotly.subplots import make_subplots

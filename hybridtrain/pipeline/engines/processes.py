@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hybridtrain.errors import SplitError
+from hybridtrain.errors import SplitError, setting
 from hybridtrain.launch import LaneActivity, activity
 from hybridtrain.pipeline.engine import Step
 from hybridtrain.pipeline.engines.actions import ActionRunner
@@ -131,8 +131,9 @@ class MessageWire:
         elif known is not form:
             raise SplitError(
                 f"{stage} sends values of other shapes or types than before, or other numbers "
-                f"that are not tensors, for inputs of the same shapes. With engine=distributed "
-                f"they must follow from the shapes of the inputs: use engine=local for this model"
+                "that are not tensors, for inputs of the same shapes. With "
+                f"{setting('engine', 'distributed')} they must follow from the shapes of the "
+                f"inputs: use {setting('engine', 'local')} for this model"
             )
         parts = [
             flat(t, one).to(wire_device(one, self._wire_device))

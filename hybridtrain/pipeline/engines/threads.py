@@ -36,7 +36,7 @@ import torch
 
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.torch_private import CallerModes
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, setting
 from hybridtrain.launch import LaneActivity, activity, ends_at_once
 from hybridtrain.pipeline import transfer
 from hybridtrain.pipeline.engine import Step
@@ -136,7 +136,9 @@ class ThreadEngine:
         self._gpus = {device for device in devices if accelerator_of(device) is not None}
         ends = {link.source for link in links} | {link.target for link in links}
         if ends - set(self._stages):
-            raise ConfigError("engine=local runs pipelines whose stages are all in one process")
+            raise ConfigError(
+                f"{setting('engine', 'local')} runs pipelines whose stages are all in one process"
+            )
         # Not with replicas: two that have other numbers of micro-batches would take the last
         # backwards of their stages in another order each, and wait for one another's all-reduce.
         self._one_thread_for_modes = world.replicas == 1 and not self._gpus

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hybridtrain.cli.config.schema import Config
-from hybridtrain.cli.run.components import load_data
+from hybridtrain.cli.run.run_data import load_data
 from hybridtrain.data.splits import DataSplits, InMemoryDataset
 from hybridtrain.datasets.imdb import with_mask
 from hybridtrain.errors import UserError

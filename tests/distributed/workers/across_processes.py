@@ -35,16 +35,16 @@ from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, World
 from hybridtrain._base.torch_private import get_default_store
-from hybridtrain.checkpoint.saving import save_checkpoint as save
-from hybridtrain.checkpoint.state import restore_checkpoint as restore
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.loader import EvalLoader
+from hybridtrain.checkpoint import CheckpointStore
+from hybridtrain.checkpoint import restore_checkpoint as restore
+from hybridtrain.checkpoint import save_checkpoint as save
+from hybridtrain.data import EvalLoader
 from hybridtrain.errors import BatchError, ConfigError, WorldError
 from hybridtrain.loop import evaluate
 from hybridtrain.loss import Accuracy, cross_entropy
 from hybridtrain.pipeline import read_timelines, timeline
 from hybridtrain.schedule import Account
-from hybridtrain.step.in_progress import StepInProgress
+from hybridtrain.step import StepInProgress
 from hybridtrain.step.non_finite import find_origin
 
 torch.set_num_threads(1)

@@ -20,10 +20,9 @@ from torch.nn import functional as F
 
 import hybridtrain.smp as smp
 from hybridtrain import HybridModel, ShardedOptimizer, World
-from hybridtrain.checkpoint import state
-from hybridtrain.checkpoint.saving import finishing_saves as finishing
-from hybridtrain.checkpoint.saving import save_checkpoint as save
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint import CheckpointStore, state
+from hybridtrain.checkpoint import finishing_saves as finishing
+from hybridtrain.checkpoint import save_checkpoint as save
 from hybridtrain.smp import runtime
 
 torch.set_num_threads(1)

@@ -166,7 +166,7 @@ for setting, values in {
     "seed": (0, 1),
     "shuffle": (True, False),
     "drop_last": (True, False),
-    "first_batches": (1, 2),
+    "first_batches": (None, 2),
 }.items():
 
     @cells.add(f"another {setting}= on another rank is an error")
@@ -176,6 +176,20 @@ for setting, values in {
             Loader(arrays(), settings.pop("batch_size"), world, **settings)
         assert str(raised.value) == (
             f"{setting}= of TrainLoader differs between the ranks: {on_each_rank(values)}"
+        )
+
+
+for option, values in {"steps": (2, 3), "clip_norm": (None, 1.0)}.items():
+
+    @cells.add(f"another {option}= of a trainer on another rank is an error")
+    def _(world, option=option, values=values):
+        model = HybridModel(nn.Linear(4, 4), world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"steps": 2, option: values[world.rank]}
+        with pytest.raises(ConfigError) as raised:
+            Trainer(model, optimizer, nn.MSELoss(), Loader(arrays(), 4, world), **options)
+        assert str(raised.value) == (
+            f"{option}= of TrainerOptions differs between the ranks: {on_each_rank(values)}"
         )
 
 

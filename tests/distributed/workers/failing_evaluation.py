@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hybridtrain import EvalLoader, HybridModel, Trainer, World
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.loader import TrainLoader
+from hybridtrain.checkpoint import CheckpointStore
+from hybridtrain.data import TrainLoader
 from hybridtrain.loop.callbacks import EarlyStopping
 from hybridtrain.loss import Accuracy, cross_entropy
 from hybridtrain.observe import MetricsFile

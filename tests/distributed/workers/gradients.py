@@ -30,7 +30,8 @@ from torch.utils.data import TensorDataset
 
 from hybridtrain import Trainer
 from hybridtrain import loss as losses
-from hybridtrain.data.loader import TrainLoader, permutation
+from hybridtrain.data import TrainLoader
+from hybridtrain.data.loader import permutation
 from hybridtrain.errors import UserError
 
 cells = Cells()

@@ -13,7 +13,7 @@ from support.training import assert_same, data, plain_net
 from torch.utils.data import DataLoader
 
 from hybridtrain import EvalLoader, HybridModel, Loader, Session, Trainer, World
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.errors import UserError
 from hybridtrain.loop.callbacks import EMA, Freeze, GradientNorms
 from hybridtrain.loss import cross_entropy

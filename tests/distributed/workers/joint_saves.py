@@ -11,20 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.checkpoint_files import tensors_in
 from support.launch import Cells
 from support.nets import CLASSES, classification
 from torch import nn
 from torch.nn import functional as F
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.checkpoint import read, shared_files
+from hybridtrain.checkpoint import CheckpointStore, NoSpaceError, init_from, read, shared_files
+from hybridtrain.checkpoint import finishing_saves as finishing
+from hybridtrain.checkpoint import restore_checkpoint as restore
+from hybridtrain.checkpoint import save_checkpoint as save
 from hybridtrain.checkpoint import store as store_module
-from hybridtrain.checkpoint.init_from import init_from
-from hybridtrain.checkpoint.saving import finishing_saves as finishing
-from hybridtrain.checkpoint.saving import save_checkpoint as save
-from hybridtrain.checkpoint.state import restore_checkpoint as restore
-from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
-from hybridtrain.checkpoint.tensor_files import read_tensors
 from hybridtrain.errors import CheckpointError
 
 torch.set_num_threads(1)
@@ -90,7 +88,7 @@ def shared_folder(world):
 
 def content(path):
     """The tensors and documents of a checkpoint, read without the manifest."""
-    tensors = {stem: read_tensors(path, stem) for stem in ("model", "optimizer")}
+    tensors = {stem: tensors_in(path, stem) for stem in ("model", "optimizer")}
     documents = {
         file.name: json.loads(file.read_bytes())
         for file in sorted(path.glob("*.json"))

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, Trainer, World
+from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.checkpoint import store as store_module
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.loader import TrainLoader
+from hybridtrain.data import TrainLoader
 from hybridtrain.loss import cross_entropy
 
 

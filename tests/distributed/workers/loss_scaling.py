@@ -12,7 +12,7 @@ from support.engine import LOSS_SCALE, fp16_trainer
 from support.launch import Cells
 from support.training import data, rich_net, trainer
 
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.errors import DivergedError, Interrupted
 from hybridtrain.loss import cross_entropy
 from hybridtrain.step.non_finite import non_finite_names

@@ -18,10 +18,9 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hybridtrain import HybridModel, World
-from hybridtrain.checkpoint.init_from import init_from
-from hybridtrain.checkpoint.saving import finishing_saves as finishing
-from hybridtrain.checkpoint.saving import save_checkpoint as save
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint import CheckpointStore, init_from
+from hybridtrain.checkpoint import finishing_saves as finishing
+from hybridtrain.checkpoint import save_checkpoint as save
 from hybridtrain.errors import ConfigError
 from hybridtrain.models.gpt import gpt
 

@@ -24,7 +24,7 @@ from hybridtrain.step import OptimizerStep, ShardedOptimizer
 
 BATCH, CLASSES, STEPS = 45, 5, 6
 
-# What differs from `DEFAULTS`. The numbers of replicas are no multiples of all numbers of processes.
+# The settings that differ from `DEFAULTS`; most numbers of replicas do not divide evenly.
 CASES = {
     "batch norm and dropout": {},
     "several batches in a step": {"accumulate": 3, "replicas": 5},

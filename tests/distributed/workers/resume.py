@@ -7,23 +7,18 @@ from pathlib import Path
 
 import torch
 import torchmetrics
+from support.training import cosine
 from torch import nn
 from torch.utils.data import TensorDataset
 from torchmetrics.utilities import dim_zero_cat
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.cli.run.components import build_lr_schedule
-from hybridtrain.data.loader import EvalLoader, TrainLoader
+from hybridtrain.checkpoint import CheckpointStore
+from hybridtrain.data import EvalLoader, TrainLoader
 from hybridtrain.loop import evaluate
 from hybridtrain.loss import accuracy, cross_entropy
 
 STEPS = 10
-COSINE = {
-    "_target_": "torch.optim.lr_scheduler.CosineAnnealingLR",
-    "T_max": None,
-    "warmup_steps": 2,
-}
 
 
 def data(samples: int, seed: int) -> TensorDataset:
@@ -50,7 +45,7 @@ def trainer(folder: Path, nb_part: int, seed: int = 0) -> Trainer:
         TrainLoader(data(16, 0), 5, world, seed=1),
         evaluation=EvalLoader(data(11, 9), 4, world),
         metrics={"accuracy": accuracy()},
-        lr_schedule=build_lr_schedule(COSINE, optimizer, STEPS),
+        lr_schedule=cosine(2, STEPS)(optimizer),
         steps=STEPS,
         accumulate=1,
         clip_norm=0.5,

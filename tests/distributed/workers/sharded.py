@@ -14,11 +14,11 @@ from support.training import Recorder, data, rich_net
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, ShardedOptimizer, Trainer, World
-from hybridtrain.data.loader import EvalLoader, TrainLoader
+from hybridtrain.data import EvalLoader, TrainLoader
 from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.loop import predict
 from hybridtrain.loss import accuracy, cross_entropy
-from hybridtrain.pipeline.agreement import check_replicas
+from hybridtrain.pipeline import check_replicas
 
 torch.set_num_threads(1)
 cells = Cells()

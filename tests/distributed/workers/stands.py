@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hybridtrain.smp as smp
 from hybridtrain import HybridModel, Session, World
-from hybridtrain.data.loader import TrainLoader
+from hybridtrain.data import TrainLoader
 from hybridtrain.loop import Trainer
 
 height, how, nb_part, stall_s = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])

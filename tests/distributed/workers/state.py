@@ -28,17 +28,14 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from hybridtrain import Trainer
 from hybridtrain._base.problem import copied_problem
-from hybridtrain.checkpoint import saving
-from hybridtrain.checkpoint.init_from import init_from
-from hybridtrain.checkpoint.state import restore_checkpoint as restore
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.loader import EvalLoader
-from hybridtrain.data.stream import StreamLoader
+from hybridtrain.checkpoint import CheckpointStore, init_from, saving
+from hybridtrain.checkpoint import restore_checkpoint as restore
+from hybridtrain.data import EvalLoader, StreamLoader
 from hybridtrain.errors import CheckpointError, ConfigError, OtherProcessError, UserError
 from hybridtrain.loop import evaluate
 from hybridtrain.loss import accuracy
 from hybridtrain.options import LoaderOptions
-from hybridtrain.pipeline.agreement import check_replicas
+from hybridtrain.pipeline import check_replicas
 from hybridtrain.schedule import Account
 
 cells = Cells()
@@ -273,6 +270,9 @@ def _on_main(world):
         with pytest.raises(type(error) if world.is_main else expected) as caught:
             world.on_main(lambda error=error: fail(error))
         assert text in str(caught.value) or caught.value is error
+    assert world.from_main(lambda: world.rank + 5) == 5
+    with pytest.raises(UserError, match="no such data"):
+        world.from_main(lambda: fail(UserError("no such data")))
     calls = []
     world.on_main(lambda: calls.append(1))
     assert len(calls) == (1 if world.is_main else 0)

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from hybridtrain._base.problem import Problem, copied_problem, first_problem
-from hybridtrain.checkpoint.store import NoSpaceError
+from hybridtrain.checkpoint import NoSpaceError
 from hybridtrain.errors import DataError, DivergedError, OtherProcessError
 
 

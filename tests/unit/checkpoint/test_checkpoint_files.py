@@ -16,11 +16,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hybridtrain import HybridModel, World
+from hybridtrain.checkpoint import CheckpointStore
+from hybridtrain.checkpoint import restore_checkpoint as restore
 from hybridtrain.checkpoint.json_tree import pack, unpack
 from hybridtrain.checkpoint.manifest import MANIFEST, render_manifest
 from hybridtrain.checkpoint.state import checkpoint_files
-from hybridtrain.checkpoint.state import restore_checkpoint as restore
-from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.checkpoint.tensor_files import read_tensors, tensor_writers
 from hybridtrain.errors import CheckpointError
 

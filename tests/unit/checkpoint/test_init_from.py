@@ -11,8 +11,7 @@ from support.training import assert_same, plain_net, trainer
 from torch import nn
 
 from hybridtrain import HybridModel, World
-from hybridtrain.checkpoint.init_from import init_from, parse_init_from
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint import CheckpointStore, init_from, parse_init_from
 from hybridtrain.checkpoint.tensor_files import tensor_writers
 from hybridtrain.errors import CheckpointError
 

@@ -23,13 +23,10 @@ from support.training import (
 )
 from torch.distributed import HashStore
 
-from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
+from hybridtrain.checkpoint import CheckpointStore, NoSpaceError
 from hybridtrain.errors import ConfigError, Interrupted
-from hybridtrain.launch.activity import activity
-from hybridtrain.launch.process_store import ProcessStore
-from hybridtrain.loop import interruption
-from hybridtrain.loop.checkpoints import BestCheckpoint
-from hybridtrain.loop.interruption import Interruptions
+from hybridtrain.launch import ProcessStore, activity
+from hybridtrain.loop import BestCheckpoint, Interruptions, interruption
 from hybridtrain.options import TrainerOptions, seconds
 from hybridtrain.world import World
 

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from hybridtrain import Trainer
-from hybridtrain.data.loader import EvalLoader, TrainLoader
+from hybridtrain.data import EvalLoader, TrainLoader
 from hybridtrain.errors import DataError
-from hybridtrain.launch.activity import activity
+from hybridtrain.launch import activity
 from hybridtrain.options import LoaderOptions
 
 INPUTS = torch.arange(12.0).view(12, 1)

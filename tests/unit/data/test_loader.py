@@ -10,21 +10,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.loaders import world_of
+from support.loaders import counted, take, world_of
 from torch.utils.data import Dataset, IterableDataset
 
-from hybridtrain.data import fetch as fetching
-from hybridtrain.data.fetch import WatchedLoader, prefetch
-from hybridtrain.data.loader import (
+from hybridtrain.data import (
     Batch,
     EvalLoader,
+    InMemoryDataset,
     Loader,
     TrainLoader,
-    permutation,
+    example_batch,
     share_of,
 )
-from hybridtrain.data.splits import InMemoryDataset
-from hybridtrain.data.stream import example_batch
+from hybridtrain.data import fetch as fetching
+from hybridtrain.data.fetch import WatchedLoader, prefetch
+from hybridtrain.data.loader import permutation
 from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.options import LoaderOptions
 
@@ -60,21 +60,6 @@ def prefetched(source):
 def loader(samples, batch_size, replica=0, replicas=1, seed=0, **options):
     world, options = world_of(replica, replicas), LoaderOptions(**options)
     return TrainLoader(Numbers(samples), batch_size, world, seed=seed, options=options)
-
-
-def take(loader, count, epoch=0, batch=0):
-    loader.seek(epoch, batch * loader.batch_size)
-    stream = loader.stream()
-    try:
-        return list(itertools.islice(stream, count))
-    finally:
-        stream.close()
-
-
-def counted(batch):
-    """Returns the samples of a share that count."""
-    assert torch.equal(batch.targets, 10 * batch.inputs), "inputs and targets were parted"
-    return batch.inputs.tolist()[: batch.samples]
 
 
 @given(SAMPLES, st.integers(1, 12), REPLICAS, st.booleans(), st.integers(0, 3))

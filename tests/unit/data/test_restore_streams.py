@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain import HybridModel, World
+from hybridtrain.checkpoint import CheckpointStore
+from hybridtrain.checkpoint import restore_checkpoint as restore
 from hybridtrain.checkpoint.state import checkpoint_files
-from hybridtrain.checkpoint.state import restore_checkpoint as restore
-from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import CheckpointError
 
 

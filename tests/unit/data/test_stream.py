@@ -10,13 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import thinned, thorough
-from support.loaders import Replicas, world_of
+from support.loaders import Replicas, counted, take, world_of
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
-from hybridtrain.data.agreement import OwnLoader
-from hybridtrain.data.loader import EvalLoader, TrainLoader
+from hybridtrain.data import EvalLoader, OwnLoader, StreamLoader, TrainLoader
 from hybridtrain.data.same_data import digest_of
-from hybridtrain.data.stream import StreamLoader
 from hybridtrain.errors import CheckpointError, DataError
 from hybridtrain.options import LoaderOptions, TrainerOptions
 
@@ -70,21 +68,6 @@ class Stateful(Numbers):
 
     def load_state_dict(self, state):
         self.at = state["at"]
-
-
-def take(loader, count, epoch=None, batch=0):
-    if epoch is not None:
-        loader.seek(epoch, batch * loader.batch_size)
-    stream = loader.stream()
-    try:
-        return list(itertools.islice(stream, count))
-    finally:
-        stream.close()
-
-
-def counted(batch):
-    assert torch.equal(batch.targets, 10 * batch.inputs), "inputs and targets were parted"
-    return batch.inputs.tolist()[: batch.samples]
 
 
 def shares(count, batch_size, replicas, make, **options):

@@ -9,12 +9,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from hybridtrain import HybridModel, Loader, Trainer, World
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.agreement import OwnLoader
-from hybridtrain.data.loader import EvalLoader
-from hybridtrain.data.stream import StreamLoader
+from hybridtrain.checkpoint import CheckpointStore
+from hybridtrain.data import EvalLoader, OwnLoader, StreamLoader
 from hybridtrain.errors import ConfigError, DataError
-from hybridtrain.launch.activity import Phase, activity
+from hybridtrain.launch import Phase, activity
 from hybridtrain.loss import cross_entropy
 from hybridtrain.options import LoaderOptions
 

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from support.loaders import world_of
 from support.small_data import rows_of_texts, write_tokenizer
 
-from hybridtrain.data import EvalLoader, TrainLoader
-from hybridtrain.data.stream import example_batch
+from hybridtrain.data import EvalLoader, TrainLoader, example_batch
 from hybridtrain.datasets import hf_datasets
 from hybridtrain.errors import ConfigError, DataError, UserError
 from hybridtrain.loss import cross_entropy

@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+import shutil
 
 import numpy as np
 import pytest
@@ -140,6 +141,17 @@ def test_splits_of_other_classes_are_refused_by_the_names_of_these(tmp_path):
     (tmp_path / "val/red").rename(tmp_path / "val/rot")
     with pytest.raises(DataError, match=r"only one of them has: red, rot"):
         image_folder(tmp_path)
+
+
+def test_a_changed_image_changes_the_digest_and_a_copy_of_the_folder_does_not(tmp_path):
+    root = write_images(tmp_path / "one", COUNTS)
+    before = image_folder(root).digest
+    copy = shutil.copytree(root, tmp_path / "two", copy_function=shutil.copyfile)  # new times
+    assert image_folder(copy).digest == before
+    image = next(copy.rglob("*.png"))
+    content = image.read_bytes()
+    image.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert image_folder(copy).digest != before
 
 
 def test_a_damaged_image_is_named_when_it_is_read(tmp_path):

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from hybridtrain import HybridModel, World
 from hybridtrain.errors import SplitError
-from hybridtrain.graph.chain import ChainBuilder
-from hybridtrain.graph.segment import works_in_place
+from hybridtrain.graph import ChainBuilder, works_in_place
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

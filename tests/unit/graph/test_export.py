@@ -17,7 +17,7 @@ from support.traced import (
 )
 from torch import nn
 
-from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.graph import ChainBuilder
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

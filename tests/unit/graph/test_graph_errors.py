@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from hybridtrain import shared
 from hybridtrain.errors import BatchError, ConfigError, SplitError
-from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.graph import CallSignature, ChainBuilder
+from hybridtrain.graph.exporter import SizeChecks
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -304,3 +304,16 @@ def test_a_module_that_cannot_be_expanded_further_is_left_whole():
     assert "part" in [layer.name for layer in chain.layers]
     assert "reads 'table'" in chain.unexpanded["part"]
     assert_same(Around(), samples(), 2, example_inputs=samples())
+
+
+def test_a_condition_on_sizes_that_divides_by_zero_is_reported_as_other_sizes():
+    class DividesByRows(nn.Module):
+        def forward(self, inputs):
+            assert 12 // len(inputs) == 3
+
+    checks = SizeChecks("Net", DividesByRows(), [])
+    message = (
+        r"Net depends on sizes: it was traced for other sizes \(.*by zero\), and a micro-batch"
+    )
+    with pytest.raises(BatchError, match=message):
+        checks(torch.zeros(0, 2))

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import StageOwners, costs, planner
-from hybridtrain.partitioning.planner import plan
+from hybridtrain.partitioning import StageOwners, costs, plan, planner
 
 WIDTH = 6
 MEASURED = [

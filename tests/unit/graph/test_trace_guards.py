@@ -21,7 +21,7 @@ from support.traced import (
 from torch import Tensor, nn
 
 from hybridtrain.errors import ConfigError, SplitError
-from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.graph import ChainBuilder
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

@@ -10,10 +10,7 @@ import pytest
 
 from hybridtrain._base.torch_private import HashStore
 from hybridtrain.cli.run import errors as error_report
-from hybridtrain.launch import signals
-from hybridtrain.launch.process_id import this_process
-from hybridtrain.launch.process_store import ProcessStore
-from hybridtrain.launch.watchdog import Watchdog
+from hybridtrain.launch import ProcessStore, Watchdog, signals, this_process
 
 
 @pytest.fixture

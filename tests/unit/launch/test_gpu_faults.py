@@ -24,7 +24,7 @@ from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.run import build
 from hybridtrain.data import as_loader
 from hybridtrain.errors import BatchError, WorldError
-from hybridtrain.graph.segment import layers_of
+from hybridtrain.graph import layers_of
 from hybridtrain.loop import RunStats
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning.costs import LayerProfiler

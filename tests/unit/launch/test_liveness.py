@@ -3,7 +3,7 @@
 from support.clock import Clock
 
 from hybridtrain._base.torch_private import HashStore
-from hybridtrain.launch.process_store import ProcessStore
+from hybridtrain.launch import ProcessStore
 from hybridtrain.launch.watchdog import BEAT_S, Liveness
 
 

@@ -1,6 +1,7 @@
 """How processes meet: who is another run's, who has failed before, what is told once."""
 
 import gc
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +13,8 @@ from hybridtrain._base import torch_private as _torch_private
 from hybridtrain._base.problem import copied_problem
 from hybridtrain._base.torch_private import HashStore
 from hybridtrain.errors import WorldError
-from hybridtrain.launch import environment, free_port, meeting
-from hybridtrain.launch.environment import Launch
-from hybridtrain.launch.meeting import meet, tell_failure
+from hybridtrain.launch import Launch, environment, free_port, meet, meeting, tell_failure
+from hybridtrain.launch.process_id import this_process
 
 
 def launches(size, run="Slurm job 1, step 0, attempt 0"):
@@ -104,6 +104,29 @@ def test_rank_0_hears_of_a_process_that_fails_before_it_joins():
     assert copied_problem(found[2]) is not None  # rank 0 tells it
     assert isinstance(found[2], WorldError)
     assert "its disk is full" in found[1]
+
+
+def test_a_process_that_ends_while_the_others_are_awaited_is_named_at_once(monkeypatch):
+    child = subprocess.Popen(["true"])
+    child.wait()
+    dead = this_process()._replace(pid=child.pid)
+    monkeypatch.setattr(meeting, "this_process", lambda: dead)
+    monkeypatch.setattr(meeting, "_TELL_S", 0.5)
+    zero, one, _ = launches(3)
+    error, _ = together(joins(zero, timeout_s=600), joins(one, timeout_s=600))
+    assert isinstance(error, WorldError)
+    assert f"rank 1 (process {child.pid} on {dead.host}) ended before all 3" in str(error)
+
+
+def test_rank_0_says_which_ranks_it_waits_for(monkeypatch, caplog):
+    monkeypatch.setattr(meeting, "_SAY_AFTER_S", 0.0)
+    zero, one, _ = launches(3)
+    together(joins(zero, timeout_s=1), joins(one, timeout_s=1))
+    (line,) = [record.getMessage() for record in caplog.records if "waiting" in record.msg]
+    assert line in (
+        "rank 0 is waiting for ranks 1, 2 of 3 processes to join",
+        "rank 0 is waiting for rank 2 of 3 processes to join",
+    )
 
 
 def test_an_error_of_rank_0_reaches_those_that_wait_for_it():

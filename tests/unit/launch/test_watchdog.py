@@ -8,12 +8,23 @@ from pathlib import Path
 import pytest
 
 from hybridtrain._base.torch_private import HashStore
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.launch import process_id, watchdog
-from hybridtrain.launch.activity import Activity, Phase, activity, end_process
-from hybridtrain.launch.process_id import has_ended, is_stopped, kill, this_process
-from hybridtrain.launch.process_store import EXIT_STALLED, Failure, ProcessStore, Report
-from hybridtrain.launch.watchdog import Watchdog, summary, write_stacks
+from hybridtrain.checkpoint import CheckpointStore
+from hybridtrain.launch import (
+    Failure,
+    Phase,
+    ProcessStore,
+    Watchdog,
+    activity,
+    end_process,
+    has_ended,
+    process_id,
+    this_process,
+    watchdog,
+)
+from hybridtrain.launch.activity import Activity
+from hybridtrain.launch.process_id import is_stopped, kill
+from hybridtrain.launch.process_store import EXIT_STALLED, Report
+from hybridtrain.launch.watchdog import summary, write_stacks
 from hybridtrain.schedule import Action
 
 

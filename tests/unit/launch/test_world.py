@@ -10,7 +10,8 @@ import torch.distributed as dist
 from hybridtrain import world as world_module
 from hybridtrain._base.devices import check_nb_part, choose_devices
 from hybridtrain.errors import WorldError
-from hybridtrain.launch.environment import Launch, detect, first_host
+from hybridtrain.launch import Launch, detect
+from hybridtrain.launch.environment import first_host
 from hybridtrain.world import World
 
 TORCHRUN = {
@@ -308,7 +309,7 @@ def test_a_single_process_is_a_world_of_size_1(monkeypatch):
     assert world.broadcast(3) == 3
     assert world.gather("a") == ["a"]
     assert world.sum(torch.tensor([2.0])).tolist() == [2.0]
-    assert world.on_main(lambda: 7) == 7
+    assert world.on_main(lambda: 7) == world.from_main(lambda: 7) == 7
     world.close()
 
 

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.checkpoint_files import tensors_in
 from support.training import assert_same, assert_same_run, cosine, data, plain_net, trainer
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.checkpoint.tensor_files import read_tensors
-from hybridtrain.data.loader import EvalLoader
+from hybridtrain.checkpoint import CheckpointStore
+from hybridtrain.data import EvalLoader
 from hybridtrain.errors import CheckpointError, ConfigError
 from hybridtrain.loop.callbacks import (
     EMA,
@@ -280,6 +280,19 @@ def test_the_average_resumes_exactly_and_begins_anew_without_a_state(tmp_path, c
     assert_same(late.callbacks[0].average(), weights, "the weights of step 4")
 
 
+def states_after_each_step(run):
+    """Returns a list that gets the state of the model after each step of the run."""
+    seen = []
+    step = run.recorder.on_step
+
+    def watch(trainer, samples):
+        step(trainer, samples)
+        seen.append({name: value.clone() for name, value in run.model.state_dict().items()})
+
+    run.recorder.on_step = watch
+    return seen
+
+
 @pytest.mark.parametrize("cut", [2, 3, 5, 6])
 def test_a_run_that_freezes_and_frees_resumes_exactly(cut, tmp_path):
     def callbacks():
@@ -287,14 +300,7 @@ def test_a_run_that_freezes_and_frees_resumes_exactly(cut, tmp_path):
 
     store = CheckpointStore(tmp_path)
     whole = trainer(callbacks=callbacks(), lr=cosine(0, 9))
-    seen = []
-    step = whole.recorder.on_step
-
-    def watch(run, samples):
-        step(run, samples)
-        seen.append({n: p.detach().clone() for n, p in whole.model.named_parameters()})
-
-    whole.recorder.on_step = watch
+    seen = states_after_each_step(whole)
     whole.fit()
     first = trainer(callbacks=callbacks(), lr=cosine(0, 9), store=store, checkpoint_every_steps=1)
     first.total_steps = cut
@@ -328,21 +334,14 @@ def test_a_parameter_is_frozen_while_one_of_several_freezes_it(reverse):
 def test_the_best_weights_are_kept_and_the_others_removed(tmp_path):
     best = BestWeights(tmp_path, k=2)
     ours = trainer(steps=6, eval_every=1, callbacks=[best])
-    states = {}
-    step = ours.recorder.on_step
-
-    def watch(run, samples):
-        step(run, samples)
-        states[run.step] = {n: v.clone() for n, v in ours.model.state_dict().items()}
-
-    ours.recorder.on_step = watch
+    seen = states_after_each_step(ours)
     ours.fit()
     losses = {s: v for (s, tag), v in ours.recorder.values.items() if tag == "eval/loss"}
     order = sorted(losses, key=losses.get)[:2]
     assert sorted(tmp_path.glob("*")) == sorted(best.paths())
     assert [int(path.stem[5:]) for path in best.paths()] == order
     for path, number in zip(best.paths(), order, strict=True):
-        assert_same(read_tensors(tmp_path, path.stem), states[number], path.name)
+        assert_same(tensors_in(tmp_path, path.stem), seen[number - 1], path.name)
 
 
 def test_a_step_of_the_users_own_that_returns_too_little_is_named():
@@ -582,14 +581,7 @@ def test_a_gradient_that_is_not_finite_is_not_made_finite_by_clipping():
 @pytest.mark.parametrize("cut", [2, 5, 6])
 def test_the_average_of_swa_is_the_mean_of_the_steps_that_count(cut, tmp_path):
     whole = trainer(callbacks=[SWA(start=4, every=2)], eval_every=9)
-    seen = []
-    step = whole.recorder.on_step
-
-    def watch(run, samples):
-        step(run, samples)
-        seen.append({n: p.detach().clone() for n, p in whole.model.named_parameters()})
-
-    whole.recorder.on_step = watch
+    seen = states_after_each_step(whole)
     whole.fit()
     for name, average in whole.callbacks[0].average().items():
         expected = torch.stack([seen[step - 1][name] for step in (4, 6, 8)]).mean(0)
@@ -609,14 +601,7 @@ def test_an_swa_that_a_resumed_run_adds_is_the_mean_of_the_steps_it_saw(kept, tm
     trainer(steps=6, callbacks=kept, store=store).fit()
     late = trainer(steps=9, callbacks=[SWA(start=2)])
     late.resume(store.newest())
-    seen = []
-    step = late.recorder.on_step
-
-    def watch(run, samples):
-        step(run, samples)
-        seen.append({n: p.detach().clone() for n, p in late.model.named_parameters()})
-
-    late.recorder.on_step = watch
+    seen = states_after_each_step(late)
     late.fit()
     assert len(seen) == 3
     for name, average in late.callbacks[0].average().items():

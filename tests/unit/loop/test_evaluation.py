@@ -14,9 +14,10 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from hybridtrain import HybridModel, World
-from hybridtrain.data.loader import EvalLoader
+from hybridtrain.data import EvalLoader
 from hybridtrain.errors import ConfigError
-from hybridtrain.launch.activity import Phase, Work, activity
+from hybridtrain.launch import Phase, activity
+from hybridtrain.launch.activity import Work
 from hybridtrain.loop import evaluate, predict
 from hybridtrain.loss import METRICS, accuracy, cross_entropy, nll
 from hybridtrain.observe import MetricsFile

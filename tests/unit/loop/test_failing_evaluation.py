@@ -8,8 +8,8 @@ import torch
 from support.training import Recorder, assert_same_run, cosine, data, rich_net, trainer
 from torch.utils.data import Dataset
 
-from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
-from hybridtrain.data.loader import EvalLoader
+from hybridtrain.checkpoint import CheckpointStore, NoSpaceError
+from hybridtrain.data import EvalLoader
 from hybridtrain.loop.callbacks import BestWeights, Callback, EarlyStopping
 from hybridtrain.loss import Accuracy, accuracy, cross_entropy
 from hybridtrain.observe import MetricsFile

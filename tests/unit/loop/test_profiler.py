@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridtrain._base.skip import pop, stash
-from hybridtrain.graph.chain import ChainBuilder
-from hybridtrain.graph.segment import layers_of
+from hybridtrain.graph import ChainBuilder, layers_of
 from hybridtrain.partitioning.costs import MAX_REPEATS, SLOW_MS, LayerProfiler
 from hybridtrain.partitioning.estimates import estimate_costs
 

@@ -22,12 +22,12 @@ from support.training import (
 )
 from torch import nn
 
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.errors import ConfigError
 from hybridtrain.loop import Throughput, TrainerOptions
 from hybridtrain.loss import cross_entropy
 from hybridtrain.observe import MetricsFile
-from hybridtrain.step.finite_check import FiniteCheck
+from hybridtrain.step import FiniteCheck
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

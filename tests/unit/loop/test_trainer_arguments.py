@@ -10,8 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import EvalLoader, HybridModel, Loader, Trainer
-from hybridtrain.data.loader import TrainLoader
-from hybridtrain.data.stream import StreamLoader
+from hybridtrain.data import StreamLoader, TrainLoader
 from hybridtrain.errors import ConfigError
 from hybridtrain.loop import Callback, Tracker
 from hybridtrain.loop.callbacks import EMA, BestWeights, EarlyStopping

@@ -20,8 +20,8 @@ from support.training import (
 )
 from torch import nn
 
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.loader import TrainLoader
+from hybridtrain.checkpoint import CheckpointStore
+from hybridtrain.data import TrainLoader
 from hybridtrain.errors import CheckpointError
 from hybridtrain.options import LoaderOptions
 

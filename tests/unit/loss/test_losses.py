@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel
-from hybridtrain.data.loader import EvalLoader, TrainLoader
+from hybridtrain.data import EvalLoader, TrainLoader
 from hybridtrain.errors import BatchError, ConfigError, DataError
 from hybridtrain.loop import evaluate
 from hybridtrain.loss import MeanLoss, SumLoss, accuracy, cross_entropy

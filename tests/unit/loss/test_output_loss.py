@@ -11,8 +11,7 @@ from torch import nn
 
 from hybridtrain import HybridModel
 from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.loss import MeanLoss, model_output
-from hybridtrain.loss.transformers_counts import count_of_output
+from hybridtrain.loss import MeanLoss, count_of_output, model_output
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

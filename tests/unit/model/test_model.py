@@ -14,7 +14,7 @@ from torch import nn
 import hybridtrain
 from hybridtrain import HybridModel, PipelineOptions, World
 from hybridtrain.errors import BatchError, ConfigError, UserError
-from hybridtrain.partitioning.plan import table
+from hybridtrain.partitioning import table
 from hybridtrain.pipeline.engines import InlineEngine, ThreadEngine
 
 LIBRARY = str(Path(hybridtrain.__file__).parent)

@@ -9,7 +9,7 @@ from support.engine import LOSS_SCALE, float_mse, fp16_trainer
 from support.nets import WIDTH, regression
 from torch import nn
 
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.errors import DivergedError
 
 NB_PARTS = [1, 2, 4]

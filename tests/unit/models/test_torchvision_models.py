@@ -16,7 +16,7 @@ from torchvision.models.inception import InceptionOutputs
 
 from hybridtrain import HybridModel, World
 from hybridtrain.errors import ConfigError
-from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.graph import ChainBuilder
 from hybridtrain.loss import accuracy, cross_entropy, mse, nll
 from hybridtrain.models import torchvision_model, torchvision_models
 from hybridtrain.models.torchvision_models import shapes_only

@@ -10,8 +10,7 @@ from nbclient import NotebookClient
 from support.launch import environment
 
 from hybridtrain.errors import ConfigError, ProcessFailedError
-from hybridtrain.launch import notebook
-from hybridtrain.launch.notebook import notebook_launcher
+from hybridtrain.launch import notebook, notebook_launcher
 
 FIRST = """
 import torch

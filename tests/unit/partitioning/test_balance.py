@@ -3,23 +3,16 @@
 import random
 import re
 from fractions import Fraction
-from itertools import combinations, pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridtrain.errors import SplitError
-from hybridtrain.partitioning.costs import LayerCost
-from hybridtrain.partitioning.objective import (
-    INFINITY,
-    Objective,
-    best_cut,
-    cut_by_costs,
-    range_sums,
-    stage_costs,
-    stage_tables,
-)
+from hybridtrain.partitioning import LayerCost, Objective, cut_by_costs, stage_costs
+from hybridtrain.partitioning.cut_search import best_cut, every_cut, improved_cut
+from hybridtrain.partitioning.objective import INFINITY, range_sums, stage_tables
 from hybridtrain.schedule import gpipe, one_forward_one_backward, peak_in_flight
 
 GIB = 2**30
@@ -28,11 +21,6 @@ GIB = 2**30
 def balance(costs, parts):
     """The best cut of layers that cost the same in every part."""
     return best_cut([range_sums(costs)] * parts)
-
-
-def every_cut(n, parts):
-    for inner in combinations(range(1, n), parts - 1):
-        yield [end - start for start, end in pairwise([0, *inner, n])]
 
 
 def bounds_of(counts):
@@ -199,6 +187,37 @@ def test_no_cut_of_a_random_chain_is_better_in_time_and_memory(seed):
     counts = cut_by_costs(chain.costs, chain.in_flight, chain.goal, chain.no_cut_before)
     assert counts in possible
     assert chain.rank(counts) == min(map(chain.rank, possible))
+
+
+def test_every_cut_into_stages_is_tried_once():
+    for n, stages in product(range(1, 8), range(1, 5)):
+        for banned in (set(), {1}, {2, 5}):
+            cuts = list(every_cut(n, stages, banned))
+            assert sorted(cuts) == sorted(
+                list(counts)
+                for counts in product(range(1, n + 1), repeat=stages)
+                if sum(counts) == n and not banned & {start for start, _ in bounds_of(counts)[1:]}
+            )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_move_of_a_layer_improves_an_improved_cut(seed):
+    draw = random.Random(seed)
+    n, stages = draw.randint(4, 9), draw.randint(2, 4)
+    banned = {i for i in range(1, n) if draw.random() < 0.2}
+    scores = {tuple(counts): draw.randint(0, 20) for counts in every_cut(n, stages)}
+    allowed = {tuple(counts) for counts in every_cut(n, stages, banned) if draw.random() < 0.8}
+    for begin in allowed:
+        improved = improved_cut(
+            begin, lambda counts: scores[tuple(counts)], lambda c: tuple(c) in allowed, banned
+        )
+        assert tuple(improved) in allowed
+        assert scores[tuple(improved)] <= scores[begin]
+        for border, step in product(range(stages - 1), (-1, 1)):
+            moved = list(improved)
+            moved[border] += step
+            moved[border + 1] -= step
+            assert tuple(moved) not in allowed or scores[tuple(moved)] >= scores[tuple(improved)]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -9,16 +9,15 @@ import torch
 from torch import nn
 
 from hybridtrain._base.hardware import Hardware
-from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.graph import ChainBuilder
 from hybridtrain.models import gpt
 from hybridtrain.partitioning import (
     LayerCost,
     cost_table,
+    measured_costs,
 )
-from hybridtrain.partitioning.cost_table import measured_costs
 from hybridtrain.partitioning.costs import LayerProfiler
-from hybridtrain.price.layout import Choices, StepWork
-from hybridtrain.price.plan_table import find_plans
+from hybridtrain.price import Choices, StepWork, find_plans
 
 CPU = torch.device("cpu")
 MACHINE = Hardware(device="cpu", devices_per_node=2, flops_per_s={"fp32": 1e10}, operator_s=0.0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridtrain.graph.segment import layers_of
+from hybridtrain.graph import layers_of
 from hybridtrain.partitioning.costs import count
 
 

@@ -10,8 +10,7 @@ from torch import nn
 
 from hybridtrain._base.torch_private import TorchDispatchMode
 from hybridtrain.errors import SplitError
-from hybridtrain.graph.chain import ChainBuilder
-from hybridtrain.graph.segment import layers_of
+from hybridtrain.graph import ChainBuilder, layers_of
 from hybridtrain.models import gpt, transformer
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import LayerCost, StageOwners, plan

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from hybridtrain.errors import SplitError
-from hybridtrain.partitioning.costs import LayerCost
-from hybridtrain.partitioning.plan import Plan, StagePlan, counts_for, table
+from hybridtrain.partitioning import LayerCost, Plan, StagePlan, table
+from hybridtrain.partitioning.plan import counts_for
 
 MIB = 2**20
 

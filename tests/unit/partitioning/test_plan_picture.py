@@ -6,8 +6,7 @@ from collections import Counter
 
 import pytest
 
-from hybridtrain.observe import pictures
-from hybridtrain.observe.pictures import NodesPoint, draw_plan
+from hybridtrain.observe import NodesPoint, draw_plan, pictures
 from hybridtrain.schedule import make_schedule, simulate
 
 MIB = 2**20

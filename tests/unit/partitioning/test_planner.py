@@ -14,7 +14,7 @@ from torch import nn
 
 from hybridtrain import HybridModel, World, partition, set_partition
 from hybridtrain.errors import ConfigError, SplitError
-from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.graph import ChainBuilder
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import (
     LayerCost,
@@ -24,9 +24,9 @@ from hybridtrain.partitioning import (
     balance_by_size,
     balance_by_time,
     plan,
+    table,
 )
 from hybridtrain.partitioning.costs import LayerProfiler
-from hybridtrain.partitioning.plan import table
 
 WIDTH, ROWS = 8, 6
 MEASURED = ["time", "memory", "balanced"]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hybridtrain.errors import SplitError
-from hybridtrain.graph.segment import Layer, layers_of
+from hybridtrain.graph import Layer, layers_of
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import StageOwners, plan
 from hybridtrain.partitioning.manual_split import counts_by_patterns, split_layers

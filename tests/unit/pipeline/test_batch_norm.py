@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.data.loader import TrainLoader
+from hybridtrain.data import TrainLoader
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import LoaderOptions
 

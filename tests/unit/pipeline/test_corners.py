@@ -8,12 +8,11 @@ from support.compare import assert_same_gradients, hybrid
 from torch import nn
 from torch.nn import functional as F
 
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.cli.run.components import build_lr_schedule
-from hybridtrain.data.loader import EvalLoader, LoaderOptions, TrainLoader
-from hybridtrain.data.splits import InMemoryDataset, already_batched
+from hybridtrain.checkpoint import CheckpointStore
+from hybridtrain.data import EvalLoader, InMemoryDataset, TrainLoader, already_batched
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.loop import Trainer, evaluate
+from hybridtrain.options import LoaderOptions
 
 ROWS = LoaderOptions(collate=already_batched)
 
@@ -129,13 +128,12 @@ def trainer(lr, batch_size=4, weight_decay=0.0, store=None, **length):
     torch.manual_seed(0)
     model = hybrid(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay)
-    config = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 3, "gamma": 0.5}
     return Trainer(
         model,
         optimizer,
         F.mse_loss,
         TrainLoader(InMemoryDataset(*batch(16)), batch_size, model.world, options=ROWS),
-        lr_schedule=build_lr_schedule(config, optimizer, 8),
+        lr_schedule=torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5),
         store=store,
         **length,
     )

@@ -9,7 +9,7 @@ from support.compare import assert_same, copied, hybrid
 from support.nets import CASES, DictToTuple, ToDict, floats
 from torch import nn
 
-from hybridtrain.data.loader import EvalLoader
+from hybridtrain.data import EvalLoader
 from hybridtrain.errors import BatchError
 from hybridtrain.loop import predict
 

@@ -11,7 +11,7 @@ from support.traced import WIDTH, hybrid, linear, names, samples
 from torch import nn
 
 from hybridtrain.errors import ConfigError, SplitError
-from hybridtrain.graph.chain import ChainBuilder
+from hybridtrain.graph import ChainBuilder
 
 calls = 0
 gain = 2.0

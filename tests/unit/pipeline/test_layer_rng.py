@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hybridtrain._base.torch_private import InterceptedDraws, find_random_operations
-from hybridtrain.pipeline.layer_rng import DrawsOf, LayerRNG
+from hybridtrain.pipeline import DrawsOf
+from hybridtrain.pipeline.layer_rng import LayerRNG
 
 
 def test_draws_of_neighbouring_steps_layers_and_micro_batches_are_unrelated():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.graph.segment import Layer
+from hybridtrain.graph import Layer
 from hybridtrain.pipeline.layer_state import StageState
 from hybridtrain.pipeline.recomputation_proof import FIRST_STEPS
 

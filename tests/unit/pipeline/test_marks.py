@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 from hybridtrain.errors import SplitError
-from hybridtrain.graph.segment import Layer, layers_of
+from hybridtrain.graph import Layer, layers_of
+from hybridtrain.partitioning import partition, set_partition
 from hybridtrain.partitioning.manual_split import (
     counts_by_marks,
     has_marks,
     marked_stage,
-    partition,
-    set_partition,
     spans_stages,
 )
 

@@ -21,7 +21,7 @@ from support.nets import WIDTH, floats, regression
 from torch import nn
 
 from hybridtrain.errors import ConfigError
-from hybridtrain.graph.segment import layers_of
+from hybridtrain.graph import layers_of
 from hybridtrain.partitioning import recompute_policy, whole_stages
 
 RECOMPUTING = ["except_last", "always", {"every": 1}, {"every": 2}, ["1"]]

@@ -20,7 +20,7 @@ from torch import nn
 
 from hybridtrain._base.skip import pop, stash
 from hybridtrain.errors import SplitError
-from hybridtrain.graph.segment import layers_of
+from hybridtrain.graph import layers_of
 from hybridtrain.pipeline.engines import threads
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link, crossing, links_between, routes
 

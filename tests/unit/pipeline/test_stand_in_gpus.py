@@ -27,8 +27,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from hybridtrain import HybridModel, World
+from hybridtrain.pipeline import Timeline
 from hybridtrain.pipeline.recomputation_proof import FIRST_STEPS
-from hybridtrain.pipeline.timeline import Timeline
 from hybridtrain.pipeline.transfer import Inputs, receive, send
 from hybridtrain.schedule import make_schedule
 

@@ -24,8 +24,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import TensorDataset
 
 from hybridtrain import Trainer
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.data.loader import TrainLoader
+from hybridtrain.checkpoint import CheckpointStore
+from hybridtrain.data import TrainLoader
 
 SPLITS = [(2, 1), (3, 1), (4, 1), (2, 2)]  # (nb_part, stages_per_device)
 

@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.data.loader import TrainLoader
+from hybridtrain.data import TrainLoader
 from hybridtrain.loop import Tracker
-from hybridtrain.observe.pictures import COLOURS, WAITS, draw, draw_accounts
-from hybridtrain.observe.timeline import TimelineFiles, chrome_trace, spans_of_trace
+from hybridtrain.observe import COLOURS, WAITS, TimelineFiles, draw_accounts, spans_of_trace
+from hybridtrain.observe.pictures import draw
+from hybridtrain.observe.timeline import chrome_trace
 from hybridtrain.observe.trackers import TensorBoard
 from hybridtrain.pipeline import Timeline
 from hybridtrain.pipeline import timeline as timeline_module

@@ -19,16 +19,18 @@ from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph import ChainBuilder
 from hybridtrain.loss import cross_entropy
 from hybridtrain.models import gpt
-from hybridtrain.partitioning import LossOfStep
-from hybridtrain.partitioning.cost_table import (
+from hybridtrain.partitioning import (
+    LayerCost,
+    LayerSize,
+    LossOfStep,
     count_layers,
     counted_costs,
     counted_costs_of_one_size,
     given_costs,
 )
-from hybridtrain.partitioning.costs import LayerCost, LayerSize
 from hybridtrain.price import (
     Choices,
+    DeviceMemory,
     ParallelLayout,
     StepWork,
     find_layouts,
@@ -38,7 +40,7 @@ from hybridtrain.price import (
     proposed,
 )
 from hybridtrain.price.price import price
-from hybridtrain.price.stage_needs import DeviceMemory, device_memory, most_temporary
+from hybridtrain.price.stage_needs import device_memory, most_temporary
 from scripts.bench.planning import literature
 from scripts.bench.planning.run import ALLOCATED, allocated_peak
 
@@ -176,12 +178,20 @@ def test_an_answer_says_how_fast_how_long_and_what_it_costs():
     assert "device-hours" not in plans.answer(None)
 
 
+LONG = torch.zeros(2, 2048, dtype=torch.long)
+
+
+def gpt_of_7b():
+    sizes = {"n_layer": 32, "d_model": 4096, "n_head": 32}
+    return construct_on_meta(lambda: gpt(50304, 2048, **sizes))
+
+
 @pytest.mark.parametrize(("nodes", "is_advised"), [(1, True), (128, False)])
 def test_fsdp2_is_advised_where_it_is_faster_and_its_price_was_compared(nodes, is_advised):
-    hardware = replace(MACHINE, nodes=nodes)
+    hardware = replace(MACHINE, nodes=nodes, node_bytes_per_s=4.5e11, network_bytes_per_s=4e11)
     job = StepWork(2 * hardware.devices)
-    slow = Choices(nb_part=[2], engine=["local"])  # half of the time is idle
-    plans = find_plans(small_gpt(), TOKENS, hardware, job, choices=slow, precision="bf16")
+    slow = Choices(nb_part=[8], engine=["distributed"], chunks=[16])  # a third of the time is idle
+    plans = find_plans(gpt_of_7b(), LONG, hardware, job, choices=slow, precision="bf16", best=1)
     assert plans.fully_sharded.step_ms < 0.98 * plans.prices[0].step_ms
     assert plans.advises_fsdp2 is is_advised
     told = plans.answer()
@@ -190,6 +200,41 @@ def test_fsdp2_is_advised_where_it_is_faster_and_its_price_was_compared(nodes, i
     equals = replace(plans, prices=[replace(plans.prices[0], step_ms=plans.fully_sharded.step_ms)])
     assert not equals.advises_fsdp2
     assert "so take it" not in equals.answer()
+
+
+CPUS = Hardware(
+    device="cpu", devices_per_node=8, memory_gib=8, flops_per_s={"fp32": 1e11}, action_s=5e-5
+)
+
+
+@pytest.mark.parametrize("hardware", [MACHINE, CPUS, replace(MACHINE, nodes=2)])
+@pytest.mark.parametrize(
+    ("net", "inputs"),
+    [
+        (nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.zeros(16, 64)),
+        (small_gpt(), TOKENS),
+    ],
+    ids=["mlp", "gpt"],
+)
+def test_a_toy_model_is_not_advised_to_shard(net, inputs, hardware):
+    plans = find_plans(net, inputs, hardware, StepWork(64), best=1)
+    assert not plans.advises_fsdp2
+    assert "so take it" not in plans.answer()
+
+
+def test_fully_sharded_counts_the_latency_and_the_launch_of_each_collective():
+    sizes = [LayerSize(2**20, 2**20)] * 6 + [LayerSize(0, 0)] * 6  # 12 layers, half with weights
+    table = given_costs(lambda _: [LayerCost(str(i), 0, 0.0, 0.0) for i in range(12)], sizes)
+    instant = replace(MACHINE, message_s=0.0, node_latency_s=0.0)
+
+    def step_ms(**changed):
+        return fully_sharded(table, replace(instant, **changed), StepWork(8), chunks=1).step_ms
+
+    launches = step_ms(message_s=1.0) - step_ms(message_s=1e-9)
+    assert launches == pytest.approx(3 * 6 * 1e3, rel=1e-3)
+    # a latency for each step of a tree of 8 devices, and for the collectives at both ends
+    latencies = step_ms(node_latency_s=1.0) - step_ms()
+    assert latencies == pytest.approx((3 * 6 + 2) * math.log2(8) * 1e3, rel=1e-3)
 
 
 def prices_of(*wanted):

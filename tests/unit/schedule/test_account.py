@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridtrain.schedule import (
-    SCHEDULES,
     Account,
     Action,
     Schedule,
@@ -14,10 +13,11 @@ from hybridtrain.schedule import (
     account_of,
     critical_path,
     make_schedule,
+    schedule_names,
     waits,
 )
 
-NAMES = sorted(SCHEDULES)
+NAMES = sorted(schedule_names(periodic=True))
 
 
 def schedule_of(name: str, devices: int, chunks: int) -> Schedule:

@@ -1,6 +1,7 @@
 """Schedules of users, which a decorator registers."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from torch.nn.functional import mse_loss
 
 from hybridtrain import HybridModel, World
 from hybridtrain.errors import ConfigError, ScheduleError
-from hybridtrain.price import ParallelLayout
+from hybridtrain.price import Choices, ParallelLayout
+from hybridtrain.price.price import simulated_step
 from hybridtrain.price.stage_needs import most_in_flight
 from hybridtrain.schedule import (
-    SCHEDULES,
     Action,
+    Durations,
     Schedule,
     gpipe,
     make_schedule,
@@ -81,6 +83,28 @@ def test_a_users_schedule_trains_exactly(name, per_device, held, samples):
             optimizer.zero_grad()
 
 
+@schedule("late", stages_per_device=1)
+def late(devices, chunks):
+    """One micro-batch at a time up to the 40th, and all further ones at once."""
+    early = min(chunks, 40)
+    lanes = [
+        [Action(kind, device, i) for i in range(early) for kind in "FB"]
+        + [Action(kind, device, i) for kind in "FB" for i in range(early, chunks)]
+        for device in range(devices)
+    ]
+    return Schedule("late", devices, chunks, tuple(map(tuple, lanes)))
+
+
+def test_a_users_schedule_that_changes_late_is_priced_from_its_full_table():
+    layout = ParallelLayout(2, chunks=300, schedule="late")
+    assert most_in_flight(layout) == (260, 260)
+    # two stages of 1 ms forward and 2 ms backward, taken in full each time or all together
+    durations = Durations.equal(2)
+    table = make_schedule("late", 2, 4_000)
+    priced = simulated_step(replace(layout, chunks=4_000), durations)
+    assert priced.length == durations.length(table)
+
+
 @pytest.mark.parametrize("name", ["in-pairs", "v-in-turn"])
 @pytest.mark.parametrize("chunks", [1, 7, 48, 51])
 def test_a_users_schedule_is_priced_with_what_its_table_holds(name, chunks):
@@ -88,8 +112,9 @@ def test_a_users_schedule_is_priced_with_what_its_table_holds(name, chunks):
     assert most_in_flight(layout) == peak_in_flight(make_schedule(name, 3, chunks, 2))
 
 
-def test_auto_and_plan_choose_among_the_schedules_of_the_package_alone():
-    assert set(schedule_names()) > set(SCHEDULES) == {"1f1b", "gpipe", "zb-h1", "zb-v"}
+def test_auto_and_plan_choose_among_the_schedules_that_are_registered_as_periodic():
+    assert set(schedule_names()) >= {"in-pairs", "late", "v-in-turn", *Choices().schedule}
+    assert set(Choices().schedule) == {"1f1b", "gpipe", "zb-h1", "zb-v"}
 
 
 def test_a_name_belongs_to_one_function_which_may_be_defined_again():

@@ -8,12 +8,11 @@ from support.smp_names import CONFIG
 from torch import nn
 
 from hybridtrain.cli import main
-from hybridtrain.errors import BatchError, ConfigError
-from hybridtrain.smp.config import config_from_distribution, parse, read
-from hybridtrain.smp.microbatches import SplitDataset
+from hybridtrain.errors import BatchError, ConfigError, argument, naming, phrase, setting
+from hybridtrain.smp import SplitDataset, StepOutput, config_from_distribution, step
+from hybridtrain.smp.config import NAMING, parse, read
 from hybridtrain.smp.model import inputs_of
-from hybridtrain.smp.step import StepOutput, collected, names_backward, step
-from hybridtrain.smp.words import smp_words
+from hybridtrain.smp.step import collected, names_backward
 
 PARAMETERS = {
     "partitions": 4,
@@ -217,18 +216,20 @@ def test_the_arguments_of_a_call_are_the_inputs_of_a_batch():
     assert list(inputs_of(Net(), ((x, x),), {})) == ["x"]
 
 
-def test_messages_of_the_library_have_the_words_of_smp_and_keep_what_is_quoted():
-    said = (
-        "stage 1 of 'stages.0' in micro-batch 3: lower chunks= or nb_part=, set schedule=1f1b or "
-        "precision=bf16; samples are world.replica of world.replicas, as x.chunks=1 'chunks=2'"
-    )
-    expected = (
-        "partition 1 of 'stages.0' in microbatch 3: lower microbatches= or "
-        "pipeline_parallel_degree=, set pipeline=interleaved or hybridtrain.precision=bf16; "
-        "samples are smp.dp_rank() of smp.dp_size(), as x.chunks=1 'chunks=2'"
-    )
-    assert smp_words(said) == expected
-    assert smp_words(expected) == expected
+def test_messages_of_the_library_name_the_keys_of_smp():
+    with naming(NAMING):
+        assert argument("chunks") == "microbatches="
+        assert argument("nb_part") == "pipeline_parallel_degree="
+        assert setting("schedule", "1f1b") == "pipeline=interleaved"
+        assert setting("precision", "bf16") == "hybridtrain.precision=bf16"
+        assert phrase("HybridModel") == "smp.DistributedModel"
+
+
+def test_a_wrong_value_of_a_setting_is_named_as_it_was_given():
+    with pytest.raises(ConfigError, match=r"^hybridtrain\.recompute=chunks=3 "), naming(NAMING):
+        parse({"pipeline_parallel_degree": 2, "hybridtrain": {"recompute": "chunks=3"}}).options(0)
+    with pytest.raises(ConfigError, match=r"^recompute=chunks=3 "):
+        parse({"pipeline_parallel_degree": 2, "hybridtrain": {"recompute": "chunks=3"}}).options(0)
 
 
 @pytest.mark.parametrize("name", CONFIG)

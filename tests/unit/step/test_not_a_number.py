@@ -12,7 +12,7 @@ from support.engine import fp16_trainer
 from support.training import SAMPLES, Recorder, assert_same, data, plain_net, rich_net, trainer
 from torch import nn
 
-from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
+from hybridtrain.checkpoint import CheckpointStore, NoSpaceError
 from hybridtrain.errors import ConfigError, DivergedError, Interrupted
 from hybridtrain.loss import cross_entropy
 from hybridtrain.step.non_finite import BufferSnapshot, non_finite_names

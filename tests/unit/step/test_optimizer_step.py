@@ -14,7 +14,7 @@ from torch import nn
 from hybridtrain import HybridModel, Loader, OptimizerStep, World
 from hybridtrain.checkpoint import resume_run, save_run
 from hybridtrain.errors import BatchError, CheckpointError, DivergedError
-from hybridtrain.launch.activity import activity
+from hybridtrain.launch import activity
 from hybridtrain.loss import cross_entropy
 from hybridtrain.pipeline.recomputation_proof import FIRST_STEPS
 

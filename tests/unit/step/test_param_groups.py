@@ -5,7 +5,7 @@ import torch
 from support.training import assert_same, assert_same_run, cosine, moments, plain_net, trainer
 
 from hybridtrain import HybridModel, Trainer, World
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.cli.run.components import build_model_optimizer
 from hybridtrain.errors import ConfigError
 from hybridtrain.step import CombinedOptimizer, parameter_groups

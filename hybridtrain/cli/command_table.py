@@ -1,6 +1,6 @@
 """The table of commands: the function of each, its help, its flags and the keys that it reads.
 
-A command is a module of its name in this package, and one entry of `COMMANDS`, its only
+A command is a module of its name in `commands/`, and one entry of `COMMANDS`, its only
 registration. `main` dispatches by the table; `--help`, the errors about keys and the tests read it.
 It imports neither torch nor Hydra, so that help is shown at once.
 """
@@ -235,7 +235,7 @@ COMMANDS = {
     ),
 }
 
-NOT_OF_EVERY_COMMAND = frozenset(key for each in COMMANDS.values() for key in each.keys)
+NOT_OF_EVERY_COMMAND = frozenset(key for command in COMMANDS.values() for key in command.keys)
 """The keys and groups that some commands do not read; all others describe a run."""
 
 

@@ -13,8 +13,7 @@ from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import LayerCost
-from hybridtrain.price.layout import ParallelLayout, StepWork
-from hybridtrain.price.price import Prediction, predict_step, why_not_priced
+from hybridtrain.price import ParallelLayout, Prediction, StepWork, predict_step, why_not_priced
 from hybridtrain.world import World
 
 LAYOUT = ParallelLayout(2, chunks=4)

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from hybridtrain._base.problem import Problem
-from hybridtrain.checkpoint.store import CheckpointStore
+from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.run import directory as run_directory
-from hybridtrain.cli.run.components import load_data
 from hybridtrain.cli.run.directory import checkpoint_to_resume
+from hybridtrain.cli.run.run_data import load_data
 from hybridtrain.errors import CheckpointError, ConfigError, DataError
 from hybridtrain.world import World
 

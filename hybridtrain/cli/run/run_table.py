@@ -1,0 +1,320 @@
+"""Runs as their directories tell of them, in a table: the settings that differ, and the results."""
+
+from __future__ import annotations
+
+import csv
+import io
+import operator
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hybridtrain._base.files import json_lines, read_json, reading, write_atomically
+from hybridtrain._base.text_table import in_one_line, markdown_table, text_table
+from hybridtrain.cli.config.overrides import hydra_quoted, parse_overrides, read_overrides
+from hybridtrain.errors import ConfigError, DataError
+from hybridtrain.observe import RunSettings, that_differ
+
+SWEEP_FILE = Path("slurm") / "sweep.txt"
+"""In the folder of a sweep that was submitted: the overrides of each run, one run a line."""
+
+OUTPUT_DIR = "outputs"
+"""The folder in which runs are looked up by their names."""
+
+_COMPARISONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+
+
+# Keys that let a command run code, or others than the run's own.
+_GRANTS = (
+    "allow_targets",
+    "hydra.",
+    "search.launcher",
+    "search.storage",
+    "submit.",
+    "push_to",
+    "output=",
+)
+
+
+@dataclass
+class Run:
+    """A run, as its directory tells of it.
+
+    Attributes:
+        path: the run directory; that of a submitted run may not be there yet.
+        name: below the folder that was named.
+        overrides: those that it was started with.
+        reached: its state, its step and its latest evaluation.
+        config: as it was saved; empty for a run that has not begun.
+    """
+
+    path: Path
+    name: str
+    overrides: list[str]
+    reached: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> RunSettings:
+        """Its settings, of which some differ from those of other runs."""
+        return RunSettings(self.config, self.overrides)
+
+
+def runs_of(arguments: Iterable[str]) -> list[Run]:
+    """Returns the runs that the arguments of a command name.
+
+    Raises:
+        ConfigError: one of them is neither a run nor a folder with runs.
+    """
+    by_path: dict[Path, Run] = {}
+    for argument in arguments:
+        runs = list(_runs(_folder(argument)))
+        if not runs:
+            raise ConfigError(f"{argument} has no runs: a run is a folder with a file config.yaml")
+        by_path |= {run.path: run for run in runs}
+    return list(by_path.values())
+
+
+def lines_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Returns a line of the table for each run: its name, the settings that differ, its results."""
+    differ = that_differ([run.settings for run in runs])
+    return [
+        {"run": run.name, **{key: run.settings.get(key) for key in differ}, **run.reached}
+        for run in runs
+    ]
+
+
+def table_of(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a text table of `lines`, with the keys of all as columns."""
+    return "\n".join(text_table(_cells(lines), 0))
+
+
+def write_table(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Writes the table as Markdown or CSV, and says so, or why not, on stderr."""
+    if path.suffix not in (".csv", ".md"):
+        raise ConfigError(f"output={path} must end in .csv or .md")
+    file = io.StringIO()
+    if path.suffix == ".md":
+        print(markdown_table(_cells(lines)), file=file)
+    else:
+        columns = _columns(lines)
+        csv.writer(file).writerow(columns)
+        csv.writer(file).writerows([line.get(column) for column in columns] for line in lines)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, file.getvalue())
+        print(f"wrote {path}", file=sys.stderr, flush=True)
+    except OSError as error:
+        print(f"cannot write {path}: {error}", file=sys.stderr, flush=True)
+
+
+def best_run(
+    runs: Sequence[Run], order: str | None = None, config_dir: str | None = None
+) -> str | None:
+    """Returns the name, value and command of the best of several runs; None: it is not known.
+
+    The best is the one by `order`, such as `-accuracy`, if that is a result; or by
+    `checkpoint.best`; or the one with the smallest loss. Whether the largest or the smallest value
+    is best is up to the value; `order` decides for a metric that does not say it. The command has
+    the folder of options `config_dir`.
+    """
+    from hybridtrain.cli.run.components import direction_of  # with torch
+
+    config: dict[str, Any] = next((run.config for run in runs if run.config), {})
+    options, trainer = (
+        group if isinstance(group := config.get(name), Mapping) else {}
+        for name in ("checkpoint", "trainer")
+    )
+    best = options.get("best")
+    key = str(best or "loss")
+    if order is not None and any(order.lstrip("-") in run.reached for run in runs):
+        key = order.lstrip("-")
+    compared = [run for run in runs if isinstance(run.reached.get(key), int | float)]
+    if len(compared) < 2:
+        return None
+    mode = options.get("best_mode") if key == best else None
+    try:
+        mode = direction_of("checkpoint.best_mode", key, mode, trainer.get("metrics"))
+    except ConfigError:  # a metric of the user's own, or a setting that was sorted by
+        if order is None:
+            return None
+        mode = "max" if order.startswith("-") else "min"
+    wanted = "-" * (mode == "max") + key
+    run = sorted_runs(compared, wanted)[0]
+    # the command is for pasting, and words of a run directory never grant
+    left_out = [o for o in run.overrides if o.lstrip("+~").startswith(_GRANTS)]
+    words = [
+        o
+        for o in run.overrides
+        if not o.startswith(("run_name=", "output_dir=")) and o not in left_out
+    ]
+    words.append(f"run_name={hydra_quoted(str(run.config.get('run_name', run.name)))}")
+    if (output_dir := run.config.get("output_dir", OUTPUT_DIR)) != OUTPUT_DIR:
+        words.append(f"output_dir={hydra_quoted(str(output_dir))}")
+    if config_dir is not None:
+        words += ["--config-dir", config_dir]
+    said = f"best by {key}: {run.name}, {_text(run.reached[key])}"
+    keys = ", ".join(o.partition("=")[0] for o in left_out)
+    note = f"\n  (without {keys}, which only you can grant)" if keys else ""
+    return in_one_line(said) + f"\n  hybridtrain {in_one_line(shlex.join(words))}{note}"
+
+
+def runs_where(runs: Sequence[Run], column: str, sign: str, value: str) -> list[Run]:
+    """Returns the runs whose value in a column is equal to `value`, below it, or as `sign` says.
+
+    Raises:
+        ConfigError: no run has the column.
+    """
+    column = _known_column(runs, column)
+    wanted = _number(yaml.safe_load(value))
+
+    def holds(run: Run) -> bool:
+        value = _number(_value(run, column))
+        if sign in ("=", "!="):
+            return bool((value == wanted) == (sign == "="))
+        both = isinstance(value, float) and isinstance(wanted, float)
+        return both and bool(_COMPARISONS[sign](value, wanted))
+
+    return [run for run in runs if holds(run)]
+
+
+def read_sweep(path: Path) -> list[list[str]]:
+    """Returns the overrides of each line of a sweep's file; none if there is no file."""
+    if not path.is_file():
+        return []
+    return [shlex.split(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def _folder(argument: str) -> Path:
+    """Returns the folder that an argument of the command stands for."""
+    for folder in (Path(argument), Path(OUTPUT_DIR) / argument):
+        if folder.is_dir():
+            return folder.resolve()  # "." has neither a name nor a parent
+    raise ConfigError(f"there is neither a folder {argument} nor a run {OUTPUT_DIR}/{argument}")
+
+
+def _runs(folder: Path) -> Iterator[Run]:
+    """Yields the runs of a folder: itself, those in it, and those of the sweeps in it."""
+    if (folder / "config.yaml").is_file():
+        yield _run(folder, folder.name)
+        return
+    names: dict[Path, str] = {}
+    for path in sorted([*folder.glob("*/config.yaml"), *folder.glob("*/*/config.yaml")]):
+        if not (path.parents[1] / "config.yaml").is_file():  # nothing within a run
+            names[path.parent] = str(path.parent.relative_to(folder))
+    for overrides in read_sweep(folder / SWEEP_FILE):
+        run_names = [o for o in parse_overrides(overrides) if o.key_or_group == "run_name"]
+        if not run_names:
+            line = " ".join(overrides)
+            raise ConfigError(f"a line of {SWEEP_FILE} has no run_name=: {line}")
+        path = folder.parent / str(run_names[-1].value())
+        if path not in names:
+            yield Run(path, path.name, overrides, {"state": "not begun", "step": 0})
+    for path, name in names.items():
+        yield _run(path, name)
+
+
+def _run(path: Path, name: str) -> Run:
+    """Reads a run. Its line names a file that is damaged, which hides no other run."""
+    try:
+        return Run(path, name, read_overrides(path), _reached(path), _config(path / "config.yaml"))
+    except DataError as error:
+        why = str(error).replace(f"{path}/", "")
+        why = why if len(why) < 100 else f"{why[:97]}..."
+        return Run(path, name, [], {"state": why, "step": 0})
+
+
+def _config(path: Path) -> dict[str, Any]:
+    with reading(path):
+        config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        if not isinstance(config, dict):
+            raise TypeError("it is not a mapping")
+    return config
+
+
+def _reached(run: Path) -> dict[str, Any]:
+    """Returns what a run has come to: its state, its step and its latest evaluation."""
+    lines = list(json_lines(run / "metrics.jsonl"))
+    step = max((line["step"] for line in lines), default=0)
+    summary = read_json(run / "summary.json")
+    with reading(run / "summary.json"):
+        if summary is not None and summary["steps"] >= step:
+            return {"state": "done", "step": int(summary["steps"]), **(summary["eval"] or {})}
+    values = {
+        key.removeprefix("eval/"): value
+        for line in lines
+        for key, value in line.items()
+        if key.startswith("eval/")
+    }
+    return {"state": "not done", "step": step, **values}
+
+
+def _value(run: Run, column: str) -> Any:
+    """Returns what a run has in a column, or for a setting that is in none."""
+    cells = {"run": run.name, **run.reached}
+    return cells[column] if column in cells else run.settings.get(column)
+
+
+def _known_column(runs: Sequence[Run], column: str) -> str:
+    """Returns the name of a column.
+
+    Raises:
+        ConfigError: no run has it.
+    """
+    if all(_value(run, column) is None for run in runs):
+        raise ConfigError(
+            f"no run has {column}: sort and choose by a column of the table, {_names(runs)}, or "
+            f"by a key such as optim.lr"
+        )
+    return column
+
+
+def _names(runs: Sequence[Run]) -> str:
+    return ", ".join(_columns(lines_of(runs)))
+
+
+def sorted_runs(runs: Sequence[Run], order: str) -> list[Run]:
+    """Returns the runs by a column, or `-column` for the largest first; those without it last.
+
+    Raises:
+        ConfigError: no run has the column.
+    """
+    column = _known_column(runs, order.lstrip("-"))
+
+    def of_type(value: Any) -> tuple[bool, float, str]:
+        number = _number(value) if isinstance(value, int | float) else None
+        if isinstance(number, float) and number == number:
+            return False, number, str(value)
+        return True, 0.0, str(value)
+
+    having = [run for run in runs if _value(run, column) is not None]
+    having.sort(key=lambda run: of_type(_value(run, column)), reverse=order.startswith("-"))
+    return [*having, *(run for run in runs if _value(run, column) is None)]
+
+
+def _number(value: Any) -> Any:
+    """Returns a number as a float, also `1e-3`, which YAML reads as a text; others as a text."""
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return str(value)
+
+
+def _cells(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    columns = _columns(lines)
+    return [columns, *([_text(line.get(column)) for column in columns] for line in lines)]
+
+
+def _columns(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for line in lines for key in line))
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

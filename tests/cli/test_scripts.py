@@ -1,0 +1,150 @@
+"""The scripts of CI and of pre-commit: what they run, with a fake Python, pip, uv and tools."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def bash(script: Path, *arguments: object, **variables: object) -> subprocess.CompletedProcess[str]:
+    """Runs a script as a user types it, with these environment variables alone."""
+    return subprocess.run(
+        ["bash", script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": "/usr/bin:/bin", **{name: str(value) for name, value in variables.items()}},
+    )
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A folder with the scripts and the project file, and no environment."""
+    folder = tmp_path / "clone"
+    shutil.copytree(ROOT / "scripts", folder / "scripts", ignore=shutil.ignore_patterns("*.py"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+class TestWheel:
+    """scripts/wheel.sh."""
+
+    @pytest.fixture
+    def log(self, tmp_path: Path) -> Path:
+        """The log of the fake programs: each line has a working directory and a command."""
+        log = tmp_path / "log.txt"
+        note = f'echo "$PWD: ${{0##*/}} $*" >>{log}'
+        failing = '[ -z "${FAILING-}" ] || [ "$1" != "$FAILING" ]'
+        program(tmp_path / "hybridtrain", f"{note}; {failing}")
+        program(
+            tmp_path / "python",
+            f"""{note}
+case "$*" in
+    "-m venv "*) mkdir -p "$3/bin"; cp "$0" {tmp_path}/hybridtrain "$3/bin" ;;
+    *" wheel "*) touch "$8/hybridtrain-1-py3-none-any.whl"; (cd "$9"; find . -type f) >>{log} ;;
+esac""",
+        )
+        return log
+
+    def run(self, log: Path, *arguments: object, **variables: object) -> tuple[int, list[str]]:
+        temporary = log.parent / "temporary"
+        temporary.mkdir(exist_ok=True)
+        python = log.parent / "python"
+        done = bash(
+            ROOT / "scripts/wheel.sh", *arguments, PYTHON=python, TMPDIR=temporary, **variables
+        )
+        assert list(temporary.iterdir()) == [], "nothing is left over"
+        return done.returncode, log.read_text().splitlines()
+
+    def test_a_wheel_of_the_files_that_git_knows_is_installed_and_tried(self, log: Path) -> None:
+        code, lines = self.run(log, log.parent / "dist")
+        assert code == 0
+        assert [path.name for path in (log.parent / "dist").iterdir()] == [
+            "hybridtrain-1-py3-none-any.whl"
+        ]
+        packed = {line[2:] for line in lines if line.startswith("./")}
+        assert {"pyproject.toml", "hybridtrain/__init__.py", "recipes/digits.yaml"} <= packed
+        assert not [name for name in packed if "__pycache__" in name or name.startswith("tests")]
+        commands = [line.split(": ", 1) for line in lines if not line.startswith("./")]
+        (install,) = (words for _, words in commands if " install " in words)
+        assert install.endswith("/hybridtrain-1-py3-none-any.whl")
+        tried = [(folder, words) for folder, words in commands if words.startswith("hybridtrain ")]
+        assert all(folder.endswith("/empty") for folder, _ in tried), "outside the checkout"
+        assert [words.split()[1] for _, words in tried] == [
+            *("--version", "--help", "recipe=digits", "results", "evaluate"),
+        ]
+
+    @pytest.mark.parametrize("failing", ["--help", "results"])
+    def test_a_command_that_fails_fails_the_script(self, failing: str, log: Path) -> None:
+        code, lines = self.run(log, FAILING=failing)
+        assert code != 0
+        assert lines[-1].split(": ", 1)[1].split()[1] == failing
+
+
+class TestOldest:
+    """scripts/oldest.sh."""
+
+    @pytest.mark.parametrize("status", [0, 3])
+    def test_pytest_runs_with_the_lowest_direct_dependencies(
+        self, status: int, clone: Path
+    ) -> None:
+        log = clone / "log.txt"
+        program(
+            clone / "python",
+            f"""echo "$*" >>{log}
+case "$*" in
+    "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; cp {clone}/uv "$3/bin" ;;
+    "-m pytest "*) exit {status} ;;
+esac""",
+        )
+        program(
+            clone / "uv",
+            f"""echo "uv $*" >>{log}
+while [ "$1" != --output-file ]; do shift; done
+echo torch==2.11 >"$2\"""",
+        )
+        done = bash(clone / "scripts/oldest.sh", "tests/unit", "-x", PYTHON=clone / "python")
+        assert done.returncode == status, done.stderr
+        _, _, oldest, rest, install, tests = log.read_text().splitlines()
+        assert "--resolution lowest-direct" in oldest
+        assert "--constraint .venv-oldest/oldest.txt" in rest
+        assert "--constraint .venv-oldest/all.txt -e .[text,dev]" in install
+        assert tests.startswith("-m pytest")
+        assert tests.endswith("tests/unit -x")
+        assert "torch==2.11" in done.stdout
+
+
+class TestHook:
+    """scripts/hook.sh."""
+
+    def test_the_active_environment_comes_first_then_the_projects_then_the_path(
+        self, clone: Path, tmp_path: Path
+    ) -> None:
+        folders = {name: tmp_path / name for name in ("venv", "conda", "path")}
+        places = {name: folder / "bin" for name, folder in folders.items()}
+        places["path"], places["project"] = folders["path"], clone / ".venv/bin"
+        for name, place in places.items():
+            program(place / "ruff", f'echo "{name} $*"; exit 5')
+        variables = {
+            "PATH": f"{folders['path']}{os.pathsep}/usr/bin{os.pathsep}/bin",
+            "VIRTUAL_ENV": folders["venv"],
+            "CONDA_PREFIX": folders["conda"],
+        }
+        hook = clone / "scripts/hook.sh"
+        for name in ("venv", "conda", "project", "path"):
+            done = bash(hook, "ruff", "check", "a file.py", **variables)
+            assert (done.returncode, done.stdout) == (5, f"{name} check a file.py\n")
+            (places[name] / "ruff").unlink()
+        done = bash(hook, "ruff", "check", **variables)
+        assert done.returncode == 1
+        assert "ruff is not installed: activate your environment" in done.stderr

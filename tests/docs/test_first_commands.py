@@ -1,0 +1,181 @@
+"""The first commands of each page, run in a shell in an empty folder, as a reader runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hybridtrain.cli.commands.table import COMMANDS
+from pages import PAGES, ROOT, blocks, name
+from support.launch import SMALL, run_command
+from support.small_hub import write_bert, write_reviews
+
+from hybridtrain.cli import main
+from hybridtrain.cli.config.sweeps import sweep_choices
+
+# The commands of these pages fail, as they should.
+ERRORS = ("docs/errors-in-runs.md", "docs/troubleshooting.md")
+
+# Pages whose first block is not run here, and why.
+NOT_RUN = {
+    "docs/dashboard.md": "a server; cli/test_dashboard.py starts it",
+    **dict.fromkeys(ERRORS, "test_readme.py compares the message with the page"),
+    "docs/recipes.md": "needs Fashion-MNIST and novels; cli/test_recipes.py has small data",
+}
+
+# What is added to the commands that train, so that they take few steps. Pages that are not here
+# are run with `FEW_STEPS`.
+FEW_STEPS = ["trainer.epochs=null", "trainer.steps=2"]
+OVERRIDES: dict[str, list[str]] = {
+    "docs/checkpoints.md": [],  # 23 steps an epoch
+    "docs/data-sets.md": [*FEW_STEPS, "lr_schedule.warmup_steps=0", "data.batch_size=8"],
+    "docs/project.md": [],
+    "docs/step-time.md": [*FEW_STEPS, "monitor.profile={steps: [1, 2]}"],
+    "docs/sweeps.md": [],
+}
+
+_INSTALLS = re.compile(r"pip install|git clone")
+
+
+def first_block(page: Path) -> str:
+    """Returns the first block of commands that does more than install; empty if there is none."""
+    for block in blocks(page, "bash", "sh", "console"):
+        lines = block.text.replace("\\\n", " ").splitlines()
+        text = "\n".join(line for line in lines if not _INSTALLS.search(line))
+        if text.strip():
+            return text
+    return ""
+
+
+FIRST = {name(page): text for page in PAGES if (text := first_block(page))}
+
+
+def words_of(line: str) -> list[str]:
+    """Returns the words after `hybridtrain` in a command; none if it is another program's."""
+    words = shlex.split(line, comments=True)
+    return words[words.index("hybridtrain") + 1 :] if "hybridtrain" in words else []
+
+
+def is_training(line: str) -> bool:
+    words = words_of(line)
+    return (
+        bool(words) and "--cfg" not in words and (words[0] not in COMMANDS or words[0] == "train")
+    )
+
+
+def with_overrides(line: str, overrides: list[str]) -> str:
+    """Returns a command of a page with more overrides, if it trains."""
+    return (
+        shlex.join([*shlex.split(line, comments=True), *overrides]) if is_training(line) else line
+    )
+
+
+def python_block(page: str, containing: str) -> str:
+    return next(b.text for b in blocks(ROOT / page, "python") if containing in b.text)
+
+
+def a_script() -> None:
+    Path("script.py").write_text(python_block("docs/guide.md", "class Masked"))
+
+
+def a_schedule() -> None:
+    Path("my_project").mkdir()
+    source = python_block("docs/performance.md", '@schedule("in-turn"').partition("net = ")[0]
+    Path("my_project/__init__.py").write_text(source)
+
+
+def a_distribution() -> None:
+    smp = {"parameters": {"partitions": 2, "ddp": True}, "enabled": True}
+    mpi = {"enabled": True, "processes_per_host": 4}
+    distribution = {"smdistributed": {"modelparallel": smp}, "mpi": mpi}
+    Path("distribution.json").write_text(json.dumps(distribution))
+
+
+def a_script_of_smp() -> None:
+    Path("train.py").write_text("import smdistributed.modelparallel.torch as smp\n")
+
+
+def texts_and_a_bert() -> None:
+    write_reviews(Path("reviews.jsonl"), 40)
+    write_bert(Path("bert"))
+    Path("new.jsonl").write_text('{"text": "a good story"}\n')
+
+
+def finished_runs(*names: str) -> Callable[[], None]:
+    """Returns a function that trains runs of these names."""
+
+    def train() -> None:
+        for run in names:
+            assert main([*SMALL, f"run_name={run}", "trainer.steps=2"]) == 0
+
+    return train
+
+
+def the_run_of_the_page_on_checkpoints() -> None:
+    shell(FIRST["docs/checkpoints.md"].replace("run_name", "checkpoint.best=loss run_name"))
+
+
+# What a page says that the reader has.
+GIVEN: dict[str, Callable[[], None]] = {
+    "docs/data-sets.md": texts_and_a_bert,
+    "docs/guide.md": a_script,
+    "docs/monitoring.md": finished_runs("digits", "a", "b", "c"),
+    "docs/performance.md": a_schedule,
+    "docs/smp-config.md": a_distribution,
+    "docs/smp.md": a_script_of_smp,
+    "docs/weights.md": the_run_of_the_page_on_checkpoints,
+}
+
+
+def shell(text: str) -> str:
+    """Runs commands in bash, up to the first that fails; returns what they print."""
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {"PATH": programs, "PYTHONPATH": ""}
+    done = run_command(["bash", "-e", "-c", text], 800, variables, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, f"{text}\n{done.stdout}"
+    return done.stdout
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)  # several launches in one test
+@pytest.mark.parametrize("page", [page for page in FIRST if page not in NOT_RUN])
+def test_the_first_commands_of_a_page_run_in_a_shell(page: str) -> None:
+    if page in GIVEN:
+        GIVEN[page]()
+    overrides = OVERRIDES.get(page, FEW_STEPS)
+    text = "\n".join(with_overrides(line, overrides) for line in FIRST[page].splitlines())
+    assert "Traceback" not in shell(text)
+
+
+PROGRAMS = ("cd", "hybridtrain", "python", "sed", "tensorboard", "torchrun")
+
+
+@pytest.mark.parametrize("page", FIRST)
+def test_the_first_commands_of_a_page_have_configs(
+    page: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if page == "docs/performance.md":
+        a_schedule()
+    for line in FIRST[page].splitlines():
+        program = next((word for word in line.split() if "=" not in word), "#")
+        assert program in (*PROGRAMS, "#"), line
+        words = [word for word in words_of(line) if not word.startswith("--")]
+        if page in ERRORS or not any(word.startswith("recipe=") for word in words):
+            continue
+        if "recipe=recipes/first.yaml" in words:  # of the project that the line before makes
+            continue
+        command = [word for word in words if word in COMMANDS]
+        for overrides in sweep_choices([word for word in words if word not in COMMANDS]):
+            assert main([*command, *overrides, "--cfg", "job"]) == 0
+            assert "run_name: " in capfd.readouterr().out
+
+
+def test_the_tables_name_pages_that_have_commands() -> None:
+    assert {*NOT_RUN, *OVERRIDES, *GIVEN} <= {*FIRST}
