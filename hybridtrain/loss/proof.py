@@ -318,7 +318,7 @@ class OutputProof:
         if any(not t.dim() or t.shape[0] != self._sizes[microbatch] for t in tensors):
             self._outputs = None  # not cut along its samples
             if self._loss.counts_samples:
-                self._warn(_NOT_BY_SAMPLE, self._loss.name)
+                self._warn(_NOT_BY_SAMPLE, setting("loss_fn", self._loss.name))
             return
         if microbatch == 0:
             self._choose(sum(map(byte_size, tensors)) / self._sizes[0])
