@@ -116,3 +116,16 @@ def test_evaluate_and_export_of_a_run_over_processes(in_folder, tmp_path):
     assert summary["predicted"]["step_ms"] > 0
     memory = [summary[side]["memory_bytes"] for side in ("predicted", "measured")]
     assert memory[0] == pytest.approx(memory[1], rel=0.01)
+
+
+def test_a_run_with_fixed_replicas_goes_on_exactly_on_other_numbers_of_processes(
+    in_folder, tmp_path
+):
+    arguments = [*QUICK, "world.replicas=3"]
+    assert main([*arguments, "run_name=whole"]) == 0
+    parts = [*arguments, "run_name=parts"]
+    forked_command(2, [*parts, "trainer.steps=4"], tmp_path / "two")
+    said = forked_command(3, [*parts, "trainer.steps=6"], tmp_path / "three")
+    assert "at step 4 of 6" in said
+    assert weights("parts") == weights("whole")
+    assert metrics("parts") == metrics("whole")

@@ -124,6 +124,7 @@ INSIDE = """
     pipeline.recomputation_proof unit/pipeline/test_stand_in_gpus.py
     pipeline.recomputation_proof unit/step/test_optimizer_step.py
     pipeline.reducer unit/launch/test_gpu_faults.py
+    pipeline.replicas unit/pipeline/test_replicas.py
     pipeline.split_backward unit/pipeline/test_split_backward.py
     pipeline.stage unit/pipeline/test_split_backward.py
     pipeline.ties unit/pipeline/test_placement.py
