@@ -642,7 +642,7 @@ class HybridModel:
             self._says_no_graph = True
             log.warning(NO_GRAPH)
         outputs = self.map_outputs(inputs, None, lambda output, _: output)
-        if len(chunk_sizes(batch_size(inputs), self.options.chunks)) > 1:
+        if len(MicrobatchCut(self.options.chunks, inputs).sizes) > 1:
             self.check_joinable(inputs, outputs)
         return merge(outputs) if outputs else None
 
@@ -660,9 +660,11 @@ class HybridModel:
         Raises:
             BatchError: a value depends on the number of samples other than by its size in dim 0.
         """
-        sizes = chunk_sizes(total := batch_size(inputs), self.options.chunks)
+        sizes = MicrobatchCut(self.options.chunks, inputs).sizes
         if outputs:
             check_samples(outputs, sizes)
+        inputs = first_share(inputs)
+        total = batch_size(inputs)
         other_size = sizes[0] + 1 if total > sizes[0] else sizes[0] - 1
         if self.training or not other_size:
             return

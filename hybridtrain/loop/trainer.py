@@ -483,6 +483,7 @@ class Trainer:
             "world": {
                 "processes": self.world.size,
                 "nb_part": self.world.nb_part,
+                "replicas": self.world.logical_replicas,
                 "engine": self.world.engine,
                 "backend": self.world.backend,
             },

@@ -40,7 +40,13 @@ from hybridtrain.loss.proof import (
     prove_in_training,
 )
 from hybridtrain.loss.transformers_counts import count_of_output
-from hybridtrain.loss.weights import BatchWeight, ShareLoss, SharesWeight, StepWeights
+from hybridtrain.loss.weights import (
+    BatchWeight,
+    ShareLoss,
+    SharesWeight,
+    StepWeights,
+    microbatch_weights,
+)
 
 __all__ = [
     "IGNORED",
@@ -68,6 +74,7 @@ __all__ = [
     "is_of_model",
     "main_output",
     "metric_of",
+    "microbatch_weights",
     "model_output",
     "mse",
     "named_values",

@@ -197,6 +197,12 @@ class SharesWeight:
         return torch.stack(parts).sum()
 
 
+def microbatch_weights(loss: CountedLoss, batch: tuple[Any, Any], chunks: int) -> Sequence[float]:
+    """Returns the weight of each micro-batch's loss value, of a batch that is only evaluated."""
+    shares = [BatchWeight(loss, parts, chunks) for parts in shares_of(*batch)]
+    return SharesWeight(shares).weights
+
+
 class StepWeights(list[BatchWeight | SharesWeight]):
     """The weights of the batches of one optimizer step.
 

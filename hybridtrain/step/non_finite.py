@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from hybridtrain._base.accelerator import put
 from hybridtrain.graph import looks_only
-from hybridtrain.loss import BatchWeight, LossFn
+from hybridtrain.loss import LossFn, microbatch_weights
 from hybridtrain.model import HybridModel
 from hybridtrain.pipeline import HeadOutput
 from hybridtrain.step.in_progress import StepInProgress
@@ -282,7 +282,7 @@ def _origin_in_forward(
                     continue
                 if loss_fn is not None:
                     loss, batch = model.resolve_loss(loss_fn), (inputs, targets)
-                    factors = iter(BatchWeight(loss, batch, model.options.chunks).weights)
+                    factors = iter(microbatch_weights(loss, batch, model.options.chunks))
                 model.map_outputs(inputs, targets, measure)
     finally:
         hook.remove()

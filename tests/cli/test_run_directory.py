@@ -59,7 +59,7 @@ def test_summary_json_keeps_its_contract(finished: Path) -> None:
     assert summary["samples_per_second"] > 0
     assert 0 < summary["step_ms"]["p50"] <= summary["step_ms"]["p95"]
     assert 0 <= summary["bubble_fraction"] < 1
-    world = {"processes": 1, "nb_part": 2, "engine": "local", "backend": "gloo"}
+    world = {"processes": 1, "nb_part": 2, "replicas": 1, "engine": "local", "backend": "gloo"}
     assert summary["world"] == world
     assert summary["checkpoint"] == str(finished / "checkpoints" / LAST)
     assert summary["resumed_from"] is None

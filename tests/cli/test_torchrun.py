@@ -39,7 +39,8 @@ def test_a_run_of_two_processes_prints_once_and_resumes_in_one_process(
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == [2, 4]
     ended = summary("digits")
-    assert ended["world"] == {"processes": 2, "nb_part": 2, "engine": "local", "backend": "gloo"}
+    world = {"processes": 2, "nb_part": 2, "replicas": 2, "engine": "local", "backend": "gloo"}
+    assert ended["world"] == world
     assert ended["samples"] == 4 * 32  # data.batch_size is over all replicas
     assert ended["eval"]["samples"] == 355  # an odd number, and each digit counted once
 

@@ -13,7 +13,10 @@ from hybridtrain.world import World
 def placement_tables(plan: Plan, world: World) -> Block:
     """Returns tables of the stages and of the devices of all processes; a collective call."""
     hosts = world.gather((socket.gethostname(), [str(device) for device in world.devices]))
-    return layout_tables(plan, hosts, f"started by {world.launcher}, {world.backend}")
+    how = f"started by {world.launcher}, {world.backend}"
+    if world.fixed_replicas is not None:
+        how = f"{counted(world.fixed_replicas, 'logical replica')}, {how}"
+    return layout_tables(plan, hosts, how)
 
 
 def layout_tables(plan: Plan, hosts: Sequence[tuple[str, list[str]]], how: str) -> Block:
