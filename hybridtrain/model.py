@@ -26,7 +26,6 @@ from hybridtrain._base.microbatch import (
     as_containers,
     batch_size,
     check_samples,
-    chunk_sizes,
     first_share,
     merge,
     split,
