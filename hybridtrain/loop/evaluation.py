@@ -208,19 +208,22 @@ class ReplicaMetrics:
         """Returns what a metric of each further replica would send, in its order."""
         sent: list[list[Tensor]] = []
         for metric in (self._by_replica[replica][name] for replica in self._others):
-            states = _Recorder()
+            recorder = _Recorder()
             # the value is not used: a replica without samples may have none
-            with _gathering(metric, states), suppress(Exception):
+            with _gathering(metric, recorder), suppress(Exception):
                 metric.compute()
-            sent.append(states)
+            sent.append(recorder.states)
         return sent
 
 
-class _Recorder(list[Tensor]):
-    """The tensors that a metric would send to other processes, in its order."""
+class _Recorder:
+    """Records the tensors that a metric would send to other processes, in its order."""
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
 
     def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
-        self.append(state.cpu())
+        self.states.append(state.cpu())
         return [state]
 
 
