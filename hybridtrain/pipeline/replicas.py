@@ -42,7 +42,7 @@ from hybridtrain.pipeline.batch_norm import BatchNormCollector
 from hybridtrain.pipeline.layer_state import LayersCopy, StageState
 from hybridtrain.world import World
 
-# parameters go by the whole step; a forward that changes one is refused where it matters
+# not parameters: those that a forward changes are refused elsewhere
 _CHANGED_BY_FORWARDS = ("buffer", "attribute")
 
 
@@ -138,7 +138,7 @@ class GradientSums:
             self.reset()
             self._earlier = self._taken()  # of steps that nobody has dropped the gradients of
         elif replica == (self._replica or 0) + 1:
-            self._put_by(self._replica or 0)
+            self._set_aside(self._replica or 0)
         else:
             raise BatchError(
                 "the batches of a step come in the order of their replicas, where a process runs "
@@ -167,8 +167,8 @@ class GradientSums:
                 f"order over the replicas: set sparse=False, or leave {argument('replicas')} out"
             )
 
-    def _put_by(self, replica: int) -> None:
-        """Puts the gradients of a replica that is complete by, in the tree's order."""
+    def _set_aside(self, replica: int) -> None:
+        """Sets the gradients of a complete replica aside, and adds what they complete."""
         node = (replica, replica + 1)
         sums = self._taken()  # 4
         while self._waiting and (parent := self._parents.get((self._waiting[-1][0], node))):
@@ -178,7 +178,7 @@ class GradientSums:
         self._waiting.append((node, sums))
 
     def _add_waiting(self, places: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Adds what was put by to the gradients of this process's last replica, in place."""
+        """Adds what was set aside to the gradients of this process's last replica, in place."""
         for _, sums in reversed(self._waiting[self._kept_apart :]):
             both = [(g, sums[p]) for p, g in zip(places, gradients, strict=True) if p in sums]
             if both:
@@ -207,19 +207,28 @@ class GradientSums:
     def reset(self) -> None:
         """Forgets a step that has failed."""
         self._replica = None
-        self._waiting, self._earlier = [], {}
+        self._waiting, self._earlier, self._sums_under_way = [], {}, []
 
     def add_alone(self) -> None:
         """Completes the gradients where no other process has the stage."""
-        places = [p for p, parameter in enumerate(self._parameters) if parameter.grad is not None]
-        gradients = [g for p in self._parameters if (g := p.grad) is not None]
-        for gradient in gradients:
-            self._refuse_sparse(gradient)
-        self._add_waiting(places, gradients)
-        for _, sums in self._waiting:  # of parameters that the last replica has not used
-            for place, left in sums.items():
-                if self._parameters[place].grad is None:
-                    self._parameters[place].grad = left
+        self._check_all_replicas()
+        self._set_aside(self._owned.stop - 1)
+        ((_, sums),) = self._waiting  # of all replicas
+        for place, gradient in sums.items():
+            self._parameters[place].grad = gradient
+
+    def _check_all_replicas(self) -> None:
+        """Makes sure that a step ends with the last logical replica of this process.
+
+        Raises:
+            BatchError: it ends before.
+        """
+        if self._replica != self._owned.stop - 1:
+            raise BatchError(
+                f"a step ends with a batch of replica {self._replica}, and this process runs "
+                f"replicas {self._owned.start} to {self._owned.stop - 1}: pass the batches of the "
+                f"step through hybridtrain.data.in_order_of_replicas"
+            )
 
     def reduce(self, bucket: Any) -> Future[Tensor]:
         """Adds up a bucket of DDP over all logical replicas; it has their sum, not their mean.
@@ -231,6 +240,7 @@ class GradientSums:
         # micro-batches, waits for the other. `finish` waits.
         buffer = bucket.buffer()
         self._refuse_sparse(buffer)
+        self._check_all_replicas()
         done: Future[Tensor] = Future()
         done.set_result(buffer)
         left: list[Tensor] = []

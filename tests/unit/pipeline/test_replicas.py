@@ -74,6 +74,28 @@ def test_gradients_of_one_process_are_added_in_the_tree_s_order_and_few_are_kept
         assert replicas < 4 or not parameter.grad.equal(in_order)  # else the order is not tested
 
 
+def test_a_parameter_that_only_some_replicas_use_gets_the_sum_of_theirs():
+    used, other = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
+    sums = GradientSums([used, other], world_of(4), None)
+    for replica in range(4):
+        sums.begin(replica)
+        used.grad = torch.ones(1)
+        if replica < 3:
+            other.grad = torch.tensor([10.0**replica])
+    sums.add_alone()
+    sums.finish()
+    assert (used.grad.item(), other.grad.item()) == (4, 111)
+
+
+def test_a_step_that_ends_before_the_last_replica_is_refused():
+    parameter = Parameter(torch.zeros(1))
+    sums = GradientSums([parameter], world_of(2), None)
+    sums.begin(0)
+    parameter.grad = torch.ones(1)
+    with pytest.raises(BatchError, match="in_order_of_replicas"):
+        sums.add_alone()
+
+
 def test_gradients_that_nobody_dropped_are_added_once():
     parameter = Parameter(torch.zeros(3))
     sums = GradientSums([parameter], world_of(2), None)
