@@ -68,7 +68,7 @@ def test_a_machine_of_known_speed_gives_a_time_without_a_measurement(model):
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"compile": True}, "compile=true"),
+        ({"compile": True}, "compile=True"),
         ({"max_inflight": 2}, "max_inflight=2"),
         ({"recompute": {"every": 2}}, None),
         ({"recompute": "always"}, None),

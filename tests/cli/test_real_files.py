@@ -57,7 +57,7 @@ def test_the_first_line_counts_the_samples_names_the_classes_and_the_place(
     said = succeed(capfd, *TEXTS, BERT, "data.path=parts/*.jsonl")
     assert (
         "data: 18 samples to train on, 2 held out; 2 classes: neg, pos; texts of 6 tokens "
-        "(median), 8 (longest), 0% cut by max_len=128; 2 files, jsonl from parts/a.jsonl, "
+        "(median), 8 (longest), 0% cut by data.max_len=128; 2 files, jsonl from parts/a.jsonl, "
         "parts/b.jsonl" in said
     )
     config = Path("outputs/t/config.yaml").read_text()
