@@ -32,6 +32,7 @@ def trained(request, tmp_path_factory):
             if any(each.get("name") == name and each["engine"] == engine for each in params)
         ]
         if (engine, processes) not in known:
+            known[engine, processes] = {}  # a launch that fails is not repeated
             status, output = forked_script(processes, "replicas.py", folder, engine, *names)
             assert status == 0, output
             known[engine, processes] = json.loads(

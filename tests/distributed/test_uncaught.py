@@ -30,7 +30,7 @@ def last_words(folder, *arguments):
             "loss",
             1,
             "rank 1 (stage 1, {})",
-            " (in the forward of microbatch 0 on partition 1",
+            " (in the forward of micro-batch 0 on stage 1",
         ),
         ("own", "between", 0, "rank 0 (stage 0, {})", ""),
         ("session", "loss", 1, "rank 1", " (in the forward of micro-batch 0 on stage 0"),

@@ -190,7 +190,7 @@ def two_layers():
             lambda: nn.DataParallel(two_layers()),
             r"DataParallel.*pass the module inside, net\.module",
         ),
-        (lambda: torch.compile(two_layers()), r"compiled as a whole.*compile=true"),
+        (lambda: torch.compile(two_layers()), r"compiled as a whole.*compile=True"),
     ],
 )
 def test_a_wrapped_model_is_refused_in_one_short_line(wrap, what):
