@@ -43,7 +43,7 @@ def trained(request, tmp_path_factory):
     return results
 
 
-@pytest.mark.parametrize("processes", [2, 3, 4])
+@pytest.mark.parametrize("processes", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", marked(worker.CASES))
 @pytest.mark.parametrize("engine", ["local"])
 def test_several_processes_train_the_same_bits_as_one(engine, name, processes, trained):

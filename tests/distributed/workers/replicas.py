@@ -46,7 +46,6 @@ CASES = {
 }
 QUICK = [
     "several batches in a step",
-    "statistics of a whole batch",
     "zb-v",
     "fp16 with a scale that adapts",
     "replicas without samples",
