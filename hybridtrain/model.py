@@ -122,12 +122,19 @@ def check_grad_mode() -> None:
         )
 
 
-def check_several_replicas(options: PipelineOptions, world: World) -> None:
-    """Refuses options that a process with several logical replicas cannot keep.
+def check_fixed_replicas(options: PipelineOptions, world: World) -> None:
+    """Refuses options with which a run would depend on the number of processes.
 
     Raises:
-        ConfigError: one of them is on.
+        ConfigError: one of them is set.
     """
+    if not options.broadcast_buffers:
+        raise ConfigError(
+            f"{setting('broadcast_buffers', False)} keeps buffers apart for each process, and with "
+            f"a fixed number of replicas they are those of replica 0: leave it out"
+        )
+    if len(world.owned_replicas) == 1:
+        return
     count = f"this process runs {len(world.owned_replicas)} of {world.logical_replicas} replicas"
     if options.sync_batch_norm:
         raise ConfigError(
@@ -382,8 +389,8 @@ class HybridModel:
         self._read_losses = SeenLosses()  # by the last stage's look at its graph
         self._join_proof = JoinProof()
         self._scales: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
-        if len(world.owned_replicas) > 1:
-            check_several_replicas(options, world)
+        if world.fixed_replicas is not None:
+            check_fixed_replicas(options, world)
         if options.shard != "none" and world.replicas == 1:
             shard = setting("shard", options.shard)
             log.info("%s has no effect: there is one replica", shard)

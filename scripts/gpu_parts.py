@@ -108,7 +108,8 @@ def replicas(device: str) -> str:
     try:
         net, x = _net().to(device), _batch(device)
         plain = torch.autograd.grad(net(x).mean(), list(net.parameters()))
-        reducer = StageReducer(net, dict(net.named_parameters()), dist.group.WORLD, False)
+        names = dict(net.named_parameters())
+        reducer = StageReducer(net, names, dist.group.WORLD, False, World())
         root = net(x).mean()
         reducer.prepare_for_backward([root])
         root.backward()

@@ -163,9 +163,10 @@ class StreamLoader(AgreedLoader):
             dataset = self.dataset = _First(dataset, limit * batch_size)
         if self.divided and len(world.owned_replicas) > 1:
             raise DataError(
-                f"{name_of(dataset)} divides itself over the processes (divided=True), and some of "
-                f"them run several of the {world.logical_replicas} replicas: set divided=False, "
-                f"or start a process for each replica"
+                f"{name_of(dataset)} divides itself over the processes "
+                f"({setting('divided', True)}), and some of them run several of the "
+                f"{world.logical_replicas} replicas: set {setting('divided', False)}, or start a "
+                f"process for each replica"
             )
         # with a fixed number of replicas, each process reads all samples and keeps its share
         if type(dataset).__module__.partition(".")[0] == "datasets" and not world.fixed_replicas:

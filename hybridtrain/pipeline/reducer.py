@@ -99,10 +99,10 @@ class LocalReducer:
 
 
 class StageReducer:
-    """Averages a stage's gradients over the replicas; all start with replica 0's values.
+    """Reduces a stage's gradients over the replicas; all start with replica 0's values.
 
-    With a fixed number of logical replicas it adds them up instead, in the order of `GradientSums`.
-    A stage without trainable parameters has no DDP, but its buffers may change.
+    They are averaged, as by DDP; with a fixed number of logical replicas they are added up, in the
+    order of `GradientSums`. A stage without trainable parameters has no DDP, but its buffers may change.
 
     Args:
         module: the stage's layers.

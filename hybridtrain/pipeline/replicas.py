@@ -1,8 +1,8 @@
 """Logical replicas in a process: the state that each begins with, and the sum of their gradients.
 
 The forwards of a stage come in the order of the micro-batches, and so replica by replica; its
-backwards do too. Each replica begins with the state of the step's beginning. The state that stays
-is that of logical replica 0, and the other processes get its buffers before the next step:
+backwards do too. Each replica begins with the state of the step's beginning. In the process of
+logical replica 0 its state stays; the other processes get its buffers before the next step:
 
     forwards     [1] F0 F1 (replica 0) [2] F2 F3 (replica 1)    [3]
     state        copied                kept; again as at [1]    again as at [2]
@@ -14,7 +14,7 @@ Gradients are summed in the order of `summation_tree`, whatever the number of pr
 
 [4] A sum that was moved is added as soon as it completes a subtree of the tree, so at most log2 of
 the number of replicas are kept. [5] The rest is added between the processes, in DDP's buckets,
-while the last backward goes on.
+while the last backward goes on. DDP is told that a bucket is complete before it is; `finish` waits.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import hybridtrain.data
 from hybridtrain import World, models
 from hybridtrain.checkpoint import read_manifest, read_tree
 from hybridtrain.cli import main
-from hybridtrain.cli.run.sweep import sweep
+from hybridtrain.cli.run.sweep import run_sweep
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import activity, current
 
@@ -293,7 +293,7 @@ def test_a_failed_run_of_a_sweep_is_not_watched_any_more(tmp_path: Path) -> None
         World.from_env(devices="cpu").watch(tmp_path)
         raise ConfigError("wrong")
 
-    assert sweep("plan", ["recipe=digits", "optim.lr=1e-3,1e-2"], None, run) == 2
+    assert run_sweep("plan", ["recipe=digits", "optim.lr=1e-3,1e-2"], None, run) == 2
     assert [*watched, (current(), activity.work)] == [(None, None)] * 3
 
 
@@ -302,13 +302,13 @@ def test_an_allocation_of_slurm_without_srun_is_no_launcher(
 ) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "4")
     seeds = ["recipe=digits", "seed=1,2"]
-    assert sweep("plan", seeds, None, lambda *_: {}) == 0
+    assert run_sweep("plan", seeds, None, lambda *_: {}) == 0
     monkeypatch.setenv("SLURM_PROCID", "1")
     with pytest.raises(ConfigError, match="put srun before the command"):
-        sweep("plan", seeds, None, lambda *_: {})
+        run_sweep("plan", seeds, None, lambda *_: {})
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     with pytest.raises(ConfigError, match="does not work under torchrun or srun"):
-        sweep("plan", seeds, None, lambda *_: {})
+        run_sweep("plan", seeds, None, lambda *_: {})
 
 
 @pytest.mark.parametrize(

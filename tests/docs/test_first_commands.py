@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hybridtrain.cli.commands.table import COMMANDS
 from pages import PAGES, ROOT, blocks, name
 from support.launch import SMALL, run_command
 from support.small_hub import write_bert, write_reviews
 
 from hybridtrain.cli import main
+from hybridtrain.cli.command_table import COMMANDS
 from hybridtrain.cli.config.sweeps import sweep_choices
 
 # The commands of these pages fail, as they should.

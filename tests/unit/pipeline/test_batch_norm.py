@@ -218,7 +218,7 @@ def test_a_last_batch_that_a_batch_norm_will_fail_in_is_an_error_of_the_first_st
     assert str(caught.value) == (
         f"the last batch of an epoch has {samples % 8} samples, so that a micro-batch of it has 1 "
         f"(replicas: 1, chunks=2); the batch norm {name} gets 1 value per channel of it and would "
-        f"fail at the end of the epoch: set drop_last=true, lower chunks=, or choose another "
+        f"fail at the end of the epoch: set drop_last=True, lower chunks=, or choose another "
         f"batch_size="
     )
 
