@@ -102,7 +102,8 @@ class StageReducer:
     """Reduces a stage's gradients over the replicas; all start with replica 0's values.
 
     They are averaged, as by DDP; with a fixed number of logical replicas they are added up, in the
-    order of `GradientSums`. A stage without trainable parameters has no DDP, but its buffers may change.
+    order of `GradientSums`. A stage without trainable parameters has no DDP, but its buffers may
+    change.
 
     Args:
         module: the stage's layers.
