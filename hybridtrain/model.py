@@ -133,18 +133,18 @@ def check_fixed_replicas(options: PipelineOptions, world: World) -> None:
             f"{setting('broadcast_buffers', False)} keeps buffers apart for each process, and with "
             f"a fixed number of replicas they are those of replica 0: leave it out"
         )
-    if len(world.owned_replicas) == 1:
+    if options.find_unused_parameters:
+        raise ConfigError(
+            f"{setting('find_unused_parameters', True)} looks at the last backward of a process "
+            f"alone, and a fixed number of replicas must not depend on processes: leave it out"
+        )
+    if world.logical_replicas == world.replicas:
         return
-    count = f"this process runs {len(world.owned_replicas)} of {world.logical_replicas} replicas"
     if options.sync_batch_norm:
         raise ConfigError(
             f"{setting('sync_batch_norm', True)} computes with the samples of all replicas, and "
-            f"{count} one after another: start a process for each replica"
-        )
-    if options.find_unused_parameters:
-        raise ConfigError(
-            f"{setting('find_unused_parameters', True)} looks at the last backward of a process, "
-            f"and {count}: start a process for each replica"
+            f"{world.replicas} processes run the {world.logical_replicas} replicas one after "
+            f"another: start a process for each replica"
         )
 
 

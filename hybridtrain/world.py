@@ -44,7 +44,7 @@ from hybridtrain._base.devices import (
 from hybridtrain._base.problem import Problem, first_problem
 from hybridtrain._base.summation_tree import owned_by
 from hybridtrain._base.torch_private import get_default_store
-from hybridtrain.errors import WorldError, setting
+from hybridtrain.errors import WorldError, argument, setting
 from hybridtrain.launch import (
     Launch,
     Phase,
@@ -514,7 +514,7 @@ def check_logical_replicas(replicas: int | None, copies: int) -> None:
     """Makes sure that each copy of the model has a logical replica to run.
 
     Raises:
-        WorldError: it has not, or the number is none.
+        WorldError: a copy has none, or the number is not positive.
     """
     if replicas is None:
         return
@@ -523,7 +523,8 @@ def check_logical_replicas(replicas: int | None, copies: int) -> None:
     if copies > replicas:
         raise WorldError(
             f"{setting('replicas', replicas)} is less than the {copies} copies of the model that "
-            f"are started: start at most {replicas} times the processes of a pipeline, or raise it"
+            f"are started: start at most {replicas} times the processes of a pipeline, or raise "
+            f"{argument('replicas')}"
         )
 
 

@@ -215,6 +215,11 @@ def shares_of(*batches: Any) -> list[tuple[Any, ...]]:
     counts = {len(batch.parts) for batch in batches if isinstance(batch, Shares)}
     if not counts:
         return [batches]
+    if len(counts) > 1:
+        raise BatchError(
+            f"inputs and targets have {' and '.join(map(str, sorted(counts)))} shares: pass those "
+            f"of one batch of the loader"
+        )
     (count,) = counts
     columns = [
         batch.parts if isinstance(batch, Shares) else [batch] * count  # targets that are None

@@ -36,7 +36,7 @@ class Shares:
 
     Attributes:
         parts: for each share, a pytree of tensors with its samples in dim 0.
-        shares: whose they are.
+        shares: where each part comes from.
     """
 
     def __init__(self, parts: Sequence[Any], shares: Sequence[Share]) -> None:

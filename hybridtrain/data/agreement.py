@@ -244,10 +244,10 @@ class OwnLoader(AgreedLoader):
                 f"{name_of(loader)} is not a loader: pass an object whose __iter__ starts anew "
                 f"and yields batches `(inputs, targets)`"
             )
-        if len(world.owned_replicas) > 1:
+        if world.logical_replicas > world.replicas:
             raise DataError(
-                f"{name_of(loader)} gives this process one batch at a time, and it runs several of "
-                f"the {world.logical_replicas} replicas: use TrainLoader(dataset, batch_size, "
+                f"{name_of(loader)} gives each process one batch at a time, and some run several "
+                f"of the {world.logical_replicas} replicas: use TrainLoader(dataset, batch_size, "
                 f"world), which divides samples over them, or start a process for each replica"
             )
         if world.replicas > 1 and isinstance(loader, DataLoader):

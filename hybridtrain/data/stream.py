@@ -161,15 +161,21 @@ class StreamLoader(AgreedLoader):
                     f"itself, and {name_of(dataset)} does: {setting('divided', True)}"
                 )
             dataset = self.dataset = _First(dataset, limit * batch_size)
-        if self.divided and len(world.owned_replicas) > 1:
+        if self.divided and world.logical_replicas > world.replicas:
             raise DataError(
                 f"{name_of(dataset)} divides itself over the processes "
                 f"({setting('divided', True)}), and some of them run several of the "
                 f"{world.logical_replicas} replicas: set {setting('divided', False)}, or start a "
                 f"process for each replica"
             )
+        is_of_hub = type(dataset).__module__.partition(".")[0] == "datasets"
+        if is_of_hub and world.fixed_replicas and self.options.workers > 1:
+            raise DataError(
+                f"{name_of(dataset)} divides itself over worker processes, and with a fixed number "
+                f"of replicas each must read all samples: set {setting('workers', 1)}"
+            )
         # with a fixed number of replicas, each process reads all samples and keeps its share
-        if type(dataset).__module__.partition(".")[0] == "datasets" and not world.fixed_replicas:
+        if is_of_hub and not world.fixed_replicas:
             from datasets.distributed import split_dataset_by_node
 
             self.divided = True  # it also divides itself over worker processes

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.microbatch import batch_size, merge
 from hybridtrain.data import EvalLoader
+from hybridtrain.errors import ConfigError
 from hybridtrain.launch import Phase, activity
 from hybridtrain.loss import (
     BatchWeight,
@@ -200,6 +201,11 @@ class ReplicaMetrics:
         self._others = others
         self.current = metrics
 
+    @property
+    def has_others(self) -> bool:
+        """True if this process runs several replicas."""
+        return bool(self._others)
+
     def choose(self, replica: int) -> None:
         """Makes the metrics of `replica` the current ones."""
         self.current = self._by_replica[replica]
@@ -258,9 +264,14 @@ def _synchronised_by(
     if model.world.logical_replicas == 1 and model.world.size == 1:
         yield
         return
+    modules: list[Any] = list(metric.modules())
+    if metrics.has_others and any(getattr(module, "dist_sync_fn", None) for module in modules):
+        raise ConfigError(_OTHER_STATES)
     others = metrics.states_of_others(name)
 
     def gather(state: Tensor, group: Any = None) -> list[Tensor]:
+        if not all(others):
+            raise ConfigError(_OTHER_STATES)
         states = [state.cpu(), *(states.pop(0) for states in others)]
         # one of each replica: its other processes have seen no output
         gathered = model.world.gather(states if model.owns_output else [])
@@ -269,3 +280,11 @@ def _synchronised_by(
 
     with _gathering(metric, gather):
         yield
+    if any(others):
+        raise ConfigError(_OTHER_STATES)
+
+
+_OTHER_STATES = (
+    "its states cannot be gathered replica by replica, since it keeps lists of different lengths "
+    "or gathers them by itself: start a process for each replica, or choose another metric"
+)

@@ -127,8 +127,13 @@ class Pipeline:
             if id(tensor) not in used:  # by no layer, so that no stage sends it
                 world.broadcast_tensor(tensor.data)
         own_layers = [layer.module for stage in self.stages for layer in stage.layers]
+        fixed = world.fixed_replicas is not None
         if options.compile:
-            compile_layers(own_layers, self._policy.is_active)
+            # not for the shapes that a process has seen, where these depend on their number
+            compile_layers(own_layers, self._policy.is_active or fixed)
+        if fixed and world.devices[0].type == "cpu" and torch.get_num_threads() > 1:
+            _log.info("one intra-op thread, since kernels add up in an order that depends on it")
+            torch.set_num_threads(1)
         self._guards = planned.guards
         self._variants = planned.variants
         if self._variants is not None:
@@ -230,8 +235,12 @@ class Pipeline:
         All processes call it together. Arguments and result are those of `Step` and `Engine.run`.
         """
         # with fixed replicas not between the batches of a step: a process may be at another replica
-        if self._options.broadcast_buffers and not self._accumulates:
-            self.sync_buffers()
+        goes_on = self._accumulates and any(p.grad is not None for p in self.parameters.values())
+        if not goes_on:
+            for stage in self.stages:
+                stage.end_replicas()  # of a step that was given up
+            if self._options.broadcast_buffers:
+                self.sync_buffers()
         self._accumulates = not reduce and self._world.fixed_replicas is not None
         for stage in self.stages if reduce else ():
             if stage.reducer is not None:
@@ -337,9 +346,9 @@ class Pipeline:
             nullcontext() if self._norms is None else self._norms.step(),
         ):
             values = self._engine.run(step)
-        if step.places is not None and not self._accumulates:
-            for stage in self.stages:
-                stage.end_replicas()
+            if step.places is not None and not self._accumulates:
+                for stage in self.stages:
+                    stage.end_replicas()
         if trains:
             self.rng.end_step()
         if not self._has_run:

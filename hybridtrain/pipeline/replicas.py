@@ -19,9 +19,11 @@ while the last backward goes on. DDP is told that a bucket is complete before it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future as Running
-from concurrent.futures import ThreadPoolExecutor
+import concurrent.futures
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -80,15 +82,14 @@ class ReplicaStates:
 
     def finish(self) -> None:
         """Ends a step."""
+        if self._share is not None:
+            for collector in self._collectors:
+                collector.commit()
+                collector.clear()
         kept, self._kept = self._kept, None
         self._share = self._first = None
         if kept is not None:
             self._state.put_back(kept)  # 3
-
-    @property
-    def replica(self) -> int | None:
-        """The replica of the last forward; None between two steps."""
-        return None if self._share is None else self._share[0]
 
 
 class GradientSums:
@@ -118,8 +119,8 @@ class GradientSums:
         self._waiting: list[tuple[Node, dict[int, Tensor]]] = []
         self._earlier: dict[int, Tensor] = {}
         self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
-        self._thread: ThreadPoolExecutor | None = None
-        self._sums_under_way: list[Running[None]] = []
+        self._jobs: SimpleQueue[_Job | None] | None = None
+        self._sums_under_way: list[concurrent.futures.Future[None]] = []
         self._stream: Any = None
 
     def begin(self, replica: int | None) -> None:
@@ -179,13 +180,13 @@ class GradientSums:
 
     def _add_waiting(self, places: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Adds what was set aside to the gradients of this process's last replica, in place."""
-        for _, sums in reversed(self._waiting[self._kept_apart :]):
+        for _, sums in reversed(self._waiting[self._incomplete_count :]):
             both = [(g, sums[p]) for p, g in zip(places, gradients, strict=True) if p in sums]
             if both:
                 torch._foreach_add_([g for g, _ in both], [other for _, other in both])
 
     @property
-    def _kept_apart(self) -> int:
+    def _incomplete_count(self) -> int:
         """The number of waiting sums that the last replica does not complete."""
         node, count = (self._owned.stop - 1, self._owned.stop), len(self._waiting)
         while count and (parent := self._parents.get((self._waiting[count - 1][0], node))):
@@ -194,15 +195,17 @@ class GradientSums:
 
     def finish(self) -> None:
         """Waits for the other processes; the gradients are those of all replicas then."""
-        under_way, self._sums_under_way = self._sums_under_way, []
-        for sums in under_way:
-            sums.result()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        for place, earlier in self._earlier.items():
-            gradient = self._parameters[place].grad
-            self._parameters[place].grad = earlier if gradient is None else gradient.add_(earlier)
-        self.reset()
+        try:
+            for under_way in self._sums_under_way:
+                under_way.result()
+            if self._stream is not None:
+                torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            for place, earlier in self._earlier.items():
+                gradient = self._parameters[place].grad
+                both = earlier if gradient is None else gradient.add_(earlier)
+                self._parameters[place].grad = both
+        finally:
+            self.reset()
 
     def reset(self) -> None:
         """Forgets a step that has failed."""
@@ -247,16 +250,26 @@ class GradientSums:
         if self._waiting:
             places = [self._places[id(parameter)] for parameter in bucket.parameters()]
             self._add_waiting(places, bucket.gradients())
-            left = [_flat(sums, places, bucket) for _, sums in self._waiting[: self._kept_apart]]
+            left = [
+                _flat(aside, places, bucket) for _, aside in self._waiting[: self._incomplete_count]
+            ]
         if buffer.device.type == "cpu":
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "gradients")
-            self._sums_under_way.append(self._thread.submit(self._over_processes, buffer, left))
+            if self._jobs is None:
+                self._jobs = SimpleQueue()
+                # a daemon: the interpreter must not wait for other processes at its exit
+                threading.Thread(
+                    target=_work, args=(self._jobs,), name="gradients", daemon=True
+                ).start()
+            under_way: concurrent.futures.Future[None] = concurrent.futures.Future()
+            self._sums_under_way.append(under_way)
+            self._jobs.put((under_way, partial(self._over_processes, buffer, left)))
             return done
         if self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(self._stream):
+            for aside in left:
+                aside.record_stream(self._stream)
             self._over_processes(buffer, left)
         return done
 
@@ -293,9 +306,24 @@ class GradientSums:
 
     def close(self) -> None:
         """Ends the thread that adds between the processes."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
-            self._thread = None
+        if self._jobs is not None:
+            self._jobs.put(None)
+            self._jobs = None
+
+
+_Job = tuple["concurrent.futures.Future[None]", Callable[[], None]]
+
+
+def _work(jobs: SimpleQueue[_Job | None]) -> None:
+    """Runs jobs until one is None; the body of the thread that adds between processes."""
+    while (job := jobs.get()) is not None:
+        sums, run = job
+        try:
+            run()
+            sums.set_result(None)
+        except Exception as error:
+            sums.set_exception(error)
+        del job, run  # or this frame would keep a bucket until the next one
 
 
 def _flat(sums: dict[int, Tensor], places: Sequence[int], bucket: Any) -> Tensor:

@@ -401,9 +401,6 @@ class Stage:
     def begin_replicas(self, places: Sequence[MicrobatchPlace] | None) -> None:
         """Begins a step whose micro-batches belong to several logical replicas; see `Step`."""
         self._places = places
-        states = self.replica_states
-        if states is not None and places is not None and places[0].replica < (states.replica or 0):
-            states.finish()  # of a step that was given up between its batches
 
     def end_replicas(self) -> None:
         """Ends the last batch of a step: the state is that of logical replica 0, if it ran here."""

@@ -44,7 +44,8 @@ class LossMean:
 
     def fold(self, least: int = 1, but: Sequence[TrainStepResult] = ()) -> None:
         """Replaces `least` losses that were added, or more, by their sums; those of `but` stay."""
-        if len(self._added) < least:
+        # by batches, so that the sums do not depend on how replicas are spread
+        if len(self._added) < least * len(self._model.world.owned_replicas):
             return
         waiting = self._identities(but)
         folded = [share for share in self._added if id(share.mean) not in waiting]

@@ -123,6 +123,11 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
     the model fits and the training split has as many.
     """
     device, pipeline = world.devices[0], options.pipeline
+    if world.fixed_replicas is not None:
+        raise ConfigError(
+            "data.batch_size=auto depends on the number of processes, and world.replicas= is to "
+            "keep the run the same on any: set a number of samples"
+        )
     if (reason := why_not_priced(pipeline)) is not None:
         raise ConfigError(f"data.batch_size=auto: {reason}: set a number of samples")
     memory_is_set = config.hardware is not None or config.pipeline.memory_limit_gib is not None

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import datasets
 import pytest
 import torch
 from hypothesis import given
@@ -146,8 +147,10 @@ def test_batches_that_are_not_in_the_order_of_replicas_are_refused():
 def test_what_a_process_with_several_replicas_cannot_keep_is_refused():
     world = world_of(3)
     net = nn.Linear(4, 2)
-    with pytest.raises(ConfigError, match=r"find_unused_parameters=True.*3 of 3 replicas"):
+    with pytest.raises(ConfigError, match=r"find_unused_parameters=True"):
         HybridModel(net, world, find_unused_parameters=True)
+    with pytest.raises(ConfigError, match=r"broadcast_buffers=False"):
+        HybridModel(net, world, broadcast_buffers=False)
     batches = [(torch.randn(3, 4), torch.randn(3, 2))]
     with pytest.raises(DataError, match="TrainLoader"):
         OwnLoader(batches, world)
@@ -163,6 +166,59 @@ def test_what_a_process_with_several_replicas_cannot_keep_is_refused():
     targets = Shares([torch.zeros(1, 2)] * 3, shares)
     with pytest.raises(ConfigError, match=r"sparse gradient.*replicas="):
         embedding.train_step(inputs, targets, nn.functional.mse_loss)
+
+
+def test_a_stream_of_the_hub_gives_all_samples_to_several_replicas_or_is_refused():
+    rows = {"x": torch.arange(24.0).unsqueeze(1).tolist(), "y": list(range(24))}
+    stream = datasets.Dataset.from_dict(rows).to_iterable_dataset(num_shards=4)
+    collate = lambda items: (  # noqa: E731
+        torch.tensor([item["x"] for item in items]),
+        torch.tensor([item["y"] for item in items]),
+    )
+    loader = StreamLoader(stream, 4, world_of(2), collate=collate)
+    seen = [y for _, targets in loader for part in targets.parts for y in part.tolist()]
+    assert sorted(seen) == list(range(24))
+    with pytest.raises(DataError, match="workers=1"):
+        StreamLoader(stream, 4, world_of(2), collate=collate, workers=2)
+
+
+def small_step(world, **settings):
+    """Returns a model with a batch norm, and two batches of its loader."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model = HybridModel(net, world, **settings)
+    dataset = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randn(16, 2))
+    return model, list(TrainLoader(dataset, 8, world, shuffle=False))
+
+
+def test_statistics_of_a_whole_batch_leave_the_batch_norm_as_it_was():
+    model, ((inputs, targets), _) = small_step(world_of(2), batch_norm="deferred")
+    model.train_step(inputs, targets, nn.functional.mse_loss)
+    assert model.net[1].track_running_stats
+    assert model.net[1].num_batches_tracked == 1
+
+
+def test_a_step_that_was_given_up_leaves_no_trace_in_the_next_one():
+    found = []
+    for gives_up in (False, True):
+        model, (first, second) = small_step(world_of(2))
+        shares = [Shares(part.parts[:1], part.shares[:1]) for part in first]
+        if gives_up:  # in the middle of its batches
+            buffers = [b.clone() for b in model.net.buffers()]
+            model.train_step(*shares, nn.functional.mse_loss, sync=False)
+            model.zero_grad()
+            for buffer, before in zip(model.net.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+        model.train_step(*second, nn.functional.mse_loss)
+        found.append([*(p.grad for p in model.net.parameters()), *model.net.buffers()])
+    assert all(one.equal(other) for one, other in zip(*found, strict=True))
+
+
+def test_inputs_and_targets_with_other_numbers_of_shares_are_refused():
+    model, ((inputs, targets), _) = small_step(world_of(2))
+    fewer = Shares(targets.parts[:1], targets.shares[:1])
+    with pytest.raises(BatchError, match="1 and 2 shares"):
+        model.train_step(inputs, fewer, nn.functional.mse_loss)
 
 
 def iter_dataset(pairs):
