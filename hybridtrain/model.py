@@ -388,7 +388,6 @@ class HybridModel:
         self._seen_losses = SeenLosses()  # by the proof of the first step
         self._read_losses = SeenLosses()  # by the last stage's look at its graph
         self._join_proof = JoinProof()
-        self._scales: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
         if world.fixed_replicas is not None:
             check_fixed_replicas(options, world)
         if options.shard != "none" and world.replicas == 1:
@@ -492,10 +491,9 @@ class HybridModel:
             value = loss(output, target_parts[microbatch]) if factor else zero_of(output)
             root = value if scale_loss is None else scale_loss(value)
             value = value.detach()
-            # scale + 0 x value: NaN if the value is not finite, also where the derivative would be
+            # scale - 0 x value: NaN if the value is not finite, also where the derivative would be
             # finite. Then all replicas see it in the averaged gradients, and skip the step together
-            scale = self._scale_like(value, batch_weight.grad_scales[microbatch])
-            gradient = torch.add(scale, value, alpha=0)
+            gradient = torch.rsub(value, batch_weight.grad_scales[microbatch], alpha=0)
             return HeadOutput(value, root, gradient)
 
         schedule = self.schedule(len(sizes))
@@ -528,15 +526,6 @@ class HybridModel:
             weight = 1.0
         batches, chunks = [(inputs, targets)], self.options.chunks
         return StepWeights(loss, batches, chunks, self.world, total=total, weight=weight)[0]
-
-    def _scale_like(self, value: Tensor, scale: float) -> Tensor:
-        """Returns `scale` as a 0-dim tensor with the dtype and the device of `value`."""
-        key = scale, value.dtype, value.device
-        if key not in self._scales:
-            if len(self._scales) > 64:  # batches of ever new counts
-                self._scales.clear()
-            self._scales[key] = torch.full_like(value, scale)
-        return self._scales[key]
 
     def _proof(
         self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int], is_whole: bool

@@ -1,5 +1,7 @@
 """Checkpoints: the state that a resume needs, in directories that are complete or absent.
 
+The arrows show how data flows in a save:
+
 model, optimizer -> state_table -> state -> saving -> store -> step_00000100/
                                             joint_save
 

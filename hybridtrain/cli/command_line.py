@@ -81,7 +81,9 @@ def _dispatch(arguments: list[str]) -> int:
         _make_working_directory_importable()  # for pkg://my_project.conf
     overrides, config_dir = with_project(command, overrides, parsed.config_dir)
     if parsed.cfg and parsed.multirun:
-        raise ConfigError("--cfg job shows one config, not those of a sweep (--multirun)")
+        raise ConfigError(
+            "--cfg job shows one config, and --multirun makes several: leave one of them out"
+        )
     if parsed.cfg:
         composed = compose_settings(overrides, config_dir)
         return _print_on_main(config_text(composed, parsed.resolve, parsed.package))

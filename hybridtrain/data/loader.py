@@ -540,8 +540,8 @@ def next_step(stream: Iterator[Batch], count: int) -> list[Batch]:
 def in_order_of_replicas(batches: Sequence[Batch]) -> list[Batch]:
     """Returns equally many batches, with the shares of one logical replica after another.
 
-    The gradients of a logical replica are summed over all batches of a step before those of the
-    next one begin, so that a process keeps few sums at a time:
+    A process sums the gradients of a logical replica over all batches of a step before it begins
+    the next replica, so that it keeps few sums at a time:
 
         as loaded     batch 0: replicas 2 3     batch 1: replicas 2 3
         returned      replica 2: batches 0 1    replica 3: batches 0 1

@@ -143,18 +143,23 @@ def digest_of_texts(texts: Iterable[str]) -> str:
     return hasher.hexdigest()
 
 
-def digest_of_files(paths: Sequence[Path]) -> str:
+def digest_of_files(paths: Sequence[Path], every_size: bool = True) -> str:
     """Returns a short digest of the files that samples come from, in order.
 
-    It covers all names, below the folder that the files share, the sizes of up to 4096 files and
-    the first 64 KiB of up to 64 files, evenly spaced in the list: a stat of each of a million files
-    would take minutes on a network file system. It covers no times, which copies of the same files
-    do not share.
+    It covers all names, below the folder that the files share, all sizes, and the first 64 KiB of
+    up to 64 files, evenly spaced in the list. It covers no times, which copies of the same files do
+    not share.
+
+    Args:
+        paths: of the files.
+        every_size: False for the sizes of up to 4096 files, evenly spaced: a stat of each of a
+            million files would take minutes on a network file system.
     """
+    sized = paths if every_size else _evenly_spaced(paths, _MOST_SIZES)
     return digest_of_texts(
         [
             *below_common_folder(paths),
-            *map(_size, _evenly_spaced(paths, _MOST_SIZES)),
+            *map(_size, sized),
             *map(_first_bytes, _evenly_spaced(paths, _MOST_CONTENTS)),
         ]
     )

@@ -193,7 +193,7 @@ def image_folder(
         },
         held_out=len(folders) == 1 and bool(of_eval),
         notes=notes,
-        digest=digest_of_files([path for path, _ in [*of_train, *of_eval]]),
+        digest=digest_of_files([path for path, _ in [*of_train, *of_eval]], every_size=False),
         without_samples=_without_samples(names, of_train),
     )
 

@@ -266,12 +266,12 @@ def _synchronised_by(
         return
     modules: list[Any] = list(metric.modules())
     if metrics.has_others and any(getattr(module, "dist_sync_fn", None) for module in modules):
-        raise ConfigError(_OTHER_STATES)
+        raise ConfigError(_NOT_COMBINED)
     others = metrics.states_of_others(name)
 
     def gather(state: Tensor, group: Any = None) -> list[Tensor]:
         if not all(others):
-            raise ConfigError(_OTHER_STATES)
+            raise ConfigError(_NOT_COMBINED)
         states = [state.cpu(), *(states.pop(0) for states in others)]
         # one of each replica: its other processes have seen no output
         gathered = model.world.gather(states if model.owns_output else [])
@@ -281,10 +281,10 @@ def _synchronised_by(
     with _gathering(metric, gather):
         yield
     if any(others):
-        raise ConfigError(_OTHER_STATES)
+        raise ConfigError(_NOT_COMBINED)
 
 
-_OTHER_STATES = (
-    "its states cannot be gathered replica by replica, since it keeps lists of different lengths "
-    "or gathers them by itself: start a process for each replica, or choose another metric"
+_NOT_COMBINED = (
+    "the metric keeps lists of different lengths, or gathers its state itself, so the states of "
+    "several replicas cannot be combined: start a process for each replica, or choose another one"
 )

@@ -143,7 +143,7 @@ class BatchWeight:
 class SharesWeight:
     """The weight of a batch that is made of shares; each share is weighted as a batch.
 
-    The attributes are those of `BatchWeight`.
+    It has the attributes of `BatchWeight`.
     """
 
     is_single_microbatch = False

@@ -78,24 +78,22 @@ __all__ = [
 
 
 _NAMES = {
-    "pictures": (
-        *("COLOURS", "CRITICAL", "PARTS", "WAITS", "Curve", "NodesPoint", "draw_accounts"),
-        *("draw_curves", "draw_plan", "draw_timelines", "in_ms"),
-    ),
-    "report": (
-        *("Curves", "RunRecord", "RunSettings", "accounts_of", "check_installed", "curves_of"),
-        *("that_differ", "write_report"),
-    ),
-    "timeline": ("TimelineFiles", "spans_of_trace"),
-    "trackers": (
-        *("CSVFile", "MLflow", "MetricsFile", "Progress", "QueuedTracker", "TensorBoard"),
-        *("Tracker", "WandB"),
-    ),
-    "trackers.progress": ("describe_values",),
+    "pictures": "COLOURS CRITICAL PARTS WAITS Curve NodesPoint draw_accounts draw_curves draw_plan "
+    "draw_timelines in_ms",
+    "report": "Curves RunRecord RunSettings accounts_of check_installed curves_of that_differ "
+    "write_report",
+    "timeline": "TimelineFiles spans_of_trace",
+    "trackers": "CSVFile MLflow MetricsFile Progress QueuedTracker TensorBoard Tracker WandB",
+    "trackers.progress": "describe_values",
 }
+"""The names of each module, which is imported when one of them is first used."""
 
 
 def __getattr__(name: str) -> Any:
     # on first use: a run without pictures or a page imports neither PIL nor what draws them
-    paths = (f"{__name__}.{module}:{each}" for module, names in _NAMES.items() for each in names)
+    paths = [
+        f"{__name__}.{module}:{exported}"
+        for module, names in _NAMES.items()
+        for exported in names.split()
+    ]
     return on_first_use(__name__, name, paths)

@@ -245,10 +245,12 @@ class StageReducer:
                 for name, parameter in self._names.items()
                 if parameter.requires_grad and (parameter.grad is None or not parameter.grad.any())
             ]
+            way_out = "remove the unused parameters or freeze them"
+            if self._sums is None:  # else the option is refused
+                way_out += f", or set {setting('find_unused_parameters', True)}"
             raise UserError(
-                f"no gradient was computed for {', '.join(without) or 'some parameters'}, so the "
-                f"replicas cannot average it: remove the unused parameters, freeze them, or set "
-                f"{setting('find_unused_parameters', True)}"
+                f"no gradient was computed for {', '.join(without) or 'some parameters'}, so it "
+                f"cannot be reduced over the replicas: {way_out}"
             ) from error
         if not self._find_unused:  # else those without a gradient are to have none
             self._in_buckets = [

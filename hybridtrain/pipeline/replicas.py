@@ -123,6 +123,11 @@ class GradientSums:
         self._sums_under_way: list[concurrent.futures.Future[None]] = []
         self._stream: Any = None
 
+    @property
+    def kept(self) -> int:
+        """The number of sums that are set aside, each as large as the gradients."""
+        return len(self._waiting)
+
     def begin(self, replica: int | None) -> None:
         """Prepares a backward of a micro-batch of this logical replica; None: of the first one.
 

@@ -6,7 +6,8 @@ import inspect
 import re
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -219,30 +220,22 @@ def check_steps_alone(optimizer: Optimizer, key: str) -> None:
             raise ConfigError(_needs_closure(key))
 
 
-class closure_errors_named:  # noqa: N801  # is called like a function
+@contextmanager
+def closure_errors_named(optimizer: Optimizer, key: str | None = None) -> Iterator[None]:
     """Says what to do where a step in the block fails because it was given no closure.
 
     Raises:
         ConfigError: in place of the error of an optimizer such as SAM, whose step has `closure` as
             an optional argument, and asks for it; `key` says where it was given.
     """
-
-    __slots__ = ("_key", "_optimizer")
-
-    def __init__(self, optimizer: Optimizer, key: str | None = None) -> None:
-        self._optimizer, self._key = optimizer, key
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        kinds = TypeError, AssertionError, AttributeError, RuntimeError, ValueError
-        if not isinstance(error, kinds):
-            return
+    try:
+        yield
+    except (TypeError, AssertionError, AttributeError, RuntimeError, ValueError) as error:
         failing = traceback.extract_tb(error.__traceback__)[-1].line or ""
-        if "closure" in f"{error} {failing}":
-            key = self._key or f"optimizer={type(self._optimizer).__name__}"
-            raise ConfigError(_needs_closure(key)) from error
+        if "closure" not in f"{error} {failing}":
+            raise
+        key = key or f"optimizer={type(optimizer).__name__}"
+        raise ConfigError(_needs_closure(key)) from error
 
 
 def _needs_closure(key: str) -> str:

@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 tables=("$@")
 [ ${#tables[@]} -gt 0 ] ||
-    tables=(schedule_efficiency real_compute host_cost loop_overhead memory construction split_quality ddp checkpoints)
+    tables=(schedule_efficiency real_compute host_cost loop_overhead cold_start memory construction split_quality ddp checkpoints)
 begin=$SECONDS
 for table in "${tables[@]}"; do
     start=$SECONDS

@@ -55,3 +55,12 @@ def test_a_run_collects_garbage_but_leaves_out_the_modules_that_it_has_imported(
 def test_a_command_that_is_called_in_a_script_leaves_its_collector_alone():
     code = "import gc; from hybridtrain.cli import main; main(['--version'])\nassert gc.isenabled()"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_commands_that_train_nothing_do_not_import_the_compiler():
+    code = (
+        "import sys; from hybridtrain.cli.command_table import COMMANDS\n"
+        "for name in ('plan', 'submit', 'predict', 'export'): COMMANDS[name].load()\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

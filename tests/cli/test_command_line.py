@@ -188,7 +188,10 @@ def test_a_length_of_the_command_line_replaces_that_of_the_recipe(
         (["hydra/sweeper=optuna"], "hydra/sweeper=optuna: hydra/sweeper has no effect here"),
         (["--config-dir", "nowhere"], "--config-dir nowhere: there is no such folder"),
         (["--resolve"], "--resolve goes with --cfg job only"),
-        (["--multirun", "--cfg", "job"], "--cfg job shows one config, not those of a sweep"),
+        (
+            ["--multirun", "--cfg", "job"],
+            "--cfg job shows one config, and --multirun makes several",
+        ),
         (["evaluate", "plan"], "one command at a time, not evaluate and plan"),
         (["trian"], "there is no command 'trian': did you mean 'train'?"),
     ],

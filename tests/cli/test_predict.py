@@ -207,7 +207,7 @@ def test_new_samples_are_predicted_without_the_training_data(
         Path("new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = f"data.predict_path={'new' if run == 'pets' else 'new.jsonl'}"
     with pytest.MonkeyPatch.context() as patch:  # as of a checkpoint without the metadata
-        patch.setattr("hybridtrain.cli.run.run_data._metadata_of", lambda _: (None, False))
+        patch.setattr("hybridtrain.cli.run.run_data.metadata_of", lambda _: (None, False))
         expected = predicted(capfd, run, path)
     shutil.rmtree("pets")
     Path("a.jsonl").unlink()

@@ -13,6 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from hybridtrain import observe
+from hybridtrain._base.torch_private import import_compiler
 from hybridtrain.checkpoint import init_from, parse_init_from
 from hybridtrain.cli.commands.layout_tables import placement_tables
 from hybridtrain.cli.commands.result import Result, values_in_words
@@ -45,6 +46,8 @@ from hybridtrain.loop import Tracker, Trainer
 from hybridtrain.observe import MetricsFile, Progress, TimelineFiles
 
 _log = logging.getLogger(__name__)
+
+import_compiler()  # with the other imports of the command, see `cli.command_line`
 
 
 def train(settings: Settings) -> Result:

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from hybridtrain import observe
-from hybridtrain._base.torch_private import import_compiler
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.keys import unknown_key
 from hybridtrain.cli.config.schema import GROUP_KEYS, Config
@@ -36,8 +35,6 @@ from hybridtrain.step import (
     parameter_groups,
     show_weights,
 )
-
-import_compiler()  # with the other imports of a command, which are not interrupted by collections
 
 # Settings of PyTorch's losses that are tensors, one number for each class.
 _TENSORS = ("weight", "pos_weight")

@@ -123,14 +123,14 @@ def load_for_trained(
         settings: of the command.
         world: the processes.
         checkpoint: the one that is read.
-        samples: the command needs samples, those of `data.predict_path`.
+        samples: the command reads the samples in `data.predict_path`.
     """
     config, of_run = settings.config, settings.of_run
     same = of_run is not None and all(
         of_run.data.get(key) == config.data.get(key) for key in ("_target_", "task")
     )
     metadata, has_tokenizer = world.from_main(
-        lambda: _metadata_of(checkpoint) if same else (None, False)
+        lambda: metadata_of(checkpoint) if same else (None, False)
     )
     if metadata is None or (samples and config.data.get("predict_path") is None):
         return load_data(config, world)
@@ -158,7 +158,7 @@ def _check_standard_input(config: Config, world: World) -> None:
 
 
 def _place_of_data(config: Config) -> str:
-    """Returns the keys of the config that say where the data is; empty if there are none."""
+    """Returns the config keys with the location of the data; empty if there are none."""
     places = {key: value for key, value in config.data.items() if key in _PLACES}
     return ", ".join(f"data.{key}={value}" for key, value in places.items() if value is not None)
 
@@ -176,14 +176,14 @@ def _facts_of(config: Config, data: DataSplits | None) -> RankFacts:
     return facts_here({key: loaded.get(key) for key in _SAME} | _versions(config))
 
 
-def _check_facts(everyones: Sequence[RankFacts], config: Config) -> None:
+def _check_facts(facts_by_rank: Sequence[RankFacts], config: Config) -> None:
     """Refuses processes that have loaded different data; warns of different versions.
 
     Raises:
         DataError: names both values with their ranks and hosts.
     """
     versions = []
-    for fact, values in differences(everyones):
+    for fact, values in differences(facts_by_rank):
         if fact in _SAME:
             where = f" for {place}" if (place := _place_of_data(config)) else ""
             raise DataError(
@@ -194,8 +194,8 @@ def _check_facts(everyones: Sequence[RankFacts], config: Config) -> None:
         versions.append(f"{fact} {values}")
     if versions:
         _log.warning(
-            "the ranks run different versions: %s. Results may differ from those of one version: "
-            "install the same on all hosts",
+            "the ranks run different versions: %s. This may change results: install the same "
+            "versions on all hosts",
             "; ".join(versions),
         )
 
@@ -244,7 +244,7 @@ def record_of(data: DataSplits) -> dict[str, Any]:
 
 
 def _in_json(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns metadata in JSON's types; None: they cannot be saved, as those of own data sets."""
+    """Returns metadata in JSON's types; None if JSON has no type for a value."""
     try:
         saved: dict[str, Any] = json.loads(json.dumps(dict(metadata), allow_nan=False))
     except (TypeError, ValueError):
@@ -252,7 +252,7 @@ def _in_json(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     return saved
 
 
-def _metadata_of(checkpoint: Path) -> tuple[dict[str, Any] | None, bool]:
+def metadata_of(checkpoint: Path) -> tuple[dict[str, Any] | None, bool]:
     """Returns the metadata of the data that a checkpoint was trained on, and if it has a tokenizer.
 
     The metadata is None if the checkpoint does not have it.
@@ -280,8 +280,8 @@ def check_same_classes(checkpoint: Path, data: DataSplits) -> None:
     before, now = _saved(checkpoint).get("classes"), data.metadata.get("classes")
     if before is not None and now is not None and list(before) != list(now):
         raise DataError(
-            f"the classes of {checkpoint} are {', '.join(before)}, and those of the data are "
-            f"{', '.join(now)}: use data with the same classes"
+            f"{checkpoint} was trained on the classes {', '.join(before)}, and the data has the "
+            f"classes {', '.join(now)}: use data with the same classes"
         )
 
 

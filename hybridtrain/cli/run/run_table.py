@@ -61,7 +61,7 @@ class Run:
 
     @property
     def settings(self) -> RunSettings:
-        """Its settings, of which some differ from those of other runs."""
+        """The settings of the run, to compare with other runs."""
         return RunSettings(self.config, self.overrides)
 
 
@@ -199,7 +199,7 @@ def _folder(argument: str) -> Path:
 
 
 def _runs(folder: Path) -> Iterator[Run]:
-    """Yields the runs of a folder: itself, those in it, and those of the sweeps in it."""
+    """Yields the runs of a folder: the folder itself, the runs in it, the runs of its sweeps."""
     if (folder / "config.yaml").is_file():
         yield _run(folder, folder.name)
         return

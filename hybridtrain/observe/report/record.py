@@ -110,7 +110,7 @@ class RunRecord:
 
     @property
     def settings(self) -> RunSettings:
-        """Its settings, of which some differ from those of other runs."""
+        """The settings of the run, to compare with other runs."""
         return RunSettings(yaml.safe_load(self.config) or {}, self.overrides)
 
     def last(self, tag: str) -> float | None:

@@ -64,7 +64,7 @@ def test_gradients_of_one_process_are_added_in_the_tree_s_order_and_few_are_kept
         sums.begin(replica)
         for parameter, gradient in zip(parameters, of_replica, strict=True):
             parameter.grad = gradient.clone()
-        most = max(most, len(sums._waiting))
+        most = max(most, sums.kept)
     sums.add_alone()
     sums.finish()
     assert most <= math.ceil(math.log2(replicas))
