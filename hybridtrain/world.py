@@ -26,6 +26,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -270,24 +271,24 @@ class World:
             several = "s" * (len(stages) > 1)
             self.watchdog.store.set_place(f"stage{several} {', '.join(map(str, stages))}")
 
-    @property
+    @cached_property
     def nb_part(self) -> int:
         """The number of devices of a pipeline."""
         return len(self.devices) * self.processes_per_replica
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """The number of copies of the model."""
         return self.size // self.processes_per_replica
 
-    @property
+    @cached_property
     def replica(self) -> int:
         """The number of the copy that this process belongs to."""
         if self.inner == "dp":
             return self.rank % self.replicas
         return self.rank // self.processes_per_replica
 
-    @property
+    @cached_property
     def logical_replicas(self) -> int:
         """The number of replicas that a global batch is divided over.
 
@@ -297,12 +298,12 @@ class World:
         """
         return self.fixed_replicas or self.replicas
 
-    @property
+    @cached_property
     def owned_replicas(self) -> range:
         """The logical replicas that this copy of the model runs."""
         return owned_by(self.replica, self.replicas, self.logical_replicas)
 
-    @property
+    @cached_property
     def pipeline_rank(self) -> int:
         """The number of this process among those of its replica."""
         if self.inner == "dp":

@@ -22,6 +22,7 @@ import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -337,6 +338,7 @@ class TrainLoader(Loader):
         )
         self.samples = first_samples(len(dataset), batch_size, self.options)
         self.batches_per_epoch = batches_in(self.samples, batch_size, self.options)
+        self._shares_of = cache(partial(shares_in, world=world))  # all batches but one are as large
         if self.batches_per_epoch == 0:
             raise DataError(
                 f"the training data has {self.samples} samples, less than one batch of "
@@ -361,7 +363,7 @@ class TrainLoader(Loader):
         for epoch in itertools.count(start.epoch):
             for batch in range(first, self.batches_per_epoch):
                 total = min(self.batch_size, self.samples - batch * self.batch_size)
-                shares = shares_in(total, self._world)
+                shares = self._shares_of(total)
                 yield Position(epoch, batch + 1, batch + 1 == self.batches_per_epoch), total, shares
             first = 0
 
