@@ -762,8 +762,8 @@ class HybridModel:
 
         Args:
             inputs: of this replica's batch, as in `train_step`.
-            targets: likewise.
-            loss_fn: likewise.
+            targets: of this replica's batch, as in `train_step`.
+            loss_fn: as in `train_step`.
             reference: the module before it was wrapped; needed with `engine="distributed"`.
             times: the steps, each with an evaluation; what a forward leaves behind shows in the
                 next one.

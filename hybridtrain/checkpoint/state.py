@@ -333,7 +333,7 @@ def load_weights(
         model: whose parameters and buffers are overwritten.
         reader: where each process has the values from.
         weights: as `reader.read` gave them; also those of the model's state that stay.
-        extra: likewise, what is not a tensor.
+        extra: what `reader.read` gave that is not a tensor.
     """
     others = {name: value for name, value in weights.items() if name.endswith(EXTRA_STATE)}
     # copies, since a module may keep what it is given

@@ -515,7 +515,7 @@ class Session:
 
         Args:
             inputs: a pytree of tensors with this replica's batch in dim 0.
-            targets: likewise; as the loader gave them, since what they count weighs the batches.
+            targets: as the loader gave them, since what they count weighs the batches.
             loss_fn: as in `HybridModel.train_step`.
 
         Raises:

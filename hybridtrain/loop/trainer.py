@@ -276,7 +276,7 @@ class Trainer:
 
         Args:
             inputs: of the batch, which may be changed.
-            targets: likewise, if as many of them count.
+            targets: of the batch; may be changed as long as as many of them count.
             timeline: whether to record the batch.
 
         Raises:

@@ -75,7 +75,7 @@ class Timeline:
             lane: its number.
             action: that it ran.
             start: of the action.
-            end: likewise.
+            end: of the action.
             computed: when only the all-reduce of its gradients was left, if it has one.
         """
         self._marks[lane].append((action, start, end))

@@ -311,7 +311,7 @@ class OptimizerStep:
 
         Args:
             inputs: of the batch.
-            targets: likewise.
+            targets: of the batch.
             index: of the batch in the step, where one before it was left out. The last one averages
                 the gradients over the replicas.
             timeline: record it.
