@@ -206,7 +206,7 @@ class PricedPlans:
         schedule = make_schedule(layout.schedule, layout.nb_part, chunks, layout.stages_per_device)
         table = self.table.recomputing(frozenset(price.recomputed))
         times = stage_times(table, self.hardware, self.work, layout, price.counts)
-        spans = times.durations.spans(schedule)
+        spans = times.spans(schedule)
         return [
             [Span(action, start / 1e3, end / 1e3) for action, start, end in lane] for lane in spans
         ]

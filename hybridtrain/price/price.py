@@ -134,7 +134,7 @@ def price(
         counts: the number of layers of each stage.
     """
     times = stage_times(table, hardware, work, layout, counts)
-    simulated = simulated_step(layout, times.durations)
+    simulated = simulated_step(layout, times)
     host = _host_bound_ms(layout, times, simulated)
     by_device = _by_device(layout, _batch_ms(layout, times, simulated))
     busy_share = sum(by_device) / (layout.nb_part * simulated.length or 1.0)
@@ -149,7 +149,7 @@ def price(
     without_transfers = replace(times, transfer=(0.0,) * len(times.transfer))
     transfer = 0.0
     if any(times.transfer):
-        transfer = simulated.length - simulated_step(layout, without_transfers.durations).length
+        transfer = simulated.length - simulated_step(layout, without_transfers).length
     reduce = _exchange_ms(table.sizes, hardware, layout, counts, simulated)
     optimizer = optimizer_ms(table.sizes, hardware, work, layout, counts)
     busy = max(by_device)

@@ -216,36 +216,20 @@ SPLIT_OPERATORS = 1.1
 SPLIT_HOST = 2.5
 
 
-@dataclass(frozen=True)
-class StageTimes:
-    """Milliseconds of each stage for one micro-batch, and of each border between two stages.
+@dataclass(frozen=True, kw_only=True)
+class StageTimes(Durations):
+    """Milliseconds of each stage for one micro-batch, on its device and on the host.
 
     Attributes:
-        forward: the forward of each stage.
-        backward: a whole backward of each stage.
-        in_parts: both parts of a two-part backward together.
-        weight: the second part, for the weights, which a schedule may delay.
-        transfer: the message at each border.
         host: host time of a forward and a whole backward.
         host_in_parts: extra host time of a two-part backward.
         recompute: the part of `backward` that recomputes the forward.
     """
 
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
     in_parts: tuple[float, ...]
-    weight: tuple[float, ...]
-    transfer: tuple[float, ...]
     host: tuple[float, ...]
     host_in_parts: tuple[float, ...]
     recompute: tuple[float, ...]
-
-    @property
-    def durations(self) -> Durations:
-        """The durations for the simulation of a schedule."""
-        return Durations(
-            self.forward, self.backward, self.weight, self.transfer, in_parts=self.in_parts
-        )
 
 
 def stage_times(
