@@ -1,5 +1,6 @@
 """Fixtures for every folder."""
 
+import collections
 import gc
 import signal
 from collections.abc import Iterator
@@ -66,11 +67,36 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sorts the files; the order within a file stays. Leaves the thorough tests to `--all`."""
     if not config.getoption("--all"):
-        left_out = [item for item in items if item.get_closest_marker("thorough")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        quick = [item for item in items if item.get_closest_marker("thorough") is None]
+        quick = chosen_cases(quick)
+        kept = set(quick)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = quick
     rank = {name: index for index, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
+
+
+def chosen_cases(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Returns the items without the cases that `quick_cases` leaves to `--all`.
+
+    `@pytest.mark.quick_cases(3)` keeps three cases of a parametrized test, from all over its list;
+    `@pytest.mark.quick_cases("digits", "mnist")` keeps those with these ids.
+    """
+    cases: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    left_out = set()
+    for of_one_test in cases.values():
+        marker = of_one_test[0].get_closest_marker("quick_cases")
+        if marker is None:
+            continue
+        if isinstance(marker.args[0], int):
+            count, kept = len(of_one_test), min(marker.args[0], len(of_one_test))
+            chosen = {of_one_test[number * count // kept] for number in range(kept)}
+        else:
+            chosen = {i for i in of_one_test if i.nodeid.partition("[")[2][:-1] in marker.args}
+        left_out |= set(of_one_test) - chosen
+    return [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -186,6 +186,7 @@ def test_the_keys_of_the_table_are_keys_of_the_config() -> None:
         ),
     ],
 )
+@pytest.mark.quick_cases(5)
 def test_a_key_that_a_command_does_not_read_is_an_error(
     words: list[str], message: str, copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ OUTPUT, TARGETS = torch.randn(4, 3), torch.tensor([0, 1, 2, 2])
     ("{_target_: my_losses.make, factor: 2}", 2 * OUTPUT.sum()),
     ("{_target_: my_losses.summed}", 3 * OUTPUT.sum()),
 ])  # fmt: skip
+@pytest.mark.quick_cases(2)
 def test_a_loss_is_named_or_made_by_its_target(text, expected):
     torch.testing.assert_close(loss_of(text)(OUTPUT, TARGETS), expected)
 

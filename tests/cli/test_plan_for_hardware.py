@@ -25,6 +25,7 @@ def words_of(told):
     return command[command.index("hybridtrain") + 1 :]
 
 
+@pytest.mark.thorough
 def test_plan_for_a_cluster_writes_what_train_takes(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     keys = ["hardware=h100", "hardware.nodes=1", "hardware.devices_per_node=2", "run_name=priced"]
@@ -40,6 +41,7 @@ def test_plan_for_a_cluster_writes_what_train_takes(tmp_path, monkeypatch, capfd
     assert [len(s["layers"]) for s in cut["stages"]] == [len(s["layers"]) for s in run["stages"]]
 
 
+@pytest.mark.thorough
 def test_a_plan_that_recomputes_single_layers_is_trained_and_priced_by_its_command(
     tmp_path, monkeypatch, capfd
 ):
@@ -121,6 +123,7 @@ def test_auto_takes_the_fastest_pipeline_that_the_cores_have_room_for(
         ("plan", ["world.engine=distributed"], "start the others too, with torchrun"),
     ],
 )
+@pytest.mark.quick_cases("plan-keys3-start the others too, with torchrun")
 def test_an_auto_that_cannot_be_chosen_is_one_line_with_its_key(command, keys, told, capfd):
     error = fail(capfd, command, *SMALL, "pipeline.nb_part=auto", *keys)
     assert error.startswith("error: pipeline.nb_part=auto")
@@ -128,6 +131,7 @@ def test_an_auto_that_cannot_be_chosen_is_one_line_with_its_key(command, keys, t
     assert len(error.strip().splitlines()) == 1
 
 
+@pytest.mark.thorough
 def test_a_batch_size_of_auto_is_the_largest_that_fits_and_a_run_that_goes_on_keeps_it(
     tmp_path, capfd
 ):
@@ -150,6 +154,7 @@ def test_a_batch_size_of_auto_is_the_largest_that_fits_and_a_run_that_goes_on_ke
     assert peaks[0] <= limit_gib * 2**30 < peaks[1]
 
 
+@pytest.mark.thorough
 def test_a_batch_size_of_auto_counts_the_layers_that_are_recomputed_as_its_run_does(capfd):
     keys = ["data.batch_size=auto", "data.first_batches=1", "pipeline.chunks=2"]
     keys += ["pipeline.memory_limit_gib=0.002", "pipeline.recompute={every: 2}"]
@@ -231,6 +236,7 @@ def test_a_machine_that_cannot_be_priced_is_one_line(keys, told, tmp_path, monke
     assert not (tmp_path / "outputs/digits/plan.yaml").exists()
 
 
+@pytest.mark.thorough
 def test_measure_machine_writes_what_this_machine_reads(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

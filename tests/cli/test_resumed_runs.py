@@ -73,6 +73,7 @@ def test_a_run_can_start_from_the_checkpoint_of_another_run(
         ("outputs/digits/logs", "outputs/digits/logs is not a checkpoint"),
     ],
 )
+@pytest.mark.quick_cases(2)
 def test_a_resume_that_would_lose_or_mix_checkpoints_is_refused(
     resume: str, message: str, copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,6 +227,7 @@ def test_checkpoints_written_in_the_background_are_those_of_a_plain_run(
     )
 
 
+@pytest.mark.thorough
 def test_a_new_run_begins_with_the_weights_of_another_and_a_resumed_one_does_not(
     finished: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

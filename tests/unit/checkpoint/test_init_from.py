@@ -243,6 +243,7 @@ def test_the_body_of_a_transformer_is_loaded_under_the_names_of_any_of_its_model
         assert torch.equal(state[f"bert.{name}"], value), name
 
 
+@pytest.mark.thorough
 def test_a_model_without_a_head_takes_the_body_of_one_with_a_head(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=9, n_positions=8, n_embd=8, n_layer=1, n_head=2)

@@ -81,6 +81,7 @@ class Norms(nn.Module):
         return self.last(self.norm(x))
 
 
+@pytest.mark.thorough
 def test_a_batch_norm_that_torch_export_would_lose_is_traced_and_no_buffer_changes_meanwhile():
     net = Norms()
     before = {name: value.clone() for name, value in net.state_dict().items()}

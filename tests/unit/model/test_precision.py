@@ -147,6 +147,7 @@ def test_without_gradients_a_forward_has_none_and_a_training_step_has(nb_part):
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"accumulate": 2}], ids=str)
 @pytest.mark.parametrize("layer", [0, 1, 3])
 @pytest.mark.parametrize("nb_part", NB_PARTS)
+@pytest.mark.quick_cases(7)
 def test_an_overflow_in_one_stage_skips_the_step_in_all(nb_part, layer, options):
     ours = fp16_trainer(nb_part, at=(3,), layer=layer, **options)
     ours.fit()

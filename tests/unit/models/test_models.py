@@ -326,6 +326,7 @@ def test_gpt_dropout_acts_in_training_only():
     assert torch.equal(model(tokens), model(tokens))
 
 
+@pytest.mark.thorough
 def test_gpt_learns_python():
     torch.manual_seed(0)
     splits = datasets.python_source(seq_len=32, max_bytes=40_000, eval_bytes=2000)

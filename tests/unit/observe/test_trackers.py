@@ -69,6 +69,7 @@ def test_wandb_has_the_run_and_a_resumed_one_goes_on_with_its_id(
 # --- MLflow -------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_mlflow_has_the_run_and_a_resumed_one_continues_its_curves(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 

@@ -60,6 +60,7 @@ def assert_first_norm_is_close(net, plain, what=""):
 @pytest.mark.parametrize("momentum", [0.1, 0.9, 1.0, None])
 @pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
+@pytest.mark.quick_cases(7)
 def test_deferred_statistics_move_as_in_the_unsplit_model_on_the_whole_batch(
     nb_part, recompute, momentum
 ):

@@ -93,6 +93,7 @@ def switch_a_module_to_training(net):
 @pytest.mark.parametrize(
     "change", [raise_a_rate, raise_a_number, switch_a_module_to_training], ids=lambda f: f.__name__
 )
+@pytest.mark.quick_cases(1)
 def test_a_layer_that_begins_to_draw_after_it_was_compiled_draws_by_place(compiled_calls, change):
     found = []
     for nb_part, compiles in ((1, False), (1, True), (2, True)):

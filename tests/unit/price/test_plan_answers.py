@@ -58,6 +58,11 @@ def small_gpt(vocab_size=1000, **sizes):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("size", ["GPT, vocabulary of 5,000", "GPT, vocabulary of 50"])
+@pytest.mark.quick_cases(
+    "GPT, vocabulary of 5,000-fp32",
+    "GPT, vocabulary of 50-fp32",
+    "GPT, vocabulary of 50-bf16",
+)
 def test_the_peak_of_a_step_with_its_loss_is_that_of_the_allocator(size, precision):
     net, inputs, targets = ALLOCATED[size]()
     layers = ChainBuilder(net, inputs).chain().layers
@@ -141,6 +146,7 @@ def test_a_layer_that_runs_has_not_what_the_layers_behind_it_keep():
     assert most_temporary([*costs, LayerCost("c", temporary_bytes=40)]) == 40
 
 
+@pytest.mark.thorough
 def test_a_model_with_batch_norms_of_one_value_is_counted():
     net = construct_on_meta(lambda: resnet50(num_classes=10))
     pictures, labels = torch.zeros(16, 3, 8, 8), torch.zeros(16, dtype=torch.long)
@@ -337,6 +343,7 @@ def test_the_memory_of_padded_batches_is_that_of_the_longest():
     assert largest_batch(Stream(), 4, padded, first) is first
 
 
+@pytest.mark.thorough
 def test_a_transformers_model_with_rotary_positions_is_counted_without_values():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -361,6 +368,7 @@ def test_a_transformers_model_with_rotary_positions_is_counted_without_values():
     ],
     ids=["some", "all"],
 )
+@pytest.mark.thorough
 def test_the_page_on_published_runs_has_the_planners_ratios(sizes):
     page = (Path(__file__).parents[3] / "docs/published-runs.md").read_text()
     rows = re.findall(r"^\| .*\| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|$", page, re.M)

@@ -35,6 +35,7 @@ RUNS = [
     thinned(list(itertools.product(CASES, RUNS)), 3),
     ids=lambda value: value if isinstance(value, str) else value["schedule"],
 )
+@pytest.mark.quick_cases(7)
 def test_a_pipeline_is_found_to_be_exact(name, run):
     case = CASES[name]
     net = case.net()
