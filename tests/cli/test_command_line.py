@@ -171,6 +171,7 @@ def test_the_processes_of_a_dry_run_have_one_folder_and_other_launches_another()
         (["recipe=digits", "trainer.steps=5", "trainer.epochs=2"], (5, 2)),
     ],
 )
+@pytest.mark.quick_cases(2)
 def test_a_length_of_the_command_line_replaces_that_of_the_recipe(
     overrides: list[str], length: tuple[int | None, int | None]
 ) -> None:

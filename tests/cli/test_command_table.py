@@ -101,6 +101,7 @@ def typed(driver: subprocess.Popen[str], tmp_path: Path) -> Typed:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.quick_cases("train", "evaluate", "submit", "results", "new", "smp-config")
 def test_each_command_runs_as_a_user_types_it(command: str, typed: Typed, copied: Path) -> None:
     smp = {"parameters": {"partitions": 2, "ddp": True}, "enabled": True}
     distribution = {"smdistributed": {"modelparallel": smp}}

@@ -65,6 +65,7 @@ def test_a_loss_is_named_or_made_by_its_target(text, expected):
     ("{_target_: my_losses.focal, gama: 3.0}", "did you mean trainer.loss.gamma"),
     ("{_target_: torch.nn.CrossEntropyLoss, smoothing: 1}", "trainer.loss.smoothing: unknown key"),
 ])  # fmt: skip
+@pytest.mark.quick_cases(2)
 def test_a_mistake_names_its_key(text, message):
     with pytest.raises(ConfigError, match=message):
         loss_of(text)

@@ -122,6 +122,7 @@ def test_a_mistake_in_the_trackers_is_one_line_before_the_run(
     assert not Path("outputs").exists()
 
 
+@pytest.mark.thorough
 def test_a_library_that_is_missing_is_one_line_before_the_run_and_no_matter_of_evaluate(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, copied: Path
 ) -> None:

@@ -54,6 +54,7 @@ def test_the_name_alone_is_enough(command: str, begun: Path) -> None:
     assert (settings.changes, settings.kept, settings.notes) == ([], [], [])
 
 
+@pytest.mark.thorough
 def test_what_the_recipe_alone_would_change_is_kept_and_said(begun: Path) -> None:
     settings = resolve_settings("evaluate", ["recipe=imdb_transformer"])
     assert (settings.config.data["max_len"], settings.config.optim["lr"]) == (64, 0.01)
@@ -145,6 +146,7 @@ def test_a_run_without_a_checkpoint_begins_with_the_recipe_of_now(begun: Path) -
     assert (by_name.config.model["nhead"], by_name.config.data["max_len"]) == (2, 64)
 
 
+@pytest.mark.thorough
 def test_a_run_has_the_defaults_for_what_its_config_lacks(begun: Path) -> None:
     saved = OmegaConf.load(begun / "config.yaml")
     del saved["monitor"], saved["trainer"]["log_every"]
@@ -161,6 +163,7 @@ def test_a_run_has_the_defaults_for_what_its_config_lacks(begun: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
+@pytest.mark.quick_cases(1)
 def test_a_config_of_a_run_that_was_emptied_or_cut_short_is_named(
     share: float, begun: Path
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_batch_that_is_larger_than_the_data_set_is_predicted_as_what_it_is(tmp
 AUTO = [f"pipeline.{key}=auto" for key in ("nb_part", "chunks", "schedule")]
 
 
+@pytest.mark.thorough
 def test_auto_says_what_was_chosen_and_why_and_a_run_that_goes_on_keeps_it(tmp_path, capfd):
     told = succeed(capfd, "train", *SMALL, *AUTO)
     (line,) = [line for line in told.splitlines() if "predicted from measured costs" in line]
@@ -164,6 +165,7 @@ def test_a_batch_size_of_auto_counts_the_layers_that_are_recomputed_as_its_run_d
     assert chosen[1] == predicted[1]
 
 
+@pytest.mark.thorough
 def test_the_length_of_a_planned_run_is_that_of_its_first_batches(capfd):
     length = ["trainer.steps=null", "trainer.epochs=3", "data.first_batches=2"]
     told = succeed(capfd, "plan", *SMALL, "hardware=h100", *length)
@@ -179,6 +181,7 @@ def test_the_length_of_a_planned_run_is_that_of_its_first_batches(capfd):
         (["pipeline.max_inflight=2"], "max_inflight=2 is not priced"),
     ],
 )
+@pytest.mark.quick_cases(1)
 def test_a_batch_size_of_auto_that_cannot_be_found_is_one_line(keys, told, capfd):
     error = fail(capfd, "train", *SMALL, "data.batch_size=auto", *keys)
     assert error.startswith("error: data.batch_size=auto")

@@ -43,6 +43,7 @@ def test_the_page_has_the_numbers_of_the_summary(finished: Path, tmp_path: Path)
         assert f"{number} {layers} {len(stage['layers'])} {stage['parameters']:,}" in shown
 
 
+@pytest.mark.thorough
 def test_the_page_says_which_steps_the_times_of_the_advice_and_of_the_tile_are_of(
     copied: Path, tmp_path: Path
 ) -> None:
@@ -178,6 +179,7 @@ def test_a_page_is_written_at_the_end_of_a_run_if_asked_for(
     assert not Path("outputs/b").exists()
 
 
+@pytest.mark.thorough
 def test_a_run_whose_page_cannot_be_drawn_is_complete_and_names_the_command(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -110,6 +110,7 @@ def test_an_option_that_is_chosen_later_replaces_the_overrides_of_its_group() ->
     assert with_later(first, ["optim=sgd"]) == ["optimal.x=1", "~trainer.epochs", "optim=sgd"]
 
 
+@pytest.mark.thorough
 def test_a_restart_by_torchrun_resumes_from_the_newest_checkpoint_and_not_the_named_one(
     copied: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +256,7 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_from_scratch(
     assert "It starts from scratch" in said
 
 
+@pytest.mark.thorough
 def test_evaluate_takes_the_best_checkpoint_where_one_is_marked_and_says_so(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

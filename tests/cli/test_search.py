@@ -154,6 +154,7 @@ def test_a_study_is_not_mixed_with_one_of_another_metric_or_mode(
         assert said.endswith("set another run_name=\n")
 
 
+@pytest.mark.thorough
 def test_a_study_is_not_mixed_with_one_of_other_choices(
     words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,6 +173,7 @@ def test_a_search_in_a_group_of_runs_has_a_folder_of_its_own(
 
 
 @pytest.mark.parametrize("group", ["mine", None])
+@pytest.mark.quick_cases(1)
 def test_the_trials_are_in_the_group_of_the_command_line_or_of_the_study(
     group: str | None, words: list[str]
 ) -> None:
@@ -372,6 +374,7 @@ def test_an_enqueued_trial_that_is_not_in_the_space_is_refused(
         ),
     ],
 )
+@pytest.mark.quick_cases(1)
 def test_a_stored_trial_that_waits_and_is_not_in_the_space_is_refused(
     values: dict[str, object], distributions: dict[str, BaseDistribution],
     words: list[str], capfd: pytest.CaptureFixture[str],

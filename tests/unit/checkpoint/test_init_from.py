@@ -212,6 +212,7 @@ def test_the_setting_is_a_path_or_a_mapping():
 
 
 @pytest.mark.parametrize("source", ["without a head", "of another head", "old names"])
+@pytest.mark.quick_cases(1)
 def test_the_body_of_a_transformer_is_loaded_under_the_names_of_any_of_its_models(source, tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(

@@ -295,6 +295,7 @@ def adds_to_a_buffer(net, x):
 
 @pytest.mark.parametrize("body", [adds_to_an_alias, adds_to_a_view, adds_to_a_buffer])
 @pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.quick_cases(2)
 def test_an_augmented_assignment_changes_what_has_another_name(body, stages):
     assert_same(Body(body, mean=torch.zeros(WIDTH)), samples(), stages)
 

@@ -188,6 +188,7 @@ def test_values_that_skip_other_layers_in_a_variant_arrive(length):
         assert_same_step(model, net, whole, inputs[size], 3)
 
 
+@pytest.mark.thorough
 def test_a_step_may_mix_dtypes_and_empty_inputs_with_the_examples():
     class Two(nn.Module):
         def __init__(self):
@@ -211,6 +212,7 @@ def test_a_step_may_mix_dtypes_and_empty_inputs_with_the_examples():
         assert_same_step(model, net, whole, (samples(), second), 3)
 
 
+@pytest.mark.thorough
 def test_a_model_with_batch_norms_that_checks_a_size_is_traced():
     class Checked(nn.Module):
         def __init__(self):

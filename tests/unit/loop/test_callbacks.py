@@ -294,6 +294,7 @@ def states_after_each_step(run):
 
 
 @pytest.mark.parametrize("cut", [2, 3, 5, 6])
+@pytest.mark.quick_cases(1)
 def test_a_run_that_freezes_and_frees_resumes_exactly(cut, tmp_path):
     def callbacks():
         return [Freeze("0.*", until=3), Freeze(["2.weight", "2.bias"], start=5)]

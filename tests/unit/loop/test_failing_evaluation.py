@@ -212,6 +212,7 @@ class Failing(Recorder):
         *("on_timeline", "on_save", "on_end"),
     ],
 )
+@pytest.mark.quick_cases(3)
 def test_a_tracker_that_fails_is_one_warning_and_the_run_goes_on(hook, tmp_path, caplog):
     failing = Failing(hook)
     store = CheckpointStore(tmp_path)

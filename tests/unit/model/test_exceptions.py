@@ -214,6 +214,7 @@ def test_when_all_stages_fail_one_of_the_exceptions_is_raised():
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
 @pytest.mark.parametrize("nb_part", [1, 2, 4])
+@pytest.mark.quick_cases(2)
 def test_an_interrupt_in_a_stage_stops_the_step(nb_part, error):
     model, spare, switch = make(nb_part)
     inputs, targets = batch()

@@ -253,6 +253,7 @@ def test_transformer_with_an_odd_width():
     assert small_transformer(d_model=15, nhead=3)(reviews([4], 6)).shape == (1, 3)
 
 
+@pytest.mark.thorough
 def test_transformer_learns_reviews(tmp_path):
     pytest.importorskip("torchtext")
     torch.manual_seed(0)

@@ -118,6 +118,7 @@ def test_a_copy_computes_the_same_with_weights_of_its_own():
 
 
 @pytest.mark.parametrize("name", thinned(list(SIDES), 4))
+@pytest.mark.quick_cases(2)
 def test_digits_are_resized_only_where_the_model_needs_it(name):
     net = shapes_for_digits(name)
     assert net.side == SIDES[name]
@@ -127,6 +128,7 @@ def test_digits_are_resized_only_where_the_model_needs_it(name):
 
 
 @pytest.mark.parametrize("name", QUICK)
+@pytest.mark.quick_cases(2)
 def test_what_a_model_returns_are_log_probabilities(name):
     output = for_digits(name)(digits())
     torch.testing.assert_close(output.exp().sum(1), torch.ones(4))

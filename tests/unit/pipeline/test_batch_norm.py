@@ -96,6 +96,7 @@ def test_deferred_statistics_leave_the_gradients_of_micro_batches_as_they_were(r
     "where", [("forward", 2), ("forward", 0), ("backward", 1), ("backward", 3)], ids=str
 )
 @pytest.mark.parametrize("nb_part", NB_PARTS)
+@pytest.mark.quick_cases(4)
 def test_no_statistics_of_a_failed_step_leak_into_the_next(nb_part, where):
     model, net, plain = deferred(make(), nb_part)
     x = data(8, 0)

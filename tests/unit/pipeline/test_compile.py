@@ -40,6 +40,7 @@ def compiled_calls(monkeypatch):
 
 
 @pytest.mark.parametrize("recompute", ["never", "always", {"every": 2}], ids=str)
+@pytest.mark.quick_cases(1)
 def test_every_layer_is_compiled_in_every_step(compiled_calls, recompute):
     model = hybrid(net(dropout=True), chunks=CHUNKS, compile=True, recompute=recompute)
     # 4 linear layers; of 5 layers, 2 linear ones are recomputed one by one
@@ -129,6 +130,7 @@ class Switched(nn.Module):
 
 
 @pytest.mark.parametrize("recompute", ["never", "always", {"every": 2}], ids=str)
+@pytest.mark.quick_cases(1)
 def test_a_compiled_layer_that_a_global_switches_draws_by_place_at_once(
     compiled_calls, monkeypatch, recompute
 ):

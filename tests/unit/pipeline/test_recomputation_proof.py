@@ -145,6 +145,7 @@ def test_state_that_another_layer_changes_is_put_back(make, recompute):
 
 @pytest.mark.parametrize("recompute", ["always", {"every": 1}], ids=str)
 @pytest.mark.parametrize("kind", Hidden.NUMBERS)
+@pytest.mark.quick_cases(5)
 def test_hidden_state_is_put_back_or_refused_with_the_layer(kind, recompute):
     try:
         check(lambda: around(lambda: Hidden(kind)), recompute)

@@ -135,6 +135,7 @@ def counted(look=lambda x: None, layers=4):
     ],
     ids=str,
 )
+@pytest.mark.quick_cases(5)
 def test_layers_that_the_policy_chose_run_twice_and_the_rest_once(recompute, runs, nb_part):
     net = counted()
     model = hybrid(net, nb_part, recompute=recompute)
@@ -231,6 +232,7 @@ def test_batch_norm_statistics_move_once_per_micro_batch(nb_part, recompute, mom
 
 @pytest.mark.parametrize("recompute", RECOMPUTING, ids=str)
 @pytest.mark.parametrize("which", [(1,), (1, 3)], ids=str)
+@pytest.mark.quick_cases(3)
 def test_norms_frozen_in_eval_mode_stay_as_they_are(which, recompute):
     net = normed(0.1)
     plain = copy.deepcopy(net)

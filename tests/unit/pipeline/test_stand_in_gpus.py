@@ -93,6 +93,7 @@ def test_draws_are_those_of_the_cpu():
     assert_same(found, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_step_after_the_first_that_are_compared_waits_for_no_device():
     with stand_in_gpus(3) as gpus:
         model = model_on(gpus, CASES["linear"].net())

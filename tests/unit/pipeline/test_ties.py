@@ -158,6 +158,7 @@ def test_a_new_tensor_as_data_of_a_tied_parameter_reaches_every_use():
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.quick_cases(3)
 def test_tied_weights_stay_tied_after_optimizer_steps(split, optimizer):
     net, plain = gpt(), gpt()
     model = hybrid(net, *split)

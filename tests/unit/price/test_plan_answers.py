@@ -88,6 +88,7 @@ class Recomputed(nn.Module):
 
 
 @pytest.mark.parametrize("recomputed", [{3}, {1, 2}, {1, 2, 3, 4}])
+@pytest.mark.quick_cases(1)
 def test_the_peak_with_single_layers_recomputed_is_that_of_the_allocator(recomputed):
     net, inputs, targets = ALLOCATED["GPT, vocabulary of 5,000"]()
     layers = ChainBuilder(net, inputs).chain().layers
@@ -193,6 +194,7 @@ def gpt_of_7b():
 
 
 @pytest.mark.parametrize(("nodes", "is_advised"), [(1, True), (128, False)])
+@pytest.mark.quick_cases(1)
 def test_fsdp2_is_advised_where_it_is_faster_and_its_price_was_compared(nodes, is_advised):
     hardware = replace(MACHINE, nodes=nodes, node_bytes_per_s=4.5e11, network_bytes_per_s=4e11)
     job = StepWork(2 * hardware.devices)
@@ -222,6 +224,7 @@ CPUS = Hardware(
     ],
     ids=["mlp", "gpt"],
 )
+@pytest.mark.quick_cases(2)
 def test_a_toy_model_is_not_advised_to_shard(net, inputs, hardware):
     plans = find_plans(net, inputs, hardware, StepWork(64), best=1)
     assert not plans.advises_fsdp2

@@ -282,6 +282,7 @@ LINES = [
 
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from(LINES), min_size=1, max_size=4), st.sampled_from([8, 7, 5, 1]))
+@pytest.mark.thorough
 def test_any_python_in_a_forward_is_exact_or_refused(lines, samples):
     namespace = {"nn": nn, "torch": torch, "Tensor": Tensor, "TanhLinear": TanhLinear}
     body = "\n        ".join(["h = self.a(x)", *lines, "return self.d(h)"])
