@@ -18,4 +18,4 @@ echo "== the required dependencies" && cat $environment/oldest.txt
 "${requirements[@]}" --extra text --extra dev --constraint $environment/oldest.txt --output-file $environment/all.txt
 python -m pip install --disable-pip-version-check --constraint $environment/all.txt -e ".[text,dev]"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder "$@"
+python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "$@"

@@ -18,8 +18,6 @@ echo "== codespell"
 codespell
 echo "== words"
 python scripts/words.py
-echo "== mypy"
-mypy
 case " $* " in *" --all "*)
     echo "== Slurm, for tests/cluster"
     why=$(ensure_slurm) || echo "tests/cluster is skipped: $why"
@@ -27,10 +25,20 @@ case " $* " in *" --all "*)
     why=$(ensure_chromium) || echo "the tests in a browser are skipped: $why"
     ;;
 esac
-echo "== pytest"
-# a file in one process, since its launches are shared by its tests; four at a time, since they wait
-# for one another half of the time, and with one thread each, since they are more than the cores
+echo "== mypy and pytest, at the same time"
+# mypy needs a minute where it has no cache, on one core
+types=$(mktemp)
+mypy >"$types" 2>&1 &
+checker=$!
+trap 'kill $checker 2>/dev/null || true; rm -f "$types"' EXIT
+# a file in one process, since its launches are shared by its tests; three at a time, since they wait
+# for one another, and with one thread each, since they are more than the cores of a small machine
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # the tests start hundreds of interpreters, which would compile the package anew
 unset PYTHONDONTWRITEBYTECODE
-python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder "$@"
+status=0
+python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=15 "$@" || status=$?
+echo "== mypy"
+wait $checker || status=1
+cat "$types"
+exit $status

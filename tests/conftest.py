@@ -1,5 +1,6 @@
 """Fixtures for every folder."""
 
+import collections
 import gc
 import signal
 from collections.abc import Iterator
@@ -66,11 +67,41 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sorts the files; the order within a file stays. Leaves the thorough tests to `--all`."""
     if not config.getoption("--all"):
-        left_out = [item for item in items if item.get_closest_marker("thorough")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        quick = [item for item in items if item.get_closest_marker("thorough") is None]
+        quick = chosen_cases(quick, complete=not any("[" in path for path in config.args))
+        kept = set(quick)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = quick
     rank = {name: index for index, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
+
+
+def chosen_cases(items: list[pytest.Item], complete: bool = True) -> list[pytest.Item]:
+    """Returns the items without the cases that `quick_cases` leaves to `--all`.
+
+    `@pytest.mark.quick_cases(3)` keeps three cases of a parametrized test, from all over its list;
+    `@pytest.mark.quick_cases("digits", "mnist")` keeps those with these ids,
+    which must exist if the items are `complete`.
+    """
+    cases: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    left_out = set()
+    for of_one_test in cases.values():
+        marker = of_one_test[0].get_closest_marker("quick_cases")
+        if marker is None:
+            continue
+        if isinstance(marker.args[0], int):
+            count, kept = len(of_one_test), min(marker.args[0], len(of_one_test))
+            chosen = {of_one_test[number * count // kept] for number in range(kept)}
+        else:
+            by_id = {item.nodeid.partition("[")[2][:-1]: item for item in of_one_test}
+            unknown = [name for name in marker.args if name not in by_id]
+            if unknown and complete:
+                raise pytest.UsageError(f"quick_cases of {of_one_test[0].nodeid}: no {unknown}")
+            chosen = {by_id[name] for name in marker.args if name in by_id}
+        left_out |= set(of_one_test) - chosen
+    return [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True, scope="module")

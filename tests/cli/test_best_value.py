@@ -32,6 +32,7 @@ def test_a_large_accuracy_is_best_for_the_checkpoint_and_for_all_callbacks(tmp_p
     assert metrics(run)[-2]["train/lr"] > 1e-5
 
 
+@pytest.mark.thorough
 def test_a_run_that_was_stopped_early_says_so_and_trains_on_without_the_callback(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,6 +49,7 @@ def test_a_run_that_was_stopped_early_says_so_and_trains_on_without_the_callback
     assert json.loads((tmp_path / "outputs/a/summary.json").read_text())["steps"] == 15
 
 
+@pytest.mark.thorough
 def test_results_and_search_take_the_largest_accuracy_and_ask_for_what_they_do_not_know(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -71,6 +73,7 @@ def test_results_and_search_take_the_largest_accuracy_and_ask_for_what_they_do_n
     )
 
 
+@pytest.mark.thorough
 def test_the_loss_follows_the_model_that_is_chosen(capfd: pytest.CaptureFixture[str]) -> None:
     short = [*DIGITS[:-2], "trainer.steps=1"]
     succeed(capfd, *short, "run_name=own")

@@ -23,6 +23,7 @@ def recall(classes: int) -> str:
     return f"{{_target_: {target}, num_classes: {classes}, average: none}}"
 
 
+@pytest.mark.thorough
 def test_the_values_have_the_names_of_the_classes_wherever_they_are_shown(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -67,6 +68,7 @@ def test_without_names_the_classes_have_numbers(capfd: pytest.CaptureFixture[str
     ],
 )
 @pytest.mark.parametrize("value", ["recall", "recall/10"])
+@pytest.mark.quick_cases(2)
 def test_a_value_that_the_metric_does_not_have_is_refused_before_the_first_step(
     value: str, more: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:

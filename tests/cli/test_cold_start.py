@@ -57,6 +57,7 @@ def test_a_command_that_is_called_in_a_script_leaves_its_collector_alone():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.thorough
 def test_commands_that_train_nothing_do_not_import_the_compiler():
     code = (
         "import sys; from hybridtrain.cli.command_table import COMMANDS\n"

@@ -81,6 +81,7 @@ def test_recipes_of_one_name_in_two_folders_are_two_runs() -> None:
         (["run_name=g/digits"], ["g/digits"]),
     ],
 )
+@pytest.mark.quick_cases(3)
 def test_a_sweep_names_its_runs_by_the_values_that_vary(
     overrides: list[str], names: list[str]
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_sweep_names_its_runs_by_the_values_that_vary(
     assert names_of(own, points)[1] == names
 
 
+@pytest.mark.thorough
 def test_a_sweep_goes_on_after_a_bad_point_and_ends_with_a_table(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -122,6 +124,7 @@ def test_a_dry_run_trains_evaluates_and_leaves_nothing(capfd: pytest.CaptureFixt
     assert not any(Path("outputs").iterdir())
 
 
+@pytest.mark.thorough
 def test_a_dry_run_says_what_it_has_tried(capfd: pytest.CaptureFixture[str]) -> None:
     for words, found, said in (
         (["checkpoint.every_steps=0"], {"step": 2, "loss": 1.0}, "two steps and an evaluation"),
@@ -132,6 +135,7 @@ def test_a_dry_run_says_what_it_has_tried(capfd: pytest.CaptureFixture[str]) -> 
         assert f"dry run: {said} went well; nothing is kept" in capfd.readouterr().err
 
 
+@pytest.mark.thorough
 def test_two_dry_runs_leave_each_others_files() -> None:
     def run(command: str, settings: Settings) -> dict[str, int]:
         folder = Path(settings.config.output_dir)
@@ -167,6 +171,7 @@ def test_the_processes_of_a_dry_run_have_one_folder_and_other_launches_another()
         (["recipe=digits", "trainer.steps=5", "trainer.epochs=2"], (5, 2)),
     ],
 )
+@pytest.mark.quick_cases(2)
 def test_a_length_of_the_command_line_replaces_that_of_the_recipe(
     overrides: list[str], length: tuple[int | None, int | None]
 ) -> None:
@@ -265,6 +270,7 @@ def test_a_package_of_ones_own_is_a_search_path_of_the_console_script() -> None:
         ("trainer.loss_scale=x", "trainer.loss_scale: .*'x'"),
     ],
 )
+@pytest.mark.quick_cases(2)
 def test_a_right_key_that_was_added_is_not_blamed_for_another_mistake(
     mistake: str, message: str
 ) -> None:
@@ -349,6 +355,7 @@ def test_a_callable_is_given_the_facts_that_it_has_parameters_for(
         ),
     ],
 )
+@pytest.mark.quick_cases(2)
 def test_a_value_that_a_target_cannot_take_is_one_line_and_leaves_no_directory(
     overrides: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -408,6 +415,7 @@ def test_training_goes_on_when_nobody_reads_its_output() -> None:
 
 
 @pytest.mark.parametrize("value", ["données.csv", "a=b", "a#b", "~a", "a(b", "it's (a)", "a b=c"])
+@pytest.mark.quick_cases(2)
 def test_an_override_that_hydra_cannot_read_is_shown_as_it_must_be_typed(value: str) -> None:
     try:
         compose_config(["recipe=digits", f"output_dir={value}"])

@@ -37,6 +37,7 @@ def change(run: Path, values: dict[str, Any]) -> None:
     OmegaConf.save(config, run / "config.yaml")
 
 
+@pytest.mark.thorough
 def test_evaluate_gives_the_values_that_the_run_logged(
     copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,6 +117,7 @@ def test_export_needs_nothing_but_the_files_of_the_run(
     assert written.read_bytes() == expected
 
 
+@pytest.mark.thorough
 def test_one_process_evaluates_and_predicts_with_a_run_of_several_processes_and_gpus(
     copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,6 +258,7 @@ def test_a_new_plan_does_not_replace_that_of_a_run_with_checkpoints(
 
 
 @pytest.mark.parametrize("command", ["evaluate", "export"])
+@pytest.mark.quick_cases(1)
 def test_a_command_without_its_checkpoint_says_where_it_looked(
     command: str, copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,6 +268,7 @@ def test_a_command_without_its_checkpoint_says_where_it_looked(
     assert "resume=null: set it to auto" in fail(capfd, command, *SMALL, "resume=null")
 
 
+@pytest.mark.thorough
 def test_multirun_makes_a_run_directory_for_each_combination(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

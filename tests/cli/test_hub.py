@@ -29,6 +29,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_a_bert_from_a_folder_is_fine_tuned_predicted_exported_and_loaded_by_from_pretrained(
     folder: Path,
 ) -> None:
@@ -57,6 +58,7 @@ def test_a_bert_from_a_folder_is_fine_tuned_predicted_exported_and_loaded_by_fro
     assert all(len(line["probabilities"]) == 2 for line in predicted)
 
 
+@pytest.mark.thorough
 def test_an_exported_t5_generates_what_it_has_learnt_for_new_texts(folder: Path) -> None:
     import transformers
 
@@ -91,6 +93,7 @@ def test_a_transformer_is_exact_with_recomputed_layers_any_attention_and_16_bit_
     assert main([*verify, "pipeline.recompute={every: 2}", "model.dtype=bfloat16"]) == 0
 
 
+@pytest.mark.thorough
 def test_the_weights_of_a_source_in_16_bits_are_trained_in_32_unless_asked_otherwise(
     folder: Path,
 ) -> None:
@@ -107,6 +110,7 @@ def test_the_weights_of_a_source_in_16_bits_are_trained_in_32_unless_asked_other
         assert {value.dtype for value in load_file(path).values()} == {dtype}
 
 
+@pytest.mark.thorough
 def test_a_model_of_timm_trains_and_timm_loads_its_state_dict(tmp_path: Path) -> None:
     import timm
 
@@ -133,6 +137,7 @@ def test_a_model_of_timm_trains_and_timm_loads_its_state_dict(tmp_path: Path) ->
         (["model.config={model_type: bert, vocab_size: 3}"], "has 19 tokens, and the model 3"),
     ],
 )  # fmt: skip
+@pytest.mark.quick_cases(3)
 def test_a_model_that_cannot_be_made_is_one_line(
     folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,6 +148,7 @@ def test_a_model_that_cannot_be_made_is_one_line(
     assert "Traceback" not in said
 
 
+@pytest.mark.thorough
 def test_a_format_that_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe=digits", "world.devices=cpu", "trainer.epochs=1"]) == 0
     capsys.readouterr()
@@ -191,6 +197,7 @@ def sent_by(words: list[str]) -> dict[str, bytes]:
     return {each["path"]: base64.b64decode(each["content"]) for each in files if "path" in each}
 
 
+@pytest.mark.thorough
 def test_an_export_is_sent_to_the_hub_with_a_card_and_a_refusal_is_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

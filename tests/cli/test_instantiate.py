@@ -119,6 +119,10 @@ def test_a_target_that_does_not_fit_its_key_is_refused(key: str, path: object) -
         ),
     ],
 )
+@pytest.mark.quick_cases(
+    "trainer.loss-torch.nn.attention._fa3._fa3_import_module-keys1-plan",
+    "trainer.loss-torch.nn.attention._fa3._fa3_import_module-keys1-evaluate",
+)
 def test_a_recipe_and_the_config_of_a_run_directory_run_no_code(
     command: str,
     key: str,
@@ -293,6 +297,7 @@ def test_a_tokenizer_by_its_path_must_come_from_an_allowed_package(
     assert "allow_targets=[its.name]" in message
 
 
+@pytest.mark.thorough
 def test_a_project_allows_its_package_once_for_all_commands(
     my_nets: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def _data(tmp_path: Path) -> None:
     ],
     ids=["texts", "images", "size", "colours"],
 )
+@pytest.mark.quick_cases(1)
 def test_other_data_than_the_model_takes_is_one_line(
     words: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,6 +65,7 @@ def test_other_data_than_the_model_takes_is_one_line(
     assert "Set model" not in said
 
 
+@pytest.mark.thorough
 def test_a_model_that_takes_other_sizes_than_its_own_takes_them(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -83,6 +83,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (["monitor.profile={steps: [20, 25]}"], {"tensorboard", "progress", "profile"}),
     ],
 )  # fmt: skip
+@pytest.mark.quick_cases(2)
 def test_a_list_of_names_is_the_trackers_of_a_run(overrides: list[str], on: set[str]) -> None:
     assert set(compose_config(overrides).monitor.chosen()) == on
 
@@ -107,6 +108,12 @@ def test_a_recipe_names_its_trackers_and_the_command_line_their_arguments() -> N
         ("+monitor.mine._target_=os.system", "monitor.mine._target_=os.system is not allowed: "),
     ],
 )
+@pytest.mark.quick_cases(
+    "monitor.mlflow=maybe-monitor.mlflow=maybe must be true, false or a mapping",
+    "monitor.wandb={tag: a}-monitor.wandb.tag: unknown key; did you mean monitor.wandb.t",
+    "monitor.profile={steps: [9, 3]}-monitor.profile.steps=[9, 3] must be a number of",
+    "+monitor.mine._target_=os.system-monitor.mine._target_=os.system is not allowed: ",
+)
 def test_a_mistake_in_the_trackers_is_one_line_before_the_run(
     override: str, line: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,6 +122,7 @@ def test_a_mistake_in_the_trackers_is_one_line_before_the_run(
     assert not Path("outputs").exists()
 
 
+@pytest.mark.thorough
 def test_a_library_that_is_missing_is_one_line_before_the_run_and_no_matter_of_evaluate(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, copied: Path
 ) -> None:
@@ -176,6 +184,7 @@ def test_trackers_have_what_metrics_jsonl_has_and_resume_with_the_run(
     assert summary["summary/step_ms/p50"] == ended["step_ms"]["p50"]
 
 
+@pytest.mark.thorough
 def test_a_run_of_before_goes_on_with_its_trackers(
     capfd: pytest.CaptureFixture[str], copied: Path
 ) -> None:
@@ -192,6 +201,7 @@ def test_a_run_of_before_goes_on_with_its_trackers(
     assert (copied / "metrics.csv").exists()
 
 
+@pytest.mark.thorough
 def test_a_tracker_of_the_users_own_goes_by_a_target_and_is_resumed(
     capfd: pytest.CaptureFixture[str], own: list[str]
 ) -> None:
@@ -219,6 +229,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     assert metrics(RUN)[-1]["step"] == 2
 
 
+@pytest.mark.thorough
 def test_a_dry_run_checks_the_trackers_and_reports_to_none(
     capfd: pytest.CaptureFixture[str], own: list[str]
 ) -> None:
@@ -240,12 +251,14 @@ def test_every_tracker_that_a_config_can_name_is_a_key() -> None:
     assert keys - {"group", "profile", "report", "timeline_every"} == set(TRACKERS)
 
 
+@pytest.mark.thorough
 def test_the_runs_of_a_sweep_are_a_group(capfd: pytest.CaptureFixture[str], own: list[str]) -> None:
     succeed(capfd, "-m", *QUICK, *own, "optim.lr=1e-3,1e-2")
     groups = [path.read_text().split()[0] for path in Path("outputs").glob("*/*/told.txt")]
     assert groups == ["digits-lr"] * 2
 
 
+@pytest.mark.thorough
 def test_every_process_has_a_profile_under_a_name_that_tensorboard_finds() -> None:
     done = torchrun(2, [*SMALL, "trainer.steps=3", "monitor.profile={steps: [2, 3]}"])
     assert done.returncode == 0, done.stderr

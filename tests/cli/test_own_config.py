@@ -44,6 +44,7 @@ def write_config(run: Path, overrides: list[str]) -> None:
 
 
 @pytest.mark.parametrize("command", ["evaluate", "train", *thorough(["export", "plan"])])
+@pytest.mark.quick_cases(1)
 def test_the_name_alone_is_enough(command: str, begun: Path) -> None:
     settings = resolve_settings(command, ["run_name=imdb_transformer"])
     assert settings.config.data["max_len"] == 64
@@ -53,6 +54,7 @@ def test_the_name_alone_is_enough(command: str, begun: Path) -> None:
     assert (settings.changes, settings.kept, settings.notes) == ([], [], [])
 
 
+@pytest.mark.thorough
 def test_what_the_recipe_alone_would_change_is_kept_and_said(begun: Path) -> None:
     settings = resolve_settings("evaluate", ["recipe=imdb_transformer"])
     assert (settings.config.data["max_len"], settings.config.optim["lr"]) == (64, 0.01)
@@ -64,6 +66,7 @@ def test_what_the_recipe_alone_would_change_is_kept_and_said(begun: Path) -> Non
     ]
 
 
+@pytest.mark.thorough
 def test_the_same_command_again_says_nothing(begun: Path) -> None:
     again = ["recipe=imdb_transformer", "data.max_len=64", "optim.lr=0.01"]
     assert resolve_settings("train", again).notes == []
@@ -101,6 +104,10 @@ def test_every_change_that_is_allowed_is_listed(begun: Path) -> None:
         ("data=digits", "data._target_=hybridtrain.datasets.imdb, not hybridtrain.datasets.digits"),
     ],
 )
+@pytest.mark.quick_cases(
+    "model.nhead=2-model.nhead=4, not 2-train",
+    "+model.bias=true-model.bias=(not set), not true-train",
+)
 def test_another_model_other_data_or_another_seed_is_refused(
     command: str, override: str, words: str, begun: Path
 ) -> None:
@@ -130,6 +137,7 @@ def test_the_recipe_of_another_run_is_refused_and_the_runs_own_config_is_a_recip
     assert settings.config.recipe == "imdb_transformer"
 
 
+@pytest.mark.thorough
 def test_a_run_without_a_checkpoint_begins_with_the_recipe_of_now(begun: Path) -> None:
     shutil.rmtree(begun / "checkpoints")
     again = resolve_settings("train", ["recipe=imdb_transformer", "model.nhead=2"])
@@ -138,6 +146,7 @@ def test_a_run_without_a_checkpoint_begins_with_the_recipe_of_now(begun: Path) -
     assert (by_name.config.model["nhead"], by_name.config.data["max_len"]) == (2, 64)
 
 
+@pytest.mark.thorough
 def test_a_run_has_the_defaults_for_what_its_config_lacks(begun: Path) -> None:
     saved = OmegaConf.load(begun / "config.yaml")
     del saved["monitor"], saved["trainer"]["log_every"]
@@ -154,6 +163,7 @@ def test_a_run_has_the_defaults_for_what_its_config_lacks(begun: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
+@pytest.mark.quick_cases(1)
 def test_a_config_of_a_run_that_was_emptied_or_cut_short_is_named(
     share: float, begun: Path
 ) -> None:
@@ -164,6 +174,7 @@ def test_a_config_of_a_run_that_was_emptied_or_cut_short_is_named(
         resolve_settings("evaluate", ["run_name=imdb_transformer"])
 
 
+@pytest.mark.thorough
 def test_a_run_name_that_no_file_system_takes_is_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -191,6 +202,7 @@ def test_a_run_name_that_no_file_system_takes_is_one_line(
 
 
 @pytest.mark.parametrize("name", ["1e3", "true", "1_000", "nan", "0.10", "007", "off"])
+@pytest.mark.quick_cases(2)
 def test_a_run_name_that_looks_like_a_number_stays_as_it_was_typed(name: str) -> None:
     overrides = ["recipe=digits", f"run_name={name}", f"monitor.group={name}", "output_dir=1e3"]
     config = resolve_settings("train", overrides).config
@@ -206,6 +218,7 @@ def test_a_run_name_that_looks_like_a_number_stays_as_it_was_typed(name: str) ->
     assert compose_config([f"run_name={hydra_quoted(name)}"]).run_name == name
 
 
+@pytest.mark.thorough
 def test_names_that_a_sweep_makes_are_short_enough_for_a_folder_and_differ() -> None:
     words = [f"{'x' * 400}{end}" for end in "ab"]
     points = sweep_of(["recipe=digits", f"+model.words={','.join(words)}"]).points
@@ -219,6 +232,7 @@ def test_names_that_a_sweep_makes_are_short_enough_for_a_folder_and_differ() -> 
     assert len(point.run_name.split("/")[1].encode()) <= 140
 
 
+@pytest.mark.thorough
 def test_the_packages_of_a_run_are_allowed_on_the_command_line_only(begun: Path) -> None:
     with_code = [
         *("recipe=imdb_transformer", "data.max_len=64", "optim.lr=0.01"),
@@ -231,6 +245,7 @@ def test_the_packages_of_a_run_are_allowed_on_the_command_line_only(begun: Path)
     assert trusted.config.allow_targets == ["my_nets"]
 
 
+@pytest.mark.thorough
 def test_a_secret_of_the_environment_is_not_written_but_found_again(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,6 +268,7 @@ def test_a_secret_of_the_environment_is_not_written_but_found_again(
     assert "api_key: '***'" in shown
 
 
+@pytest.mark.thorough
 def test_evaluate_says_its_result_on_stdout_and_in_a_file(
     copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,6 +329,7 @@ def test_a_job_with_an_explicit_start_goes_on_when_it_is_called_again(
         assert "would mix new checkpoints with the later ones" in message
 
 
+@pytest.mark.thorough
 def test_a_second_writer_is_refused_and_a_reader_is_not(
     copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

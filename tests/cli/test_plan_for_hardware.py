@@ -25,6 +25,7 @@ def words_of(told):
     return command[command.index("hybridtrain") + 1 :]
 
 
+@pytest.mark.thorough
 def test_plan_for_a_cluster_writes_what_train_takes(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     keys = ["hardware=h100", "hardware.nodes=1", "hardware.devices_per_node=2", "run_name=priced"]
@@ -40,6 +41,7 @@ def test_plan_for_a_cluster_writes_what_train_takes(tmp_path, monkeypatch, capfd
     assert [len(s["layers"]) for s in cut["stages"]] == [len(s["layers"]) for s in run["stages"]]
 
 
+@pytest.mark.thorough
 def test_a_plan_that_recomputes_single_layers_is_trained_and_priced_by_its_command(
     tmp_path, monkeypatch, capfd
 ):
@@ -76,6 +78,7 @@ def test_a_batch_that_is_larger_than_the_data_set_is_predicted_as_what_it_is(tmp
 AUTO = [f"pipeline.{key}=auto" for key in ("nb_part", "chunks", "schedule")]
 
 
+@pytest.mark.thorough
 def test_auto_says_what_was_chosen_and_why_and_a_run_that_goes_on_keeps_it(tmp_path, capfd):
     told = succeed(capfd, "train", *SMALL, *AUTO)
     (line,) = [line for line in told.splitlines() if "predicted from measured costs" in line]
@@ -121,6 +124,7 @@ def test_auto_takes_the_fastest_pipeline_that_the_cores_have_room_for(
         ("plan", ["world.engine=distributed"], "start the others too, with torchrun"),
     ],
 )
+@pytest.mark.quick_cases("plan-keys3-start the others too, with torchrun")
 def test_an_auto_that_cannot_be_chosen_is_one_line_with_its_key(command, keys, told, capfd):
     error = fail(capfd, command, *SMALL, "pipeline.nb_part=auto", *keys)
     assert error.startswith("error: pipeline.nb_part=auto")
@@ -128,6 +132,7 @@ def test_an_auto_that_cannot_be_chosen_is_one_line_with_its_key(command, keys, t
     assert len(error.strip().splitlines()) == 1
 
 
+@pytest.mark.thorough
 def test_a_batch_size_of_auto_is_the_largest_that_fits_and_a_run_that_goes_on_keeps_it(
     tmp_path, capfd
 ):
@@ -150,6 +155,7 @@ def test_a_batch_size_of_auto_is_the_largest_that_fits_and_a_run_that_goes_on_ke
     assert peaks[0] <= limit_gib * 2**30 < peaks[1]
 
 
+@pytest.mark.thorough
 def test_a_batch_size_of_auto_counts_the_layers_that_are_recomputed_as_its_run_does(capfd):
     keys = ["data.batch_size=auto", "data.first_batches=1", "pipeline.chunks=2"]
     keys += ["pipeline.memory_limit_gib=0.002", "pipeline.recompute={every: 2}"]
@@ -159,6 +165,7 @@ def test_a_batch_size_of_auto_counts_the_layers_that_are_recomputed_as_its_run_d
     assert chosen[1] == predicted[1]
 
 
+@pytest.mark.thorough
 def test_the_length_of_a_planned_run_is_that_of_its_first_batches(capfd):
     length = ["trainer.steps=null", "trainer.epochs=3", "data.first_batches=2"]
     told = succeed(capfd, "plan", *SMALL, "hardware=h100", *length)
@@ -174,6 +181,7 @@ def test_the_length_of_a_planned_run_is_that_of_its_first_batches(capfd):
         (["pipeline.max_inflight=2"], "max_inflight=2 is not priced"),
     ],
 )
+@pytest.mark.quick_cases(1)
 def test_a_batch_size_of_auto_that_cannot_be_found_is_one_line(keys, told, capfd):
     error = fail(capfd, "train", *SMALL, "data.batch_size=auto", *keys)
     assert error.startswith("error: data.batch_size=auto")
@@ -231,6 +239,7 @@ def test_a_machine_that_cannot_be_priced_is_one_line(keys, told, tmp_path, monke
     assert not (tmp_path / "outputs/digits/plan.yaml").exists()
 
 
+@pytest.mark.thorough
 def test_measure_machine_writes_what_this_machine_reads(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -63,6 +63,7 @@ def type_in(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
 
 
+@pytest.mark.thorough
 def test_a_flat_folder_of_images_is_predicted_with_paths_classes_and_probabilities(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def test_a_flat_folder_of_images_is_predicted_with_paths_classes_and_probabiliti
     assert [line["file"] for line in lines] == copies[::-1]
 
 
+@pytest.mark.thorough
 def test_probabilities_are_the_softmax_of_the_array_of_outputs(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -104,6 +106,7 @@ def test_probabilities_are_the_softmax_of_the_array_of_outputs(
     assert read_table("out.parquet").to_pylist() == lines
 
 
+@pytest.mark.thorough
 def test_photos_are_predicted_as_a_person_sees_them(capfd: pytest.CaptureFixture[str]) -> None:
     Path("new").mkdir()
     first = next(Path("pets/red").iterdir())
@@ -117,6 +120,7 @@ def test_photos_are_predicted_as_a_person_sees_them(capfd: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("written", ["plain", "json"])
+@pytest.mark.thorough
 def test_texts_on_standard_input_are_predicted_as_those_of_a_file(
     written: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +146,7 @@ def test_texts_on_standard_input_are_predicted_as_those_of_a_file(
         ("texts", "-", '{"text": "a"}\n{"text": \n', "predict_path=-, line 2: not JSON"),
     ],
 )
+@pytest.mark.quick_cases(1)
 def test_a_path_without_samples_is_one_line(
     run: str,
     path: str,
@@ -167,6 +172,7 @@ def test_standard_input_that_is_a_terminal_is_one_line(
     assert "predict_path=- reads standard input, which is a terminal: pipe" in said
 
 
+@pytest.mark.thorough
 def test_an_export_as_safetensors_has_the_names_of_the_classes_in_its_metadata(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -195,6 +201,7 @@ VIT = [
 
 
 @pytest.mark.parametrize("run", ["pets", "texts"])
+@pytest.mark.quick_cases("pets")
 def test_new_samples_are_predicted_without_the_training_data(
     run: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,6 +227,7 @@ def test_new_samples_are_predicted_without_the_training_data(
     assert "use data with the same classes" in said
 
 
+@pytest.mark.thorough
 def test_models_of_transformers_are_exported_without_the_training_data(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

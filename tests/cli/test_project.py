@@ -23,6 +23,7 @@ def project(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
+@pytest.mark.thorough
 def test_a_new_project_trains_evaluates_and_keeps_its_promise_by_its_own_commands(
     project: Path,
 ) -> None:
@@ -122,6 +123,7 @@ def alone(devices, chunks, stages_per_device):
 """
 
 
+@pytest.mark.thorough
 def test_a_schedule_that_the_package_registers_is_chosen_by_its_name(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -112,6 +112,7 @@ def test_every_line_of_a_table_is_a_sample_as_it_is_written(tmp_path: Path) -> N
         ),
     ],
 )
+@pytest.mark.quick_cases(3)
 def test_a_file_that_cannot_be_read_as_it_is_meant_is_one_line(
     name: str, content: str, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_file_that_cannot_be_read_as_it_is_meant_is_one_line(
     assert message in fail(capfd, *TEXTS, BERT, f"data.path={name}")
 
 
+@pytest.mark.thorough
 def test_a_class_without_samples_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
     write_jsonl("t.jsonl", [{"text": "a plot", "label": 1 + i % 2} for i in range(20)])
     said = succeed(capfd, *TEXTS, BERT, "data.path=t.jsonl")
@@ -142,6 +144,7 @@ def test_splits_of_other_orders_of_names_are_matched_by_name(tmp_path: Path) -> 
     assert labels == [[0, 1] * 4, [0, 1] * 4]
 
 
+@pytest.mark.thorough
 def test_a_run_keeps_the_names_of_its_classes_and_the_number_of_its_samples(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -160,6 +163,7 @@ def test_a_run_keeps_the_names_of_its_classes_and_the_number_of_its_samples(
     assert main([*longer, "allow_changes=true"]) == 0
 
 
+@pytest.mark.thorough
 def test_a_run_is_evaluated_on_another_file_by_the_names_of_its_classes(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -198,6 +202,7 @@ def test_an_image_is_read_as_a_person_sees_it(tmp_path: Path) -> None:
     assert images.read_image("moving.gif").getpixel((0, 0)) == (255, 0, 0)
 
 
+@pytest.mark.thorough
 def test_folders_of_splits_are_known_by_many_names_and_others_are_named(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -212,6 +217,7 @@ def test_folders_of_splits_are_known_by_many_names_and_others_are_named(
     assert "__getitem__" not in message
 
 
+@pytest.mark.thorough
 def test_texts_that_a_model_cannot_take_are_refused_before_the_first_step(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,6 +240,7 @@ def test_texts_that_a_model_cannot_take_are_refused_before_the_first_step(
     assert "model.pad_index=3 does not fit the data, which is padded with 0" in fail(capfd, *own)
 
 
+@pytest.mark.thorough
 def test_an_export_has_the_names_of_classes_and_the_special_tokens_of_its_tokenizer(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -283,6 +290,7 @@ def test_a_model_of_transformers_for_another_task_is_one_line(
     assert "task=classification may be another one of classification, regression, image_" in told
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_lightning_gives_its_weights_and_an_error_of_pytorch_has_no_escapes(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

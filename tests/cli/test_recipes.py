@@ -93,6 +93,7 @@ QUICK = [recipe for recipe in TINY if recipe != "t5_summaries"]
 
 
 @pytest.mark.parametrize("recipe", [*QUICK, *thorough(["t5_summaries"])])
+@pytest.mark.quick_cases("digits", "gpt_token_files", "mnist_basicnet")
 def test_every_recipe_trains_a_few_steps_on_small_data(
     recipe: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +121,7 @@ def test_every_recipe_trains_a_few_steps_on_small_data(
     assert "1 process x 2 stages" in said
 
 
+@pytest.mark.thorough
 def test_the_mfu_has_the_flops_of_forwards_and_backwards_without_recomputation(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -142,6 +144,7 @@ def test_the_mfu_has_the_flops_of_forwards_and_backwards_without_recomputation(
         assert line["train/mfu"] == pytest.approx(rate / (2 * 1e9))
 
 
+@pytest.mark.thorough
 def test_the_mfu_follows_the_tokens_where_batches_are_padded_to_their_longest(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

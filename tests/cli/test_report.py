@@ -43,6 +43,7 @@ def test_the_page_has_the_numbers_of_the_summary(finished: Path, tmp_path: Path)
         assert f"{number} {layers} {len(stage['layers'])} {stage['parameters']:,}" in shown
 
 
+@pytest.mark.thorough
 def test_the_page_says_which_steps_the_times_of_the_advice_and_of_the_tile_are_of(
     copied: Path, tmp_path: Path
 ) -> None:
@@ -55,6 +56,7 @@ def test_the_page_says_which_steps_the_times_of_the_advice_and_of_the_tile_are_o
 
 
 @pytest.mark.parametrize(("ms", "shown"), [(999.0, "999.00 ms"), (1264.24, "1.26 s")])
+@pytest.mark.quick_cases(1)
 def test_a_time_is_in_the_unit_that_people_read_and_the_same_everywhere(
     ms: float, shown: str, finished: Path, tmp_path: Path
 ) -> None:
@@ -96,6 +98,7 @@ def test_several_runs_are_compared_by_the_settings_that_differ(
     ]
 
 
+@pytest.mark.thorough
 def test_the_runs_of_a_sweep_have_its_name_and_one_colour_each(
     finished: Path, tmp_path: Path
 ) -> None:
@@ -119,6 +122,7 @@ def test_a_torn_line_of_metrics_spoils_neither_the_page_nor_the_table(
     assert "done" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_runs_of_one_name_are_told_apart_by_their_folders(finished: Path, tmp_path: Path) -> None:
     names = ["a/trial_0", "b/trial_0", "b/trial_1"]
     runs = [Path(shutil.copytree(finished, tmp_path / name)) for name in names]
@@ -163,6 +167,7 @@ def test_what_is_not_a_run_is_refused_by_name(
     assert "usage: hybridtrain report" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_page_is_written_at_the_end_of_a_run_if_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,6 +179,7 @@ def test_a_page_is_written_at_the_end_of_a_run_if_asked_for(
     assert not Path("outputs/b").exists()
 
 
+@pytest.mark.thorough
 def test_a_run_whose_page_cannot_be_drawn_is_complete_and_names_the_command(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,6 +78,7 @@ def test_results_refuse_what_no_run_has(
     assert fail(capfd, "results", *words).startswith(f"error: {message}")
 
 
+@pytest.mark.thorough
 def test_the_best_run_of_a_sweep_is_named_with_its_command(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -98,6 +99,7 @@ def test_the_best_run_of_a_sweep_is_named_with_its_command(
     assert main(command[1:]) == 0  # it is complete, and only evaluated
 
 
+@pytest.mark.thorough
 def test_commands_that_a_sweep_and_a_plan_end_with_have_the_folder_of_options(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

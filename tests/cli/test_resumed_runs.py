@@ -73,6 +73,7 @@ def test_a_run_can_start_from_the_checkpoint_of_another_run(
         ("outputs/digits/logs", "outputs/digits/logs is not a checkpoint"),
     ],
 )
+@pytest.mark.quick_cases(2)
 def test_a_resume_that_would_lose_or_mix_checkpoints_is_refused(
     resume: str, message: str, copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +110,7 @@ def test_an_option_that_is_chosen_later_replaces_the_overrides_of_its_group() ->
     assert with_later(first, ["optim=sgd"]) == ["optimal.x=1", "~trainer.epochs", "optim=sgd"]
 
 
+@pytest.mark.thorough
 def test_a_restart_by_torchrun_resumes_from_the_newest_checkpoint_and_not_the_named_one(
     copied: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +228,7 @@ def test_checkpoints_written_in_the_background_are_those_of_a_plain_run(
     )
 
 
+@pytest.mark.thorough
 def test_a_new_run_begins_with_the_weights_of_another_and_a_resumed_one_does_not(
     finished: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,6 +256,7 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_from_scratch(
     assert "It starts from scratch" in said
 
 
+@pytest.mark.thorough
 def test_evaluate_takes_the_best_checkpoint_where_one_is_marked_and_says_so(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

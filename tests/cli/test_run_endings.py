@@ -55,6 +55,7 @@ def test_a_time_limit_ends_with_code_75_and_the_same_command_goes_on(finished, t
     assert_same_checkpoint(run / "checkpoints" / LAST, finished / "checkpoints" / LAST)
 
 
+@pytest.mark.thorough
 def test_an_interrupted_last_evaluation_is_made_up_for(finished, tmp_path, capfd, monkeypatch):
     def interrupt(*args, one_batch=False, **kwargs):
         if not one_batch:  # not in the trial before the first step

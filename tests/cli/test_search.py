@@ -91,6 +91,7 @@ def test_a_search_has_a_run_for_each_trial_and_names_the_best(
     assert said.out.count("\n  trial_") == 3
 
 
+@pytest.mark.thorough
 def test_a_study_goes_on_where_more_trials_are_asked_for(words: list[str]) -> None:
     assert main(words) == 0
     assert main(words) == 0
@@ -107,6 +108,7 @@ def test_the_space_of_a_recipe_is_searched_and_a_given_key_is_not(words: list[st
         assert 1e-3 <= trial.params["optim.lr"] <= 1e-2
 
 
+@pytest.mark.thorough
 def test_a_trial_that_is_worse_than_the_others_is_stopped(words: list[str]) -> None:
     assert main([*words, "search.trials=6"]) == 0
     bad = [*(w for w in words if not w.startswith("optim")), "optim.lr=interval(0.6,0.8)"]
@@ -116,6 +118,7 @@ def test_a_trial_that_is_worse_than_the_others_is_stopped(words: list[str]) -> N
     assert not (FOLDER / "trial_006/summary.json").exists()
 
 
+@pytest.mark.thorough
 def test_an_interrupted_search_goes_on_with_its_trial(words: list[str]) -> None:
     command = [sys.executable, "-m", "hybridtrain", *words]
     with subprocess.Popen(command, env={**environment(), "SLOW": "1"}) as process:
@@ -140,6 +143,7 @@ def test_a_signal_at_the_end_of_a_trial_stops_the_search(
     assert [trial.state for trial in study().trials] == [TrialState.COMPLETE]
 
 
+@pytest.mark.thorough
 def test_a_study_is_not_mixed_with_one_of_another_metric_or_mode(
     words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +154,7 @@ def test_a_study_is_not_mixed_with_one_of_another_metric_or_mode(
         assert said.endswith("set another run_name=\n")
 
 
+@pytest.mark.thorough
 def test_a_study_is_not_mixed_with_one_of_other_choices(
     words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -168,6 +173,7 @@ def test_a_search_in_a_group_of_runs_has_a_folder_of_its_own(
 
 
 @pytest.mark.parametrize("group", ["mine", None])
+@pytest.mark.quick_cases(1)
 def test_the_trials_are_in_the_group_of_the_command_line_or_of_the_study(
     group: str | None, words: list[str]
 ) -> None:
@@ -189,6 +195,7 @@ def test_a_trial_that_diverges_is_not_called_worse_than_others(
     assert "others were better" not in said
 
 
+@pytest.mark.thorough
 def test_two_searches_share_the_trials_of_a_study(words: list[str]) -> None:
     both = [*words, "search.storage=journal", "search.trials=6"]
     command = [sys.executable, "-m", "hybridtrain", *both]
@@ -245,6 +252,7 @@ def test_the_words_of_a_space(override: str, distribution: object) -> None:
         ),
     ],
 )
+@pytest.mark.quick_cases(3)
 def test_a_search_refuses(
     more: list[str], message: str, words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -280,6 +288,7 @@ def test_each_trial_may_be_a_launch_of_torchrun(capfd: pytest.CaptureFixture[str
     ],
     ids=lambda search: str(*search.values()),
 )
+@pytest.mark.quick_cases(2)
 def test_words_of_a_recipe_never_grant(
     search: dict[str, object], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -346,6 +355,7 @@ def new_study() -> optuna.Study:
     ],
     ids=str,
 )
+@pytest.mark.quick_cases(2)
 def test_an_enqueued_trial_that_is_not_in_the_space_is_refused(
     values: dict[str, object], words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -364,6 +374,7 @@ def test_an_enqueued_trial_that_is_not_in_the_space_is_refused(
         ),
     ],
 )
+@pytest.mark.quick_cases(1)
 def test_a_stored_trial_that_waits_and_is_not_in_the_space_is_refused(
     values: dict[str, object], distributions: dict[str, BaseDistribution],
     words: list[str], capfd: pytest.CaptureFixture[str],

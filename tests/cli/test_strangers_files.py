@@ -85,6 +85,7 @@ def copy_of(run: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("command", ["evaluate", "predict", "export"])
+@pytest.mark.quick_cases("export")
 def test_links_in_a_run_directory_lead_nowhere(run: Path, command: str, tmp_path: Path) -> None:
     evil = copy_of(run, "evil")
     victim = tmp_path / "bashrc"
@@ -96,6 +97,7 @@ def test_links_in_a_run_directory_lead_nowhere(run: Path, command: str, tmp_path
     assert victim.read_text() == "mine\n"
 
 
+@pytest.mark.thorough
 def test_no_command_writes_through_a_link_in_the_place_of_a_file_of_the_run(tmp_path: Path) -> None:
     """Each file that a run writes becomes a link to a copy elsewhere, which stays as it is."""
     words = [*SMALL, "run_name=evil", "monitor.csv=true", "monitor.report=true"]
@@ -144,6 +146,12 @@ def test_a_folder_of_logs_that_is_a_link_is_not_written_to(run: Path, tmp_path: 
         for f in names
     ],
 )
+@pytest.mark.quick_cases(
+    "results-config.yaml",
+    "results-overrides.yaml",
+    "results-metrics.jsonl",
+    "results-summary.json",
+)
 def test_a_damaged_run_is_one_line_that_names_the_file_and_hides_no_other(
     run: Path, command: str, file: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,6 +191,7 @@ def test_a_damaged_run_is_one_line_that_names_the_file_and_hides_no_other(
         for f in OF_THE_RUN
     ],
 )
+@pytest.mark.quick_cases("evaluate-config.yaml")
 def test_a_command_on_a_damaged_run_ends_well_or_in_one_line_that_names_the_file(
     run: Path, command: str, file: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,6 +227,7 @@ def test_control_characters_of_a_stranger_are_escaped(
 @pytest.mark.parametrize(
     "end", ["\n", *(pytest.param(end, marks=THOROUGH) for end in "\r\x0b\u2028\x85")]
 )
+@pytest.mark.thorough
 def test_no_name_begins_a_line_of_a_log_or_of_a_table(
     end: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,6 +296,7 @@ AMONG = "does not count in a directory of runs"
         "resume={here}/{run}",
     ],
 )
+@pytest.mark.quick_cases(5)
 def test_a_project_file_among_runs_does_not_count(
     run: Path, group: str, left_out: str | None, words: str,
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
@@ -320,6 +331,7 @@ def test_a_project_file_among_runs_does_not_count_in_a_sweep_either(
 
 
 @pytest.mark.parametrize("words", ["run_name=good", "resume=outputs/good", "output_dir=outputs"])
+@pytest.mark.quick_cases(1)
 def test_the_project_file_beside_the_folder_of_runs_counts(
     run: Path, words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -387,6 +399,7 @@ WAYS = ["recipe", "config.yaml", "overrides.yaml"]
     ],
 )
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.quick_cases("recipe-a command", "config.yaml-allow_targets")
 def test_words_of_a_file_never_grant(
     run: Path, way: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,6 +137,7 @@ def test_a_run_is_checked_written_and_sent(slurm: Calls, capfd: pytest.CaptureFi
     assert slurm("scontrol") == []
 
 
+@pytest.mark.thorough
 def test_a_job_with_gpus_does_not_train_on_the_cpu_unless_the_user_says_so(
     slurm: Calls, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,6 +233,7 @@ def test_only_a_run_that_was_stopped_while_its_job_goes_on_is_queued_again(
     assert slurm("sleep") == ([["600"]] if requeued else [])
 
 
+@pytest.mark.thorough
 def test_a_sweep_is_an_array_with_a_run_directory_for_each_combination(
     slurm: Calls, capfd: pytest.CaptureFixture[str]
 ) -> None:

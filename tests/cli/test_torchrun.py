@@ -87,6 +87,7 @@ def test_two_processes_agree_on_the_pipeline_that_rank_0_chooses() -> None:
         ),
     ],
 )
+@pytest.mark.thorough
 def test_a_mistake_is_reported_once_and_not_by_every_rank(arguments: list[str], line: str) -> None:
     ended = torchrun(2, [*arguments, *QUICK])
     assert ended.returncode != 0

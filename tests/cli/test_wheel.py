@@ -93,6 +93,7 @@ def files(folder: Path) -> set[str]:
     }
 
 
+@pytest.mark.thorough
 def test_the_wheel_and_not_the_checkout_is_imported(installed: Environment) -> None:
     names = "hybridtrain, hybridtrain.configs, hybridtrain.recipes"
     code = f"import {names}\nfor module in ({names}): print(module.__file__)"
@@ -155,12 +156,14 @@ for name, command in COMMANDS.items():
 """
 
 
+@pytest.mark.thorough
 def test_each_command_of_the_wheel_is_there_and_has_help(installed: Environment) -> None:
     helped = run(installed, "python", "-c", HELP_OF_EACH).stdout
     for name in COMMANDS:
         assert f"usage: hybridtrain {name}" in helped
 
 
+@pytest.mark.thorough
 def test_measure_machine_runs_from_the_wheel(installed: Environment, tmp_path: Path) -> None:
     cache = {"XDG_CACHE_HOME": str(tmp_path)}
     done = run(installed, "hybridtrain", "measure-machine", "seconds=0", extra=cache)

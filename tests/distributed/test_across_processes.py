@@ -96,6 +96,7 @@ def test_a_run_goes_on_exactly_with_the_other_engine(in_folder, tmp_path):
     assert weights("local_first") == weights("across_first")
 
 
+@pytest.mark.thorough
 def test_evaluate_and_export_of_a_run_over_processes(in_folder, tmp_path):
     said = forked_command(
         2, [*QUICK, ACROSS, "run_name=run", "pipeline.split=time"], tmp_path / "said"
@@ -118,6 +119,7 @@ def test_evaluate_and_export_of_a_run_over_processes(in_folder, tmp_path):
     assert memory[0] == pytest.approx(memory[1], rel=0.01)
 
 
+@pytest.mark.thorough
 def test_a_run_with_fixed_replicas_goes_on_exactly_on_other_numbers_of_processes(
     in_folder, tmp_path
 ):

@@ -3,6 +3,6 @@
 from support.launch import each_cell
 
 
-@each_cell({"checkpoint_bytes": [2, 4]})
+@each_cell({"checkpoint_bytes": [4, 2]})
 def test_checkpoint_bytes(worker, processes, cell, launched):
     launched(worker, processes).check(cell)

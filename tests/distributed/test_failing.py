@@ -7,6 +7,7 @@ OTHERS = [("local", 1), ("distributed", 0)]
 
 
 @pytest.mark.parametrize("who", ["all", "1"])
+@pytest.mark.quick_cases("1")
 def test_an_exception_in_a_step_ends_all_processes(who, tmp_path):
     # the limit of the collectives is longer
     status, output = forked_script(2, "failing.py", tmp_path, who, "local")

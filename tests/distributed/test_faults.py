@@ -27,6 +27,7 @@ def test_the_first_error_is_reported_once_with_its_rank(fault: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("fault", ["sleep:forward:1", *thorough(["stop:optimizer:1"])])
+@pytest.mark.thorough
 def test_the_process_that_stands_still_is_named_and_the_stacks_are_kept(
     fault: str, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from hybridtrain import HybridModel, World
 from hybridtrain.checkpoint import CheckpointStore, state
 
 
-@each_cell({"joint_saves": [2, 4]})
+@each_cell({"joint_saves": [4, 2]})
 def test_joint_saves(worker, processes, cell, launched):
     launched(worker, processes).check(cell)
 

@@ -61,7 +61,7 @@ def test_stall_s_ends_a_script_of_one_process_at_every_height(place, scripts):
         assert "stands.py" in said
 
 
-@pytest.mark.parametrize("place", [ASLEEP, IN_C])
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_a_script_whose_layer_does_not_return(number, place, scripts):
     # SIGTERM alone ends a script without a Trainer, as it ends any of PyTorch

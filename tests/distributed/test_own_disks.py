@@ -37,6 +37,7 @@ def test_another_number_of_images_on_one_host_is_an_error(tmp_path, disks):
     )
 
 
+@pytest.mark.thorough
 def test_another_number_of_images_to_evaluate_on_is_an_error(tmp_path, disks):
     for disk, images in zip(disks, (2, 3), strict=True):
         write_images(disk, {"train": 4, "val": images})
@@ -45,6 +46,7 @@ def test_another_number_of_images_to_evaluate_on_is_an_error(tmp_path, disks):
     )
 
 
+@pytest.mark.thorough
 def test_other_names_of_classes_on_one_host_are_an_error(tmp_path, disks):
     for disk in disks:
         write_images(disk, {"train": 4})
@@ -68,6 +70,7 @@ def test_other_images_of_equal_number_are_an_error(tmp_path, disks):
     assert "use a folder that they share for data.root=data" in error
 
 
+@pytest.mark.thorough
 def test_another_tokenizer_with_as_many_tokens_is_an_error(tmp_path, disks):
     pytest.importorskip("transformers")
     for disk in disks:
@@ -82,6 +85,7 @@ def test_another_tokenizer_with_as_many_tokens_is_an_error(tmp_path, disks):
     assert error.startswith("error: the vocabulary of the tokenizer differs between the ranks: ")
 
 
+@pytest.mark.thorough
 def test_other_texts_of_equal_length_are_an_error(tmp_path, disks):
     for disk in disks:
         write_texts(disk)
@@ -92,6 +96,7 @@ def test_other_texts_of_equal_length_are_an_error(tmp_path, disks):
     )
 
 
+@pytest.mark.thorough
 def test_a_cut_token_file_with_as_many_windows_is_an_error(tmp_path, disks):
     for disk, tokens in zip(disks, (999, 998), strict=True):
         disk.mkdir(parents=True)

@@ -3,12 +3,13 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 from support.launch import each_cell, environment, forked_script, torchrun_script
 from torch import nn
 
 
-@each_cell({"smp_rules": [2], "smp_scripts": [2, 4], "smp_aws": [4, 2]})
+@each_cell({"smp_rules": [2], "smp_scripts": [4, 2], "smp_aws": [4, 2]})
 def test_smp(worker, processes, cell, launched):
     launched(worker, processes).check(cell)
 
@@ -96,6 +97,7 @@ print(f"<{smp.pp_rank()} of {smp.pp_size()}: {float(loss)!r}>\\n", end="", flush
 """
 
 
+@pytest.mark.thorough
 def test_an_unchanged_script_starts_with_the_configuration_that_awss_scripts_pass(tmp_path):
     (tmp_path / "train.py").write_text(PUBLISHED)
     output = torchrun_script(2, "-m", "hybridtrain.smp", tmp_path / "train.py")

@@ -158,6 +158,14 @@ PROGRAMS = ("cd", "hybridtrain", "python", "sed", "tensorboard", "torchrun")
 
 
 @pytest.mark.parametrize("page", FIRST)
+@pytest.mark.quick_cases(
+    "README.md",
+    "docs/getting-started.md",
+    "docs/index.md",
+    "docs/step-time.md",
+    "docs/dashboard.md",
+    "docs/guide.md",
+)
 def test_the_first_commands_of_a_page_have_configs(
     page: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

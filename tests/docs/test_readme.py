@@ -34,6 +34,30 @@ def commands(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name)
+@pytest.mark.quick_cases(
+    "docs/callbacks.md",
+    "docs/checkpoint-files.md",
+    "docs/contrastive.md",
+    "docs/errors-in-training.md",
+    "docs/guide.md",
+    "docs/index.md",
+    "docs/loaders.md",
+    "docs/memory-replicas.md",
+    "docs/memory.md",
+    "docs/own-loop.md",
+    "docs/own-models-and-data.md",
+    "docs/performance.md",
+    "docs/planning.md",
+    "docs/project.md",
+    "docs/session.md",
+    "docs/smp.md",
+    "docs/splitting.md",
+    "docs/trackers.md",
+    "docs/trainer.md",
+    "docs/tutorials/bert.md",
+    "docs/verify.md",
+    "docs/weights.md",
+)
 def test_the_python_blocks_of_a_page_run_in_order(
     page: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,6 +79,15 @@ def test_the_python_blocks_of_a_page_run_in_order(
     "page",
     thinned([p for p in PAGES if p not in ERRORS and blocks(p, "bash", "sh")], 2),
     ids=name,
+)
+@pytest.mark.quick_cases(
+    "docs/checkpoints.md",
+    "docs/dashboard.md",
+    "docs/index.md",
+    "docs/monitoring.md",
+    "docs/reliability.md",
+    "docs/smp-config.md",
+    "docs/splitting.md",
 )
 def test_the_commands_of_a_page_compose(page: Path) -> None:
     Path("my_recipe.yaml").write_text(RECIPE.read_text())
@@ -80,6 +113,7 @@ def messages() -> list[tuple[list[str], str]]:
 @pytest.mark.parametrize(
     ("command", "message"), messages(), ids=[" ".join(c) for c, _ in messages()]
 )
+@pytest.mark.quick_cases(5)
 def test_a_command_on_the_page_on_errors_ends_with_the_message_shown(
     command: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +130,7 @@ def test_the_first_command_of_the_readme_trains() -> None:
     assert Path("outputs/digits/summary.json").exists()
 
 
+@pytest.mark.thorough
 def test_a_model_and_a_data_set_of_ones_own_train_as_the_page_on_them_says() -> None:
     page = ROOT / "docs" / "project.md"
     files = {

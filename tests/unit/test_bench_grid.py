@@ -58,6 +58,7 @@ def task_of(cell):
     return {"cell": asdict(cell), "steps": 3}
 
 
+@pytest.mark.thorough
 def test_impossible_cells_are_blank_and_never_run(v100, tmp_path):
     cells = grid(devices=[4])
     launch = Launches()
@@ -180,6 +181,7 @@ def test_a_launch_that_fails_is_an_outcome_with_its_reason(script, failure, reas
 
 
 @pytest.mark.parametrize("cell", [Cell(4, 1, 128, 8), Cell(4, 4, 64, 1), Cell(8, 2, 256, 4)])
+@pytest.mark.quick_cases(1)
 def test_a_prediction_equals_the_planners_price_of_that_layout(v100, cell):
     hardware = replace(hardware_of(v100.config.hardware), nodes=cell.devices // 4)
     tokens = torch.zeros(16, 256, dtype=torch.long)
@@ -237,6 +239,7 @@ def run_worker(task, tmp_path, monkeypatch):
     return json.loads(result.read_text())
 
 
+@pytest.mark.thorough
 def test_real_cells_train_on_synthetic_reviews_where_there_is_no_data_set(
     small, tmp_path, monkeypatch
 ):
@@ -256,6 +259,7 @@ def test_emulated_cells_report_the_time_without_the_stretch(small, tmp_path, mon
     assert small.emulated_ms(CELL) * 0.999 <= found["step_ms"] < 200
 
 
+@pytest.mark.thorough
 def test_the_command_writes_a_figure_and_a_table(tmp_path, monkeypatch, capsys):
     command.main(["--predict", "--devices", "4", "8", "--out", str(tmp_path)])
     names = {path.name for path in tmp_path.iterdir()}

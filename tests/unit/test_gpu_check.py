@@ -46,6 +46,14 @@ SLOW = ("compile",)
         for name in gpu_parts.PARTS
     ],
 )
+@pytest.mark.quick_cases(
+    "no waits in a step",
+    "DDP, one rank",
+    "fp16 Trainer, resume",
+    "timeline",
+    "measured splits",
+    "peak memory",
+)
 def test_each_part_runs_on_the_cpu(part: str) -> None:
     assert gpu_parts.PARTS[part]("cpu")
 
@@ -67,6 +75,7 @@ def check(folder: Path, *arguments: str, missing: tuple[str, ...] = NOT_NEEDED) 
     return done.returncode, done.stdout
 
 
+@pytest.mark.thorough
 def test_the_script_needs_only_what_it_imports(tmp_path: Path) -> None:
     code, said = check(tmp_path, "--device", "cpu", "--small", "--seconds", "0")
     assert code == 0, said
@@ -83,6 +92,7 @@ def test_the_checks_of_several_processes_need_only_what_they_import(tmp_path: Pa
     assert said.endswith("exact\n")
 
 
+@pytest.mark.thorough
 def test_a_package_that_is_missing_is_one_line(tmp_path: Path) -> None:
     code, said = check(tmp_path, "--device", "cpu", "--small", missing=("safetensors", "hydra"))
     assert code == 1

@@ -47,12 +47,9 @@ CASES = {
 QUICK = [
     "several batches in a step",
     "zb-v",
-    "fp16 with a scale that adapts",
     "replicas without samples",
     "a stream",
-    "weights of classes",
     "tied stages",
-    "a buffer that forwards change",
 ]
 # those for which nothing but the engine differs
 DISTRIBUTED = ["batch norm and dropout", "zb-h1", "tied stages", "several batches in a step"]

@@ -24,7 +24,7 @@ RUNS = [
 ]
 for _shard, _name, _inner, _options in RUNS:
 
-    @cells.add(f"shard={_shard} is exact: {_name}, inner={_inner}")
+    @cells.add(f"shard={_shard} is exact: {_name}, inner={_inner}", thorough=_name != "linear")
     def _(world, shard=_shard, name=_name, inner=_inner, options=_options):
         case = CASES[name]
         own = world_of(inner)

@@ -71,7 +71,7 @@ def _(world):
     )
 
 
-@cells.add("GPT-2: train_gpt_simple.py with a manual partition")
+@cells.add("GPT-2: train_gpt_simple.py with a manual partition", thorough=True)
 def _(world):
     check(
         world,

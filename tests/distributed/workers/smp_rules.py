@@ -942,7 +942,9 @@ def _(world):
     assert smp.get_dp_group() == [0, 1]
 
 
-@cells.add("a model that was trained in two stages goes on in one, and in plain PyTorch")
+@cells.add(
+    "a model that was trained in two stages goes on in one, and in plain PyTorch", thorough=True
+)
 def _(world):
     folder = Path(smp.allgather(tempfile.mkdtemp())[0])
     script = begin()
@@ -1030,7 +1032,7 @@ def _(world):
     assert sum(len(entry) > 0 for entry in script.optimizer.state.values()) == kept
 
 
-@cells.add("activation checkpointing by module changes no bit")
+@cells.add("activation checkpointing by module changes no bit", thorough=True)
 def _(world):
     class Net(nn.Module):
         def __init__(self, checkpoints=True):

@@ -302,6 +302,7 @@ def with_states(net, **options):
 
 
 @pytest.mark.parametrize("background", [False, True])
+@pytest.mark.quick_cases(1)
 def test_a_moving_average_and_a_stream_resume_bitwise(background, tmp_path):
     whole = with_states(rich_net())
     whole.fit()

@@ -212,6 +212,7 @@ def test_the_setting_is_a_path_or_a_mapping():
 
 
 @pytest.mark.parametrize("source", ["without a head", "of another head", "old names"])
+@pytest.mark.quick_cases(1)
 def test_the_body_of_a_transformer_is_loaded_under_the_names_of_any_of_its_models(source, tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
@@ -243,6 +244,7 @@ def test_the_body_of_a_transformer_is_loaded_under_the_names_of_any_of_its_model
         assert torch.equal(state[f"bert.{name}"], value), name
 
 
+@pytest.mark.thorough
 def test_a_model_without_a_head_takes_the_body_of_one_with_a_head(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=9, n_positions=8, n_embd=8, n_layer=1, n_head=2)

@@ -152,6 +152,7 @@ def test_the_best_step_is_saved_marked_and_kept(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.quick_cases(1)
 def test_a_resumed_run_remembers_the_best_value(mode, tmp_path):
     def make(folder, **options):
         return trainer(
@@ -230,6 +231,7 @@ def kill(number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.quick_cases(1)
 def test_a_signal_saves_at_the_end_of_a_step_and_the_run_goes_on_bitwise(number, tmp_path):
     options = {"lr": cosine(3, 9), "accumulate": 2, "eval_every": 3, "log_every": 2}
     whole = trainer(rich_net(), **options)
@@ -307,6 +309,7 @@ def test_an_evaluation_is_left_early_and_made_up_for_after_the_resume(last, tmp_
 
 
 @pytest.mark.parametrize("eval_every", [3, 4])
+@pytest.mark.quick_cases(1)
 def test_a_time_limit_shorter_than_an_evaluation_makes_progress_and_resumes_bitwise(
     eval_every, tmp_path
 ):
@@ -406,6 +409,7 @@ def test_a_fit_after_an_exception_has_no_gradients_of_the_step_that_failed():
 
 # The loss between two lines.
 @pytest.mark.parametrize("step", range(2, 9))
+@pytest.mark.quick_cases(2)
 def test_the_lines_of_a_resumed_run_equal_the_uninterrupted_ones(step, tmp_path):
     # batches of 6, 6, 6 and 4 samples
     options = {"log_every": 4, "data": data(RAGGED), "batch_size": 6, "eval_every": 100}

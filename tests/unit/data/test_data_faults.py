@@ -228,6 +228,7 @@ def test_worker_processes_are_started_by_the_method_that_python_is_set_to(method
     assert found.tolist() == [imports] * 2
 
 
+@pytest.mark.thorough
 def test_a_data_set_that_cannot_be_pickled_works_in_worker_processes():
     dataset = Failing(lambda: (INPUTS[7], 7))  # a lambda
     assert sum(len(inputs) for inputs, _ in evaluation(dataset, workers=1)) == 12

@@ -166,6 +166,7 @@ def test_a_replica_without_any_sample_takes_part():
     ("at", "workers", "kind"),
     thinned(list(itertools.product([1, 4, 5, 6, 9], [0, 2], [Numbers, Stateful])), 3),
 )
+@pytest.mark.quick_cases("1-0-Numbers", "5-0-Stateful", "6-0-Numbers", "9-2-Numbers")
 def test_a_stream_goes_on_where_it_was(at, workers, kind):
     options = LoaderOptions(workers=workers)
 
@@ -202,6 +203,7 @@ def test_a_state_is_the_same_for_any_number_of_replicas_and_workers():
 
 
 @pytest.mark.parametrize("at", [5, *thorough([1, 2, 13])])
+@pytest.mark.thorough
 def test_a_data_set_that_divides_itself_goes_on_in_every_worker(at):
     options = LoaderOptions(workers=2, divided=True)
 

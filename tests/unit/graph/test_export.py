@@ -38,6 +38,7 @@ def test_exported_models_take_batches_of_any_size_and_sequences_of_any_length():
 
 
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
+@pytest.mark.quick_cases(1)
 def test_a_model_may_be_created_and_called_without_gradients_before_it_is_trained(grad):
     net = Shapes()
     with grad():
@@ -54,6 +55,7 @@ class BranchesInEvaluation(Shapes):
         return super().forward(x)
 
 
+@pytest.mark.thorough
 def test_conditions_on_sizes_in_evaluation_alone_count_in_evaluation():
     net = BranchesInEvaluation()
     whole = copy.deepcopy(net).eval()
@@ -81,6 +83,7 @@ class Norms(nn.Module):
         return self.last(self.norm(x))
 
 
+@pytest.mark.thorough
 def test_a_batch_norm_that_torch_export_would_lose_is_traced_and_no_buffer_changes_meanwhile():
     net = Norms()
     before = {name: value.clone() for name, value in net.state_dict().items()}

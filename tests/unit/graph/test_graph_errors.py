@@ -299,6 +299,7 @@ class Around(nn.Module):
         return self.last(self.part(self.first(x)))
 
 
+@pytest.mark.thorough
 def test_a_module_that_cannot_be_expanded_further_is_left_whole():
     chain = ChainBuilder(Around(), samples()).chain({"part", "part.inner"})
     assert "part" in [layer.name for layer in chain.layers]

@@ -58,6 +58,7 @@ def with_hidden_states(output, _=None):
     [(mixtral, router_loss), (llama, with_hidden_states)],
     ids=["router", "states"],
 )
+@pytest.mark.quick_cases("states")
 def test_what_layers_return_is_gathered_as_in_the_plain_model(make, loss):
     net = make()
     whole = copy.deepcopy(net)
@@ -70,6 +71,7 @@ def test_what_layers_return_is_gathered_as_in_the_plain_model(make, loss):
         assert torch.equal(ours.grad, theirs.grad), name
 
 
+@pytest.mark.thorough
 def test_where_it_cannot_be_gathered_the_error_says_what_to_leave_out():
     net = mixtral(experts_implementation="eager")  # a loop over the experts that were chosen
     with pytest.raises(SplitError, match="leave out output_router_logits="):

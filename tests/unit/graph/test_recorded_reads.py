@@ -189,6 +189,7 @@ def output_of(model, net, x):
 @pytest.mark.usefixtures("globals_restored")
 @pytest.mark.parametrize("exported", [False, True])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick_cases(11)
 def test_what_the_forward_has_read_may_not_change(case, exported):
     read, change = CASES[case]
 
@@ -430,6 +431,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("case", ODD)
+@pytest.mark.quick_cases(7)
 def test_python_that_a_stand_in_answers_otherwise_is_exact_or_refused(case):
     net = Body(lambda net, x: net.c(net.b(x) * ODD[case](net, net.a(x))))
     net.pair_of = Pair()
@@ -548,6 +550,7 @@ def change_at_random(net, what):
     st.sampled_from(CHANGING),
     st.booleans(),
 )
+@pytest.mark.thorough
 def test_any_python_is_exact_or_refused_before_and_after_a_change(numbers, change, trains):
     def body(net, x):
         x = net.a(x)

@@ -197,6 +197,7 @@ def reads_a_table(net, x):
         (reads_a_table, None),
     ],
 )
+@pytest.mark.quick_cases(2)
 def test_the_models_own_code_that_a_graph_would_lose_is_exported_or_refused_by_name(body, says):
     net = Body(body, calls=0)
     net.c.register_buffer("table", torch.ones(WIDTH))
@@ -246,6 +247,7 @@ def test_a_tensor_changed_in_place_stays_in_one_stage_with_what_it_is_a_view_of(
         lambda x: x.type(torch.float32), lambda x: nn.functional.dropout(x, 0.0),
     ],
 )  # fmt: skip
+@pytest.mark.quick_cases(3)
 def test_what_may_be_a_view_is_known_of_every_function(view):
     def body(net, x):
         y = net.a(x)
@@ -293,6 +295,7 @@ def adds_to_a_buffer(net, x):
 
 @pytest.mark.parametrize("body", [adds_to_an_alias, adds_to_a_view, adds_to_a_buffer])
 @pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.quick_cases(2)
 def test_an_augmented_assignment_changes_what_has_another_name(body, stages):
     assert_same(Body(body, mean=torch.zeros(WIDTH)), samples(), stages)
 

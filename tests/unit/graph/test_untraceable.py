@@ -67,6 +67,7 @@ class Remembers(Base):
         (Remembers, "self.last = x"),
     ],
 )
+@pytest.mark.quick_cases("Counts-self.steps += 1", "CountsInOneLine-self.steps += 1; return")
 def test_a_statement_that_cannot_be_traced_is_refused_in_one_line_with_its_place(kind, line):
     with pytest.raises(SplitError) as caught:
         hybrid(kind(), 2, example_inputs=samples())
@@ -78,6 +79,7 @@ def test_a_statement_that_cannot_be_traced_is_refused_in_one_line_with_its_place
     assert_same(kind(), samples(), 1, example_inputs=samples())
 
 
+@pytest.mark.thorough
 def test_raft_which_hands_values_on_through_an_attribute_is_refused():
     flow = pytest.importorskip("torchvision.models").optical_flow
     images = torch.randn(2, 3, 128, 128), torch.randn(2, 3, 128, 128)

@@ -138,6 +138,7 @@ def assert_same_step(model, net, whole, inputs, chunks):
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.quick_cases("divisible", "one_sample")
 def test_micro_batches_of_other_sizes_take_their_own_way_through_the_forward(body):
     net = Four(body)
     whole = copy.deepcopy(net)
@@ -154,6 +155,7 @@ def test_micro_batches_of_other_sizes_take_their_own_way_through_the_forward(bod
 
 
 @pytest.mark.parametrize("recompute", ["always", {"every": 1}], ids=str)
+@pytest.mark.quick_cases(1)
 def test_a_recomputation_takes_the_way_that_its_micro_batch_took(recompute):
     net = Four(one_sample)
     whole = copy.deepcopy(net)
@@ -163,6 +165,7 @@ def test_a_recomputation_takes_the_way_that_its_micro_batch_took(recompute):
 
 
 @pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.quick_cases(1)
 def test_values_that_skip_other_layers_in_a_variant_arrive(length):
     class Skips(nn.Module):
         def __init__(self):
@@ -185,6 +188,7 @@ def test_values_that_skip_other_layers_in_a_variant_arrive(length):
         assert_same_step(model, net, whole, inputs[size], 3)
 
 
+@pytest.mark.thorough
 def test_a_step_may_mix_dtypes_and_empty_inputs_with_the_examples():
     class Two(nn.Module):
         def __init__(self):
@@ -208,6 +212,7 @@ def test_a_step_may_mix_dtypes_and_empty_inputs_with_the_examples():
         assert_same_step(model, net, whole, (samples(), second), 3)
 
 
+@pytest.mark.thorough
 def test_a_model_with_batch_norms_that_checks_a_size_is_traced():
     class Checked(nn.Module):
         def __init__(self):
@@ -229,6 +234,7 @@ def test_a_model_with_batch_norms_that_checks_a_size_is_traced():
     assert_same(Checked(), images, 2, example_inputs=images)
 
 
+@pytest.mark.thorough
 def test_a_sequence_is_unrolled_for_each_length_up_to_a_number_of_them():
     class Unrolled(nn.Module):
         def __init__(self):
@@ -270,6 +276,7 @@ def test_a_variant_that_uses_what_its_stage_does_not_have_is_one_clear_error():
 
 
 @pytest.mark.parametrize("layer", [nn.Identity(), nn.BatchNorm1d(WIDTH)], ids=["export", "fx"])
+@pytest.mark.quick_cases(1)
 def test_a_micro_batch_whose_condition_raises_an_error_takes_no_graph_of_another_size(layer):
     net = Four(lambda x, h: h * 3 if 12 // (x.shape[0] - 3) else h)
     net.b = nn.Sequential(net.b, layer)  # torch.export is not used for a batch norm

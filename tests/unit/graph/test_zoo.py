@@ -44,6 +44,7 @@ def _models_are_let_go(one_intra_op_thread):
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *thorough(MORE_FAMILIES)])
+@pytest.mark.quick_cases("resnet18")
 def test_a_model_of_torchvision_computes_in_stages_what_it_does_unsplit(name):
     # the auxiliary classifier of Inception takes images of 299 x 299
     options = {"aux_logits": False} if name == "inception_v3" else {}
@@ -54,6 +55,7 @@ def test_a_model_of_torchvision_computes_in_stages_what_it_does_unsplit(name):
 
 
 @pytest.mark.parametrize("name", [*LANGUAGE, *thorough(MORE_OF_TRANSFORMERS)])
+@pytest.mark.thorough
 def test_a_model_of_transformers_computes_in_stages_what_it_does_unsplit(name):
     case = transformers_case(name, layers=2 if name in LANGUAGE else 4)
     model = in_stages(case, 2)

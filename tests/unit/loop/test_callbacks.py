@@ -294,6 +294,7 @@ def states_after_each_step(run):
 
 
 @pytest.mark.parametrize("cut", [2, 3, 5, 6])
+@pytest.mark.quick_cases(1)
 def test_a_run_that_freezes_and_frees_resumes_exactly(cut, tmp_path):
     def callbacks():
         return [Freeze("0.*", until=3), Freeze(["2.weight", "2.bias"], start=5)]
@@ -476,6 +477,7 @@ def test_a_checkpoint_without_callbacks_has_no_file_of_them(tmp_path):
 @pytest.mark.parametrize(
     "lr", [None, cosine(2, 9), lambda optimizer: OneCycleLR(optimizer, 0.05, total_steps=10)]
 )
+@pytest.mark.quick_cases(2)
 def test_rates_that_a_plateau_has_lowered_resume_exactly(lr, cut, tmp_path):
     def options():
         # nothing is better by that much: after the first evaluation every second one lowers

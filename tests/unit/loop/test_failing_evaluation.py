@@ -59,6 +59,7 @@ def evaluations(folder):
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("at", [3, 6, 9])
+@pytest.mark.quick_cases(2)
 def test_a_step_that_is_due_is_saved_even_if_its_evaluation_fails(at, background, tmp_path):
     whole = made(tmp_path / "whole")
     whole.fit()
@@ -211,6 +212,7 @@ class Failing(Recorder):
         *("on_timeline", "on_save", "on_end"),
     ],
 )
+@pytest.mark.quick_cases(3)
 def test_a_tracker_that_fails_is_one_warning_and_the_run_goes_on(hook, tmp_path, caplog):
     failing = Failing(hook)
     store = CheckpointStore(tmp_path)
@@ -225,6 +227,7 @@ def test_a_tracker_that_fails_is_one_warning_and_the_run_goes_on(hook, tmp_path,
 
 
 @pytest.mark.parametrize("hook", ["on_log", "on_evaluate", "on_timeline", "on_evaluation_batch"])
+@pytest.mark.quick_cases(1)
 def test_a_callback_that_fails_ends_the_run_after_a_save_of_the_last_step(hook, tmp_path):
     def failing(trainer, *args):
         if trainer.step == 4:

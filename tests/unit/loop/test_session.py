@@ -29,6 +29,7 @@ class Numbers(IterableDataset):
 
 
 @pytest.mark.parametrize("nb_part", [1, 2])
+@pytest.mark.quick_cases(1)
 def test_the_three_heights_have_the_same_losses(nb_part, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)  # without MNIST
     monkeypatch.setenv("HYBRIDTRAIN_NB_PART", str(nb_part))

@@ -114,6 +114,7 @@ def test_the_logged_loss_is_the_mean_over_the_samples_since_the_last_line():
         ({"steps": 9, "accumulate": 2}, 9),
     ],
 )
+@pytest.mark.quick_cases(3)
 def test_steps_and_epochs_are_counted(options, steps):
     ours = trainer(**options)
     summary = ours.fit()

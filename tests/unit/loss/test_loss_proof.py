@@ -118,6 +118,7 @@ NO_MEANS = {
 
 @pytest.mark.parametrize("chunks", [3, 7])
 @pytest.mark.parametrize("name", NO_MEANS)
+@pytest.mark.quick_cases(4)
 def test_a_plain_function_that_is_no_mean_over_samples_is_said_once(name, chunks, caplog):
     model = HybridModel(net(), cpu_world(2), chunks=chunks)
     for _ in range(2):
@@ -227,6 +228,7 @@ def warnings_of(caplog):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.quick_cases(4)
 def test_a_second_loss_with_the_same_code_and_other_captures_is_proved_too(form, caplog):
     model = HybridModel(net(), cpu_world(2), chunks=3)
     right, wrong = FORMS[form](torch.ones(5)), FORMS[form](WEIGHT)
@@ -648,6 +650,7 @@ NLL = {
 
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("name", NLL)
+@pytest.mark.quick_cases(4)
 def test_an_nll_of_logits_is_an_error_in_the_first_step(name, chunks):
     inputs, targets = batch()
     model = HybridModel(net(), cpu_world(2), chunks=chunks)

@@ -60,6 +60,7 @@ QUICK = ["GPT2LMHeadModel", "BertForSequenceClassification"]
 @pytest.mark.parametrize(
     "name", [*QUICK, *thorough([name for name in MODELS if name not in QUICK])]
 )
+@pytest.mark.quick_cases("BertForSequenceClassification")
 def test_a_step_is_the_mean_over_the_labels_that_count(name):
     net = make(name, **MODELS[name])
     inputs = inputs_for(net)
@@ -78,6 +79,7 @@ def test_a_step_is_the_mean_over_the_labels_that_count(name):
     assert_same_gradients(model, reference, name, **ALMOST)
 
 
+@pytest.mark.thorough
 def test_padded_labels_with_a_lambda_name_the_way_out():
     net = make("GPT2LMHeadModel")
     inputs = inputs_for(net)
@@ -144,6 +146,7 @@ def every_label(inputs, _):
 
 
 @pytest.mark.parametrize("loss_fn", [*thorough([model_output]), lambda output, _: output.loss])
+@pytest.mark.thorough
 def test_a_count_that_the_models_loss_contradicts_is_an_error_that_names_both_numbers(loss_fn):
     net = make("GPT2LMHeadModel")
     inputs = inputs_for(net)

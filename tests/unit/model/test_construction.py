@@ -173,6 +173,7 @@ def assert_is_part(net, plain, names):
 @pytest.mark.parametrize(
     "build", [*MODELS.values(), *FALLBACKS], ids=[*MODELS, *(f.__name__ for f in FALLBACKS)]
 )
+@pytest.mark.quick_cases(5)
 def test_owned_parameters_and_the_generator_are_those_of_plain_construction(build):
     plain = seeded(build)
     state = torch.get_rng_state()
@@ -239,6 +240,7 @@ print((peak() - before) / owned, owned / 2**20)
 """
 
 
+@pytest.mark.thorough
 def test_peak_memory_is_little_more_than_what_is_owned():
     seen, owned = map(float, subprocess.check_output([sys.executable, "-c", PEAK]).split())
     assert owned > 60

@@ -58,6 +58,7 @@ def assert_step_as_plain(net, nb_part=2, chunks=4, **options):
 
 
 @pytest.mark.parametrize(("kind", "nb_part", "schedule", "recompute"), thinned(CELLS, 5))
+@pytest.mark.quick_cases(9)
 def test_steps_equal_the_unsplit_model_on_the_same_micro_batches(
     kind, nb_part, schedule, recompute
 ):
@@ -100,6 +101,7 @@ def test_gradients_add_up_over_several_steps_with_their_weights(nb_part):
 @pytest.mark.parametrize("kind", ["linear", "conv", "transformer"])
 @pytest.mark.parametrize("nb_part", [1, 3])
 @pytest.mark.parametrize("how", ["precision", "around"])
+@pytest.mark.quick_cases(5)
 def test_a_step_in_bf16_equals_the_unsplit_model_under_the_same_autocast(kind, nb_part, how):
     case = CASES[kind]
     plain = case.net()
@@ -118,6 +120,7 @@ def test_a_step_in_bf16_equals_the_unsplit_model_under_the_same_autocast(kind, n
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "conv"])
+@pytest.mark.quick_cases(2)
 def test_without_batch_norm_the_number_of_micro_batches_changes_nothing(kind):
     case = CASES[kind]
     results = []

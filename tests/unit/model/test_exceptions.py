@@ -125,6 +125,7 @@ def place_of(place, nb_part):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("nb_part", NB_PARTS)
 @pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.quick_cases(5)
 def test_an_exception_of_any_layer_and_micro_batch_is_raised_as_itself(kind, nb_part, schedule):
     model, spare, switch = make(nb_part, schedule)
     inputs, targets = batch()
@@ -145,6 +146,7 @@ def test_an_exception_of_any_layer_and_micro_batch_is_raised_as_itself(kind, nb_
 
 
 @pytest.mark.parametrize("nb_part", NB_PARTS)
+@pytest.mark.quick_cases(1)
 def test_a_model_trains_as_before_after_each_failure(nb_part):
     model, spare, switch = make(nb_part)
     inputs, targets = batch()
@@ -212,6 +214,7 @@ def test_when_all_stages_fail_one_of_the_exceptions_is_raised():
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
 @pytest.mark.parametrize("nb_part", [1, 2, 4])
+@pytest.mark.quick_cases(2)
 def test_an_interrupt_in_a_stage_stops_the_step(nb_part, error):
     model, spare, switch = make(nb_part)
     inputs, targets = batch()

@@ -143,6 +143,7 @@ DEPENDS = {
 
 @pytest.mark.parametrize("rows", [8, 7, 4], ids="{} samples".format)
 @pytest.mark.parametrize("kind", DEPENDS)
+@pytest.mark.quick_cases(7)
 def test_an_output_that_depends_on_the_number_of_samples_is_refused(kind, rows):
     model = hybrid(nn.Sequential(nn.Identity(), Returns(DEPENDS[kind]))).eval()
     if rows == 4 and kind == "states with the samples in dim 1":

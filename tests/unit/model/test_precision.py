@@ -62,6 +62,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
+@pytest.mark.quick_cases(5)
 def test_the_precision_reaches_the_thread_of_every_stage(nb_part, precision, recompute):
     net, model = probed(nb_part, precision=precision, recompute=recompute)
     training = {
@@ -147,6 +148,7 @@ def test_without_gradients_a_forward_has_none_and_a_training_step_has(nb_part):
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"accumulate": 2}], ids=str)
 @pytest.mark.parametrize("layer", [0, 1, 3])
 @pytest.mark.parametrize("nb_part", NB_PARTS)
+@pytest.mark.quick_cases(7)
 def test_an_overflow_in_one_stage_skips_the_step_in_all(nb_part, layer, options):
     ours = fp16_trainer(nb_part, at=(3,), layer=layer, **options)
     ours.fit()
@@ -217,6 +219,7 @@ def test_a_run_that_has_diverged_can_be_fitted_again():
 
 @pytest.mark.parametrize("then_nb_part", [1, 2])
 @pytest.mark.parametrize("until", [2, 3, 4])
+@pytest.mark.quick_cases(2)
 def test_the_scale_is_in_the_checkpoint_and_comes_back(until, then_nb_part, tmp_path):
     options = {"at": (3,), "growth": 2}
     whole = fp16_trainer(2, **options)

@@ -253,6 +253,7 @@ def test_transformer_with_an_odd_width():
     assert small_transformer(d_model=15, nhead=3)(reviews([4], 6)).shape == (1, 3)
 
 
+@pytest.mark.thorough
 def test_transformer_learns_reviews(tmp_path):
     pytest.importorskip("torchtext")
     torch.manual_seed(0)
@@ -326,6 +327,7 @@ def test_gpt_dropout_acts_in_training_only():
     assert torch.equal(model(tokens), model(tokens))
 
 
+@pytest.mark.thorough
 def test_gpt_learns_python():
     torch.manual_seed(0)
     splits = datasets.python_source(seq_len=32, max_bytes=40_000, eval_bytes=2000)

@@ -211,6 +211,7 @@ def test_tensorboard_drops_all_points_of_an_earlier_run_on_a_fresh_start(tmp_pat
     assert curve(tmp_path, "1_overview/eval_loss") == [(0, 2.0), (1, 2.0)]
 
 
+@pytest.mark.thorough
 def test_importing_tensorboards_tracker_does_not_import_tensorboard() -> None:
     source = "import sys; from hybridtrain.observe.trackers import TensorBoard\n"
     source += "print('tensorboard' in sys.modules)"
@@ -432,6 +433,7 @@ def test_values_before_the_start_are_refused(
         kind(tmp_path / "x").on_log(RunOf(1), {"train/loss": 1.0})
 
 
+@pytest.mark.thorough
 def test_only_the_trackers_of_a_run_are_imported() -> None:
     source = "import sys, hybridtrain.observe\n"
     source += "print(*(name for name in sys.modules if name.startswith('hybridtrain.observe.tr')))"

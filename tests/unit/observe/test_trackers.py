@@ -41,6 +41,7 @@ def attempt(
 # --- Weights & Biases ---------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_wandb_has_the_run_and_a_resumed_one_goes_on_with_its_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +70,7 @@ def test_wandb_has_the_run_and_a_resumed_one_goes_on_with_its_id(
 # --- MLflow -------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_mlflow_has_the_run_and_a_resumed_one_continues_its_curves(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
@@ -96,6 +98,7 @@ def test_mlflow_has_the_run_and_a_resumed_one_continues_its_curves(tmp_path: Pat
     assert files == {"config.yaml", "layout.txt", "overrides.yaml", "timeline.png"}
 
 
+@pytest.mark.thorough
 def test_mlflow_begins_a_new_run_where_a_run_begins_anew(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
@@ -108,6 +111,7 @@ def test_mlflow_begins_a_new_run_where_a_run_begins_anew(tmp_path: Path) -> None
     assert len(client.search_runs([experiment.experiment_id])) == 2
 
 
+@pytest.mark.thorough
 def test_mlflow_leaves_nothing_in_the_working_directory_with_a_database_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,7 @@ class Chain:
 
 
 @pytest.mark.parametrize("seed", range(200))
+@pytest.mark.quick_cases(40)
 def test_no_cut_of_a_random_chain_is_better_in_time_and_memory(seed):
     chain = Chain(seed)
     possible = [c for c in every_cut(len(chain.costs), len(chain.in_flight)) if chain.is_allowed(c)]

@@ -105,6 +105,7 @@ def assert_trains_as_whole(model, whole):
 # Alone ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_planning_imports_neither_an_engine_nor_a_process_group():
     code = (
         "import sys, hybridtrain.partitioning\n"
@@ -470,6 +471,7 @@ def test_a_plan_of_another_model_names_the_layer_that_is_missing(tmp_path):
 
 
 @pytest.mark.parametrize("split", ["uniform", "size", *MEASURED])
+@pytest.mark.quick_cases(2)
 def test_every_split_trains_as_the_whole_model(split):
     net = Net(0, 0, 0, 0)
     whole = copy.deepcopy(net)

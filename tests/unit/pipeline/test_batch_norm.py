@@ -60,6 +60,7 @@ def assert_first_norm_is_close(net, plain, what=""):
 @pytest.mark.parametrize("momentum", [0.1, 0.9, 1.0, None])
 @pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
+@pytest.mark.quick_cases(7)
 def test_deferred_statistics_move_as_in_the_unsplit_model_on_the_whole_batch(
     nb_part, recompute, momentum
 ):
@@ -95,6 +96,7 @@ def test_deferred_statistics_leave_the_gradients_of_micro_batches_as_they_were(r
     "where", [("forward", 2), ("forward", 0), ("backward", 1), ("backward", 3)], ids=str
 )
 @pytest.mark.parametrize("nb_part", NB_PARTS)
+@pytest.mark.quick_cases(4)
 def test_no_statistics_of_a_failed_step_leak_into_the_next(nb_part, where):
     model, net, plain = deferred(make(), nb_part)
     x = data(8, 0)

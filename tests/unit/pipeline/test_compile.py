@@ -40,6 +40,7 @@ def compiled_calls(monkeypatch):
 
 
 @pytest.mark.parametrize("recompute", ["never", "always", {"every": 2}], ids=str)
+@pytest.mark.quick_cases(1)
 def test_every_layer_is_compiled_in_every_step(compiled_calls, recompute):
     model = hybrid(net(dropout=True), chunks=CHUNKS, compile=True, recompute=recompute)
     # 4 linear layers; of 5 layers, 2 linear ones are recomputed one by one
@@ -93,6 +94,7 @@ def switch_a_module_to_training(net):
 @pytest.mark.parametrize(
     "change", [raise_a_rate, raise_a_number, switch_a_module_to_training], ids=lambda f: f.__name__
 )
+@pytest.mark.quick_cases(1)
 def test_a_layer_that_begins_to_draw_after_it_was_compiled_draws_by_place(compiled_calls, change):
     found = []
     for nb_part, compiles in ((1, False), (1, True), (2, True)):
@@ -128,6 +130,7 @@ class Switched(nn.Module):
 
 
 @pytest.mark.parametrize("recompute", ["never", "always", {"every": 2}], ids=str)
+@pytest.mark.quick_cases(1)
 def test_a_compiled_layer_that_a_global_switches_draws_by_place_at_once(
     compiled_calls, monkeypatch, recompute
 ):

@@ -135,6 +135,7 @@ class Ticking(Three):
         (HiddenCounter, "calls += 1"),
     ],
 )
+@pytest.mark.quick_cases(2)
 def test_draws_clocks_and_counters_in_the_models_own_forward_are_refused_with_their_line(
     kind, line
 ):

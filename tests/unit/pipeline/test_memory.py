@@ -61,6 +61,7 @@ def peaks(net):
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
+@pytest.mark.quick_cases(1)
 def test_1f1b_holds_no_more_micro_batches_than_there_are_stages_to_come(devices):
     for chunks in CHUNKS:
         net, model = probed(devices, chunks)
@@ -79,6 +80,7 @@ def test_gpipe_holds_all_micro_batches(devices):
 
 @pytest.mark.parametrize(("devices", "v"), [(2, 2), (2, 3), (3, 2), (1, 3)])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.quick_cases(2)
 def test_interleaved_stages_hold_what_their_schedule_says(devices, v, schedule):
     for chunks in (4, 16):
         net, model = probed(devices, chunks, v, schedule=schedule)
@@ -89,6 +91,7 @@ def test_interleaved_stages_hold_what_their_schedule_says(devices, v, schedule):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("devices", "v"), [(1, 1), (2, 1), (4, 1), (2, 2)])
 @pytest.mark.parametrize("limit", [1, 2, 3])
+@pytest.mark.quick_cases(7)
 def test_no_more_than_max_inflight_are_held_anywhere(limit, devices, v, schedule):
     for chunks in (4, 7, 16):
         net, model = probed(devices, chunks, v, schedule=schedule, max_inflight=limit)
@@ -106,6 +109,7 @@ def test_a_short_batch_holds_no_more_than_its_samples():
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("devices", "v"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+@pytest.mark.quick_cases(5)
 def test_nothing_of_a_step_is_alive_after_it(devices, v, schedule, recompute):
     net, model = probed(devices, 8, v, schedule=schedule, recompute=recompute)
     step(model, 8)

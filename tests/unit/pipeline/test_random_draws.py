@@ -23,6 +23,7 @@ SPLITS = list(
 
 
 @pytest.mark.parametrize(("nb_part", "recompute", "schedule"), thinned(SPLITS, 5))
+@pytest.mark.quick_cases(2)
 def test_dropout_draws_the_same_masks_for_every_split(nb_part, recompute, schedule):
     case, results = CASES["dropout"], []
     split = {"nb_part": nb_part, "recompute": recompute, "schedule": schedule}

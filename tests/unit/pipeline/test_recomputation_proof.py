@@ -138,12 +138,14 @@ def check(make, recompute, steps=3):
     [sharing, lambda: sharing(by_data=True), lambda: around(Momentum), Traced],
     ids=["modules", "modules, by data", "momentum encoder", "traced"],
 )
+@pytest.mark.quick_cases(5)
 def test_state_that_another_layer_changes_is_put_back(make, recompute):
     check(make, recompute if make is not Traced or recompute != ["1"] else {"every": 1})
 
 
 @pytest.mark.parametrize("recompute", ["always", {"every": 1}], ids=str)
 @pytest.mark.parametrize("kind", Hidden.NUMBERS)
+@pytest.mark.quick_cases(5)
 def test_hidden_state_is_put_back_or_refused_with_the_layer(kind, recompute):
     try:
         check(lambda: around(lambda: Hidden(kind)), recompute)

@@ -135,6 +135,7 @@ def counted(look=lambda x: None, layers=4):
     ],
     ids=str,
 )
+@pytest.mark.quick_cases(5)
 def test_layers_that_the_policy_chose_run_twice_and_the_rest_once(recompute, runs, nb_part):
     net = counted()
     model = hybrid(net, nb_part, recompute=recompute)
@@ -152,6 +153,7 @@ def test_a_forward_alone_recomputes_nothing(recompute):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("recompute", ["never", *RECOMPUTING], ids=str)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
+@pytest.mark.quick_cases(11)
 def test_autocast_is_the_same_when_layers_are_recomputed(nb_part, recompute, precision):
     def look(x):
         return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), x.dtype
@@ -170,6 +172,7 @@ def test_autocast_is_the_same_when_layers_are_recomputed(nb_part, recompute, pre
 
 @pytest.mark.parametrize("recompute", RECOMPUTING, ids=str)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
+@pytest.mark.quick_cases(4)
 def test_random_draws_are_the_same_when_layers_are_recomputed(nb_part, recompute):
     class Drops(nn.Module):
         def __init__(self):
@@ -212,6 +215,7 @@ def normed(momentum):
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 @pytest.mark.parametrize("recompute", ["never", *RECOMPUTING, ["1", "3"]], ids=str)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
+@pytest.mark.quick_cases(10)
 def test_batch_norm_statistics_move_once_per_micro_batch(nb_part, recompute, momentum):
     net = normed(momentum)
     plain = copy.deepcopy(net)
@@ -228,6 +232,7 @@ def test_batch_norm_statistics_move_once_per_micro_batch(nb_part, recompute, mom
 
 @pytest.mark.parametrize("recompute", RECOMPUTING, ids=str)
 @pytest.mark.parametrize("which", [(1,), (1, 3)], ids=str)
+@pytest.mark.quick_cases(3)
 def test_norms_frozen_in_eval_mode_stay_as_they_are(which, recompute):
     net = normed(0.1)
     plain = copy.deepcopy(net)

@@ -126,6 +126,7 @@ def test_in_the_plain_sequential_a_popped_value_is_what_was_stashed():
     thinned(list(itertools.product(NETS, SPLITS, CHECKPOINTS)), 7),
     ids=str,
 )
+@pytest.mark.quick_cases(7)
 def test_gradients_with_skipping_values_equal_those_of_the_plain_net(kind, split, recompute):
     if split == (4, 1) and kind == "modules within layers":
         split = (3, 1)
@@ -138,6 +139,7 @@ def test_gradients_with_skipping_values_equal_those_of_the_plain_net(kind, split
 @pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("split", [(4, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("skipped", [0, 1, 2])
+@pytest.mark.quick_cases(7)
 def test_a_stashed_value_skips_any_number_of_stages(skipped, split, recompute):
     torch.manual_seed(0)
     net = skip_chain(0, 2 * (skipped + 1))  # two layers per stage
@@ -154,6 +156,7 @@ def test_a_stashed_value_skips_any_number_of_stages(skipped, split, recompute):
 
 @pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("poppers", [(2, 3), (3, 5), (5, 7), (2, 7), (0, 7)], ids=str)
+@pytest.mark.quick_cases(7)
 def test_a_stashed_value_may_be_popped_by_several_layers(poppers, recompute):
     torch.manual_seed(0)
     layers = plain_layers(8)
@@ -168,6 +171,7 @@ def test_a_stashed_value_may_be_popped_by_several_layers(poppers, recompute):
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("kind", NETS)
+@pytest.mark.quick_cases(7)
 def test_a_forward_with_skipping_values_equals_that_of_the_plain_net(kind, split):
     if split == (4, 1) and kind == "modules within layers":
         split = (3, 1)
@@ -281,6 +285,7 @@ class Undeclared(TanhLinear):
 
 @pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.quick_cases(7)
 def test_an_undeclared_skipping_value_is_an_error_with_a_hint_in_every_split(split, recompute):
     # not even where both stages run in one thread: it would be another micro-batch's value
     layers = [Undeclared("stash"), *plain_layers(6), Undeclared("pop")]

@@ -197,6 +197,7 @@ class Unpacks(nn.Module):
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1"}, {"recompute": "always"}], ids=str)
 @pytest.mark.parametrize("kind", ["coo", "csr", "jagged"])
+@pytest.mark.quick_cases(3)
 def test_sparse_and_jagged_tensors_cross_a_cut(kind, options):
     assert_steps_equal_the_plain_module(
         lambda: nn.Sequential(Packs(kind), Unpacks(kind)), **options

@@ -66,6 +66,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("kind", "settings"), CELLS, ids=str)
+@pytest.mark.quick_cases(3)
 def test_a_step_equals_the_unsplit_model(kind, settings):
     case = CASES[kind]
     plain = case.net()
@@ -92,6 +93,7 @@ def test_draws_are_those_of_the_cpu():
     assert_same(found, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_step_after_the_first_that_are_compared_waits_for_no_device():
     with stand_in_gpus(3) as gpus:
         model = model_on(gpus, CASES["linear"].net())
@@ -176,6 +178,7 @@ def test_two_kinds_of_values_from_one_device_do_not_wait_for_each_other():
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_number_of_micro_batches(trains):
     peaks = []
     # an evaluation has up to 2 micro-batches in the pipeline for each of the 3 stages, and has

@@ -59,6 +59,7 @@ def test_a_tied_parameter_is_one_and_has_one_name(split, uses):
 @pytest.mark.parametrize("recompute", ["never", "always", {"every": 1}], ids=str)
 @pytest.mark.parametrize("uses", [2, 3])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.quick_cases(7)
 def test_the_gradient_of_a_tied_parameter_is_the_sum_over_its_uses(split, uses, recompute):
     net, untied = gpt(uses), gpt(uses, tied=False)
     model = hybrid(net, *split, recompute=recompute)
@@ -157,6 +158,7 @@ def test_a_new_tensor_as_data_of_a_tied_parameter_reaches_every_use():
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.quick_cases(3)
 def test_tied_weights_stay_tied_after_optimizer_steps(split, optimizer):
     net, plain = gpt(), gpt()
     model = hybrid(net, *split)
@@ -265,6 +267,7 @@ def test_the_saved_optimizer_state_has_a_tied_parameter_once(tmp_path):
 
 @pytest.mark.parametrize("then_nb_part", [1, 2, 4])
 @pytest.mark.parametrize("nb_part", [1, 2, 4])
+@pytest.mark.quick_cases(2)
 def test_a_resumed_run_with_tied_weights_equals_the_uninterrupted_one(
     nb_part, then_nb_part, tmp_path
 ):

@@ -58,6 +58,11 @@ def small_gpt(vocab_size=1000, **sizes):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("size", ["GPT, vocabulary of 5,000", "GPT, vocabulary of 50"])
+@pytest.mark.quick_cases(
+    "GPT, vocabulary of 5,000-fp32",
+    "GPT, vocabulary of 50-fp32",
+    "GPT, vocabulary of 50-bf16",
+)
 def test_the_peak_of_a_step_with_its_loss_is_that_of_the_allocator(size, precision):
     net, inputs, targets = ALLOCATED[size]()
     layers = ChainBuilder(net, inputs).chain().layers
@@ -83,6 +88,7 @@ class Recomputed(nn.Module):
 
 
 @pytest.mark.parametrize("recomputed", [{3}, {1, 2}, {1, 2, 3, 4}])
+@pytest.mark.quick_cases(1)
 def test_the_peak_with_single_layers_recomputed_is_that_of_the_allocator(recomputed):
     net, inputs, targets = ALLOCATED["GPT, vocabulary of 5,000"]()
     layers = ChainBuilder(net, inputs).chain().layers
@@ -141,6 +147,7 @@ def test_a_layer_that_runs_has_not_what_the_layers_behind_it_keep():
     assert most_temporary([*costs, LayerCost("c", temporary_bytes=40)]) == 40
 
 
+@pytest.mark.thorough
 def test_a_model_with_batch_norms_of_one_value_is_counted():
     net = construct_on_meta(lambda: resnet50(num_classes=10))
     pictures, labels = torch.zeros(16, 3, 8, 8), torch.zeros(16, dtype=torch.long)
@@ -187,6 +194,7 @@ def gpt_of_7b():
 
 
 @pytest.mark.parametrize(("nodes", "is_advised"), [(1, True), (128, False)])
+@pytest.mark.quick_cases(1)
 def test_fsdp2_is_advised_where_it_is_faster_and_its_price_was_compared(nodes, is_advised):
     hardware = replace(MACHINE, nodes=nodes, node_bytes_per_s=4.5e11, network_bytes_per_s=4e11)
     job = StepWork(2 * hardware.devices)
@@ -216,6 +224,7 @@ CPUS = Hardware(
     ],
     ids=["mlp", "gpt"],
 )
+@pytest.mark.quick_cases(2)
 def test_a_toy_model_is_not_advised_to_shard(net, inputs, hardware):
     plans = find_plans(net, inputs, hardware, StepWork(64), best=1)
     assert not plans.advises_fsdp2
@@ -337,6 +346,7 @@ def test_the_memory_of_padded_batches_is_that_of_the_longest():
     assert largest_batch(Stream(), 4, padded, first) is first
 
 
+@pytest.mark.thorough
 def test_a_transformers_model_with_rotary_positions_is_counted_without_values():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -361,6 +371,7 @@ def test_a_transformers_model_with_rotary_positions_is_counted_without_values():
     ],
     ids=["some", "all"],
 )
+@pytest.mark.thorough
 def test_the_page_on_published_runs_has_the_planners_ratios(sizes):
     page = (Path(__file__).parents[3] / "docs/published-runs.md").read_text()
     rows = re.findall(r"^\| .*\| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|$", page, re.M)

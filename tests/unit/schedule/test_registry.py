@@ -59,6 +59,7 @@ def v_in_turn(devices, chunks):
     ("name", "per_device", "held"), [("in-pairs", 1, 2), ("in-pairs", 2, 2), ("v-in-turn", 2, 1)]
 )
 @pytest.mark.parametrize("samples", [12, 5])
+@pytest.mark.quick_cases(2)
 def test_a_users_schedule_trains_exactly(name, per_device, held, samples):
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))

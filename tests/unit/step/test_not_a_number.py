@@ -81,6 +81,7 @@ def faulty_net(what, calls):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.quick_cases(2)
 def test_a_step_with_a_bad_sample_changes_no_weight_no_buffer_and_no_moment(value, optimizer):
     ours = watched(rich_net(), data=poisoned(value=value), optimizer=lambda p: optimizer(p, 0.02))
     summary = ours.fit()

@@ -192,6 +192,7 @@ class Rounds:
 
 
 @pytest.mark.parametrize(("fused", "waits"), [(True, 0), (False, 1)])
+@pytest.mark.quick_cases(1)
 def test_a_fused_optimizer_makes_no_host_wait_for_the_norm(fused, waits):
     with stand_in_gpus(2) as gpus:
         rounds = Rounds(gpus.devices, data(22), fused=fused, gpus=gpus)
@@ -200,6 +201,7 @@ def test_a_fused_optimizer_makes_no_host_wait_for_the_norm(fused, waits):
 
 
 @pytest.mark.parametrize("spoilt", [[], [5], [5, 9], list(range(12, 20))])
+@pytest.mark.quick_cases(1)
 def test_what_a_device_decides_is_what_the_host_would_have_decided(spoilt, caplog):
     made = data(22)
     made.tensors[0][spoilt, 2] = float("nan")

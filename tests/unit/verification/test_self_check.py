@@ -90,6 +90,7 @@ def test_a_layer_that_computes_something_else_in_a_stage_is_named(way):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.quick_cases("numbers-1f1b", "expressions-gpipe")
 def test_models_that_are_cut_rightly_are_compared_and_pass(way, schedule, caplog):
     caplog.set_level(logging.DEBUG, logger="hybridtrain")
     for name in ("dropout", "tied_gpt", "conv", "u_net", "stateful"):
@@ -281,6 +282,7 @@ LINES = [
 
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from(LINES), min_size=1, max_size=4), st.sampled_from([8, 7, 5, 1]))
+@pytest.mark.thorough
 def test_any_python_in_a_forward_is_exact_or_refused(lines, samples):
     namespace = {"nn": nn, "torch": torch, "Tensor": Tensor, "TanhLinear": TanhLinear}
     body = "\n        ".join(["h = self.a(x)", *lines, "return self.d(h)"])

@@ -35,6 +35,7 @@ RUNS = [
     thinned(list(itertools.product(CASES, RUNS)), 3),
     ids=lambda value: value if isinstance(value, str) else value["schedule"],
 )
+@pytest.mark.quick_cases(7)
 def test_a_pipeline_is_found_to_be_exact(name, run):
     case = CASES[name]
     net = case.net()
@@ -377,6 +378,7 @@ class Returns(TanhLinear):
     ],
     ids=["attributes", "slots", "shape of an array", "scalar", "set", "namespace"],
 )
+@pytest.mark.quick_cases(2)
 def test_an_output_of_any_type_that_has_a_comparison_is_compared(make):
     net = nn.Sequential(TanhLinear(), Returns(make))
     found = hybrid(net, 2).verify(floats(8), None, lambda output, _: output["y"].mean())
@@ -492,6 +494,7 @@ def normed():
     [Sampling, own_generator, counting, Moving, Observing, hooked, normed],
     ids=lambda layer: layer.__name__,
 )
+@pytest.mark.quick_cases(2)
 def test_layers_with_a_state_of_their_own_are_found_to_be_exact(layer):
     net = nn.Sequential(TanhLinear(), layer(), TanhLinear())
     model = hybrid(net, 2)
