@@ -236,7 +236,8 @@ def _write(value: Any, parts: list[bytes], depth: int) -> None:
         values = [getattr(value, name) for name in names]
         several(b"o", (kind, tuple(names), *values))
     else:
-        raise CodecError(f"it has an object of {kind.__module__}.{kind.__qualname__}")
+        name = f" ({value.__qualname__})" if hasattr(value, "__qualname__") else ""
+        raise CodecError(f"it has an object of {kind.__module__}.{kind.__qualname__}{name}")
 
 
 def _write_structure(spec: TreeSpec, parts: list[bytes], depth: int) -> None:
@@ -369,8 +370,8 @@ class _Reader:
         name = self._text()
         if (kind := _find(name)) is None:
             raise CodecError(
-                f"{name[:200]!r} is not a class that this process knows: define or import it in the "
-                f"module that defines the model's layers"
+                f"{name[:200]!r} is not a class that this process knows: define or import it in "
+                f"the module that defines the model's layers"
             )
         return kind
 

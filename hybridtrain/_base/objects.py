@@ -92,7 +92,7 @@ def _encoded(value: Any) -> tuple[Tensor, CodecError | None]:
     try:
         data = encode(value)
     except CodecError as error:
-        problem = CodecError(f"a value cannot be sent to other processes: {error}")
+        problem = CodecError(f"a value cannot be sent to the other processes ({error})")
         data = _REFUSED + str(problem).encode("utf-8", "replace")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8), problem
 

@@ -378,8 +378,7 @@ def shared(values: list[Any], world: World, drawn_from: Sequence[Tensor]) -> lis
         structure, drawn = objects.broadcast(message, world.pipeline_object_group, last)
     except codec.CodecError as error:
         raise UserError(
-            f"the step returns a value that cannot be sent to the other processes of the pipeline "
-            f"({error}): return tensors, numbers, texts, and lists and dictionaries of them"
+            f"{error}: a step returns tensors, numbers, texts, and lists and dictionaries of them"
         ) from error
     if drawn is not None and not here:
         set_random_states(world, drawn)
