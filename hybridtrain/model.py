@@ -20,6 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
+from hybridtrain._base import codec
 from hybridtrain._base.joining import JoinProof, check_same_but_samples
 from hybridtrain._base.microbatch import (
     MicrobatchCut,
@@ -381,6 +382,8 @@ class HybridModel:
         self.options = options
         self.changes = 0
         self.planned = planned
+        if world.size > 1:
+            codec.allow(codec.classes_around({type(module) for module in net.modules()}))
         self._batch_check = BatchCheck(world)
         self._sequence_first = sequence_first_layer(net)
         self._resolved: tuple[LossFn, CountedLoss] | None = None  # the last one

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridtrain._base import objects
 from hybridtrain._base.devices import (
     DeviceSpec,
     check_nb_part,
@@ -372,7 +373,7 @@ class World:
         return self._all_or_none(lambda: action() if runs_here else None, self.broadcast)
 
     def from_main(self, action: Callable[[], T]) -> T:
-        """Runs `action` on rank 0, and returns its result, any picklable object, on every rank.
+        """Runs `action` on rank 0, and returns its result, see `gather`, on every rank.
 
         Raises:
             Exception: rank 0's error, on every rank, so that none waits for ever; see `on_all`.
@@ -414,22 +415,33 @@ class World:
         return result
 
     def broadcast(self, value: T) -> T:
-        """Returns rank 0's `value`, any picklable object, on every rank."""
+        """Returns rank 0's `value` on every rank.
+
+        Args:
+            value: of the kinds that `gather` takes.
+
+        Raises:
+            UserError: the value is of another kind.
+        """
         if self.size == 1:
             return value
         self._check_open()
-        objects: list[Any] = [value]
-        dist.broadcast_object_list(objects, group=self._object_group, group_src=0)
-        return objects[0]  # type: ignore[no-any-return]
+        return cast(T, objects.broadcast(value, self._object_group, 0))
 
     def gather(self, value: T) -> list[T]:
-        """Returns every rank's `value`, in the order of the ranks, on every rank."""
+        """Returns every rank's `value`, in the order of the ranks, on every rank.
+
+        Args:
+            value: tensors, NumPy arrays, plain values, paths, dates, containers of these, and
+                dataclasses, named tuples and enums that the modules of the model define or import.
+
+        Raises:
+            UserError: the value of a rank is of another kind. Nothing is pickled between processes.
+        """
         if self.size == 1:
             return [value]
         self._check_open()
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._object_group)
-        return values
+        return objects.gather(value, self._object_group)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sums `values`, on the CPU or one of the devices, over all ranks, in place."""

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from hybridtrain._base import objects
 from hybridtrain._base.problem import Problem, first_problem
 from hybridtrain.checkpoint.manifest import FileWriter, check_file_name
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError
@@ -131,7 +132,7 @@ class JointSave:
         problems: list[Problem] = []
         if (name := self._receive(0)) is not None:
             entries, problems = self._attempt(lambda: store.write(step, store.root / name, files))
-        dist.send_object_list([(entries or {}, worst(problems))], group=self._group, group_dst=0)
+        objects.send((entries or {}, worst(problems)), self._group, 0)
         outcome: tuple[str, Problem | None] = self._receive(0)
         return outcome
 
@@ -148,15 +149,13 @@ class JointSave:
         lost = []
         for rank in self._others:
             try:
-                dist.send_object_list([value], group=self._group, group_dst=rank)
+                objects.send(value, self._group, rank)
             except RuntimeError as error:
                 lost.append(Problem.of(rank, error))
         return lost
 
     def _receive(self, rank: int) -> Any:
-        received: list[Any] = [None]
-        dist.recv_object_list(received, group=self._group, group_src=rank)
-        return received[0]
+        return objects.receive(self._group, rank)
 
     def _collect(self, entries: _Entries, lost: Container[int]) -> list[Problem]:
         """Adds the `entries` of the processes that are not `lost`; returns their problems."""

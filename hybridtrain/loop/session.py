@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
@@ -23,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+from hybridtrain._base import objects
 from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain._base.microbatch import merge
 from hybridtrain.checkpoint import replay, resume_run, save_run
@@ -75,10 +75,9 @@ class PreparedModel:
         if world.pipeline_object_group is None:
             return output
         # gloo carries what is on the CPU
-        sent = [tree_map_only(object, _to_cpu, output) if self.hybrid.owns_output else None]
+        sent = tree_map_only(object, _to_cpu, output) if self.hybrid.owns_output else None
         owner = self.hybrid.pipeline.output_process
-        dist.broadcast_object_list(sent, group=world.pipeline_object_group, group_src=owner)
-        return sent[0]
+        return objects.broadcast(sent, world.pipeline_object_group, owner)
 
     def train(self, mode: bool = True) -> PreparedModel:
         """Sets training mode, as `nn.Module.train`."""

@@ -2,17 +2,17 @@
 
 A format says everything but the numbers: the structure, other values than tensors, and of each
 tensor the shape, the strides, the dtype, `requires_grad` and whether it is in CPU memory, where it
-stays at a receiver with a GPU too. It travels once, ahead of the first message that has it. From
-then on both sides know it, and the receiver can post its receive before the sender sends.
+stays at a receiver with a GPU too. It travels once, ahead of the first message that has it, in the
+closed format of `_base/codec`, so that nothing in it can run. From then on both sides know it, and
+the receiver can post its receive before the sender sends.
 
     message -> pack -> format, flat tensors  ...  flat tensors, format -> unpack -> message
 """
 
 from __future__ import annotations
 
-import pickle
+import math
 from collections.abc import Sequence
-from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +23,18 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from hybridtrain._base.values import leaves_of, register
+from hybridtrain._base import codec
+from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import SplitError, setting
 
 _CPU = torch.device("cpu")
+_MOST_DIMENSIONS = 64  # of PyTorch's tensors
+
+MOST_BYTES = 1 << 24
+"""The largest format of a message, in bytes."""
+
+MOST_TENSOR_BYTES = 1 << 40
+"""The largest tensor of a message, in bytes."""
 
 
 class TensorFormat(NamedTuple):
@@ -46,13 +54,11 @@ class MessageFormat(NamedTuple):
         structure: of the pytree.
         leaves: its leaves, with a `_Place` for each tensor.
         tensors: the formats of the tensors that travel.
-        dataclasses: types in the structure that pytree functions must know.
     """
 
     structure: TreeSpec
     leaves: list[Any]
     tensors: list[TensorFormat]
-    dataclasses: list[type]
 
 
 class _Place(NamedTuple):
@@ -110,7 +116,7 @@ def pack(
         TensorFormat(tuple(t.shape), _dense(t), t.dtype, t.requires_grad, t.device == _CPU)
         for t in tensors
     ]
-    return MessageFormat(structure, kept, formats, _dataclasses(structure)), tensors
+    return MessageFormat(structure, kept, formats), tensors
 
 
 def unpack(form: MessageFormat, tensors: Sequence[Tensor], device: torch.device) -> Any:
@@ -149,24 +155,89 @@ def to_bytes(form: MessageFormat) -> Tensor:
     """Returns a format as bytes, a 1-dim uint8 tensor on the CPU.
 
     Raises:
-        SplitError: a value in the message cannot be pickled.
+        SplitError: a value in the message cannot be sent.
     """
     try:
-        data = pickle.dumps(form)
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        data = codec.encode(form)
+    except codec.CodecError as error:
         raise SplitError(
-            f"a value that would go to another process cannot be pickled ({error}): define its "
-            f"class at the top of a module, cut elsewhere, or set {setting('engine', 'local')}"
+            f"a value that would go to another process cannot be sent ({error}). Processes send "
+            f"tensors, plain values, and dataclasses, named tuples and enums that the modules of "
+            f"the model define or import: use one of these, cut elsewhere, or set "
+            f"{setting('engine', 'local')}"
         ) from error
+    if len(data) > MOST_BYTES:
+        raise SplitError(
+            f"{len(data)} bytes of values other than tensors would go to another process, and "
+            f"{MOST_BYTES} can: cut elsewhere, or set {setting('engine', 'local')}"
+        )
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
+def format_buffer(size: int) -> Tensor:
+    """Returns memory for a format that another process announces with `size` bytes.
+
+    Raises:
+        CodecError: no format has that size.
+    """
+    if not 0 < size <= MOST_BYTES:
+        raise codec.CodecError(f"another process announces a format of {size} bytes")
+    return torch.empty(size, dtype=torch.uint8)
+
+
 def from_bytes(data: Tensor) -> MessageFormat:
-    """Returns the format of the result of `to_bytes`, which a process of this run has sent."""
-    form: MessageFormat = pickle.loads(data.numpy().tobytes())
-    for kind in form.dataclasses:
-        register(kind)
-    return form
+    """Returns the format of the result of `to_bytes`, which another process has sent.
+
+    Raises:
+        CodecError: the bytes are not a format. Nothing that they say is run.
+    """
+    try:
+        form = codec.decode(data.numpy().data)
+    except codec.CodecError as error:
+        raise codec.CodecError(f"the format of a message between stages: {error}") from error
+    if not _is_format(form):
+        raise codec.CodecError("the bytes are not the format of a message between stages")
+    return form  # type: ignore[no-any-return]
+
+
+def _is_format(form: Any) -> bool:
+    if not isinstance(form, MessageFormat):
+        return False
+    structure, leaves, tensors = form
+    return (
+        isinstance(structure, TreeSpec)
+        and isinstance(leaves, list)
+        and isinstance(tensors, list)
+        and structure.num_leaves == len(leaves)
+        and all(map(_is_tensor_format, tensors))
+        and all(
+            type(leaf.number) is int and 0 <= leaf.number < len(tensors)
+            for leaf in leaves
+            if isinstance(leaf, _Place)
+        )
+    )
+
+
+def _is_tensor_format(form: Any) -> bool:
+    """Returns whether `form` is the format of a dense tensor of a possible size."""
+    if not isinstance(form, TensorFormat):
+        return False
+    shape, stride, dtype, *flags = form
+    if not (
+        isinstance(shape, tuple)
+        and isinstance(stride, tuple)
+        and all(type(number) is int and number >= 0 for number in (*shape, *stride))
+        and len(shape) == len(stride) <= _MOST_DIMENSIONS
+        and isinstance(dtype, torch.dtype)
+        and all(type(flag) is bool for flag in flags)
+        and (not form.requires_grad or dtype.is_floating_point or dtype.is_complex)
+    ):
+        return False
+    elements = math.prod(shape)
+    if elements == 0:
+        return True
+    span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return span == elements and elements * dtype.itemsize <= MOST_TENSOR_BYTES
 
 
 def _same(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -179,7 +250,12 @@ def _is_same(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
-    return one == other if type(one) is _Place else pickle.dumps(one) == pickle.dumps(other)
+    if type(one) in (int, str, bytes, _Place):
+        return bool(one == other)
+    try:
+        return codec.encode(one) == codec.encode(other)
+    except codec.CodecError:
+        return False
 
 
 def _dense(tensor: Tensor) -> tuple[int, ...]:
@@ -213,10 +289,3 @@ def _has_format(tensor: Tensor, form: TensorFormat) -> bool:
         and (tensor.device == _CPU) is form.on_cpu
         and _dense(tensor) == form.stride
     )
-
-
-def _dataclasses(structure: TreeSpec) -> list[type]:
-    kinds = [kind for child in structure.children() for kind in _dataclasses(child)]
-    if isinstance(structure.type, type) and is_dataclass(structure.type):
-        kinds.append(structure.type)
-    return kinds

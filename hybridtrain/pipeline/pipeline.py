@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from hybridtrain._base import objects
 from hybridtrain._base.accelerator import accelerator_of, put
 from hybridtrain._base.precision import ThreadState
 from hybridtrain._base.shares import MicrobatchPlace
@@ -587,6 +588,4 @@ class Pipeline:
         """Returns the lists of all processes of the pipeline as one, on each of them."""
         if self._world.pipeline_group is None:
             return own
-        parts: list[Any] = [None] * self._world.processes_per_replica
-        dist.all_gather_object(parts, own, group=self._world.pipeline_group)
-        return list(chain.from_iterable(parts))
+        return list(chain.from_iterable(objects.gather(own, self._world.pipeline_group)))

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
+from hybridtrain._base import objects
 from hybridtrain.errors import UserError
 from hybridtrain.smp.runtime import current
 
@@ -191,20 +192,17 @@ def send(obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) ->
     """Sends `obj` to a process, which calls `recv_from`.
 
     Args:
-        obj: a picklable object; the tensors in it arrive on the receiver's device.
+        obj: of the kinds that `World.gather` takes; the tensors in it arrive on the receiver's
+            device.
         dest_rank: the receiver's rank.
         rank_type: what `dest_rank` is a rank of.
     """
-    group = current().object_group
-    dist.send_object_list([_packed(obj)], dst=_rank(dest_rank, rank_type), group=group)
+    objects.send(_packed(obj), current().object_group, _rank(dest_rank, rank_type))
 
 
 def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
     """Waits for what a process sends to this one, with `send` or `broadcast`, and returns it."""
-    received: list[Any] = [None]
-    group = current().object_group
-    dist.recv_object_list(received, src=_rank(src_rank, rank_type), group=group)
-    return _unpacked(received[0])
+    return _unpacked(objects.receive(current().object_group, _rank(src_rank, rank_type)))
 
 
 def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
@@ -219,9 +217,7 @@ def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
     processes = object_group(group)
     if processes is None:
         return [obj]
-    found: list[Any] = [None] * len(members(group))
-    dist.all_gather_object(found, _packed(obj), group=processes)
-    return [_unpacked(one) for one in found]
+    return [_unpacked(one) for one in objects.gather(_packed(obj), processes)]
 
 
 def reduce_scatter(parts: Sequence[Any], group: CommGroup = CommGroup.WORLD) -> Any:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dis
 import functools
 import logging
-import pickle
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.backends import cuda
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from hybridtrain._base import codec, objects
 from hybridtrain._base.precision import ThreadState
 from hybridtrain.errors import BatchError, UserError, naming
 from hybridtrain.pipeline import HeadOutput, batch_digest
@@ -352,7 +352,7 @@ def shared(values: list[Any], world: World, drawn_from: Sequence[Tensor]) -> lis
         drawn_from: `random_states` from before the forward.
 
     Raises:
-        UserError: a value cannot be pickled.
+        UserError: a value cannot be sent.
     """
     group = world.pipeline_group
     if group is None:
@@ -368,18 +368,18 @@ def shared(values: list[Any], world: World, drawn_from: Sequence[Tensor]) -> lis
         large.append(tensor.contiguous())
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    message: list[Any] = [None]
+    message: Any = None
     if here:
         states = random_states(world)
         has_drawn = not all(map(torch.equal, states, drawn_from))
         described_values = tree_map_only(Tensor, described, values)
-        message = [_pickled((described_values, states if has_drawn else None))]
-    # the group for objects, since reading what is pickled must not wait for a GPU
-    dist.broadcast_object_list(message, group=world.pipeline_object_group, group_src=last)
-
-    if isinstance(message[0], str):
-        raise UserError(message[0])
-    structure, drawn = pickle.loads(message[0])
+        message = described_values, states if has_drawn else None
+    try:  # the group for objects, since reading them must not wait for a GPU
+        structure, drawn = objects.broadcast(message, world.pipeline_object_group, last)
+    except codec.CodecError as error:
+        raise UserError(
+            f"{error}: a step returns tensors, numbers, texts, and lists and dictionaries of them"
+        ) from error
     if drawn is not None and not here:
         set_random_states(world, drawn)
 
@@ -394,17 +394,6 @@ def shared(values: list[Any], world: World, drawn_from: Sequence[Tensor]) -> lis
 
     found: list[Any] = tree_map_only(Tensor, received, structure)
     return values if here else found
-
-
-def _pickled(content: Any) -> bytes | str:
-    """Returns `content` as bytes, or the text of the error that all processes raise."""
-    try:
-        return pickle.dumps(content)
-    except Exception as error:
-        return (
-            f"the step returns a value that cannot be sent to the other processes of the pipeline "
-            f"({error}): return tensors, numbers, texts, and lists and dictionaries of them"
-        )
 
 
 def names_backward(function: Callable[..., Any]) -> bool:

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import SplitError, setting
 from hybridtrain.launch import LaneActivity, activity
 from hybridtrain.pipeline.engine import Step
@@ -43,6 +43,7 @@ from hybridtrain.pipeline.messages import (
     MessageFormat,
     empty,
     flat,
+    format_buffer,
     from_bytes,
     pack,
     to_bytes,
@@ -197,7 +198,7 @@ class MessageWire:
         peer = self._peers[sender]
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, group=self._group, group_src=peer)
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data = format_buffer(int(size))
         dist.recv(data, group=self._group, group_src=peer)
         self._doing.wait(False)
         return from_bytes(data)
@@ -297,6 +298,6 @@ def _kind(step: Step) -> Hashable:
         if isinstance(leaf, Tensor)
         else (type(leaf).__name__, repr(leaf) if isinstance(leaf, _PLAIN) else "")
         for microbatch in range(step.schedule.chunks)
-        for leaf in tree_leaves(step.source(microbatch))
+        for leaf in leaves_of(step.source(microbatch))  # all processes know its dataclasses then
     )
     return step.schedule.chunks, inputs, step.thread_state, step.training

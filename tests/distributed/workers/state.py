@@ -1,6 +1,7 @@
 """What replicas share besides gradients: buffers, draws, evaluations and messages."""
 
 import copy
+import pickle
 import sys
 import tempfile
 from pathlib import Path
@@ -8,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchmetrics
 from safetensors.torch import save_file
 from support.compare import (
@@ -27,6 +29,7 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
 
 from hybridtrain import Trainer
+from hybridtrain._base import objects
 from hybridtrain._base.problem import copied_problem
 from hybridtrain.checkpoint import CheckpointStore, init_from, saving
 from hybridtrain.checkpoint import restore_checkpoint as restore
@@ -309,6 +312,40 @@ def _collectives(world):
     world.broadcast_tensor(tensor)
     assert tensor.tolist() == [1.0, 1.0, 1.0]
     assert (world.launcher, world.size, world.local_rank) == ("torchrun", 2, world.rank)
+
+
+class _RunsCode:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@cells.add("hostile bytes of another process run nothing and are one error")
+def _hostile_bytes(world):
+    mark = Path(world.broadcast(tempfile.mkdtemp())) / "ran"
+    code = torch.frombuffer(bytearray(pickle.dumps(_RunsCode(mark))), dtype=torch.uint8)
+    for length, data in [(len(code), code), (-1, None), (1 << 62, None)]:
+        if world.rank == 1:
+            dist.send(torch.tensor([length]), dst=0)
+            if data is not None:
+                dist.send(data, dst=0)
+        else:
+            with pytest.raises(UserError, match="another process"):
+                objects.receive(None, 1)
+    assert not mark.exists()
+    assert world.gather(world.rank) == [0, 1]  # what follows arrives
+
+
+@cells.add("a value of another kind than processes exchange is one error on all ranks")
+def _not_sent(world):
+    for value in (lambda: 0, object()):
+        with pytest.raises(UserError, match="cannot be sent to the other processes"):
+            world.gather(value if world.rank else 0)
+        with pytest.raises(UserError, match="cannot be sent to the other processes"):
+            world.broadcast(value)
+    assert world.gather(world.rank) == [0, 1]
 
 
 class Counting(nn.Linear):

@@ -9,8 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from hybridtrain._base.codec import CodecError, allow, encode
 from hybridtrain.errors import SplitError
-from hybridtrain.pipeline.messages import empty, flat, from_bytes, pack, to_bytes, unpack
+from hybridtrain.pipeline.messages import (
+    empty,
+    flat,
+    format_buffer,
+    from_bytes,
+    pack,
+    to_bytes,
+    unpack,
+)
 
 
 @dataclass
@@ -18,6 +27,9 @@ class Output:
     logits: Tensor
     hidden: tuple[Tensor, ...]
     name: str
+
+
+allow([Output])  # as a model does whose layers are defined in this module
 
 
 def sent(message, unique=True):
@@ -139,5 +151,28 @@ def test_a_value_of_a_local_class_does_not_go_to_another_process_and_the_error_s
     class Color(enum.Enum):
         RED = 1
 
-    with pytest.raises(SplitError, match=r"cannot be pickled.*engine=local"):
+    with pytest.raises(SplitError, match=r"cannot be sent.*engine=local"):
         to_bytes(pack((torch.eye(3), Color.RED), True)[0])
+
+
+def test_a_format_that_does_not_fit_its_own_parts_is_refused():
+    form, _ = pack([torch.randn(2, 3), 1], True)
+    tensor = form.tensors[0]
+    for hostile in (
+        form._replace(tensors=[]),
+        form._replace(leaves=form.leaves[:1]),
+        form._replace(structure=3),
+        form._replace(tensors=[tensor._replace(shape=(1 << 40, 1 << 40), stride=(1 << 40, 1))]),
+        form._replace(tensors=[tensor._replace(stride=(0, 0))]),
+        form._replace(tensors=[tensor._replace(shape=(-2, 3))]),
+        form._replace(tensors=[tensor._replace(shape=(2,))]),
+        form._replace(tensors=["text"]),
+    ):
+        with pytest.raises(CodecError, match="not the format"):
+            from_bytes(torch.frombuffer(bytearray(encode(hostile)), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("size", [-1, 0, 1 << 25, 1 << 62])
+def test_no_memory_is_reserved_for_a_format_of_an_impossible_size(size):
+    with pytest.raises(CodecError, match="announces"):
+        format_buffer(size)

@@ -1,0 +1,113 @@
+"""Values that processes exchange outside of a step, as bytes of the `codec`.
+
+PyTorch's own functions for objects (`broadcast_object_list` and the like) unpickle what they
+receive, which can run anything. These send the length of the bytes, then the bytes, on the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridtrain._base.codec import CodecError, decode, encode
+
+MOST_BYTES = 1 << 36
+"""The largest value, in bytes: a length is not trusted either."""
+
+
+def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Returns the `value` of each process of `group`, in the order of their ranks in it.
+
+    Raises:
+        CodecError: the codec does not carry the value of a process; in all processes.
+    """
+    data, problem = _encoded(value)
+    size = dist.get_world_size(group)
+    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+    lengths = [_checked(int(one)) for one in sizes]
+    most = max(lengths)
+    padded = torch.zeros(most, dtype=torch.uint8)
+    padded[: data.numel()] = data
+    received = [torch.empty(most, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(received, padded, group=group)
+    if problem is not None:
+        raise problem
+    return [_decoded(one[:length]) for one, length in zip(received, lengths, strict=True)]
+
+
+def broadcast(value: Any, group: dist.ProcessGroup | None, source: int) -> Any:
+    """Returns the `value` of the process with rank `source` in `group`, on each process of it.
+
+    Raises:
+        CodecError: the codec does not carry the value; in all processes.
+    """
+    is_source = dist.get_rank(group) == source
+    data, problem = _encoded(value if is_source else None)
+    length = torch.tensor([data.numel()])
+    dist.broadcast(length, group=group, group_src=source)
+    if not is_source:
+        data = torch.empty(_checked(int(length)), dtype=torch.uint8)
+    dist.broadcast(data, group=group, group_src=source)
+    if problem is not None:
+        raise problem
+    return value if is_source else _decoded(data)
+
+
+def send(value: Any, group: dist.ProcessGroup | None, target: int) -> None:
+    """Sends `value` to the process with rank `target` in `group`, which calls `receive`.
+
+    Raises:
+        CodecError: the codec does not carry the value; in both processes.
+    """
+    data, problem = _encoded(value)
+    dist.send(torch.tensor([data.numel()]), group=group, group_dst=target)
+    dist.send(data, group=group, group_dst=target)
+    if problem is not None:
+        raise problem
+
+
+def receive(group: dist.ProcessGroup | None, source: int) -> Any:
+    """Returns what the process with rank `source` in `group` sends.
+
+    Raises:
+        CodecError: it has sent no value that this process can read.
+    """
+    length = torch.empty(1, dtype=torch.int64)
+    dist.recv(length, group=group, group_src=source)
+    data = torch.empty(_checked(int(length)), dtype=torch.uint8)
+    dist.recv(data, group=group, group_src=source)
+    return _decoded(data)
+
+
+_REFUSED = b"!"  # no tag of the codec
+
+
+def _encoded(value: Any) -> tuple[Tensor, CodecError | None]:
+    """Returns `value` as bytes, or the error, and its text as bytes for the other processes."""
+    problem: CodecError | None = None
+    try:
+        data = encode(value)
+    except CodecError as error:
+        problem = CodecError(f"a value cannot be sent to the other processes ({error})")
+        data = _REFUSED + str(problem).encode("utf-8", "replace")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8), problem
+
+
+def _decoded(data: Tensor) -> Any:
+    content = data.numpy().data
+    if bytes(content[:1]) == _REFUSED:
+        raise CodecError(str(content[1:], "utf-8", "replace"))
+    try:
+        return decode(content)
+    except CodecError as error:
+        raise CodecError(f"what another process has sent cannot be read: {error}") from error
+
+
+def _checked(length: int) -> int:
+    if not 0 < length <= MOST_BYTES:
+        raise CodecError(f"another process announces a value of {length} bytes")
+    return length
