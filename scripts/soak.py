@@ -12,18 +12,24 @@ time something happens to it after a random delay:
     stop           SIGSTOP to one process: it neither works nor ends
     restart        SIGKILL to one process under `torchrun --max-restarts`: torchrun starts again
 
-When it is complete, its weights must be those of the reference, bit for bit, with the
-same lines in metrics.jsonl, and no process may be left. The exit status is 1 otherwise.
+When it is complete, its last and its best checkpoint (weights, buffers, optimizer state, position)
+must be those of the reference, byte for byte, with the same lines in metrics.jsonl, and no process
+may be left. The exit status is 1 otherwise.
+
+With `--replicas 3` the run has `world.replicas=3`, and each start draws its number of processes
+(with `--engine distributed`: of pipelines) from 1 to 3. The reference has 3.
 
     python -m scripts.soak                  # 10 faults, some minutes
     python -m scripts.soak --faults 200     # for the table of docs/reliability-figures.md
     python -m scripts.soak --faults 200 --engine distributed    # a process for each stage
+    python -m scripts.soak --faults 40 --replicas 3             # on 1, 2 and 3 processes
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -36,12 +42,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 import psutil
-import torch
-
-from hybridtrain.checkpoint.tensor_files import read_tensors
+from torch import nn
 
 FAULTS = (
     "kill-rank",
@@ -57,11 +62,18 @@ FAULTS = (
 SAVES = ("terminate", "interrupt", "preempt")
 
 STALL_S = 8
-# A run without a fault takes a fraction of this; longer means that it hangs.
-LIMIT_S = 150.0
+# A run takes a fraction of this, even on a busy machine; longer means that it hangs.
+LIMIT_S = 900.0
+
+REPOSITORY = Path(__file__).parents[1]
+STAGES = 2
 
 OVERRIDES = [
     "recipe=digits",
+    "allow_targets=[scripts.soak]",
+    "model._target_=scripts.soak.model",
+    f"pipeline.nb_part={STAGES}",
+    "pipeline.chunks=4",  # so that each micro-batch of an epoch's last batch has two samples
     "run_name=run",
     "world.devices=cpu",
     f"world.stall_s={STALL_S}",
@@ -74,6 +86,17 @@ OVERRIDES = [
 ]
 
 
+def model(num_classes: int, image_size: int, channels: int) -> nn.Sequential:
+    """Returns a network with what a resume may get wrong: dropout, and buffers of batch norms."""
+    size = channels * image_size**2
+    return nn.Sequential(
+        nn.Flatten(),
+        *(nn.Linear(size, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.25)),
+        *(nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.25)),
+        *(nn.Linear(128, num_classes), nn.LogSoftmax(dim=1)),
+    )
+
+
 @dataclass
 class Outcome:
     """One fault: its kind and what came of it.
@@ -84,6 +107,9 @@ class Outcome:
         seconds: from the fault to the end of the last process.
         lost: steps that had been logged and had to be done again; None until the next start.
         problem: a violated promise.
+        processes: how many processes there were.
+        parts: after a restart, the seconds from the fault to the first step, by what they went
+            into; see `recovery`.
     """
 
     kind: str
@@ -91,6 +117,8 @@ class Outcome:
     seconds: float
     lost: int | None = None
     problem: str | None = None
+    processes: int | None = None
+    parts: dict[str, float] | None = None
 
 
 @dataclass
@@ -98,9 +126,10 @@ class Run:
     """A run that is disturbed again and again, in its own directory."""
 
     folder: Path
-    processes: int
+    replicas: int
     steps: int
     engine: str
+    fixed: bool = False  # whether the number of replicas is a setting of the run
     outcomes: list[Outcome] = field(default_factory=list)
 
     @property
@@ -108,20 +137,34 @@ class Run:
         """The run directory."""
         return self.folder / "outputs" / "run"
 
-    def start(self, kind: str, delay_s: float, rng: random.Random) -> Outcome:
+    def start(
+        self, kind: str, delay_s: float, rng: random.Random, replicas: int | None = None
+    ) -> Outcome:
         """Starts the run, does `kind` to it `delay_s` after its first step, and waits for its end.
+
+        Args:
+            kind: one of `FAULTS`, or `none`.
+            delay_s: seconds from the first step to the fault.
+            rng: chooses the process.
+            replicas: how many processes, or pipelines of processes; None: one per replica.
 
         Raises:
             TimeoutError: it hangs; all its processes are killed first.
         """
+        processes = (replicas or self.replicas) * (STAGES if self.engine == "distributed" else 1)
         logged = self.logged()
         log = (self.folder / "log.txt").open("ab")
         launcher = psutil.Popen(
-            self._command(restarts=3 if kind == "restart" else 0),
+            self._command(processes, restarts=3 if kind == "restart" else 0),
             cwd=self.folder,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "PYTHONPATH": str(REPOSITORY),
+            },
             start_new_session=True,
         )
         deadline = time.monotonic() + LIMIT_S
@@ -134,8 +177,12 @@ class Run:
         everybody = [launcher, *launcher.children(recursive=True)] if _alive(launcher) else []
         before = self.logged()
         began = time.monotonic()
+        parts = None
         if everybody and before < self.steps:
+            killed = time.time()
             self._disturb(kind, launcher, everybody, rng)
+            if kind == "restart":
+                parts = recovery(launcher, everybody[1:], self.directory, killed)
         else:
             kind = "none"  # all its work was done before the fault
         _, left = psutil.wait_procs(everybody, timeout=max(0.0, deadline - time.monotonic()))
@@ -145,7 +192,9 @@ class Run:
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        outcome = Outcome(kind, launcher.wait(), time.monotonic() - began)
+        outcome = Outcome(
+            kind, launcher.wait(), time.monotonic() - began, processes=processes, parts=parts
+        )
         if left:
             outcome.problem = f"{len(left)} processes were left"
         elif kind in SAVES and self.newest() < min(before, self.steps):
@@ -167,10 +216,16 @@ class Run:
         found = (self.directory / "checkpoints").glob("step_*")
         return max((int(re.split(r"[_.]", path.name)[1]) for path in found), default=0)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Returns the weights of the last step."""
-        (path,) = (self.directory / "checkpoints").glob(f"step_{self.steps:08d}*")
-        return read_tensors(path, "model")
+    def checkpoints(self) -> dict[str, str]:
+        """Returns the digests of the files of the last and the best checkpoint."""
+        folder = self.directory / "checkpoints"
+        kept = [folder / f"step_{self.steps:08d}", *folder.glob("best*")]
+        return {
+            str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for directory in kept
+            for path in sorted(directory.rglob("*"))
+            if path.is_file()
+        }
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Returns losses and evaluations by step, without what depends on the clock."""
@@ -185,11 +240,12 @@ class Run:
             lines.setdefault(values["step"], {}).update(chosen)
         return lines
 
-    def _command(self, restarts: int) -> list[str]:
+    def _command(self, processes: int, restarts: int) -> list[str]:
         return [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(self.processes), "--max-restarts", str(restarts)),
+            *("--nproc-per-node", str(processes), "--max-restarts", str(restarts)),
             *("-m", "hybridtrain", *OVERRIDES, f"world.engine={self.engine}"),
+            *([f"world.replicas={self.replicas}"] if self.fixed else []),
             *("trainer.epochs=null", f"trainer.steps={self.steps}"),
         ]
 
@@ -200,7 +256,7 @@ class Run:
         everybody: Sequence[psutil.Process],
         rng: random.Random,
     ) -> None:
-        ranks = sorted(launcher.children(), key=lambda process: process.pid)[-self.processes :]
+        ranks = sorted(everybody[1:], key=lambda process: process.pid)
         victim = rng.choice(ranks) if ranks else launcher
         if kind in ("kill-rank", "restart"):
             _signal([victim], signal.SIGKILL)
@@ -218,6 +274,72 @@ class Run:
             _signal([victim], signal.SIGSTOP)
 
 
+def recovery(
+    launcher: psutil.Process,
+    workers: Sequence[psutil.Process],
+    directory: Path,
+    killed: float,
+) -> dict[str, float] | None:
+    """Waits for the first step after torchrun's restart, and says where the time has gone.
+
+    Args:
+        launcher: torchrun.
+        workers: its processes before the restart, one of which was killed.
+        directory: the run directory.
+        killed: the time of the fault, in seconds since the epoch.
+
+    Returns:
+        seconds by part, in order; None if the run ends before it has done a step.
+    """
+    pids = {process.pid for process in workers}
+    ended = started = stepped = 0.0
+    while not stepped:
+        time.sleep(0.02)
+        if not _alive(launcher):
+            return None
+        if not ended and not any(_alive(process) for process in workers):
+            ended = time.time()
+        fresh = [process for process in launcher.children() if process.pid not in pids]
+        for process in fresh:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                started = started or process.create_time()
+        if started:
+            # the logs say when a line was written, so that nothing depends on this loop's pace
+            times = [
+                json.loads(line)["time"]
+                for line in (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
+                if line.endswith("\n")
+            ]
+            stepped = next((at for at in times if at > started), 0.0)
+    log = directory / "logs" / "rank_000.log"
+    lines = log.read_text().splitlines() if log.exists() else []
+    moments = {"survivors end": ended, "torchrun": started}
+    for part, words in LOGGED.items():
+        times = [_time_of(line) for line in lines if words in line]
+        # a run that has no checkpoint yet does not say that it was resumed from one
+        times = [at for at in times if started < at < stepped]
+        if times:
+            moments[part] = times[0]
+    moments["first step"] = stepped
+    parts, previous = {}, killed
+    for part, at in moments.items():
+        parts[part], previous = at - previous, at
+    return parts | {"total": stepped - killed}
+
+
+# The lines of a run's log at which parts of its start are done.
+LOGGED = {
+    "imports, joining, data": ": data: ",
+    "construction": ": run directory ",
+    "checkpoint": ": resumed from ",
+}
+
+
+def _time_of(line: str) -> float:
+    """Returns the time at the beginning of a log's line, in seconds since the epoch."""
+    return datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+
+
 def soak(
     faults: int,
     processes: int,
@@ -226,28 +348,37 @@ def soak(
     kinds: Sequence[str],
     engine: str = "local",
     record: Path | None = None,
+    replicas: int | None = None,
 ) -> int:
     """Does `faults` faults, prints a line for each and a table; returns the exit status."""
     rng = random.Random(seed)
     problems: list[str] = []
     outcomes: list[Outcome] = []
     complete = 0
+    if replicas is None:
+        most = processes // STAGES if engine == "distributed" else processes
+    else:
+        most = replicas
+    fixed = replicas is not None
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         root = Path(name)
-        reference = Run(_new(root / "reference"), processes, steps, engine)
+        reference = Run(_new(root / "reference"), most, steps, engine, fixed)
         if reference.start("none", 0.0, rng).code:
             print((reference.folder / "log.txt").read_text())
             return 1
         number = 0
         while sum(outcome.kind != "none" for outcome in outcomes) < faults:
-            run = Run(_new(root / f"run{number}"), processes, steps, engine)
+            run = Run(_new(root / f"run{number}"), most, steps, engine, fixed)
             number += 1
             # one that was interrupted in its last step still has to be evaluated
             while not (run.directory / "summary.json").exists():
                 done = sum(outcome.kind != "none" for outcome in outcomes)
                 kind = "none" if done >= faults else rng.choice(list(kinds))
+                running = rng.randint(1, most) if fixed else most
+                if kind == "stop" and running == 1 and engine == "local":
+                    kind = "kill-rank"  # nobody is left to notice that the only process is stopped
                 try:
-                    outcome = run.start(kind, rng.uniform(0.0, 2.0), rng)
+                    outcome = run.start(kind, rng.uniform(0.0, 2.0), rng, running)
                 except TimeoutError as error:
                     problems.append(f"{kind}: {error}")
                     print((run.folder / "log.txt").read_text()[-4000:])
@@ -259,13 +390,16 @@ def soak(
                 if outcome.problem:
                     problems.append(f"{outcome.kind}: {outcome.problem}")
                 print(
-                    f"{len(outcomes):4d} {outcome.kind:14s} exit code {outcome.code:4d} after "
-                    f"{outcome.seconds:5.1f} s, step {run.newest()} of {steps} "
+                    f"{len(outcomes):4d} {outcome.kind:14s} on {outcome.processes} processes: exit "
+                    f"code {outcome.code:4d} after {outcome.seconds:5.1f} s, step {run.newest()} "
+                    f"of {steps} "
                     f"{outcome.problem or ''}",
                     flush=True,
                 )
             else:
-                problems += _differences(run, reference)
+                differences = _differences(run, reference)
+                print(*differences or [f"{run.folder.name}: as the undisturbed run"], sep="\n")
+                problems += differences
                 complete += 1
     if record is not None:
         outcomes = [Outcome(**json.loads(line)) for line in record.read_text().splitlines()]
@@ -283,9 +417,10 @@ def _new(folder: Path) -> Path:
 
 def _differences(run: Run, reference: Run) -> list[str]:
     found = []
-    expected, got = reference.weights(), run.weights()
-    if not all(torch.equal(expected[name], got[name]) for name in expected.keys() | got.keys()):
-        found.append(f"{run.folder.name}: the weights are not those of the undisturbed run")
+    expected, got = reference.checkpoints(), run.checkpoints()
+    files = [name for name in expected | got if expected.get(name) != got.get(name)]
+    if files or not expected:
+        found.append(f"{run.folder.name}: differs from the undisturbed run in {files}")
     expected_lines, lines = reference.metrics(), run.metrics()
     differing = [step for step in expected_lines if lines.get(step) != expected_lines[step]]
     if differing or lines.keys() != expected_lines.keys():
@@ -335,6 +470,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=10)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--replicas", type=int, help="world.replicas; each start draws its number of processes"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", default=FAULTS, choices=FAULTS)

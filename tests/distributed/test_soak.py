@@ -22,3 +22,11 @@ KINDS = ("kill-rank", "kill-launcher", "kill-all", "terminate", "interrupt", "pr
 def test_faults_at_random_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     status = soak(faults=10, processes=2, steps=200, seed=3, kinds=KINDS)
     assert status == 0, capsys.readouterr().out
+
+
+def test_faults_and_other_numbers_of_processes_change_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kinds = ("kill-rank", "kill-all", "restart")
+    status = soak(faults=5, processes=1, steps=100, seed=4, kinds=kinds, replicas=3)
+    assert status == 0, capsys.readouterr().out
