@@ -86,7 +86,8 @@ class PipelineOptions:
     """Micro-batches that a batch is cut into along dim 0; fewer if it has fewer samples."""
     schedule: str = "1f1b"
     """The order of forwards and backwards: `1f1b`, `gpipe`; with backwards in two parts `zb-h1`,
-    and `zb-v`, which needs `stages_per_device=2`; or the name of a user-defined schedule."""
+    and with `stages_per_device=2` `zb-v`, `v-half` and `v-min`, whose activations take as much
+    memory as with `1f1b`, half of it and a third; or the name of a user-defined schedule."""
     split: SplitSpec = "uniform"
     """The measure that the largest stage should be small in: `uniform` (number of layers), `size`
     (parameters), `time`, `memory` or `balanced` (what each layer is measured to cost); `manual`: as
@@ -97,7 +98,8 @@ class PipelineOptions:
     whole stages with `always`, or for all micro-batches but the last with `except_last`;
     every kth layer with `{every: k}`; or a list of layer names."""
     stages_per_device: int = 1
-    """Stages that each device runs; more than one interleaves 1F1B; `zb-v` needs 2, `zb-h1` 1."""
+    """Stages that each device runs; more than one interleaves 1F1B; `zb-h1` needs 1,
+    and `zb-v`, `v-half` and `v-min` need 2."""
     max_inflight: int | None = None
     """Micro-batches that may be in flight at one time; None: the schedule decides."""
     batch_norm: str = "micro_batch"

@@ -3,7 +3,8 @@
     table        actions, spans, the device of each stage, and the proof that an engine can
                  execute a schedule
     registry     any schedule by its name, with what is known of it; `@schedule` adds one
-    named        the schedules that are here: gpipe, 1f1b, zb-h1 and zb-v
+    named        the schedules gpipe, 1f1b, zb-h1 and zb-v
+    controllable_memory  v-half and v-min, which hold less than 1f1b
     simulation   when each action runs, for given costs
     account      where the time of a measured step went
     waits        when its devices waited, for what, and its critical path
@@ -19,6 +20,7 @@ from hybridtrain.schedule.account import (
     account_of,
     mean_delays,
 )
+from hybridtrain.schedule.controllable_memory import v_half, v_min
 from hybridtrain.schedule.named import (
     forward_only,
     gpipe,
@@ -99,6 +101,8 @@ __all__ = [
     "simulate",
     "spans_for",
     "stages_at",
+    "v_half",
+    "v_min",
     "validate",
     "waits",
     "window",

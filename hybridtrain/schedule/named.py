@@ -99,7 +99,7 @@ def zero_bubble_h1(devices: int, chunks: int) -> Schedule:
                 lane.append(Action("F", d, warm_up + k))
         lane += [Action("W", d, i) for i in range(max(0, chunks - d), chunks)]
         lanes.append(lane)
-    return Schedule("zb-h1", devices, chunks, _whole_on_first_stage(lanes))
+    return Schedule("zb-h1", devices, chunks, whole_on_first_stage(lanes))
 
 
 @schedule("zb-v", placement="v", stages_per_device=2, splits_backward=True, periodic=True)
@@ -142,7 +142,7 @@ def zero_bubble_v_in_parts(devices: int, chunks: int) -> Schedule:
         lane.add(whole - lane.begun("W", up), ("W", up))
         lane.add(whole - lane.begun("W", down), ("W", down))
         lanes.append([action for action in lane.actions if action.microbatch < chunks])
-    return Schedule("zb-v", 2 * devices, chunks, _whole_on_first_stage(lanes))
+    return Schedule("zb-v", 2 * devices, chunks, whole_on_first_stage(lanes))
 
 
 class _LaneBuilder:
@@ -184,7 +184,7 @@ def _stages_of_devices(devices: int, stages_per_device: int) -> list[list[int]]:
     return [stages_at(device, devices, stages_per_device) for device in range(devices)]
 
 
-def _whole_on_first_stage(lanes: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
+def whole_on_first_stage(lanes: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
     """Returns `lanes` with whole backwards on stage 0, which sends no gradient to anybody."""
     return tuple(
         tuple(

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain.model import HybridModel
+from hybridtrain.schedule import Placement, place_of, registered
 from hybridtrain.world import World
 from scripts.bench.common import (
     gpipe_library,
@@ -100,13 +101,20 @@ def network() -> nn.Sequential:
     return nn.Sequential(*[Block() for _ in range(BLOCKS)])
 
 
-def keep_ledgers(net: nn.Sequential, x: Tensor, devices: int, per_device: int = 1) -> list[Ledger]:
+def keep_ledgers(
+    net: nn.Sequential,
+    x: Tensor,
+    devices: int,
+    per_device: int = 1,
+    placement: Placement = "loop",
+) -> list[Ledger]:
     """One ledger a device; the blocks are dealt out evenly. `x` is the caller's batch."""
     ledgers = [Ledger() for _ in range(devices)]
     ledgers[0].ignored.add(x.untyped_storage()._cdata)
     per_stage = BLOCKS // (devices * per_device)
     for index, block in enumerate(net):
-        block.ledger = ledgers[index // per_stage % devices]
+        stage = index // per_stage
+        block.ledger = ledgers[place_of(stage, devices, placement)]
         block.sends = (index + 1) % per_stage == 0 and index + 1 < len(net)
         for parameter in block.parameters():
             block.ledger.ignored.add(parameter.untyped_storage()._cdata)
@@ -118,7 +126,7 @@ def hybrid(
 ) -> list[Ledger]:
     """Two steps of this project's."""
     net = network()
-    ledgers = keep_ledgers(net, x, devices, per_device)
+    ledgers = keep_ledgers(net, x, devices, per_device, registered(schedule).placement)
     model = HybridModel(
         net,
         World.from_env(devices, devices="cpu"),
@@ -155,7 +163,10 @@ def main() -> None:
     kinds = {
         "gpipe": ("gpipe", 1, "never"),
         "1f1b": ("1f1b", 1, "never"),
-        "interleaved, 2 stages a device": ("1f1b", 2, "never"),
+        "interleaved, 2 stages per device": ("1f1b", 2, "never"),
+        "zb-v, 2 stages per device": ("zb-v", 2, "never"),
+        "v-half, 2 stages per device": ("v-half", 2, "never"),
+        "v-min, 2 stages per device": ("v-min", 2, "never"),
         "gpipe, recompute always": ("gpipe", 1, "always"),
         "1f1b, recompute always": ("1f1b", 1, "always"),
     }

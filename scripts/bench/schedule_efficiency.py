@@ -30,7 +30,7 @@ from torch.distributed.pipelining import (
 )
 
 from hybridtrain.model import HybridModel
-from hybridtrain.schedule import Durations, make_schedule, stages_at
+from hybridtrain.schedule import Durations, make_schedule, registered, schedule_names, stages_at
 from hybridtrain.world import World
 from scripts.bench.common import (
     Processes,
@@ -54,6 +54,7 @@ TORCH: dict[str, Any] = {
     "zb-h1": ScheduleInterleavedZeroBubble,
     "zb-v": ScheduleZBVZeroBubble,
 }
+OURS = schedule_names(periodic=True)
 WIDTH = 4
 
 
@@ -274,7 +275,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--chunks", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--schedules", nargs="+", default=list(TORCH), choices=list(TORCH))
+    parser.add_argument("--schedules", nargs="+", default=list(TORCH), choices=[*TORCH, *OURS])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--factor", type=float, default=1.0, help="times 5 and 10 ms of a stage")
     options = parser.parse_args()
@@ -283,13 +284,14 @@ def main() -> None:
     calibrate()
     processes = Processes(max(options.devices))
     rows = []
-    kinds = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
+    kinds = {"interleaved": 2, **{name: registered(name).stages_per_device or 1 for name in OURS}}
     for devices, chunks, schedule in itertools.product(
         options.devices, options.chunks, options.schedules
     ):
         per_device = kinds[schedule]
         name = f"{schedule}, P={devices}, m={chunks}"
-        processes.add(name, torch_pipelining, devices, chunks, schedule, per_device, sleeps)
+        if schedule in TORCH:
+            processes.add(name, torch_pipelining, devices, chunks, schedule, per_device, sleeps)
         own = "1f1b" if schedule == "interleaved" else schedule
         processes.add(f"ours, {name}", over_processes, devices, chunks, own, per_device, sleeps)
         has_peer = schedule == "gpipe" and optional("torchgpipe") is not None
@@ -298,7 +300,7 @@ def main() -> None:
             "alone": lambda chunks=chunks: sum(map(sum, stage_alone(chunks))),
             "hybridtrain": timed(ours),
             "processes": lambda name=name: processes.seconds(f"ours, {name}"),
-            "torch": lambda name=name: processes.seconds(name),
+            "torch": (lambda name=name: processes.seconds(name)) if schedule in TORCH else None,
             "torchgpipe": timed(peer(devices, chunks)) if has_peer else None,
         }
         times = interleave(jobs, options.repeats)
@@ -311,11 +313,11 @@ def main() -> None:
             [
                 name,
                 f"{1 - busy / ideal:.1%}",
-                f"{idle['hybridtrain']} / {idle['processes']} / {idle['torch']}",
+                f"{idle['hybridtrain']} / {idle['processes']} / {idle.get('torch', 'none')}",
                 f"{ideal * 1e3:.1f}",
                 efficiency["hybridtrain"],
                 efficiency["processes"],
-                efficiency["torch"],
+                efficiency["torch"] if schedule in TORCH else "has none",
                 efficiency["torchgpipe"] if schedule == "gpipe" else "has none",
                 shown([busy / t for t in alone]),
             ]
@@ -329,7 +331,7 @@ def main() -> None:
         f"Efficiency: ideal time over the time taken; median of {options.repeats}, in brackets the "
         f"best. Ideal: the schedule simulated for {forward_s() * 1e3:g} + {backward_s() * 1e3:g} "
         "ms. Measured idle: here with threads, with "
-        "processes, PyTorch. Two stages per device for interleaved and zb-v. PyTorch's "
+        "processes, PyTorch. Two stages per device for interleaved and in a V. PyTorch's "
         "beside zb-h1 is ScheduleInterleavedZeroBubble. `alone`: "
         "the same for m micro-batches of one stage without any engine, m (5 + 10 ms) over it. "
         f"Calibration: of a forward, PyTorch itself takes {sleeps.forward * 1e6:.0f} us, of a "

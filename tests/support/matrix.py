@@ -62,7 +62,7 @@ AXES: list[list[Any]] = [
     [1, 2, 3, 4],
     [1, 2],
     [1, 4, 7],
-    ["gpipe", "1f1b", "zb-h1", "zb-v"],
+    ["gpipe", "1f1b", "zb-h1", "zb-v", "v-half", "v-min"],
     [None, 2],
     ["never", "except_last", "always", "every-2"],
     list(AUTOCAST),

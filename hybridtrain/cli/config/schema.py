@@ -133,7 +133,8 @@ class PipelineConfig(Group):
     fastest number, by the price of a step."""
     schedule: str = PipelineOptions.schedule
     """The order of forwards and backwards: `1f1b`, `gpipe`; with backwards in two parts `zb-h1`,
-    and `zb-v`, which needs `stages_per_device=2`; `auto`: the fastest of these, by the price of a
+    and with `stages_per_device=2` `zb-v`, `v-half` and `v-min`, whose activations take as much
+    memory as with `1f1b`, half of it and a third; `auto`: the fastest of these, by the price of a
     step; or the name of a user-defined schedule."""
 
 

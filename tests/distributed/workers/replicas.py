@@ -34,6 +34,7 @@ CASES = {
     "gpipe": {"schedule": "gpipe", "nb_part": 2},
     "zb-h1": {"schedule": "zb-h1", "nb_part": 2, "replicas": 5},
     "zb-v": {"schedule": "zb-v", "stages_per_device": 2, "nb_part": 2, "replicas": 5},
+    "v-min": {"schedule": "v-min", "stages_per_device": 2, "nb_part": 2, "replicas": 5},
     "bf16": {"precision": "bf16"},
     "fp16 with a scale that adapts": {"precision": "fp16"},
     "a sharded optimizer": {"shard": "optimizer", "replicas": 6},

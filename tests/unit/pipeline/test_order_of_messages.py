@@ -8,7 +8,14 @@ from hybridtrain.pipeline.engines.processes import order_of
 from hybridtrain.schedule import forward_only, make_schedule, receiver_of
 
 SHAPES = [("gpipe", 2, 1), ("gpipe", 3, 3), ("1f1b", 4, 1), ("1f1b", 2, 2), ("1f1b", 3, 3)]
-SHAPES += [("zb-h1", 4, 1), ("zb-v", 3, 2), ("forward_only", 4, 1), ("forward_only", 3, 3)]
+SHAPES += [
+    ("zb-h1", 4, 1),
+    ("zb-v", 3, 2),
+    ("v-half", 4, 2),
+    ("v-min", 4, 2),
+    ("forward_only", 4, 1),
+    ("forward_only", 3, 3),
+]
 
 
 def made(name: str, devices: int, per_device: int):

@@ -23,6 +23,7 @@ from hybridtrain.errors import SplitError
 from hybridtrain.graph import layers_of
 from hybridtrain.pipeline.engines import threads
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link, crossing, links_between, routes
+from hybridtrain.schedule import registered
 
 SPLITS = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (1, 3)]  # (nb_part, stages_per_device)
 CHECKPOINTS = ["never", "except_last", "always", {"every": 1}, {"every": 2}]
@@ -398,7 +399,7 @@ class Shelf:
         return self.messages.pop(action._replace(kind="B" if action.kind == "I" else action.kind))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-v", "v-min"])
 def test_another_wire_needs_no_change_elsewhere(schedule, monkeypatch):
     x, y = regression(8)
     models = []
@@ -406,8 +407,7 @@ def test_another_wire_needs_no_change_elsewhere(schedule, monkeypatch):
         if wire is not None:
             monkeypatch.setattr(threads, "QueueWire", wire)
         torch.manual_seed(0)
-        models.append(
-            hybrid(skip_chain(0, 6), 1, 4 if schedule != "zb-v" else 2, schedule=schedule)
-        )
+        devices = 4 // (registered(schedule).stages_per_device or 1)
+        models.append(hybrid(skip_chain(0, 6), 1, devices, schedule=schedule))
         models[-1].train_step(x, y, F.mse_loss)
     assert_same_gradients(*models)

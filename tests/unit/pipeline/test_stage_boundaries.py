@@ -7,13 +7,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from hybridtrain.errors import UserError
+from hybridtrain.schedule import registered
 
 pytestmark = [
     pytest.mark.usefixtures("one_intra_op_thread"),
     pytest.mark.filterwarnings("ignore:.*(nested tensors|Sparse CSR)"),
 ]
 
-SCHEDULES = ["gpipe", "1f1b", "zb-h1", "zb-v"]
+SCHEDULES = ["gpipe", "1f1b", "zb-h1", "zb-v", "v-half", "v-min"]
 
 
 def assert_steps_equal_the_plain_module(make, batch=None, steps=3, schedule="1f1b", **options):
@@ -23,7 +24,7 @@ def assert_steps_equal_the_plain_module(make, batch=None, steps=3, schedule="1f1
     torch.manual_seed(0)
     reference = make()
     inputs, targets = batch or floats_and_classes()
-    if schedule == "zb-v":
+    if registered(schedule).stages_per_device == 2:
         options["stages_per_device"] = 2
         options.pop("split", None)
     model = hybrid(net, schedule=schedule, **options)

@@ -41,6 +41,7 @@ SETTINGS = [
     {"schedule": "1f1b", "stages_per_device": 2, "recompute": {"every": 2}},
     {"schedule": "zb-h1"},
     {"schedule": "zb-v", "stages_per_device": 2},
+    {"schedule": "v-min", "stages_per_device": 2},
 ]
 
 

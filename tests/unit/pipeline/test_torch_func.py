@@ -51,6 +51,8 @@ def force_field():
         ("1f1b", {"stages_per_device": 2}),
         ("zb-h1", {}),
         ("zb-v", {"stages_per_device": 2}),
+        ("v-half", {"stages_per_device": 2}),
+        ("v-min", {"stages_per_device": 2}),
     ],
     ids=str,
 )

@@ -13,6 +13,7 @@ from hybridtrain.schedule import (
     account_of,
     critical_path,
     make_schedule,
+    registered,
     schedule_names,
     waits,
 )
@@ -21,7 +22,7 @@ NAMES = sorted(schedule_names(periodic=True))
 
 
 def schedule_of(name: str, devices: int, chunks: int) -> Schedule:
-    return make_schedule(name, devices, chunks, 2 if name == "zb-v" else 1)
+    return make_schedule(name, devices, chunks, registered(name).stages_per_device or 1)
 
 
 def made_up(schedule: Schedule, seconds, delay) -> Spans:

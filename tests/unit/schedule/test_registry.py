@@ -115,7 +115,7 @@ def test_a_users_schedule_is_priced_with_what_its_table_holds(name, chunks):
 
 def test_auto_and_plan_choose_among_the_schedules_that_are_registered_as_periodic():
     assert set(schedule_names()) >= {"in-pairs", "late", "v-in-turn", *Choices().schedule}
-    assert set(Choices().schedule) == {"1f1b", "gpipe", "zb-h1", "zb-v"}
+    assert set(Choices().schedule) == {"1f1b", "gpipe", "zb-h1", "zb-v", "v-half", "v-min"}
 
 
 def test_a_name_belongs_to_one_function_which_may_be_defined_again():

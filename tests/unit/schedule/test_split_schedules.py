@@ -15,6 +15,7 @@ from hybridtrain.schedule import (
     Schedule,
     bubble_fraction,
     divided_backwards,
+    length,
     make_schedule,
     mean_backwards,
     mean_costs,
@@ -213,3 +214,38 @@ def test_both_parts_of_measured_backwards_predict_the_same_times_again():
     assert costs["W"] == pytest.approx([0.0, 1.0, 3.0])  # the first stage has whole backwards
     for ours, theirs in zip(predict(schedule, spans), spans, strict=True):
         assert [span.end for span in ours] == pytest.approx([span.end for span in theirs])
+
+
+# V-Half and V-Min, whose memory and idle time arXiv:2405.15362 gives (table 1 and section 3).
+HELD = {"v-half": lambda p: (p + 2) // 2, "v-min": lambda p: (p + 4) // 3}
+IDLE = {"v-half": lambda p: 3 * (p - 1), "v-min": lambda p: 4 * (p - 1)}
+CONTROLLABLE = st.sampled_from(sorted(HELD))
+
+
+def most_held(schedule):
+    """The most micro-batches of each device at one time, counted in its stages' forwards."""
+    return [
+        max(accumulate((action.kind == "F") - action.ends_microbatch for action in lane))
+        for lane in schedule.lanes
+    ]
+
+
+@given(CONTROLLABLE, st.integers(1, 16), st.integers(1, 64))
+def test_v_half_and_v_min_hold_what_the_paper_says_at_any_number_of_devices(name, p, m):
+    schedule = make_schedule(name, p, m, 2)
+    assert max(most_held(schedule)) == 2 * min(m, HELD[name](p))
+
+
+@given(CONTROLLABLE, st.integers(1, 16), st.integers(1, 64))
+def test_v_half_and_v_min_idle_no_longer_than_the_paper_says(name, p, m):
+    schedule = make_schedule(name, p, m, 2)
+    # few micro-batches cannot fill the gaps of V-Half's slower way down
+    idle = IDLE[name if m >= p else "v-min"](p)
+    assert length(spans_of(schedule, 1, 2, 1)) <= 6 * m + idle
+
+
+@pytest.mark.parametrize("name", sorted(HELD))
+def test_the_activations_of_v_half_and_v_min_are_a_half_and_a_third_of_1f1b(name):
+    of_1f1b = max(most_held(one_forward_one_backward(16, 64)))
+    share = max(most_held(make_schedule(name, 16, 64, 2))) / 2 / of_1f1b  # stages of half the size
+    assert share == pytest.approx({"v-half": 1 / 2, "v-min": 1 / 3}[name], abs=1 / 16)
