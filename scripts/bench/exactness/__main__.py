@@ -55,7 +55,7 @@ def main(words: Sequence[str] | None = None) -> None:
             cells[case, system] = [same_draws(result, base) for result in results]
     footer = io.StringIO()
     with contextlib.redirect_stdout(footer):
-        print_footer(f"One launch of torchrun per cell, deadline {options.deadline_s:g} s.")
+        print_footer(f"New processes for each cell, deadline {options.deadline_s:g} s.")
     text = page(cells, footer.getvalue())
     if options.page is None:
         print(text)

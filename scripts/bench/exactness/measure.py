@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +15,7 @@ from torch import Tensor
 from scripts.bench.exactness import plain
 from scripts.bench.exactness.cases import CASES, Case, Masks
 from scripts.bench.exactness.systems import SYSTEMS
+from scripts.bench.exactness.worker import launch
 
 # Differences of rounding are below it, and every wrong gradient that was seen is far above.
 ROUNDING = 1e-7
@@ -54,15 +51,13 @@ def measure(system: str, key: str, way: str, deadline_s: float) -> Result:
     """
     case = CASES[key]
     with tempfile.TemporaryDirectory() as folder:
-        status, output = _launch(system, key, way, Path(folder), deadline_s)
+        count = SYSTEMS[system].processes(case)
+        status, output = launch(system, key, way, count, Path(folder), deadline_s)
         if status is None:
             return Result("hangs", f"Still running after {deadline_s:g} s.")
         if status != 0:
             return Result("refused" if _ERROR.search(output) else "crashes", _first_error(output))
-        ranks = [
-            torch.load(Path(folder) / f"rank{rank}.pt")
-            for rank in range(SYSTEMS[system].processes(case))
-        ]
+        ranks = [torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(count)]
     return compare(key, ranks)
 
 
@@ -190,47 +185,8 @@ def _equal_masks(first: Masks, second: Masks) -> bool:
     )
 
 
-def _launch(
-    system: str, key: str, way: str, folder: Path, deadline_s: float
-) -> tuple[int | None, str]:
-    """Returns the exit status, None after the deadline, and the output."""
-    count = SYSTEMS[system].processes(CASES[key])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    worker = ["-m", "scripts.bench.exactness.worker", system, key, way, str(folder)]
-    log = folder / "output.txt"
-    with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            [*launcher, "--nproc-per-node", str(count), *worker],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            _end(process)
-    return status, log.read_text(encoding="utf-8", errors="replace")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills the launcher and its workers, which are in sessions of their own."""
-    import psutil
-
-    if process.poll() is not None:
-        return
-    children = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, signal.SIGKILL)
-    for child in children:
-        child.kill()
-    process.wait()
-
-
 def _first_error(output: str) -> str:
-    """Returns the first error that is not about another process, or the end of the output."""
-    errors = [f"{name}: {text}".strip() for name, text in _ERROR.findall(output)]
-    errors = [error for error in errors if not error.startswith("ChildFailedError")]
+    """Returns the last error that a process has printed, or the end of its output."""
+    errors = [f"{name}: {text}" for name, text in _ERROR.findall(output) if text.strip()]
     lines = output.strip().splitlines() or ["no output"]
-    return (errors or lines[-1:])[0][:300]
+    return (errors or lines)[-1][:300]

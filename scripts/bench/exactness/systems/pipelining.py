@@ -28,7 +28,7 @@ _SUM = (
 
 def train(case: Case, remedied: bool) -> Trained:
     """Trains this process's stage."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, build_stage
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (case.replicas, case.stages), mesh_dim_names=("dp", "pp"))
@@ -41,21 +41,26 @@ def train(case: Case, remedied: bool) -> Trained:
         len({id(p) for layer in layers for p in layer.parameters()})
         < sum(len(list(layer.parameters())) for layer in layers)
     )
+    shapes: dict[str, Tensor] = {}
     if is_traced:
-        module, state = _traced_stage(case, layers, place)
+        module, state, info = _traced_stage(case, layers, place)
     else:
         size, larger = divmod(len(layers), case.stages)
         first = place * size + min(place, larger)
-        own = layers[first : first + size + (place < larger)]
-        module = nn.Sequential(*own)
-        state = lambda: values(own, first)  # noqa: E731
+        last = first + size + (place < larger)
+        shapes = _shapes(case, layers, first, last)
+        module = nn.Sequential(*layers[first:last])
+        state = lambda: values(layers[first:last], first)  # noqa: E731
         if case.recompute:
             module = Recomputed(module)  # type: ignore[assignment]
     parameters = [p for p in module.parameters() if p.requires_grad]
     submodule: nn.Module = module
     if case.replicas > 1 and parameters:
         submodule = DistributedDataParallel(module, process_group=dp)
-    stage = PipelineStage(submodule, place, case.stages, device, group=pp)
+    if is_traced:
+        stage: Any = build_stage(submodule, place, info, device, pp)
+    else:
+        stage = PipelineStage(submodule, place, case.stages, device, group=pp, **shapes)
     total = torch.ones(())  # of the step, for the remedy
 
     def mean(output: Tensor, targets: Tensor) -> Tensor:
@@ -103,19 +108,40 @@ def _steps(case: Case, replica: int) -> Any:
     return [[tuple(batch)] for batch in DataLoader(dataset, size, sampler=sampler)]
 
 
+def _shapes(case: Case, layers: list[nn.Module], first: int, last: int) -> dict[str, Tensor]:
+    """Returns the arguments that tell a stage the shapes of its input and output.
+
+    Without them the first step runs a backward to find them, after which DDP fails.
+    """
+    x = _microbatch(case)
+    net = nn.Sequential(*layers).eval()
+    with torch.no_grad():
+        before = net[:first](x)
+        after = net[first:last](before)
+    net.train()
+    trains = [any(p.requires_grad for p in net[:end].parameters()) for end in (first, last)]
+    return {
+        "input_args": before.requires_grad_(trains[0]),
+        "output_args": after.requires_grad_(trains[1]),
+    }
+
+
+def _microbatch(case: Case) -> Tensor:
+    batch = share(next(iter(case.steps()))[0], 0, case.replicas)
+    return share(batch, 0, case.microbatches_per_replica)[0]
+
+
 def _traced_stage(case: Case, layers: list[nn.Module], place: int) -> Any:
-    """Returns a stage of `pipeline()`, and a function that returns its weights."""
+    """Returns a stage of `pipeline()`, a function that returns its weights, and its graph."""
     from torch.distributed.pipelining import SplitPoint, pipeline
 
     whole = any(isinstance(layer, Keep) for layer in layers)
     net = WithSkip(layers) if whole else nn.Sequential(*layers)
     prefix = "layers." if whole else ""
-    example = share(next(iter(case.steps()))[0], 0, case.replicas)
-    inputs, _ = share(example, 0, case.microbatches_per_replica)
     cut = {f"{prefix}{-(-len(layers) // case.stages)}": SplitPoint.BEGINNING}
     if whole:
         cut = {f"{prefix}{-(-len(layers) // case.stages)}.module": SplitPoint.BEGINNING}
-    pipe = pipeline(net, mb_args=(inputs,), split_spec=cut)
+    pipe = pipeline(net, mb_args=(_microbatch(case),), split_spec=cut)
     module = pipe.get_stage_module(place)
 
     def state() -> dict[str, Tensor]:
@@ -124,7 +150,7 @@ def _traced_stage(case: Case, layers: list[nn.Module], place: int) -> Any:
             for name, value in module.state_dict().items()
         }
 
-    return module, state
+    return module, state, pipe.info()
 
 
 def _clip(parameters: list[nn.Parameter], max_norm: float, group: Any) -> None:
