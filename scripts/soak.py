@@ -279,6 +279,7 @@ def recovery(
     workers: Sequence[psutil.Process],
     directory: Path,
     killed: float,
+    limit_s: float = 900.0,
 ) -> dict[str, float] | None:
     """Waits for the first step after torchrun's restart, and says where the time has gone.
 
@@ -287,15 +288,17 @@ def recovery(
         workers: its processes before the restart, one of which was killed.
         directory: the run directory.
         killed: the time of the fault, in seconds since the epoch.
+        limit_s: seconds after which the restart is given up.
 
     Returns:
-        seconds by part, in order; None if the run ends before it has done a step.
+        seconds by part, in order; None if the run ends before it has done a step, or does none in
+        `limit_s`.
     """
     pids = {process.pid for process in workers}
     ended = started = stepped = 0.0
     while not stepped:
         time.sleep(0.02)
-        if not _alive(launcher):
+        if not _alive(launcher) or time.time() - killed > limit_s:
             return None
         if not ended and not any(_alive(process) for process in workers):
             ended = time.time()
