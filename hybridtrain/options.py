@@ -23,7 +23,7 @@ from hybridtrain.errors import (
     did_you_mean,
     setting,
 )
-from hybridtrain.schedule import Placement, registered, schedule_names
+from hybridtrain.schedule import Placement, is_file, registered, schedule_names
 
 SplitSpec = str | Sequence[int] | Sequence[str] | Sequence[Sequence[str]]
 RecomputeSpec = str | Sequence[str] | Mapping[str, int]
@@ -87,7 +87,8 @@ class PipelineOptions:
     schedule: str = "1f1b"
     """The order of forwards and backwards: `1f1b`, `gpipe`; with backwards in two parts `zb-h1`,
     and with `stages_per_device=2` `zb-v`, `v-half` and `v-min`, whose activations take as much
-    memory as with `1f1b`, half of it and a third; or the name of a user-defined schedule."""
+    memory as with `1f1b`, half of it and a third; or a user-defined schedule, by its name or the
+    path of its `.csv` file."""
     split: SplitSpec = "uniform"
     """The measure that the largest stage should be small in: `uniform` (number of layers), `size`
     (parameters), `time`, `memory` or `balanced` (what each layer is measured to cost); `manual`: as
@@ -143,7 +144,8 @@ class PipelineOptions:
         return registered(self.schedule).placement
 
     def __post_init__(self) -> None:
-        check_choice("schedule", self.schedule, schedule_names())
+        if not is_file(self.schedule):
+            check_choice("schedule", self.schedule, schedule_names())
         check_choice("batch_norm", self.batch_norm, BATCH_NORM_MODES)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("shard", self.shard, SHARD_MODES)

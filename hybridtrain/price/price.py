@@ -59,7 +59,13 @@ from hybridtrain.price.stage_needs import (
     stage_times,
     with_weight_bytes,
 )
-from hybridtrain.schedule import Durations, divided_backwards, make_schedule, registered
+from hybridtrain.schedule import (
+    Durations,
+    divided_backwards,
+    is_periodic,
+    make_schedule,
+    registered,
+)
 
 # DDP's default bucket size. The all-reduce of the last bucket begins when the backward has ended.
 BUCKET_BYTES = 25 * 2**20
@@ -233,7 +239,8 @@ def _simulated(
     group = lcm(*range(1, nb_part + 1)) if nb_part <= _FEW_DEVICES else nb_part
     groups = min(max(2, MOST_ACTIONS // (2 * stages * group)), _MOST_GROUPS)
     simulated_chunks = groups * group + chunks % group
-    if chunks <= simulated_chunks + group or not registered(schedule).periodic:
+    few = chunks <= simulated_chunks + group
+    if few or not is_periodic(registered(schedule), stages_per_device):
         return run(chunks)
     short, long = run(simulated_chunks), run(simulated_chunks + group)
     rounds = (chunks - simulated_chunks) / group

@@ -18,6 +18,7 @@ from hybridtrain.price.layout import ParallelLayout, StepWork
 from hybridtrain.schedule import (
     Durations,
     RegisteredSchedule,
+    is_periodic,
     peak_in_flight,
     peak_waiting,
     registered,
@@ -164,7 +165,7 @@ def _peaks(
     rest = chunks % nb_part
     few = (_GROUPS_UNTIL_STEADY + rest) * nb_part + rest
     groups = (chunks - few) // nb_part
-    if groups <= 1 or not schedule.periodic:
+    if groups <= 1 or not is_periodic(schedule, stages_per_device):
         return count(chunks)
     small, larger = count(few), count(few + nb_part)
     return _Peaks(

@@ -5,6 +5,7 @@
     registry     any schedule by its name, with what is known of it; `@schedule` adds one
     named        the schedules gpipe, 1f1b, zb-h1 and zb-v
     controllable_memory  v-half and v-min, which hold less than 1f1b
+    files        tables in CSV files, as torch.distributed.pipelining reads them
     simulation   when each action runs, for given costs
     account      where the time of a measured step went
     waits        when its devices waited, for what, and its critical path
@@ -21,6 +22,7 @@ from hybridtrain.schedule.account import (
     mean_delays,
 )
 from hybridtrain.schedule.controllable_memory import v_half, v_min
+from hybridtrain.schedule.files import read_csv, write_csv
 from hybridtrain.schedule.named import (
     forward_only,
     gpipe,
@@ -30,7 +32,10 @@ from hybridtrain.schedule.named import (
 )
 from hybridtrain.schedule.registry import (
     RegisteredSchedule,
+    is_file,
+    is_periodic,
     make_schedule,
+    register_table,
     registered,
     schedule,
     schedule_names,
@@ -84,6 +89,8 @@ __all__ = [
     "divided_backwards",
     "forward_only",
     "gpipe",
+    "is_file",
+    "is_periodic",
     "length",
     "make_schedule",
     "mean_backwards",
@@ -94,7 +101,9 @@ __all__ = [
     "peak_waiting",
     "place_of",
     "predict",
+    "read_csv",
     "receiver_of",
+    "register_table",
     "registered",
     "schedule",
     "schedule_names",
@@ -106,6 +115,7 @@ __all__ = [
     "validate",
     "waits",
     "window",
+    "write_csv",
     "zero_bubble_h1",
     "zero_bubble_v",
 ]

@@ -14,9 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
 from typing import TypeVar
 
 from hybridtrain.errors import ScheduleError, did_you_mean, setting
+from hybridtrain.schedule.files import read_csv
+from hybridtrain.schedule.simulation import Durations
 from hybridtrain.schedule.table import (
     Action,
     Placement,
@@ -24,6 +28,7 @@ from hybridtrain.schedule.table import (
     divided_backwards,
     even_parts,
     peak_in_flight,
+    peak_waiting,
     place_of,
     validate,
 )
@@ -156,6 +161,43 @@ def _origin(builder: Callable[..., Schedule]) -> str:
     return f"{builder.__module__}.{builder.__qualname__}"
 
 
+# The numbers of devices for which the claim of a periodic schedule is checked.
+_CHECKED_DEVICES = (2, 3, 4)
+
+
+@lru_cache(maxsize=256)
+def is_periodic(entry: RegisteredSchedule, stages_per_device: int) -> bool:
+    """Returns whether the planner may extrapolate the schedule, as it was registered.
+
+    The claim is checked for a few devices: between three, four and five groups of micro-batches,
+    each group must add the same to every stage's peaks and divided backwards, and to the end of
+    each device.
+
+    Raises:
+        ScheduleError: a group adds something else.
+    """
+    if not entry.periodic:
+        return False
+    for devices in _CHECKED_DEVICES:
+        facts = [_facts(entry, devices, groups, stages_per_device) for groups in (3, 4, 5)]
+        added = [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(facts)]
+        if added[0] != added[1]:
+            raise ScheduleError(
+                f"{setting('schedule', entry.name)} is registered with periodic=True, but on "
+                f"{devices} devices its 4th and 5th groups of {devices} micro-batches differ: "
+                f"register it without periodic=True"
+            )
+    return True
+
+
+def _facts(
+    entry: RegisteredSchedule, devices: int, groups: int, stages_per_device: int
+) -> list[float]:
+    table = entry.build(devices, groups * devices, stages_per_device)
+    ends = [lane[-1].end for lane in Durations.equal(table.stages).spans(table)]
+    return [*peak_in_flight(table), *peak_waiting(table), *divided_backwards(table), *ends]
+
+
 def schedule_names(*, periodic: bool = False) -> tuple[str, ...]:
     """Returns the names of the schedules that are registered so far.
 
@@ -166,17 +208,78 @@ def schedule_names(*, periodic: bool = False) -> tuple[str, ...]:
 
 
 def registered(name: str) -> RegisteredSchedule:
-    """Returns the schedule of this name.
+    """Returns the schedule of this name, or of this CSV file.
 
     Raises:
-        ScheduleError: there is none.
+        ScheduleError: there is none, or the file has none that an engine can execute.
     """
+    if is_file(name):
+        return _of_file(name, Path(name).stat().st_mtime_ns if Path(name).exists() else 0)
     if name not in _REGISTERED:
         raise ScheduleError(
             f"{setting('schedule', name, repr)} is unknown; "
             f"{did_you_mean(name, _REGISTERED, 'schedules')}"
         )
     return _REGISTERED[name]
+
+
+def is_file(name: str) -> bool:
+    """Returns whether `name` is the path of a schedule's file: it ends in `.csv`."""
+    return name.endswith(".csv")
+
+
+@lru_cache(maxsize=64)
+def _of_file(path: str, modified: int) -> RegisteredSchedule:
+    return _of_table(path, read_csv(path))
+
+
+def register_table(table: Schedule) -> None:
+    """Registers a table as the schedule `table.name`, for its devices and micro-batches.
+
+    A batch with fewer micro-batches, such as the last one of an epoch, takes the actions of the
+    table's first ones, in the same order.
+
+    Raises:
+        ScheduleError: an engine cannot execute it, or another schedule has its name.
+    """
+    entry = _of_table(table.name, table)
+    taken = _REGISTERED.get(table.name)
+    if taken is not None and _origin(taken.builder) != _origin(entry.builder):
+        raise ScheduleError(
+            f"{setting('schedule', table.name)} is {_origin(taken.builder)} already: give the "
+            f"table another name"
+        )
+    _REGISTERED[table.name] = entry
+
+
+def _of_table(name: str, table: Schedule) -> RegisteredSchedule:
+    validate(table)
+    devices = len(table.lanes)
+    per_device = table.stages // devices
+    on_v = all(place_of(s, devices, "v") == device for s, device in table.lane_of.items())
+
+    def first_microbatches(nb_part: int, chunks: int) -> Schedule:
+        if nb_part != devices or chunks > table.chunks:
+            raise ScheduleError(
+                f"{setting('schedule', name)} is a table for {devices} devices and up to "
+                f"{table.chunks} micro-batches: set {setting('nb_part', devices)} and at most "
+                f"{setting('chunks', table.chunks)}, not {nb_part} and {chunks}"
+            )
+        # an action needs no results of other micro-batches, so a part of a valid table is valid
+        lanes = tuple(
+            tuple(action for action in lane if action.microbatch < chunks) for lane in table.lanes
+        )
+        return Schedule(name, table.stages, chunks, lanes)
+
+    entry = RegisteredSchedule(
+        name,
+        first_microbatches,
+        placement="v" if on_v and per_device > 1 else "loop",
+        stages_per_device=per_device,
+        splits_backward=any(divided_backwards(table)),
+    )
+    entry.check(table, devices, table.chunks, per_device)
+    return entry
 
 
 def make_schedule(
@@ -189,7 +292,7 @@ def make_schedule(
     """Builds and validates the schedule `name`; a short last batch asks for fewer `chunks`.
 
     Args:
-        name: one of `schedule_names()`.
+        name: one of `schedule_names()`, or the path of a `.csv` file.
         devices: how many.
         chunks: micro-batches.
         stages_per_device: how many stages each device runs.

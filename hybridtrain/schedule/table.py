@@ -10,7 +10,7 @@ v       device 0: stages 0 and 2P-1     the second half comes back, so that the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -89,9 +89,10 @@ class Schedule:
                     order.append((device, lane[0]))
                     made.update(made_by(lane.popleft()))
                     moved = True
-        if stuck := [str(lane[0]) for lane in left if lane]:
+        if any(left):
             raise ScheduleError(
-                f"{self.name}: deadlock; waiting for one another: {', '.join(stuck)}"
+                f"{self.name}: deadlock; waiting in a cycle: "
+                f"{'; '.join(_cycle(left, made, self.stages))}"
             )
         return tuple(order)
 
@@ -135,6 +136,34 @@ def needs_of(action: Action, stages: int) -> list[Need]:
     if stage + 1 < stages:
         needs.append(("I", stage + 1, microbatch))
     return needs
+
+
+def _cycle(left: Sequence[Sequence[Action]], made: Set[Need], stages: int) -> list[str]:
+    """Returns the waits of a cycle of devices, each for an action that the next device runs later.
+
+    Args:
+        left: by device, the actions that have not run.
+        made: what the others have made.
+        stages: how many.
+    """
+    maker = {
+        need: (device, action)
+        for device, lane in enumerate(left)
+        for action in lane
+        for need in made_by(action)
+    }
+    device = next(device for device, lane in enumerate(left) if lane)
+    waits: dict[int, str] = {}
+    while device not in waits:
+        action = left[device][0]
+        missing = [need for need in needs_of(action, stages) if need not in made]
+        if missing[0] not in maker:
+            return [f"device {device}: {action} needs {Action(*missing[0])}, which never runs"]  # type: ignore[arg-type]
+        other, needed = maker[missing[0]]
+        waits[device] = f"device {device}: {action} needs {needed}, which is after "
+        waits[device] += f"{left[other][0]} on device {other}"
+        device = other
+    return list(waits.values())[list(waits).index(device) :]
 
 
 def validate(schedule: Schedule) -> None:

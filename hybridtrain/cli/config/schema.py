@@ -135,7 +135,7 @@ class PipelineConfig(Group):
     """The order of forwards and backwards: `1f1b`, `gpipe`; with backwards in two parts `zb-h1`,
     and with `stages_per_device=2` `zb-v`, `v-half` and `v-min`, whose activations take as much
     memory as with `1f1b`, half of it and a third; `auto`: the fastest of these, by the price of a
-    step; or the name of a user-defined schedule."""
+    step; or a user-defined schedule, by its name or the path of its `.csv` file."""
 
 
 @dataclass

@@ -52,7 +52,7 @@ from hybridtrain.loop import TrainerOptions
 from hybridtrain.model import HybridModel
 from hybridtrain.options import LoaderOptions, PipelineOptions
 from hybridtrain.pipeline import ENGINES
-from hybridtrain.schedule import schedule_names
+from hybridtrain.schedule import is_file, schedule_names
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
@@ -278,7 +278,7 @@ def _register_schedule(config: Config) -> None:
         ConfigError: a package cannot be imported, or none of them registers the schedule.
     """
     name, packages = config.pipeline.schedule, config.allow_targets
-    if name in schedule_names():
+    if name in schedule_names() or is_file(name):
         return
     for package in packages:
         try:

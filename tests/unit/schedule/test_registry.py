@@ -118,6 +118,28 @@ def test_auto_and_plan_choose_among_the_schedules_that_are_registered_as_periodi
     assert set(Choices().schedule) == {"1f1b", "gpipe", "zb-h1", "zb-v", "v-half", "v-min"}
 
 
+def test_a_schedule_that_is_not_periodic_as_registered_is_refused_when_it_is_extrapolated():
+    @schedule("not-periodic", stages_per_device=1, periodic=True)
+    def not_periodic(devices, chunks):
+        early = devices * 4  # GPipe after four groups of one micro-batch at a time
+        lanes = [
+            [Action(kind, d, i) for i in range(min(early, chunks)) for kind in "FB"]
+            + [Action(kind, d, i) for kind in "FB" for i in range(early, chunks)]
+            for d in range(devices)
+        ]
+        return Schedule("not-periodic", devices, chunks, tuple(map(tuple, lanes)))
+
+    layout = ParallelLayout(2, chunks=400, schedule="not-periodic")
+    message = "schedule=not-periodic is registered with periodic=True, but on 2 devices its 4th"
+    try:
+        with pytest.raises(ScheduleError, match=message):
+            most_in_flight(layout)
+        with pytest.raises(ScheduleError, match=message):
+            simulated_step(replace(layout, chunks=40_000), Durations.equal(2))
+    finally:  # other tests search all periodic schedules
+        schedule("not-periodic", stages_per_device=1)(not_periodic)
+
+
 def test_a_name_belongs_to_one_function_which_may_be_defined_again():
     taken = r"schedule=gpipe is hybridtrain\.schedule\.named\.gpipe already: register test_registry"
     with pytest.raises(ScheduleError, match=taken):

@@ -1,0 +1,113 @@
+"""Schedules of one's own: a table, or a CSV file as torch.distributed.pipelining has them."""
+
+import copy
+
+import pytest
+import torch
+from support.compare import assert_same_gradients, hybrid, plain_step
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from hybridtrain.errors import ScheduleError
+from hybridtrain.schedule import (
+    Schedule,
+    make_schedule,
+    read_csv,
+    register_table,
+    schedule_names,
+    write_csv,
+)
+
+SHAPES = [("gpipe", 2, 1), ("1f1b", 2, 2), ("zb-h1", 3, 1), ("zb-v", 2, 2), ("v-min", 3, 2)]
+
+
+def assert_trains_exactly(devices, per_device, schedule, ran=None):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    plain = copy.deepcopy(net)
+    model = hybrid(net, devices, per_device, schedule=schedule)
+    for rows in (9, 3):  # a short batch has three micro-batches
+        x, y = torch.randn(2, rows, 8)
+        result = model.train_step(x, y, mse_loss, timeline=True)
+        plain_step(plain, x, y, mse_loss)
+        assert_same_gradients(net, plain)
+        if ran is not None and rows == 9:
+            lanes = [tuple(span.action for span in lane) for lane in result.timeline.spans()]
+            assert lanes == list(ran.lanes)
+
+
+@pytest.mark.parametrize(("name", "devices", "per_device"), SHAPES)
+def test_an_exported_schedule_is_read_again_and_trains_exactly(name, devices, per_device, tmp_path):
+    table, path = make_schedule(name, devices, 4, per_device), tmp_path / "table.csv"
+    write_csv(table, path)
+    assert read_csv(path).lanes == table.lanes
+    assert_trains_exactly(devices, per_device, str(path), ran=table)
+
+
+def test_an_exported_schedule_with_an_edited_line_trains_exactly(tmp_path):
+    path = tmp_path / "edited.csv"
+    write_csv(make_schedule("1f1b", 2, 4), path)
+    before = path.read_text()
+    edited = before.replace("0F0,0F1,0B0,0F2", "0F0,0F1,0F2,0B0")
+    assert edited != before
+    path.write_text(edited)
+    assert_trains_exactly(2, 1, str(path), ran=read_csv(path))
+
+
+def test_torch_reads_the_actions_of_a_written_file(tmp_path):
+    from torch.distributed.pipelining.schedules import _Action
+
+    path = tmp_path / "table.csv"
+    table = make_schedule("zb-v", 2, 4, 2)
+    write_csv(table, path)
+    for line, lane in zip(path.read_text().splitlines(), table.lanes, strict=True):
+        for cell, action in zip(line.split(","), lane, strict=True):
+            theirs = _Action.from_str(cell)
+            assert (theirs.stage_index, theirs.microbatch_index) == (
+                action.stage,
+                action.microbatch,
+            )
+            assert str(theirs) == cell
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0X0", r"table\.csv: device 0, column 2: '0X0' is not an action such as 0F1"),
+        ("", r"table\.csv: has no actions"),
+        ("0F0,0B0\n1F0", r"table\.csv: stage 1 lacks a B or I"),
+        (
+            "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1",
+            r"device 0: B0@0 needs B0@1, which is after F1@1 on device 1; "
+            r"device 1: F1@1 needs F1@0, which is after B0@0 on device 0",
+        ),
+        ("0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0", r"stage 1 is on device 0, and placement='loop'"),
+    ],
+)
+def test_a_file_that_is_no_schedule_is_refused_before_the_run(text, message, tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    with pytest.raises(ScheduleError, match=message):
+        hybrid(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, schedule=str(path))
+
+
+def test_a_file_that_is_missing_is_refused(tmp_path):
+    with pytest.raises(ScheduleError, match=r"nowhere\.csv: cannot be read as a schedule"):
+        hybrid(nn.Linear(2, 2), 1, schedule=str(tmp_path / "nowhere.csv"))
+
+
+def test_a_table_for_other_devices_or_fewer_micro_batches_says_what_to_set(tmp_path):
+    path = tmp_path / "table.csv"
+    write_csv(make_schedule("1f1b", 2, 3), path)
+    for devices, chunks in ((3, 3), (2, 4)):
+        with pytest.raises(ScheduleError, match="2 devices and up to 3 micro-batches: set nb_part"):
+            make_schedule(str(path), devices, chunks)
+
+
+def test_a_table_is_a_schedule_once_it_is_registered():
+    table = make_schedule("gpipe", 2, 4)
+    register_table(Schedule("a table", table.stages, table.chunks, table.lanes))
+    assert "a table" in schedule_names()
+    assert_trains_exactly(2, 1, "a table", ran=table)
+    with pytest.raises(ScheduleError, match="gpipe already: give the table another name"):
+        register_table(table)
