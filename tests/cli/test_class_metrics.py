@@ -51,6 +51,7 @@ def test_the_values_have_the_names_of_the_classes_wherever_they_are_shown(
     assert "best by recall/green: " in shown.err
 
 
+@pytest.mark.thorough
 def test_without_names_the_classes_have_numbers(capfd: pytest.CaptureFixture[str]) -> None:
     said = succeed(capfd, *SMALL, f"trainer.metrics={{recall: {recall(10)}}}", "run_name=a")
     evaluation = json.loads(Path("outputs/a/summary.json").read_text())["eval"]
@@ -68,7 +69,7 @@ def test_without_names_the_classes_have_numbers(capfd: pytest.CaptureFixture[str
     ],
 )
 @pytest.mark.parametrize("value", ["recall", "recall/10"])
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_a_value_that_the_metric_does_not_have_is_refused_before_the_first_step(
     value: str, more: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:

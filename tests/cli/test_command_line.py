@@ -81,7 +81,7 @@ def test_recipes_of_one_name_in_two_folders_are_two_runs() -> None:
         (["run_name=g/digits"], ["g/digits"]),
     ],
 )
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 def test_a_sweep_names_its_runs_by_the_values_that_vary(
     overrides: list[str], names: list[str]
 ) -> None:
@@ -171,7 +171,7 @@ def test_the_processes_of_a_dry_run_have_one_folder_and_other_launches_another()
         (["recipe=digits", "trainer.steps=5", "trainer.epochs=2"], (5, 2)),
     ],
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_a_length_of_the_command_line_replaces_that_of_the_recipe(
     overrides: list[str], length: tuple[int | None, int | None]
 ) -> None:
@@ -270,7 +270,7 @@ def test_a_package_of_ones_own_is_a_search_path_of_the_console_script() -> None:
         ("trainer.loss_scale=x", "trainer.loss_scale: .*'x'"),
     ],
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_a_right_key_that_was_added_is_not_blamed_for_another_mistake(
     mistake: str, message: str
 ) -> None:
@@ -355,7 +355,7 @@ def test_a_callable_is_given_the_facts_that_it_has_parameters_for(
         ),
     ],
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_a_value_that_a_target_cannot_take_is_one_line_and_leaves_no_directory(
     overrides: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -415,7 +415,7 @@ def test_training_goes_on_when_nobody_reads_its_output() -> None:
 
 
 @pytest.mark.parametrize("value", ["données.csv", "a=b", "a#b", "~a", "a(b", "it's (a)", "a b=c"])
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_an_override_that_hydra_cannot_read_is_shown_as_it_must_be_typed(value: str) -> None:
     try:
         compose_config(["recipe=digits", f"output_dir={value}"])

@@ -101,7 +101,7 @@ def typed(driver: subprocess.Popen[str], tmp_path: Path) -> Typed:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.quick_cases("train", "evaluate", "submit", "results", "new", "smp-config")
+@pytest.mark.quick_cases("train", "results", "new", "smp-config")
 def test_each_command_runs_as_a_user_types_it(command: str, typed: Typed, copied: Path) -> None:
     smp = {"parameters": {"partitions": 2, "ddp": True}, "enabled": True}
     distribution = {"smdistributed": {"modelparallel": smp}}
@@ -187,7 +187,7 @@ def test_the_keys_of_the_table_are_keys_of_the_config() -> None:
         ),
     ],
 )
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 def test_a_key_that_a_command_does_not_read_is_an_error(
     words: list[str], message: str, copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

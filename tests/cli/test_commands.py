@@ -98,6 +98,7 @@ def test_export_writes_the_weights_under_the_names_of_the_model(
     assert written.stat().st_mode == others.stat().st_mode
 
 
+@pytest.mark.thorough
 def test_export_needs_nothing_but_the_files_of_the_run(
     copied: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +159,7 @@ def test_predictions_are_in_the_order_of_the_samples(
 
 
 @pytest.mark.parametrize("name", ["predictions.csv", "predictions"])
+@pytest.mark.quick_cases(1)
 def test_an_unknown_format_of_predictions_is_said_before_anything_is_loaded(
     name: str, copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,6 +291,7 @@ def test_multirun_makes_a_run_directory_for_each_combination(
     )
 
 
+@pytest.mark.thorough
 def test_a_failed_run_of_a_sweep_is_not_watched_any_more(tmp_path: Path) -> None:
     watched = []
 
@@ -332,6 +335,7 @@ def test_an_allocation_of_slurm_without_srun_is_no_launcher(
         2,
     ),
 )
+@pytest.mark.quick_cases(1)
 def test_a_mistake_in_a_sweep_is_reported_before_its_first_run(
     swept: str, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

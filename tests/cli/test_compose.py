@@ -44,7 +44,7 @@ def write(name: str, text: str) -> str:
 
 
 @pytest.mark.parametrize("recipe", [path.stem for path in RECIPES])
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 def test_every_recipe_composes_and_names_its_run(recipe: str) -> None:
     config = compose_config([f"recipe={recipe}"])
     assert config.run_name == recipe
@@ -65,7 +65,7 @@ def test_the_recipes_of_the_first_release_exist() -> None:
 @pytest.mark.parametrize(
     "path", thinned(OPTIONS, 3), ids=lambda path: f"{path.parent.name}={path.stem}"
 )
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 def test_every_option_of_every_group_composes_with_its_own_values(path: Path) -> None:
     group = path.parent.name
     chosen = getattr(compose_config([f"{group}={path.stem}"]), group)
@@ -90,7 +90,7 @@ def test_a_command_parses_the_recipe_that_it_names_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_the_commands_at_the_head_of_a_recipe_compose(path: Path) -> None:
     head = path.read_text().split("\ndefaults:")[0].replace("\\\n#", " ")
     commands = dict(re.findall(r"^# +(1 process|4 GPUs|3 nodes)\b.*? {2,}(\S.*)$", head, re.M))
@@ -187,7 +187,7 @@ def test_the_yaml_of_a_config_loads_back_as_the_same_config() -> None:
         3,
     ),
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_a_typo_in_an_override_is_one_line_with_a_suggestion(override: str, message: str) -> None:
     first = [] if "recipe=" in override else ["recipe=digits"]
     assert re.match(message.replace("?", r"\?"), refusal(*first, override))
@@ -224,11 +224,7 @@ def test_a_typo_in_an_override_is_one_line_with_a_suggestion(override: str, mess
         3,
     ),
 )
-@pytest.mark.quick_cases(
-    "pipeline:\\n  chunk: 4\\n-pipeline.chunk: .* did you mean pipeline.chunks?",
-    "defaults:\\n  - override /modell: gpt\\n-recipe/mine: .*modell.* 'override /model'?",
-    "seed: 1\\nseed: 2\\n-recipe=mine.yaml is not YAML: .*duplicate key seed",
-)
+@pytest.mark.quick_cases("seed: 1\\nseed: 2\\n-recipe=mine.yaml is not YAML: .*duplicate key seed")
 def test_a_mistake_in_a_users_recipe_is_one_line(text: str, message: str) -> None:
     assert re.match(message.replace("?", r"\?"), refusal(write("mine.yaml", text)))
 
@@ -259,7 +255,7 @@ def test_a_recipe_file_that_cannot_be_read_is_one_line() -> None:
         2,
     ),
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_a_wrong_value_or_grammar_is_one_line_that_names_the_key(
     override: str, message: str
 ) -> None:

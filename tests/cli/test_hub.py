@@ -137,7 +137,7 @@ def test_a_model_of_timm_trains_and_timm_loads_its_state_dict(tmp_path: Path) ->
         (["model.config={model_type: bert, vocab_size: 3}"], "has 19 tokens, and the model 3"),
     ],
 )  # fmt: skip
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 def test_a_model_that_cannot_be_made_is_one_line(
     folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

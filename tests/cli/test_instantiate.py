@@ -119,10 +119,7 @@ def test_a_target_that_does_not_fit_its_key_is_refused(key: str, path: object) -
         ),
     ],
 )
-@pytest.mark.quick_cases(
-    "trainer.loss-torch.nn.attention._fa3._fa3_import_module-keys1-plan",
-    "trainer.loss-torch.nn.attention._fa3._fa3_import_module-keys1-evaluate",
-)
+@pytest.mark.quick_cases("trainer.loss-torch.nn.attention._fa3._fa3_import_module-keys1-plan")
 def test_a_recipe_and_the_config_of_a_run_directory_run_no_code(
     command: str,
     key: str,
@@ -280,6 +277,7 @@ def test_a_users_package_runs_only_if_it_is_allowed(
         ("data", "must give a hybridtrain.data.splits.DataSplits, not dict"),
     ],
 )
+@pytest.mark.quick_cases(1)
 def test_the_return_value_of_a_users_target_is_checked(
     key: str, message: str, my_nets: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

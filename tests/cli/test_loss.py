@@ -53,7 +53,7 @@ OUTPUT, TARGETS = torch.randn(4, 3), torch.tensor([0, 1, 2, 2])
     ("{_target_: my_losses.make, factor: 2}", 2 * OUTPUT.sum()),
     ("{_target_: my_losses.summed}", 3 * OUTPUT.sum()),
 ])  # fmt: skip
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_a_loss_is_named_or_made_by_its_target(text, expected):
     torch.testing.assert_close(loss_of(text)(OUTPUT, TARGETS), expected)
 
@@ -65,7 +65,7 @@ def test_a_loss_is_named_or_made_by_its_target(text, expected):
     ("{_target_: my_losses.focal, gama: 3.0}", "did you mean trainer.loss.gamma"),
     ("{_target_: torch.nn.CrossEntropyLoss, smoothing: 1}", "trainer.loss.smoothing: unknown key"),
 ])  # fmt: skip
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_a_mistake_names_its_key(text, message):
     with pytest.raises(ConfigError, match=message):
         loss_of(text)

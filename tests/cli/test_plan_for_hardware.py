@@ -66,6 +66,7 @@ def test_a_plan_that_recomputes_single_layers_is_trained_and_priced_by_its_comma
     assert memory[0] == pytest.approx(memory[1], rel=0.05)
 
 
+@pytest.mark.thorough
 def test_a_batch_that_is_larger_than_the_data_set_is_predicted_as_what_it_is(tmp_path, capfd):
     small = ["recipe=digits", "world.devices=cpu", "data.batch_size=2048", "trainer.epochs=1"]
     said = succeed(capfd, *small, "run_name=small")

@@ -146,7 +146,7 @@ def test_texts_on_standard_input_are_predicted_as_those_of_a_file(
         ("texts", "-", '{"text": "a"}\n{"text": \n', "predict_path=-, line 2: not JSON"),
     ],
 )
-@pytest.mark.quick_cases(1)
+@pytest.mark.thorough
 def test_a_path_without_samples_is_one_line(
     run: str,
     path: str,

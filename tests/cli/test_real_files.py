@@ -112,7 +112,7 @@ def test_every_line_of_a_table_is_a_sample_as_it_is_written(tmp_path: Path) -> N
         ),
     ],
 )
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 def test_a_file_that_cannot_be_read_as_it_is_meant_is_one_line(
     name: str, content: str, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,6 +269,7 @@ def test_an_export_has_the_names_of_classes_and_the_special_tokens_of_its_tokeni
     assert torch.equal(net.lm_head.weight, net.transformer.wte.weight)
 
 
+@pytest.mark.thorough
 def test_a_key_of_the_recipe_for_another_model_is_left_out_with_a_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -278,6 +279,7 @@ def test_a_key_of_the_recipe_for_another_model_is_left_out_with_a_line(
     assert "model.name=vit_b_16 is left out: hybridtrain.models.basicnet does not take it" in said
 
 
+@pytest.mark.thorough
 def test_a_model_of_transformers_for_another_task_is_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -168,6 +168,7 @@ def test_the_mfu_follows_the_tokens_where_batches_are_padded_to_their_longest(
     assert others == pytest.approx([first] * 5)
 
 
+@pytest.mark.thorough
 def test_a_cluster_of_other_devices_trains_and_says_why_there_is_no_mfu(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

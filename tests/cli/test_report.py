@@ -146,6 +146,7 @@ def test_a_run_that_has_not_ended_has_a_page_of_what_there_is(
     assert "steps 6" in shown
 
 
+@pytest.mark.thorough
 def test_warnings_are_listed_with_the_number_of_times(finished: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(finished, tmp_path / "warned"))
     line = "2026-01-02 03:04:05,678 WARNING hybridtrain.loop.trainer: a <slow> disk\n"

@@ -73,7 +73,7 @@ def test_a_run_can_start_from_the_checkpoint_of_another_run(
         ("outputs/digits/logs", "outputs/digits/logs is not a checkpoint"),
     ],
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_a_resume_that_would_lose_or_mix_checkpoints_is_refused(
     resume: str, message: str, copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,6 +202,7 @@ def test_layers_are_measured_again_if_a_key_of_the_pipeline_has_changed(
     assert "measured again: pipeline.memory_weight has changed since the plan was made" in said
 
 
+@pytest.mark.thorough
 def test_another_model_in_a_run_directory_is_an_error_about_the_run_and_not_the_plan(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -178,6 +178,7 @@ def test_a_file_that_replaces_another_is_on_disk_before_it_has_its_name(
     assert path.read_text() == "whole"
 
 
+@pytest.mark.thorough
 def test_the_dashboard_has_what_the_command_sets_as_hydra_reads_it(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -28,6 +28,7 @@ def steps(run):
     return sorted(path.name for path in (run / "checkpoints").glob("step_*"))
 
 
+@pytest.mark.thorough
 def test_a_learning_rate_that_is_far_too_large_ends_with_one_line_and_keeps_what_was_good(
     copied, capfd
 ):
@@ -74,6 +75,7 @@ def test_an_interrupted_last_evaluation_is_made_up_for(finished, tmp_path, capfd
 
 
 @pytest.mark.parametrize("overrides", [["checkpoint.every_minutes=1"], ["checkpoint.best=loss"]])
+@pytest.mark.quick_cases(1)
 def test_checkpoints_that_are_off_and_asked_for_are_refused(overrides, capfd):
     capfd.readouterr()
     assert main([*SMALL, "checkpoint.every_steps=0", *overrides]) == 2

@@ -60,7 +60,7 @@ from hybridtrain.cli.run import build
         2,
     ),
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_an_impossible_run_ends_with_one_message_that_names_the_key_or_path(
     overrides: list[str],
     message: str,
@@ -149,7 +149,7 @@ def test_an_error_in_a_model_names_the_layer_the_stage_and_the_micro_batch(
         3,
     ),
 )
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 def test_a_wrong_value_is_one_line_with_its_key_before_anything_is_written(
     overrides: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,7 +178,7 @@ def test_a_wrong_value_is_one_line_with_its_key_before_anything_is_written(
         ),
     ],
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_a_wrong_argument_of_data_model_or_schedule_is_one_line_before_the_first_step(
     overrides: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -164,6 +164,7 @@ def test_a_study_is_not_mixed_with_one_of_other_choices(
     assert len(study().trials) == 3
 
 
+@pytest.mark.thorough
 def test_a_search_in_a_group_of_runs_has_a_folder_of_its_own(
     words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,6 +184,7 @@ def test_the_trials_are_in_the_group_of_the_command_line_or_of_the_study(
     assert groups == [f"monitor.group={group or 'digits-search'}"]
 
 
+@pytest.mark.thorough
 def test_a_trial_that_diverges_is_not_called_worse_than_others(
     words: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,7 +254,7 @@ def test_the_words_of_a_space(override: str, distribution: object) -> None:
         ),
     ],
 )
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 def test_a_search_refuses(
     more: list[str], message: str, words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,7 +290,7 @@ def test_each_trial_may_be_a_launch_of_torchrun(capfd: pytest.CaptureFixture[str
     ],
     ids=lambda search: str(*search.values()),
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_words_of_a_recipe_never_grant(
     search: dict[str, object], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -355,7 +357,7 @@ def new_study() -> optuna.Study:
     ],
     ids=str,
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_an_enqueued_trial_that_is_not_in_the_space_is_refused(
     values: dict[str, object], words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -387,6 +389,7 @@ def test_a_stored_trial_that_waits_and_is_not_in_the_space_is_refused(
     assert not list(FOLDER.glob("trial_*/command"))
 
 
+@pytest.mark.thorough
 def test_an_enqueued_trial_in_the_space_is_run(words: list[str]) -> None:
     new_study().enqueue_trial({"optim.lr": 0.3})
     assert main(words) == 0

@@ -146,12 +146,7 @@ def test_a_folder_of_logs_that_is_a_link_is_not_written_to(run: Path, tmp_path: 
         for f in names
     ],
 )
-@pytest.mark.quick_cases(
-    "results-config.yaml",
-    "results-overrides.yaml",
-    "results-metrics.jsonl",
-    "results-summary.json",
-)
+@pytest.mark.quick_cases("results-summary.json", "results-metrics.jsonl")
 def test_a_damaged_run_is_one_line_that_names_the_file_and_hides_no_other(
     run: Path, command: str, file: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -342,6 +337,7 @@ def test_the_project_file_beside_the_folder_of_runs_counts(
     assert "allow_targets=[os], as pyproject.toml says" in capfd.readouterr().err
 
 
+@pytest.mark.thorough
 def test_what_the_command_line_allows_counts_among_runs_too(
     run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,7 +395,7 @@ WAYS = ["recipe", "config.yaml", "overrides.yaml"]
     ],
 )
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.quick_cases("recipe-a command", "config.yaml-allow_targets")
+@pytest.mark.quick_cases("recipe-a command")
 def test_words_of_a_file_never_grant(
     run: Path, way: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -260,6 +260,7 @@ def test_a_sweep_is_an_array_with_a_run_directory_for_each_combination(
     assert directives((folder / "slurm/job.sh").read_text())["array"] == "2-3%1"
 
 
+@pytest.mark.thorough
 def test_a_sweep_that_another_submit_has_written_meanwhile_is_not_sent(
     slurm: Calls, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,6 +301,7 @@ def test_the_jobs_of_an_array_have_one_layout(
         3,
     ),
 )
+@pytest.mark.quick_cases(1)
 def test_a_mistake_does_not_wait_in_the_queue(
     mistake: str, message: str, slurm: Calls, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,6 +39,7 @@ def test_the_result_of_a_run_is_last_bold_and_apart_from_the_advice() -> None:
     assert lines[-3].startswith("dashboard: ")
 
 
+@pytest.mark.thorough
 def test_the_word_error_is_red_on_a_terminal() -> None:
     assert shown_by("recipe=digit", code=2).startswith(f"{RED_ERROR}recipe=digit is unknown")
     said = shown_by(*SMALL, "optim.lr=-1,-2", "--multirun", code=2)
@@ -46,6 +47,7 @@ def test_the_word_error_is_red_on_a_terminal() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+@pytest.mark.quick_cases(1)
 def test_no_colour_where_the_user_or_the_terminal_wants_none(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,6 +55,7 @@ def test_no_colour_where_the_user_or_the_terminal_wants_none(
     assert shown_by("recipe=digit", code=2).startswith("error: recipe=digit is unknown")
 
 
+@pytest.mark.thorough
 def test_no_colour_in_a_file(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "monitor.report=false"]) == 0
     said = capfd.readouterr().err

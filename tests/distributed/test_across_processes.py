@@ -73,6 +73,7 @@ def test_random_crops_go_on_exactly_inside_an_epoch_with_other_processes_and_wor
     assert weights("parts") == weights("whole")
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_exactly_with_the_other_engine(in_folder, tmp_path):
     def across(arguments):
         return forked_command(2, [*arguments, ACROSS], tmp_path / "across")

@@ -3,7 +3,7 @@
 import pytest
 from support.launch import forked_script
 
-OTHERS = [("local", 1), ("distributed", 0)]
+OTHERS = [("distributed", 1), ("local", 1), ("distributed", 0)]
 
 
 @pytest.mark.parametrize("who", ["all", "1"])
@@ -22,7 +22,7 @@ def test_an_exception_in_a_step_ends_all_processes(who, tmp_path):
 @pytest.mark.parametrize(
     ("engine", "who"),
     [
-        *(("local", 0), ("distributed", 1)),
+        ("local", 0),
         *(pytest.param(*other, marks=pytest.mark.thorough) for other in OTHERS),
     ],
 )

@@ -80,15 +80,7 @@ def test_the_python_blocks_of_a_page_run_in_order(
     thinned([p for p in PAGES if p not in ERRORS and blocks(p, "bash", "sh")], 2),
     ids=name,
 )
-@pytest.mark.quick_cases(
-    "docs/checkpoints.md",
-    "docs/dashboard.md",
-    "docs/index.md",
-    "docs/monitoring.md",
-    "docs/reliability.md",
-    "docs/smp-config.md",
-    "docs/splitting.md",
-)
+@pytest.mark.quick_cases("docs/monitoring.md", "docs/dashboard.md")
 def test_the_commands_of_a_page_compose(page: Path) -> None:
     Path("my_recipe.yaml").write_text(RECIPE.read_text())
     for block in blocks(page, "bash", "sh"):
@@ -113,7 +105,7 @@ def messages() -> list[tuple[list[str], str]]:
 @pytest.mark.parametrize(
     ("command", "message"), messages(), ids=[" ".join(c) for c, _ in messages()]
 )
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 def test_a_command_on_the_page_on_errors_ends_with_the_message_shown(
     command: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +157,7 @@ def anchors(page: Path) -> set[str]:
     [*PAGES, *(ROOT / f"{p}.md" for p in ("CONTRIBUTING", "SECURITY", "CHANGELOG"))],
     ids=name,
 )
+@pytest.mark.quick_cases(3)
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if re.match(r"[a-z]+:", target):

@@ -165,6 +165,7 @@ def test_an_interruption_does_not_promise_a_checkpoint_that_was_not_written(tmp_
 
 
 @pytest.mark.parametrize("event", ["killed", "power cut"])
+@pytest.mark.quick_cases(1)
 def test_a_crash_at_any_point_of_a_save_in_the_background_leaves_a_checkpoint(
     event, tmp_path, monkeypatch
 ):
@@ -273,6 +274,7 @@ def small_files():
 
 
 @pytest.mark.parametrize("background", [False, True])
+@pytest.mark.quick_cases(1)
 def test_a_run_survives_a_disk_that_is_full_for_a_while(background, tmp_path, caplog):
     whole = trainer(rich_net())
     whole.fit()

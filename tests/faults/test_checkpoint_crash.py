@@ -145,7 +145,7 @@ SITUATIONS = {
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("event", ["killed", "power cut"])
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 def test_a_crash_at_any_point_leaves_a_checkpoint_to_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, situation: str, event: str
 ) -> None:

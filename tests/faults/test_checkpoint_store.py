@@ -158,6 +158,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_save(
 
 
 @pytest.mark.parametrize("name", ["model.pt", "state.json", "manifest.json"])
+@pytest.mark.quick_cases(1)
 def test_every_flipped_bit_is_found_and_named(tmp_path: Path, name: str) -> None:
     path = CheckpointStore(tmp_path).save(100, writers("bits."))
     file = path / name

@@ -267,6 +267,7 @@ def test_the_command_writes_a_figure_and_a_table(tmp_path, monkeypatch, capsys):
     assert "| 8 | 8 | 1 | 256 | 1 |" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_machine_whose_layers_are_measured_predicts_but_is_not_emulated(tmp_path):
     # measured times differ between two runs, so that no emulated cell would be done
     path = tmp_path / "measured.yaml"

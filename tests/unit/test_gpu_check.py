@@ -46,14 +46,7 @@ SLOW = ("compile",)
         for name in gpu_parts.PARTS
     ],
 )
-@pytest.mark.quick_cases(
-    "no waits in a step",
-    "DDP, one rank",
-    "fp16 Trainer, resume",
-    "timeline",
-    "measured splits",
-    "peak memory",
-)
+@pytest.mark.quick_cases("DDP, one rank", "no waits in a step")
 def test_each_part_runs_on_the_cpu(part: str) -> None:
     assert gpu_parts.PARTS[part]("cpu")
 

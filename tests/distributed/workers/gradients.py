@@ -379,7 +379,7 @@ for _kind, _microbatch in itertools.product(("forward", "backward"), (0, 1)):
     )(after_failure(_kind, _microbatch))
 
 
-@cells.add("verify compares what all replicas have together with the unsplit module")
+@cells.add("verify compares what all replicas have together with the unsplit module", thorough=True)
 def _(world):
     for name in ("dropout", "conv", "masked_lm"):
         case = CASES[name]

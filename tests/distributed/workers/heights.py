@@ -21,7 +21,7 @@ from hybridtrain.loss import cross_entropy
 cells = Cells()
 
 
-@cells.add("the three heights have the same losses, with two replicas of two stages")
+@cells.add("the three heights have the same losses, with two replicas of two stages", thorough=True)
 def _heights(world):
     os.environ["HYBRIDTRAIN_NB_PART"] = "2"
     close, World.close = World.close, lambda self: None  # the processes have more to do

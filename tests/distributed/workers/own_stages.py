@@ -158,7 +158,10 @@ SPLITS = {"by hand": [2, 4], "uniform": "uniform", "size": "size", "measured": "
 
 for _name, _split in SPLITS.items():
 
-    @cells.add(f"no process makes more than its stages, split {_name}")
+    @cells.add(
+        f"no process makes more than its stages, split {_name}",
+        thorough=_name in ("size", "measured"),
+    )
     def _(world, split=_split):
         inputs = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
         largest = Largest()
@@ -194,7 +197,10 @@ FALLBACKS = {"its layers depend on values": Looks, "on meta": OnMeta, "lazy": la
 
 for _name, _build in {**FALLBACKS, "by torch.export": Exported}.items():
 
-    @cells.add(f"what cannot be made in parts is built whole: {_name}")
+    @cells.add(
+        f"what cannot be made in parts is built whole: {_name}",
+        thorough=_name != "its layers depend on values",
+    )
     def _(world, build=_build):
         inputs, _ = classification(8)
         if build is not lazy:

@@ -47,7 +47,6 @@ CASES = {
 }
 QUICK = [
     "several batches in a step",
-    "zb-v",
     "replicas without samples",
     "a stream",
     "tied stages",

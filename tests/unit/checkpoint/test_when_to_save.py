@@ -108,6 +108,7 @@ def test_the_best_needs_an_evaluation():
 
 # When.
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.quick_cases(1)
 def test_every_nth_epoch_is_evaluated_and_saved(accumulate, tmp_path):
     store = CheckpointStore(tmp_path)
     ours = trainer(
@@ -282,6 +283,7 @@ def test_a_step_that_is_saved_is_not_saved_again_to_stop(tmp_path):
 
 
 @pytest.mark.parametrize("last", [False, True])
+@pytest.mark.quick_cases(1)
 def test_an_evaluation_is_left_early_and_made_up_for_after_the_resume(last, tmp_path):
     store = CheckpointStore(tmp_path)
     step = 6 if last else 3
@@ -309,7 +311,7 @@ def test_an_evaluation_is_left_early_and_made_up_for_after_the_resume(last, tmp_
 
 
 @pytest.mark.parametrize("eval_every", [3, 4])
-@pytest.mark.quick_cases(1)
+@pytest.mark.thorough
 def test_a_time_limit_shorter_than_an_evaluation_makes_progress_and_resumes_bitwise(
     eval_every, tmp_path
 ):
@@ -409,7 +411,7 @@ def test_a_fit_after_an_exception_has_no_gradients_of_the_step_that_failed():
 
 # The loss between two lines.
 @pytest.mark.parametrize("step", range(2, 9))
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_the_lines_of_a_resumed_run_equal_the_uninterrupted_ones(step, tmp_path):
     # batches of 6, 6, 6 and 4 samples
     options = {"log_every": 4, "data": data(RAGGED), "batch_size": 6, "eval_every": 100}

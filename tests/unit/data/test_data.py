@@ -71,7 +71,7 @@ def splits_of(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", IN_MEMORY)
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_a_batch_is_its_items_stacked_also_through_a_subset_and_workers(name, tmp_path):
     splits = splits_of(name, tmp_path)
     indices = [7, 0, 3, 3, 11]

@@ -80,6 +80,7 @@ def no_handler_of_another_test():
                  r"\(.*test_data_faults.py:\d+, in raises\), in worker process 1$"),
     ],
 )  # fmt: skip
+@pytest.mark.quick_cases(2)
 def test_a_worker_that_fails_is_one_line_and_no_hang(happens, message):
     batches = evaluation(Failing(happens), workers=2, timeout_s=1 if happens is hangs else 60)
     assert next(batches)[1].tolist() == [0, 1, 2, 3]

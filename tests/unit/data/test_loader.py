@@ -149,6 +149,7 @@ def test_shares_cover_all_samples_in_order_and_differ_by_one_at_most(total, repl
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 5])
+@pytest.mark.quick_cases(2)
 def test_evaluation_covers_every_sample_exactly_once_in_order(replicas):
     for samples in range(18):
         for batch_size in (1, 3, 8):
@@ -192,6 +193,7 @@ def test_an_exception_of_the_data_set_is_raised_after_the_batches_before_it(work
 
 
 @pytest.mark.parametrize("how", ["exception", "close", "drop"])
+@pytest.mark.quick_cases(1)
 def test_worker_processes_end_with_their_stream(how):
     # not when the garbage is collected: that may be in a process forked later, which then waits
     # for workers that are not its own

@@ -49,6 +49,7 @@ def assert_equal(one, other):
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.quick_cases(1)
 def test_a_resume_inside_an_epoch_draws_what_an_uninterrupted_run_does(workers):
     whole = batches()
     assert_equal(batches(start=(1, 2), count=4, workers=workers), whole[5:])

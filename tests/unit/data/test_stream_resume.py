@@ -117,7 +117,7 @@ def trainer(kind, **options):
 
 @pytest.mark.parametrize("step", [3, 7])
 @pytest.mark.parametrize("kind", TRAIN)
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 def test_a_resumed_run_equals_the_uninterrupted_one(kind, step, tmp_path):
     whole = trainer(kind)
     whole.fit()
@@ -136,6 +136,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(kind, step, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["stream with a state", "own loader with a state"])
+@pytest.mark.quick_cases(1)
 def test_a_run_saved_before_its_first_step_goes_on(kind, tmp_path):
     whole = trainer(kind)
     whole.fit()
@@ -148,7 +149,7 @@ def test_a_run_saved_before_its_first_step_goes_on(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", TRAIN)
-@pytest.mark.quick_cases("stream with a state", "own loader", "own loader with a state")
+@pytest.mark.quick_cases("stream with a state")
 def test_a_step_that_has_failed_is_taken_by_the_next_fit(kind):
     whole = trainer(kind)
     whole.fit()

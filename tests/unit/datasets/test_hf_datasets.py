@@ -231,6 +231,7 @@ def test_masked_tokens_are_the_labels_and_special_ones_are_never_masked(tokenize
 
 
 @pytest.mark.parametrize("task", ["classification", "masked_lm", "causal_lm"])
+@pytest.mark.quick_cases(1)
 def test_a_resume_inside_an_epoch_with_other_processes_has_the_same_samples(tokenizer, table, task):
     splits = hf_datasets(table, tokenizer, task=task, max_len=16)
     whole = batches(splits, count=4)

@@ -119,13 +119,13 @@ class Pair(NamedTuple):
 
 @pytest.mark.parametrize("recompute", ["never", "always", {"every": 2}], ids=str)
 @pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 def test_values_that_skip_stages_arrive_and_so_do_their_gradients(stages, recompute):
     assert_same(Residual(), samples(), stages, recompute=recompute)
 
 
 @pytest.mark.parametrize("cut", range(1, 7))
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 def test_every_cut_of_a_traced_model_trains_as_the_whole_does(cut):
     assert_same(Residual(), samples(), 2, split=[cut, 7 - cut])
 
@@ -139,6 +139,7 @@ def test_every_cut_of_a_traced_model_trains_as_the_whole_does(cut):
     ],
     ids=["positions", "keywords", "more keywords"],
 )
+@pytest.mark.quick_cases(1)
 def test_several_inputs_are_given_by_position_or_by_keyword(inputs):
     assert_same(TwoInputs(), inputs, 2, example_inputs=inputs)
 
@@ -151,6 +152,7 @@ def test_keywords_may_come_in_any_order():
 
 
 @pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass", "namedtuple", "scalar"])
+@pytest.mark.quick_cases(2)
 def test_outputs_keep_their_structure(kind):
     assert_same(Outputs(kind), samples(), 2)
 
@@ -182,7 +184,7 @@ def test_a_model_without_submodules_is_one_layer():
     [["b"], ["c"], ["b.second"], ["c.drop"], ["b.second", "c.second"], ["b.drop", "c", "rest.5"]],
     ids=str,
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_dropout_does_not_depend_on_how_deep_the_model_is_cut(split):
     net = Wrapped()
     whole = copy.deepcopy(net)

@@ -193,6 +193,7 @@ def two_layers():
         (lambda: torch.compile(two_layers()), r"compiled as a whole.*compile=True"),
     ],
 )
+@pytest.mark.quick_cases(1)
 def test_a_wrapped_model_is_refused_in_one_short_line(wrap, what):
     with pytest.raises(ConfigError, match=what) as caught:
         hybrid(wrap(), 2, example_inputs=samples())

@@ -58,7 +58,7 @@ def with_hidden_states(output, _=None):
     [(mixtral, router_loss), (llama, with_hidden_states)],
     ids=["router", "states"],
 )
-@pytest.mark.quick_cases("states")
+@pytest.mark.thorough
 def test_what_layers_return_is_gathered_as_in_the_plain_model(make, loss):
     net = make()
     whole = copy.deepcopy(net)

@@ -243,6 +243,7 @@ def test_a_global_hook_put_on_later_is_an_error():
     assert output_of(model, net, samples()) is True
 
 
+@pytest.mark.thorough
 def test_peft_may_switch_adapters_off_and_on_again():
     peft = pytest.importorskip("peft")
     net = nn.Sequential(*(linear() for _ in range(4)))
@@ -431,7 +432,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("case", ODD)
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(2)
 def test_python_that_a_stand_in_answers_otherwise_is_exact_or_refused(case):
     net = Body(lambda net, x: net.c(net.b(x) * ODD[case](net, net.a(x))))
     net.pair_of = Pair()
@@ -472,6 +473,7 @@ def by_vjp(net, x):
 
 
 @pytest.mark.parametrize("body", [forces, of_an_input, backward, by_vjp])
+@pytest.mark.quick_cases(2)
 def test_a_gradient_that_the_forward_takes_itself_is_refused_or_exact(body):
     try:
         assert_same(Body(body), samples(), 2, example_inputs=samples())

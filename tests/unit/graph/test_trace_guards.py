@@ -79,6 +79,7 @@ def by_chance(x):
     ],
     ids=["control flow", "no_grad", "autograd.Function", "autograd.Function by name"],
 )
+@pytest.mark.quick_cases(2)
 def test_a_submodule_with_code_that_a_graph_would_lose_is_called_whole(inside):
     model = assert_same(Outer(inside), samples(), 2)
     assert "inner" in names(model)
@@ -197,7 +198,7 @@ def reads_a_table(net, x):
         (reads_a_table, None),
     ],
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_the_models_own_code_that_a_graph_would_lose_is_exported_or_refused_by_name(body, says):
     net = Body(body, calls=0)
     net.c.register_buffer("table", torch.ones(WIDTH))
@@ -232,6 +233,7 @@ def moving_mean(net, x):
     ],
     ids=["a view", "a buffer"],
 )
+@pytest.mark.quick_cases(1)
 def test_a_tensor_changed_in_place_stays_in_one_stage_with_what_it_is_a_view_of(net):
     assert_same(net(), samples(), 2)
     chain = ChainBuilder(Body(in_place_through_a_view)).chain()
@@ -247,7 +249,7 @@ def test_a_tensor_changed_in_place_stays_in_one_stage_with_what_it_is_a_view_of(
         lambda x: x.type(torch.float32), lambda x: nn.functional.dropout(x, 0.0),
     ],
 )  # fmt: skip
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 def test_what_may_be_a_view_is_known_of_every_function(view):
     def body(net, x):
         y = net.a(x)

@@ -119,6 +119,7 @@ class WithModules(Base):
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.quick_cases(1)
 def test_statements_in_modules_of_their_own_run_as_in_the_plain_model(recompute):
     model = assert_same(WithModules(), samples(), 3, example_inputs=samples(), recompute=recompute)
     assert names(model) == ["a", "branch", "count", "c", "d"]
@@ -147,6 +148,7 @@ class WithBody(nn.Module):
         return self.head(self.body(x))
 
 
+@pytest.mark.thorough
 def test_a_large_submodule_that_cannot_be_traced_is_one_layer():
     model = assert_same(WithBody(), samples(), 2, example_inputs=samples())
     assert names(model) == ["body", "head"]
@@ -190,12 +192,14 @@ class AsksExported(AsksForGrad):
 
 
 @pytest.mark.parametrize("kind", [AsksForGrad, AsksInVain, AsksExported])
+@pytest.mark.quick_cases(1)
 def test_the_grad_mode_is_that_of_a_step_in_training_and_of_no_grad_in_evaluation(kind):
     model = assert_same(kind(), samples(), 2, example_inputs=samples())
     assert not any("line" in name for name in names(model))
 
 
 @pytest.mark.parametrize("kind", [AsksForGrad, AsksExported])
+@pytest.mark.quick_cases(1)
 def test_another_grad_mode_than_usual_is_an_error_if_it_matters(kind):
     model = hybrid(kind(), 2, example_inputs=samples())
     with pytest.raises(ConfigError, match=r"is_grad_enabled.*train\(\) mode without"):
@@ -227,6 +231,7 @@ def swallows_a_number(net, x):
 
 
 @pytest.mark.parametrize("body", [swallows_control_flow, swallows_a_number])
+@pytest.mark.quick_cases(1)
 def test_a_question_that_cannot_be_answered_is_refused_though_the_model_catches_its_error(body):
     with pytest.raises(SplitError, match=r"Body cannot be traced.*h\.mean\(\)"):
         hybrid(traced.Body(body), 2, example_inputs=samples())

@@ -138,7 +138,7 @@ def assert_same_step(model, net, whole, inputs, chunks):
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-@pytest.mark.quick_cases("divisible", "one_sample")
+@pytest.mark.quick_cases("one_sample")
 def test_micro_batches_of_other_sizes_take_their_own_way_through_the_forward(body):
     net = Four(body)
     whole = copy.deepcopy(net)
@@ -155,7 +155,7 @@ def test_micro_batches_of_other_sizes_take_their_own_way_through_the_forward(bod
 
 
 @pytest.mark.parametrize("recompute", ["always", {"every": 1}], ids=str)
-@pytest.mark.quick_cases(1)
+@pytest.mark.thorough
 def test_a_recomputation_takes_the_way_that_its_micro_batch_took(recompute):
     net = Four(one_sample)
     whole = copy.deepcopy(net)
@@ -165,7 +165,7 @@ def test_a_recomputation_takes_the_way_that_its_micro_batch_took(recompute):
 
 
 @pytest.mark.parametrize("length", [1, 4])
-@pytest.mark.quick_cases(1)
+@pytest.mark.thorough
 def test_values_that_skip_other_layers_in_a_variant_arrive(length):
     class Skips(nn.Module):
         def __init__(self):
@@ -256,6 +256,7 @@ def test_a_sequence_is_unrolled_for_each_length_up_to_a_number_of_them():
         model.train_step(torch.randn(6, 9, WIDTH), None, loss_of)
 
 
+@pytest.mark.thorough
 def test_a_variant_that_uses_what_its_stage_does_not_have_is_one_clear_error():
     class Extra(Four):
         def __init__(self):
@@ -276,7 +277,7 @@ def test_a_variant_that_uses_what_its_stage_does_not_have_is_one_clear_error():
 
 
 @pytest.mark.parametrize("layer", [nn.Identity(), nn.BatchNorm1d(WIDTH)], ids=["export", "fx"])
-@pytest.mark.quick_cases(1)
+@pytest.mark.thorough
 def test_a_micro_batch_whose_condition_raises_an_error_takes_no_graph_of_another_size(layer):
     net = Four(lambda x, h: h * 3 if 12 // (x.shape[0] - 3) else h)
     net.b = nn.Sequential(net.b, layer)  # torch.export is not used for a batch norm
@@ -293,6 +294,7 @@ def test_the_length_of_an_input_stays_variable():
     assert model.planned.variants is None
 
 
+@pytest.mark.thorough
 def test_tied_parameters_are_tied_in_each_variant():
     class Tied(nn.Module):
         def __init__(self):

@@ -199,6 +199,7 @@ def test_a_run_stops_early_and_a_longer_patience_trains_on(tmp_path):
 
 
 @pytest.mark.parametrize("nb_part", [1, 2])
+@pytest.mark.quick_cases(1)
 def test_the_average_is_the_formula_and_evaluations_use_it(nb_part):
     ema = EMA(decay=0.5, warmup=False)
     ours = trainer(nb_part=nb_part, steps=3, eval_every=3, callbacks=[ema])
@@ -477,7 +478,7 @@ def test_a_checkpoint_without_callbacks_has_no_file_of_them(tmp_path):
 @pytest.mark.parametrize(
     "lr", [None, cosine(2, 9), lambda optimizer: OneCycleLR(optimizer, 0.05, total_steps=10)]
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_rates_that_a_plateau_has_lowered_resume_exactly(lr, cut, tmp_path):
     def options():
         # nothing is better by that much: after the first evaluation every second one lowers
@@ -512,6 +513,7 @@ def test_rates_that_a_plateau_has_lowered_resume_exactly(lr, cut, tmp_path):
     ],
     ids=["cosine", "one cycle", "sequence"],
 )
+@pytest.mark.quick_cases(1)
 def test_a_lowered_rate_stays_the_same_share_of_what_the_schedule_gives(schedule, tmp_path):
     options = {"lr": schedule, "nb_part": 1, "store": CheckpointStore(tmp_path)}
     callbacks = [Plateau(factor=0.3, patience=1, min_delta=100.0), LearningRates()]
@@ -581,6 +583,7 @@ def test_a_gradient_that_is_not_finite_is_not_made_finite_by_clipping():
 
 
 @pytest.mark.parametrize("cut", [2, 5, 6])
+@pytest.mark.quick_cases(1)
 def test_the_average_of_swa_is_the_mean_of_the_steps_that_count(cut, tmp_path):
     whole = trainer(callbacks=[SWA(start=4, every=2)], eval_every=9)
     seen = states_after_each_step(whole)

@@ -59,7 +59,7 @@ def evaluations(folder):
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("at", [3, 6, 9])
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_a_step_that_is_due_is_saved_even_if_its_evaluation_fails(at, background, tmp_path):
     whole = made(tmp_path / "whole")
     whole.fit()

@@ -253,6 +253,7 @@ class Traced(nn.Module):
 
 
 @pytest.mark.parametrize("make", [nn.Sequential, Traced])
+@pytest.mark.quick_cases(1)
 def test_a_model_that_arrives_in_evaluation_mode_is_measured_in_training(make):
     def activations(trains):
         net = make(nn.Linear(3, 4), Modes(), nn.Linear(4, 4), Modes(), nn.Linear(4, 2))

@@ -43,6 +43,7 @@ def test_the_three_heights_have_the_same_losses(nb_part, monkeypatch, tmp_path, 
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.quick_cases(1)
 def test_a_session_trains_as_a_trainer(accumulate):
     small = Small(accumulate=accumulate).fit(7)
     world = World.from_env(nb_part=2, devices="cpu")
@@ -62,6 +63,7 @@ def test_a_session_trains_as_a_trainer(accumulate):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.quick_cases(1)
 def test_a_session_resumes_in_mid_epoch(accumulate, tmp_path):
     whole = Small(accumulate=accumulate).fit(8)
     first = Small(accumulate=accumulate).fit(4)
@@ -250,6 +252,7 @@ def grads(small):
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["zero_grad first", "zero_grad last"])
+@pytest.mark.quick_cases(1)
 def test_gradients_may_be_dropped_before_a_batch_or_after_it(first):
     whole = Small(accumulate=2).fit(4)
     small = Small(accumulate=2)

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 # What one optimizer step is.
 @pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.quick_cases(1)
 def test_accumulating_k_batches_equals_one_k_times_larger(accumulate):
     # the last batch of an epoch has 2 samples
     options = {"data": data(RAGGED), "epochs": 2, "clip_norm": 0.5}
@@ -170,6 +171,7 @@ def test_copying_a_trainer_says_what_to_do_instead(copies):
 
 
 @pytest.mark.parametrize("log_every", [1, 3, 4, 100])
+@pytest.mark.quick_cases(2)
 def test_every_nth_step_and_the_last_are_logged(log_every):
     ours = trainer(steps=9, log_every=log_every)
     ours.fit()
@@ -180,6 +182,7 @@ def test_every_nth_step_and_the_last_are_logged(log_every):
 @pytest.mark.parametrize(
     ("eval_every", "expected"), [(None, [9]), (4, [4, 8, 9]), (3, [3, 6, 9]), (100, [9])]
 )
+@pytest.mark.quick_cases(2)
 def test_every_nth_step_and_the_last_are_evaluated_and_saved(eval_every, expected, tmp_path):
     store = CheckpointStore(tmp_path)
     ours = trainer(steps=9, eval_every=eval_every, checkpoint_every_steps=eval_every, store=store)

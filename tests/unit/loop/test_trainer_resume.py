@@ -68,7 +68,7 @@ def interrupted_at(step, store, nb_part=2, then_nb_part=2, **options):
 @pytest.mark.parametrize(
     ("step", "then_nb_part"), thinned(list(itertools.product(range(1, 10), [2, 3])), 5)
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_a_run_resumed_at_any_step_equals_the_uninterrupted_one(step, then_nb_part, tmp_path):
     options = {
         "lr": LR["cosine"],
@@ -98,7 +98,7 @@ def test_a_run_resumed_at_any_step_equals_the_uninterrupted_one(step, then_nb_pa
 
 
 @pytest.mark.parametrize("name", LR)
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_every_learning_rate_schedule_continues_where_it_was(name, tmp_path):
     whole = trainer(rich_net(), lr=LR[name])
     whole.fit()
@@ -121,7 +121,7 @@ def test_every_learning_rate_schedule_continues_where_it_was(name, tmp_path):
     ],
     ids=["momentum", "amsgrad", "adagrad", "groups"],
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_every_optimizer_continues_where_it_was(optimizer, tmp_path):
     whole = trainer(rich_net(), optimizer=optimizer)
     whole.fit()
@@ -140,7 +140,7 @@ def test_a_resumed_run_does_not_save_again_what_it_was_resumed_from(tmp_path):
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 8, 12, 13])
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 def test_another_batch_size_continues_at_the_same_sample(batch_size, drop_last, tmp_path):
     store = CheckpointStore(tmp_path)
     trainer(batch_size=2, steps=12, store=store).fit()  # up to sample 24 of 28
@@ -204,6 +204,7 @@ def test_the_optimizer_file_has_parameters_by_name(tmp_path):
         (lambda: nn.Sequential(nn.Linear(6, 6), *rich_net()), r"and \d+ more"),
     ],
 )
+@pytest.mark.quick_cases(2)
 def test_a_checkpoint_of_another_model_is_refused_by_name(net, message, tmp_path):
     trainer(store=CheckpointStore(tmp_path), steps=1).fit()
     other = trainer(net())

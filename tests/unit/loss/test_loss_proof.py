@@ -79,6 +79,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.quick_cases(2)
 def test_a_loss_of_pytorch_is_counted_whatever_wraps_it(name):
     inputs, targets = batch()
     if name == "compiled function":
@@ -303,6 +304,7 @@ def test_what_a_loss_of_one_step_captures_is_not_kept_alive():
     assert not [reference for reference in alive if reference() is not None]
 
 
+@pytest.mark.thorough
 def test_a_loss_that_is_another_one_in_each_step_is_not_proved_for_ever():
     model, calls = HybridModel(net(), cpu_world(2), chunks=3), Calls()
     for number in range(200):
@@ -351,6 +353,7 @@ def test_the_proof_leaves_what_a_loss_captures_alone(kind):
 
 
 @pytest.mark.parametrize("width", [5, 40_000, 9_000_000])
+@pytest.mark.quick_cases(1)
 def test_a_count_is_proved_whatever_the_outputs_take(width):
     class Wide(nn.Module):
         def forward(self, x):

@@ -75,7 +75,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("chunks", [1, 2, 4, 5])
-@pytest.mark.quick_cases(11)
+@pytest.mark.quick_cases(3)
 def test_a_step_is_the_mean_over_what_counts(name, chunks):
     ours, plain = LOSSES[name]
     inputs, targets = batch()

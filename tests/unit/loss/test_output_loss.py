@@ -60,7 +60,7 @@ QUICK = ["GPT2LMHeadModel", "BertForSequenceClassification"]
 @pytest.mark.parametrize(
     "name", [*QUICK, *thorough([name for name in MODELS if name not in QUICK])]
 )
-@pytest.mark.quick_cases("BertForSequenceClassification")
+@pytest.mark.thorough
 def test_a_step_is_the_mean_over_the_labels_that_count(name):
     net = make(name, **MODELS[name])
     inputs = inputs_for(net)

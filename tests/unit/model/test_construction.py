@@ -173,7 +173,7 @@ def assert_is_part(net, plain, names):
 @pytest.mark.parametrize(
     "build", [*MODELS.values(), *FALLBACKS], ids=[*MODELS, *(f.__name__ for f in FALLBACKS)]
 )
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 def test_owned_parameters_and_the_generator_are_those_of_plain_construction(build):
     plain = seeded(build)
     state = torch.get_rng_state()
@@ -184,6 +184,7 @@ def test_owned_parameters_and_the_generator_are_those_of_plain_construction(buil
 
 
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+@pytest.mark.quick_cases(3)
 def test_usual_models_are_not_built_whole(build, caplog):
     caplog.set_level(logging.DEBUG, "hybridtrain")
     for names in parts_of(build())[:2]:

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.nn.functional as F
 from support.compare import CLOSE, assert_same_gradients, cpu_world
@@ -100,6 +101,7 @@ def test_a_step_over_dict_targets_is_that_of_the_unsplit_model_whatever_the_imag
     assert_same_gradients(model, plain, **CLOSE)
 
 
+@pytest.mark.thorough
 def test_a_detector_trains_and_is_evaluated_over_its_objects():
     torch.manual_seed(0)
     world, fetch = cpu_world(2), LoaderOptions(collate=padded)

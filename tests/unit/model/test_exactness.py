@@ -58,7 +58,7 @@ def assert_step_as_plain(net, nb_part=2, chunks=4, **options):
 
 
 @pytest.mark.parametrize(("kind", "nb_part", "schedule", "recompute"), thinned(CELLS, 5))
-@pytest.mark.quick_cases(9)
+@pytest.mark.quick_cases(3)
 def test_steps_equal_the_unsplit_model_on_the_same_micro_batches(
     kind, nb_part, schedule, recompute
 ):

@@ -125,7 +125,7 @@ def place_of(place, nb_part):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("nb_part", NB_PARTS)
 @pytest.mark.parametrize("kind", ["forward", "backward"])
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 def test_an_exception_of_any_layer_and_micro_batch_is_raised_as_itself(kind, nb_part, schedule):
     model, spare, switch = make(nb_part, schedule)
     inputs, targets = batch()
@@ -226,6 +226,7 @@ def test_an_interrupt_in_a_stage_stops_the_step(nb_part, error):
 
 
 @pytest.mark.parametrize(("nb_part", "ends_the_wait"), [(1, True), (2, True), (2, False)])
+@pytest.mark.quick_cases(1)
 def test_ctrl_c_stops_the_step_after_the_action_that_runs(nb_part, ends_the_wait):
     model = two_layers(nb_part, chunks=64)
     inputs, targets = floats(64, 4), floats(64, 2)

@@ -111,6 +111,7 @@ class Takes(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ODD)
+@pytest.mark.quick_cases(3)
 def test_a_value_that_may_hide_tensors_does_not_cross_a_cut(kind):
     model = hybrid(nn.Sequential(Returns(ODD[kind]), Takes()))
     with pytest.raises(SplitError, match=r"layer '0' passes a \w+ to a .*\(its output\['more'\]\["):

@@ -83,6 +83,7 @@ def test_the_precision_reaches_the_thread_of_every_stage(nb_part, precision, rec
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("nb_part", NB_PARTS)
+@pytest.mark.quick_cases(2)
 def test_the_autocast_of_the_caller_is_honoured_and_does_not_stay(nb_part, dtype):
     net, model = probed(nb_part)
     for _ in range(2):
@@ -148,7 +149,7 @@ def test_without_gradients_a_forward_has_none_and_a_training_step_has(nb_part):
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"accumulate": 2}], ids=str)
 @pytest.mark.parametrize("layer", [0, 1, 3])
 @pytest.mark.parametrize("nb_part", NB_PARTS)
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(2)
 def test_an_overflow_in_one_stage_skips_the_step_in_all(nb_part, layer, options):
     ours = fp16_trainer(nb_part, at=(3,), layer=layer, **options)
     ours.fit()

@@ -86,7 +86,7 @@ def test_every_model_is_built_and_its_state_is_torchvisions(monkeypatch):
 
 @pytest.mark.parametrize("name", [*QUICK, "googlenet"])
 @pytest.mark.filterwarnings("ignore:The default weight initialization")
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_a_seed_gives_the_weights_that_torchvision_draws(name):
     torch.manual_seed(5)
     ours = for_digits(name).state_dict()
@@ -118,7 +118,7 @@ def test_a_copy_computes_the_same_with_weights_of_its_own():
 
 
 @pytest.mark.parametrize("name", thinned(list(SIDES), 4))
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_digits_are_resized_only_where_the_model_needs_it(name):
     net = shapes_for_digits(name)
     assert net.side == SIDES[name]
@@ -128,7 +128,7 @@ def test_digits_are_resized_only_where_the_model_needs_it(name):
 
 
 @pytest.mark.parametrize("name", QUICK)
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_what_a_model_returns_are_log_probabilities(name):
     output = for_digits(name)(digits())
     torch.testing.assert_close(output.exp().sum(1), torch.ones(4))
@@ -147,6 +147,7 @@ def test_the_models_own_forward_sees_three_colours_of_the_right_size(size, chann
 @pytest.mark.parametrize(
     ("changes", "tokens"), [({}, 1), ({"image_size": 28}, 4), ({"image_size": 8, "resize": 48}, 9)]
 )
+@pytest.mark.quick_cases(1)
 def test_a_vit_is_built_for_the_size_of_its_images(changes, tokens):
     net = shapes_for_digits("vit_b_16", **changes)
     assert net.encoder.pos_embedding.shape[1] == tokens + 1  # and the class token
@@ -231,7 +232,7 @@ def test_a_model_is_a_chain_of_layers_under_torchvisions_names(name):
 
 
 @pytest.mark.parametrize("name", ["mobilenet_v3_small", "googlenet"])
-@pytest.mark.quick_cases("mobilenet_v3_small")
+@pytest.mark.thorough
 def test_two_stages_train_as_the_model_does(name):
     net = for_digits(name)
     for module in net.modules():

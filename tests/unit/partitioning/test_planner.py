@@ -195,6 +195,7 @@ def declared(layers, inputs):
 
 
 @pytest.mark.parametrize("costs", ["measured", declared])
+@pytest.mark.quick_cases(1)
 def test_time_makes_the_slowest_stage_as_fast_as_can_be(costs):
     found = planned(Net(20, 0, 0, 0, 10, 10), 2, samples(), costs, split="time")
     assert found.layer_names[0][-1] in ("layers.0", "layers.1", "layers.2", "layers.3")
@@ -288,6 +289,7 @@ def test_a_memory_limit_moves_layers_or_says_what_would_fit():
 
 
 @pytest.mark.parametrize("costs", ["measured", declared])
+@pytest.mark.quick_cases(1)
 def test_a_block_is_cut_inside_only_if_the_stages_would_be_uneven(costs):
     small = [Block(0) for _ in range(20)]
     net = nn.Sequential(*small, Block(20), *copy.deepcopy(small))
@@ -497,6 +499,7 @@ def test_ties_hold_across_partitions():
 
 
 @pytest.mark.parametrize("split", ["uniform", "time", ["layers.1"]], ids=str)
+@pytest.mark.quick_cases(1)
 def test_the_split_does_not_change_the_initial_weights(split):
     torch.manual_seed(5)
     plain = Net(0, 0, 0)

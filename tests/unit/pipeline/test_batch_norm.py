@@ -60,7 +60,7 @@ def assert_first_norm_is_close(net, plain, what=""):
 @pytest.mark.parametrize("momentum", [0.1, 0.9, 1.0, None])
 @pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(2)
 def test_deferred_statistics_move_as_in_the_unsplit_model_on_the_whole_batch(
     nb_part, recompute, momentum
 ):
@@ -236,6 +236,7 @@ def test_a_last_batch_that_a_batch_norm_will_fail_in_is_an_error_of_the_first_st
         (lambda: rich_net().requires_grad_(True), 27, {"chunks": 1}),
     ],
 )
+@pytest.mark.quick_cases(2)
 def test_a_last_batch_that_is_no_danger_is_no_error(net, samples, options, caplog):
     ours = run_of(net(), samples, **options)
     assert ours.fit()["steps"] == ours.total_steps

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("nb_part", [1, 2, 3, 4])
-@pytest.mark.quick_cases(11)
+@pytest.mark.quick_cases(3)
 def test_the_forward_in_eval_mode_equals_the_net_itself(kind, nb_part):
     case = CASES[kind]
     net = case.net()

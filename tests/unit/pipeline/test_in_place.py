@@ -54,6 +54,7 @@ def net_of(parts):
 
 @pytest.mark.parametrize("nb_part", [1, 2])
 @pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
+@pytest.mark.quick_cases(3)
 def test_a_tensor_that_a_layer_returns_twice_is_one_where_the_next_works_in_place(
     recompute, nb_part
 ):
@@ -106,6 +107,7 @@ FIRST = {
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 @pytest.mark.parametrize("nb_part", [1, 2])
 @pytest.mark.parametrize("kind", FIRST.values(), ids=FIRST)
+@pytest.mark.quick_cases(3)
 def test_a_first_layer_may_change_the_batch_in_place(kind, nb_part, schedule):
     torch.manual_seed(0)
     net = nn.Sequential(kind(), TanhLinear(), TanhLinear())

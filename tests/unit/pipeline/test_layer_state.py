@@ -159,7 +159,7 @@ def net_with(layer):
 
 @pytest.mark.parametrize("recompute", ["always", "except_last", ["1", "3"]], ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.quick_cases(11)
+@pytest.mark.quick_cases(3)
 def test_a_layer_that_changes_itself_is_recomputed_from_what_it_was(layer, recompute):
     plain, net = net_with(layer), net_with(layer)
     # by default, micro-batches run between a forward and its recomputation

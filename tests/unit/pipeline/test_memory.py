@@ -71,6 +71,7 @@ def test_1f1b_holds_no_more_micro_batches_than_there_are_stages_to_come(devices)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.quick_cases(1)
 def test_gpipe_holds_all_micro_batches(devices):
     for chunks in CHUNKS:
         net, model = probed(devices, chunks, schedule="gpipe")
@@ -91,7 +92,7 @@ def test_interleaved_stages_hold_what_their_schedule_says(devices, v, schedule):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("devices", "v"), [(1, 1), (2, 1), (4, 1), (2, 2)])
 @pytest.mark.parametrize("limit", [1, 2, 3])
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(2)
 def test_no_more_than_max_inflight_are_held_anywhere(limit, devices, v, schedule):
     for chunks in (4, 7, 16):
         net, model = probed(devices, chunks, v, schedule=schedule, max_inflight=limit)

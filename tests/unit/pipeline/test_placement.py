@@ -39,7 +39,7 @@ def names_of(model, stage):
 
 
 @pytest.mark.parametrize(("kind", "nb_part", "options"), thinned(CELLS, 3), ids=str)
-@pytest.mark.quick_cases("linear-2-{}", "scaling_inplace-2-{}", "nested-4-{}", "weighted-2-{}")
+@pytest.mark.quick_cases("nested-4-{}", "scaling_inplace-2-{}")
 def test_a_training_step_mixes_no_devices(kind, nb_part, options):
     case = CASES[kind]
     with fake_gpus("cpu", nb_part) as gpus:
@@ -57,7 +57,7 @@ def test_a_training_step_mixes_no_devices(kind, nb_part, options):
 
 
 @pytest.mark.parametrize("kind", CASES)
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 def test_an_evaluation_on_cuda_mixes_no_devices(kind):
     case = CASES[kind]
     with fake_gpus("cuda", 2) as gpus:

@@ -23,7 +23,7 @@ SPLITS = list(
 
 
 @pytest.mark.parametrize(("nb_part", "recompute", "schedule"), thinned(SPLITS, 5))
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_dropout_draws_the_same_masks_for_every_split(nb_part, recompute, schedule):
     case, results = CASES["dropout"], []
     split = {"nb_part": nb_part, "recompute": recompute, "schedule": schedule}
@@ -155,6 +155,7 @@ def switch_a_global(net, monkeypatch):
 
 
 @pytest.mark.parametrize("change", [raise_a_rate, switch_a_global], ids=lambda f: f.__name__)
+@pytest.mark.quick_cases(1)
 def test_a_layer_that_begins_to_draw_draws_by_place_in_that_very_step(monkeypatch, change):
     def gradients(nb_part, recompute):
         torch.manual_seed(nb_part)  # must not matter
@@ -212,6 +213,7 @@ def test_a_models_own_checkpoint_without_dropout_has_the_gradients_of_the_plain_
 
 
 @pytest.mark.parametrize("nb_part", [1, 2])
+@pytest.mark.quick_cases(1)
 def test_a_layer_that_compiles_a_part_of_itself_draws_as_if_it_did_not(nb_part):
     found = []
     for compiled, parts in ((False, 1), (True, nb_part)):

@@ -138,7 +138,7 @@ def check(make, recompute, steps=3):
     [sharing, lambda: sharing(by_data=True), lambda: around(Momentum), Traced],
     ids=["modules", "modules, by data", "momentum encoder", "traced"],
 )
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 def test_state_that_another_layer_changes_is_put_back(make, recompute):
     check(make, recompute if make is not Traced or recompute != ["1"] else {"every": 1})
 

@@ -153,7 +153,7 @@ def test_a_forward_alone_recomputes_nothing(recompute):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("recompute", ["never", *RECOMPUTING], ids=str)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
-@pytest.mark.quick_cases(11)
+@pytest.mark.quick_cases(3)
 def test_autocast_is_the_same_when_layers_are_recomputed(nb_part, recompute, precision):
     def look(x):
         return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), x.dtype
@@ -172,7 +172,7 @@ def test_autocast_is_the_same_when_layers_are_recomputed(nb_part, recompute, pre
 
 @pytest.mark.parametrize("recompute", RECOMPUTING, ids=str)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 def test_random_draws_are_the_same_when_layers_are_recomputed(nb_part, recompute):
     class Drops(nn.Module):
         def __init__(self):
@@ -215,7 +215,7 @@ def normed(momentum):
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 @pytest.mark.parametrize("recompute", ["never", *RECOMPUTING, ["1", "3"]], ids=str)
 @pytest.mark.parametrize("nb_part", NB_PARTS)
-@pytest.mark.quick_cases(10)
+@pytest.mark.quick_cases(3)
 def test_batch_norm_statistics_move_once_per_micro_batch(nb_part, recompute, momentum):
     net = normed(momentum)
     plain = copy.deepcopy(net)

@@ -127,7 +127,7 @@ def test_in_the_plain_sequential_a_popped_value_is_what_was_stashed():
     thinned(list(itertools.product(NETS, SPLITS, CHECKPOINTS)), 7),
     ids=str,
 )
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(2)
 def test_gradients_with_skipping_values_equal_those_of_the_plain_net(kind, split, recompute):
     if split == (4, 1) and kind == "modules within layers":
         split = (3, 1)
@@ -140,7 +140,7 @@ def test_gradients_with_skipping_values_equal_those_of_the_plain_net(kind, split
 @pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("split", [(4, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("skipped", [0, 1, 2])
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(2)
 def test_a_stashed_value_skips_any_number_of_stages(skipped, split, recompute):
     torch.manual_seed(0)
     net = skip_chain(0, 2 * (skipped + 1))  # two layers per stage
@@ -157,7 +157,7 @@ def test_a_stashed_value_skips_any_number_of_stages(skipped, split, recompute):
 
 @pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("poppers", [(2, 3), (3, 5), (5, 7), (2, 7), (0, 7)], ids=str)
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(2)
 def test_a_stashed_value_may_be_popped_by_several_layers(poppers, recompute):
     torch.manual_seed(0)
     layers = plain_layers(8)
@@ -298,6 +298,7 @@ def test_an_undeclared_skipping_value_is_an_error_with_a_hint_in_every_split(spl
 
 @pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("nb_part", [2, 4])
+@pytest.mark.quick_cases(3)
 def test_a_pop_without_a_declaration_is_an_error_with_a_hint(nb_part, recompute):
     layers = [Stash("a"), Pop("a"), *plain_layers(5), Undeclared("pop")]
     model = hybrid(nn.Sequential(*layers), nb_part, recompute=recompute)
@@ -312,6 +313,7 @@ class Forgets(TanhLinear):
 
 @pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("nb_part", [1, 2, 4])
+@pytest.mark.quick_cases(3)
 def test_a_declared_value_that_is_not_stashed_is_an_error_with_a_hint(nb_part, recompute):
     layers = [Forgets(), *plain_layers(6), Pop("a")]
     model = hybrid(nn.Sequential(*layers), nb_part, recompute=recompute)

@@ -182,7 +182,7 @@ def train(net, *batches, **options):
 
 @pytest.mark.parametrize("kind", [*DIVIDED.values(), *WHOLE.values()], ids=[*DIVIDED, *WHOLE])
 @pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.quick_cases(11)
+@pytest.mark.quick_cases(3)
 def test_a_pipeline_with_any_layer_in_any_stage_adds_up_the_gradients_of_the_plain_model(kind, at):
     torch.manual_seed(0)
     layers = [TanhLinear() for _ in range(3)]

@@ -41,6 +41,7 @@ class Spreading(torch.Tensor):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.quick_cases(2)
 def test_a_batch_of_a_tensor_subclass_trains_all_stages(schedule):
     inputs, targets = floats_and_classes()
     assert_steps_equal_the_plain_module(
@@ -68,6 +69,7 @@ class Hooked(nn.Module):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("transposes", [False, True])
+@pytest.mark.quick_cases(3)
 def test_a_hook_on_the_input_of_a_stages_first_layer_changes_what_is_sent_back(
     schedule, transposes
 ):
@@ -153,6 +155,7 @@ class Graph(nn.Module):
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("is_buffer", [False, True])
 @pytest.mark.parametrize("kind", ["to_sparse_coo", "to_sparse_csr"])
+@pytest.mark.quick_cases(3)
 def test_sparse_tensors_in_layers_are_as_good_as_others(kind, is_buffer, recompute):
     adjacency = getattr(torch.eye(8).roll(1, 0) + torch.eye(8), kind)()
     assert_steps_equal_the_plain_module(

@@ -67,7 +67,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("kind", "settings"), CELLS, ids=str)
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(1)
 def test_a_step_equals_the_unsplit_model(kind, settings):
     case = CASES[kind]
     plain = case.net()

@@ -59,7 +59,7 @@ def test_a_tied_parameter_is_one_and_has_one_name(split, uses):
 @pytest.mark.parametrize("recompute", ["never", "always", {"every": 1}], ids=str)
 @pytest.mark.parametrize("uses", [2, 3])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(2)
 def test_the_gradient_of_a_tied_parameter_is_the_sum_over_its_uses(split, uses, recompute):
     net, untied = gpt(uses), gpt(uses, tied=False)
     model = hybrid(net, *split, recompute=recompute)
@@ -238,6 +238,7 @@ def trainer(net, nb_part, steps, **options):
 
 @pytest.mark.parametrize("clip_norm", [None, 0.01])
 @pytest.mark.parametrize("nb_part", [2, 3, 4])
+@pytest.mark.quick_cases(2)
 def test_a_tied_parameter_counts_once_in_the_norm_of_the_gradient(nb_part, clip_norm):
     ours, plain = trainer(gpt(), nb_part, 1, clip_norm=clip_norm), gpt()
     batch = next(ours.train.at_start().stream())

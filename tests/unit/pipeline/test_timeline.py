@@ -65,6 +65,7 @@ LEGEND = 52  # pixels above the first half
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.quick_cases(1)
 def test_the_picture_has_a_row_for_every_device_predicted_and_measured(devices):
     image = draw(lanes(devices), lanes(devices))
     assert image.height > draw(lanes(1), lanes(1)).height or devices == 1
@@ -168,7 +169,7 @@ def hybrid(nb_part=2, chunks=4, **options):
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("nb_part", "v"), [(1, 1), (2, 1), (4, 1), (2, 2), (1, 4), (2, 4)])
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(2)
 def test_the_spans_of_a_step_follow_the_schedule_and_what_it_waits_for(
     nb_part, v, schedule, recompute
 ):
@@ -231,7 +232,7 @@ def trainer(tracker, nb_part=2, steps=7, model=None, **options):
 @pytest.mark.parametrize(
     ("every", "expected"), [(None, [7]), (3, [3, 6, 7]), (1, [1, 2, 3, 4, 5, 6, 7]), (50, [7])]
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_every_nth_step_and_the_last_have_a_timeline(every, expected, options):
     kept = Kept()
     ours = trainer(kept, timeline_every=every, log_every=4, **options)
@@ -248,6 +249,7 @@ def test_every_nth_step_and_the_last_have_a_timeline(every, expected, options):
 
 
 @pytest.mark.parametrize("nb_part", [1, 2, 4])
+@pytest.mark.quick_cases(1)
 def test_the_summary_has_the_measured_bubble(nb_part):
     kept = Kept()
     summary = trainer(kept, nb_part, log_every=2).fit()

@@ -56,7 +56,7 @@ def force_field():
     ],
     ids=str,
 )
-@pytest.mark.quick_cases(5)
+@pytest.mark.quick_cases(2)
 def test_gradients_inside_a_layer_are_exact_in_every_schedule(schedule, options, recompute):
     net, x, y = force_field(), torch.randn(10, WIDTH), torch.randn(10, WIDTH)
     plain = copy.deepcopy(net)

@@ -337,6 +337,7 @@ def test_the_devices_of_a_v_have_the_memory_of_both_their_stages():
 
 
 @pytest.mark.parametrize("v", [1, 2])
+@pytest.mark.quick_cases(1)
 def test_a_long_schedule_is_priced_as_if_it_was_simulated_as_a_whole(v):
     times = [1.0, 1.3, 0.7, 1.1, 1.0, 0.9, 1.2, 1.0]
     table, hardware = table_of(times), Hardware(devices_per_node=4, action_s=0.0)
@@ -352,6 +353,7 @@ def test_a_long_schedule_is_priced_as_if_it_was_simulated_as_a_whole(v):
 
 @pytest.mark.parametrize(("devices", "chunks"), [(3, 601), (4, 1001)])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.quick_cases(2)
 def test_a_long_schedule_with_slow_messages_takes_as_long_as_the_whole(schedule, devices, chunks):
     times = [1.0, 1.2, 0.9, 1.1][:devices]
     # the last device but one, which holds two micro-batches, waits longest
@@ -410,6 +412,7 @@ def test_shards_take_less_memory_and_recomputation_too():
     assert total(recompute="always") < total()
 
 
+@pytest.mark.thorough
 def test_equal_layers_are_counted_as_if_each_was_run():
     net = gpt(64, 8, n_layer=3, n_head=2, d_model=16, dropout=0.1)
     net.blocks[1].attention.n_head = 4  # not to be seen in a parameter's shape
@@ -426,6 +429,7 @@ def test_equal_layers_are_counted_as_if_each_was_run():
     assert whole[1].cost.activation_bytes != whole[2].cost.activation_bytes
 
 
+@pytest.mark.thorough
 def test_counted_costs_are_those_of_any_number_of_samples():
     net, hardware = gpt(64, 8, n_layer=1, d_model=16), Hardware(flops_per_s={"fp32": 1e9})
     tokens = torch.randint(64, (6, 8))

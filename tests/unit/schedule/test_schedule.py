@@ -41,6 +41,7 @@ def assert_refused(schedule, lanes):
 
 
 @pytest.mark.parametrize("name", sorted(WHOLE))
+@pytest.mark.quick_cases(1)
 def test_every_stage_takes_every_microbatch_once_and_in_order(name):
     for stages in range(1, 9):
         for chunks in range(1, 41):
@@ -238,6 +239,7 @@ SOME_CHUNKS = [1, 2, 3, 5, 7, 8, 9, 17, 40]
 
 @pytest.mark.parametrize("name", sorted(WHOLE))
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
+@pytest.mark.quick_cases(3)
 def test_interleaved_stages_take_every_microbatch_once_on_the_device_stage_modulo_devices(name, v):
     for devices in range(1, 9):
         for chunks in SOME_CHUNKS:

@@ -81,7 +81,7 @@ def faulty_net(what, calls):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_a_step_with_a_bad_sample_changes_no_weight_no_buffer_and_no_moment(value, optimizer):
     ours = watched(rich_net(), data=poisoned(value=value), optimizer=lambda p: optimizer(p, 0.02))
     summary = ours.fit()
@@ -138,6 +138,7 @@ def test_the_logged_loss_is_that_of_the_steps_that_were_taken():
         (faulty_net("gradient", [3]), "stage 0, the backward of layer '1': the gradient of 1."),
     ],
 )
+@pytest.mark.quick_cases(1)
 def test_the_warning_names_the_step_the_stage_and_the_layer(net, where, caplog):
     # calls 3 and 4 are the two micro-batches of step 2; the diagnosis repeats them
     net[4].calls = {*net[4].calls, *(call + 2 for call in net[4].calls)}

@@ -108,6 +108,7 @@ def poisoned(value=float("nan")):
 
 
 @pytest.mark.parametrize("height", ["own loop", "Session", "traced"])
+@pytest.mark.quick_cases(1)
 def test_a_step_that_is_not_finite_is_skipped_and_named(height, caplog):
     if height != "Session":
         net = rich_net() if height == "own loop" else Traced()
@@ -192,7 +193,7 @@ class Rounds:
 
 
 @pytest.mark.parametrize(("fused", "waits"), [(True, 0), (False, 1)])
-@pytest.mark.quick_cases(1)
+@pytest.mark.thorough
 def test_a_fused_optimizer_makes_no_host_wait_for_the_norm(fused, waits):
     with stand_in_gpus(2) as gpus:
         rounds = Rounds(gpus.devices, data(22), fused=fused, gpus=gpus)
@@ -223,6 +224,7 @@ def warnings_in(caplog):
     return said
 
 
+@pytest.mark.thorough
 def test_a_run_that_diverges_on_a_device_ends_one_step_later():
     made = data(22)
     made.tensors[0].fill_(float("nan"))

@@ -74,6 +74,7 @@ def test_two_optimizers_do_what_each_does_alone():
 
 
 @pytest.mark.parametrize("groups", [[SGD_FOR_2], [{"match": "*.bias", "weight_decay": 0.0}]])
+@pytest.mark.quick_cases(1)
 def test_groups_and_several_optimizers_resume_exactly(groups, tmp_path):
     config = {**ADAMW, "groups": groups}
 

@@ -37,7 +37,7 @@ RUNS = [
     thinned(list(itertools.product(CASES, RUNS)), 3),
     ids=lambda value: value if isinstance(value, str) else value["schedule"],
 )
-@pytest.mark.quick_cases(7)
+@pytest.mark.quick_cases(2)
 def test_a_pipeline_is_found_to_be_exact(name, run):
     case = CASES[name]
     net = case.net()
@@ -403,6 +403,7 @@ def test_an_output_of_any_type_that_has_a_comparison_is_compared(make):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
+@pytest.mark.quick_cases(2)
 def test_an_output_whose_type_has_no_comparison_is_reported_as_not_compared(make, kind, caplog):
     net = nn.Sequential(TanhLinear(), Returns(make))
     model = hybrid(net, 2)
