@@ -9,7 +9,8 @@ can carry, and refuses everything else, when a value is encoded and when bytes a
     library         paths, dates, times, Decimal, Fraction, UUID
     classes         by name, from those that this process knows
 
-Bytes name a class, and never import one. A process knows the dataclasses, named tuples, enums and
+Objects of subclasses of str, int, float and bytes arrive as these. Bytes name a class, and never
+import one. A process knows the dataclasses, named tuples, enums and
 error types of hybridtrain, the nodes that are registered with `torch.utils._pytree`, and what
 `allow` was given: the classes that the model's own modules define or import. Objects are made
 without calling a constructor, except that of a pytree node, which has registered its own.
@@ -75,6 +76,7 @@ _TEXTS: dict[type, tuple[bytes, Callable[[str], Any]]] = {
     time: (b"5", time.fromisoformat),
 }
 _FROM_TEXT = dict(_TEXTS.values())
+_PLAIN: tuple[Any, ...] = (str, int, float, bytes)
 _SEQUENCES: dict[type, bytes] = {tuple: b"t", list: b"l", torch.Size: b"z"}
 _allowed: dict[str, type] = {}
 
@@ -235,6 +237,8 @@ def _write(value: Any, parts: list[bytes], depth: int) -> None:
         names = [field.name for field in dataclasses.fields(kind) if hasattr(value, field.name)]
         values = [getattr(value, name) for name in names]
         several(b"o", (kind, tuple(names), *values))
+    elif (plain := next((p for p in _PLAIN if isinstance(value, p)), None)) is not None:
+        _write(plain(value), parts, depth)  # such as torch.__version__, which is a str of its own
     else:
         name = f" ({value.__qualname__})" if hasattr(value, "__qualname__") else ""
         raise CodecError(f"it has an object of {kind.__module__}.{kind.__qualname__}{name}")

@@ -73,6 +73,15 @@ def test_a_value_arrives_with_its_type(value):
     assert type(arrived) is type(value)
 
 
+def test_a_text_or_number_of_a_subclass_arrives_as_a_plain_one():
+    class Seconds(float):
+        pass
+
+    version, seconds = decode(encode([torch.__version__, Seconds(1.5)]))
+    assert (version, type(version)) == (str(torch.__version__), str)
+    assert (seconds, type(seconds)) == (1.5, float)
+
+
 @pytest.mark.parametrize(
     "tensor",
     [
