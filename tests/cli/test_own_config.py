@@ -201,7 +201,7 @@ def test_a_run_name_that_no_file_system_takes_is_one_line(
 
 
 @pytest.mark.parametrize("name", ["1e3", "true", "1_000", "nan", "0.10", "007", "off"])
-@pytest.mark.quick_cases(1)
+@pytest.mark.thorough
 def test_a_run_name_that_looks_like_a_number_stays_as_it_was_typed(name: str) -> None:
     overrides = ["recipe=digits", f"run_name={name}", f"monitor.group={name}", "output_dir=1e3"]
     config = resolve_settings("train", overrides).config

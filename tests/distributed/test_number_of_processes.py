@@ -4,6 +4,7 @@ import json
 
 import pytest
 from safetensors.torch import load_file
+from support.cases import thorough
 from support.checkpoint_files import optimizer_in
 from support.launch import forked_script, worker_module
 
@@ -43,7 +44,7 @@ def trained(request, tmp_path_factory):
     return results
 
 
-@pytest.mark.parametrize("processes", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("processes", [2, *thorough([3, 4])])
 @pytest.mark.parametrize("name", marked(worker.CASES))
 @pytest.mark.parametrize("engine", ["local"])
 def test_several_processes_train_the_same_bits_as_one(engine, name, processes, trained):

@@ -174,7 +174,7 @@ add_equal(
     token_loss,
     close={"rtol": 1e-5, "atol": 1e-6},
 )
-add_equal("a frozen tied weight", lambda: tied_gpt(frozen=True), tokens, token_loss)
+add_equal("a frozen tied weight", lambda: tied_gpt(frozen=True), tokens, token_loss, thorough=True)
 
 
 class Block(nn.Module):
@@ -247,6 +247,7 @@ add_equal(
     classification,
     F.cross_entropy,
     split=["block.second.linear"],
+    thorough=True,
 )
 
 
@@ -357,7 +358,7 @@ def _clocks(world):
     assert len(asked) == 1  # for both batches of the step
 
 
-@cells.add("an overflow in one stage skips the step in both processes")
+@cells.add("an overflow in one stage skips the step in both processes", thorough=True)
 def _overflow(world):
     for layer in (0, 3):
         across = World.from_env(2, "cpu", timeout_s=30, engine="distributed")
@@ -451,7 +452,7 @@ def rank_0s(world, value):
     return world.broadcast(value)
 
 
-@cells.add("a checkpoint of a model with a frozen stage loads into any split")
+@cells.add("a checkpoint of a model with a frozen stage loads into any split", thorough=True)
 def _frozen_stage(world):
     for frozen in (0, 1):
         ours, alone = both(lambda: nn.Sequential(TanhLinear(), nn.Linear(6, CLASSES)))

@@ -16,7 +16,7 @@ cells = Cells()
 
 CELLS = list({replace(cell, nb_part=2): None for cell in matrix_cells()})
 # `matrix_cells.py` has every value of every axis.
-QUICK = [cell for cell in CELLS[:FIRST] if cell.case in ("tied_gpt", "stateful")]
+QUICK = [cell for cell in CELLS[:FIRST] if cell.case == "stateful"]
 
 # in a V over 4 processes there are 8 stages, more than some of the models have layers
 for cell in [cell for cell in CELLS[::3] if registered(cell.schedule).placement == "loop"]:

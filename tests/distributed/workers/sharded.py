@@ -307,7 +307,7 @@ def _(world):
     assert_same(ours, weights)
 
 
-@cells.add("a schedule-free optimizer is switched on all replicas together")
+@cells.add("a schedule-free optimizer is switched on all replicas together", thorough=True)
 def _(world):
     expected, weights = run_of(world, "none", rich_net(), optimizer="schedule-free")
     found, ours = run_of(world, "optimizer", rich_net(), optimizer="schedule-free")
@@ -330,7 +330,9 @@ def _(world):
         assert_same(runs[-1][1], runs[0][1], shard)
 
 
-@cells.add("a step with NaN on one replica is skipped in all, and its place is named")
+@cells.add(
+    "a step with NaN on one replica is skipped in all, and its place is named", thorough=True
+)
 def _(world):
     torch.manual_seed(0)
     net = torch.nn.Sequential(Overflow(), torch.nn.Tanh(), torch.nn.Linear(6, 3))

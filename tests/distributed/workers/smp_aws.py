@@ -115,7 +115,7 @@ def _(world):
     check(world, "bert", "sagemaker_smp_pretrain", aws.write_sentences, arguments, aliases=True)
 
 
-@cells.add("MNIST: pt_mnist.py, unchanged")
+@cells.add("MNIST: pt_mnist.py, unchanged", thorough=True)
 def _(world):
     check(world, "mnist", "pt_mnist", aws.write_digits, [], aliases=True)
 

@@ -233,7 +233,9 @@ def _(world):
     check_gradients(script, net)
 
 
-@cells.add("the gradient of a step's input is that of the mean over the micro-batches")
+@cells.add(
+    "the gradient of a step's input is that of the mean over the micro-batches", thorough=True
+)
 def _(world):
     for config in (PIPELINE, LOCAL):
         script = begin(config)
@@ -260,7 +262,7 @@ def _(world):
         assert torch.equal(*smp.allgather(next(script.model.parameters()).grad))
 
 
-@cells.add("a backward of several tensors with their gradients")
+@cells.add("a backward of several tensors with their gradients", thorough=True)
 def _(world):
     script = begin(average_grads_across_microbatches=False)
 
@@ -466,7 +468,9 @@ def _(world):
         script.model.to("meta")
 
 
-@cells.add("DistributedDataParallel inside and outside, a second model, a ScriptModule")
+@cells.add(
+    "DistributedDataParallel inside and outside, a second model, a ScriptModule", thorough=True
+)
 def _(world):
     script = begin(REPLICAS)
     with pytest.raises(ConfigError, match="averages over the replicas itself"):
@@ -486,7 +490,7 @@ def _(world):
     check_gradients(script, plain)
 
 
-@cells.add("autocast around the model's call holds in the stages")
+@cells.add("autocast around the model's call holds in the stages", thorough=True)
 def _(world):
     seen = []
     for config in (PIPELINE, LOCAL):
@@ -731,7 +735,9 @@ def _(world):
         smp.DistributedOptimizer(replaced)
 
 
-@cells.add("a save removes no file of another name, and a load reads what was saved last")
+@cells.add(
+    "a save removes no file of another name, and a load reads what was saved last", thorough=True
+)
 def _(world):
     folder = Path(smp.allgather(tempfile.mkdtemp())[0])
     begin()
@@ -758,7 +764,7 @@ def _(world):
         shutil.rmtree(folder)
 
 
-@cells.add("the factor of the loss is in the optimizer's states and in checkpoints")
+@cells.add("the factor of the loss is in the optimizer's states and in checkpoints", thorough=True)
 def _(world):
     folder = Path(smp.allgather(tempfile.mkdtemp())[0])
     fp16 = {**PIPELINE, "fp16": True}
@@ -833,7 +839,10 @@ def _(world):
         smp.step(input_split_axes={"x": -1})(lambda model, x: model(x))
 
 
-@cells.add("what the processes of a pipeline draw is the same after a step that draws in its end")
+@cells.add(
+    "what the processes of a pipeline draw is the same after a step that draws in its end",
+    thorough=True,
+)
 def _(world):
     net = build()
     net.insert(1, nn.Dropout(0.5))
@@ -911,7 +920,7 @@ def _(world):
         step(script.model, script.x, torch.ones(4, 3))
 
 
-@cells.add("messages between ranks")
+@cells.add("messages between ranks", thorough=True)
 def _(world):
     begin()
     value = {"tensor": torch.arange(3), "text": "a"}
@@ -1009,7 +1018,7 @@ def _(world):
         shutil.rmtree(folder)
 
 
-@cells.add("an optimizer state that is spread over the replicas changes no bit")
+@cells.add("an optimizer state that is spread over the replicas changes no bit", thorough=True)
 def _(world):
     ends = []
     for config in (REPLICAS, SHARDED):
@@ -1059,7 +1068,7 @@ def _(world):
         check_gradients(script, net)
 
 
-@cells.add("an optimizer with groups, and a learning rate schedule")
+@cells.add("an optimizer with groups, and a learning rate schedule", thorough=True)
 def _(world):
     def groups(module):
         biases = [p for name, p in module.named_parameters() if name.endswith("bias")]
@@ -1089,7 +1098,7 @@ def _(world):
     optimizer.load_state_dict(state)
 
 
-@cells.add("hooks after the partition, partitions, and names that are refused")
+@cells.add("hooks after the partition, partitions, and names that are refused", thorough=True)
 def _(world):
     script = begin()
     called = []

@@ -94,7 +94,7 @@ def _(world):
     assert_step_as_one_process(hybrid(make(), split="size"), make())
 
 
-@cells.add("all ranks cut where rank 0 has measured")
+@cells.add("all ranks cut where rank 0 has measured", thorough=True)
 def _(world):
     model = hybrid(make(world.rank), split="time", example_inputs=batch(world.rank))
     assert_cut_alike(model)

@@ -83,6 +83,7 @@ def test_a_step_equals_the_unsplit_model(kind, settings):
     assert_same(found, theirs, kind, **tolerance)
 
 
+@pytest.mark.thorough
 def test_draws_are_those_of_the_cpu():
     case = CASES["dropout"]
     net = case.net()

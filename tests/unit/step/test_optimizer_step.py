@@ -202,7 +202,7 @@ def test_a_fused_optimizer_makes_no_host_wait_for_the_norm(fused, waits):
 
 
 @pytest.mark.parametrize("spoilt", [[], [5], [5, 9], list(range(12, 20))])
-@pytest.mark.quick_cases(1)
+@pytest.mark.thorough
 def test_what_a_device_decides_is_what_the_host_would_have_decided(spoilt, caplog):
     made = data(22)
     made.tensors[0][spoilt, 2] = float("nan")
