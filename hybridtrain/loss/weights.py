@@ -108,9 +108,11 @@ class BatchWeight:
     @cached_property
     def grad_scales(self) -> Sequence[float]:
         """The gradient of the step's loss with respect to each micro-batch's loss value."""
-        assert self._step is not None
-        weight, count = self._step.weight_of(self.counted), self.count
-        return [weight * part / count if count else 0.0 for part in self.weights]
+        step, count = self._step, self.count
+        assert step is not None
+        if not count or not (self._in_step or step.has_fixed_weight):
+            return [0.0] * self.microbatches
+        return [step.grad_scale(part, count) for part in self.weights]
 
     @property
     def counted_by_replica(self) -> list[tuple[int, float]]:
@@ -278,11 +280,22 @@ class StepWeights(list[BatchWeight | SharesWeight]):
             self._work.wait()
         return math.fsum(self._counts.tolist())
 
-    def weight_of(self, count: float) -> float:
-        """Returns the weight of a batch's mean in the step, for a batch with this count."""
+    @property
+    def has_fixed_weight(self) -> bool:
+        """Whether the mean of a batch has a weight that does not depend on its count."""
+        return self._weight is not None
+
+    def grad_scale(self, part: float, count: float) -> float:
+        """Returns the gradient of the step's loss with respect to the loss of a micro-batch.
+
+        Args:
+            part: the weight of the micro-batch in its batch.
+            count: the count of that batch.
+        """
         if self._weight is not None:
-            return self._weight
-        return count * self._replicas / self.total if self.total else 0.0
+            return self._weight * part / count
+        # rounded once, as where one writes loss * part / total
+        return part * self._replicas / self.total if self.total else 0.0
 
 
 def copied_to_host(counts: Sequence[int | float | Tensor]) -> Callable[[], Sequence[float]]:

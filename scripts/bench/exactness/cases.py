@@ -1,8 +1,8 @@
 """The cases of the table: a small model, its data, and what a training step has to do.
 
 Every case trains in float64, so that a difference of rounding (about 1e-15) and a wrong gradient
-cannot be confused, with SGD and momentum, whose update is proportional to the gradient: AdamW would
-hide a gradient that is wrong by a factor.
+cannot be confused (in float32 where a system has no float64), with SGD and momentum, whose update
+is proportional to the gradient: AdamW would hide a gradient that is wrong by a factor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-DTYPE = torch.float64
 FEATURES, WIDTH, CLASSES = 12, 32, 5
 TOKENS, LENGTH = 20, 6
 SAMPLES_PER_MICROBATCH = 4
@@ -225,6 +224,7 @@ class Case:
         same_draws: must draw the masks of the case `dropout`.
         microbatches: micro-batches per batch and logical replica.
         logical_replicas: shares of a batch in the reference.
+        dtype: of the weights.
     """
 
     name: str
@@ -241,6 +241,7 @@ class Case:
     same_draws: bool = False
     microbatches: int = 2
     logical_replicas: int = 2
+    dtype: torch.dtype = torch.float64
 
     @property
     def batch_size(self) -> int:
@@ -262,7 +263,7 @@ class Case:
     def model(self) -> list[nn.Module]:
         """The layers with their first weights; the dropout layers are recorded."""
         torch.manual_seed(0)
-        layers = [layer.to(DTYPE) for layer in self.layers()]
+        layers = [layer.to(self.dtype) for layer in self.layers()]
         RECORDER.watch(layers)
         return layers
 
@@ -278,9 +279,9 @@ class Case:
         """What the mean of `loss` over `targets` is divided by."""
         targets = targets[targets != -100]
         weights = self._weights()
-        return (
-            torch.tensor(targets.numel()).to(DTYPE) if weights is None else weights[targets].sum()
-        )
+        if weights is None:
+            return torch.tensor(targets.numel(), dtype=self.dtype)
+        return weights[targets].sum()
 
     def dataset(self) -> TensorDataset:
         """All samples in the order of their batches."""
@@ -290,7 +291,7 @@ class Case:
             inputs = torch.randint(TOKENS, (samples, LENGTH), generator=generator)
             targets = torch.randint(TOKENS, (samples, LENGTH), generator=generator)
         else:
-            inputs = torch.randn(samples, FEATURES, generator=generator, dtype=DTYPE)
+            inputs = torch.randn(samples, FEATURES, generator=generator, dtype=self.dtype)
             targets = torch.randint(CLASSES, (samples,), generator=generator)
         if self.padded:
             # sample i has a length from 1 to LENGTH; later samples of a batch are shorter
@@ -308,7 +309,7 @@ class Case:
     def _weights(self) -> Tensor | None:
         if not self.class_weights:
             return None
-        return torch.tensor([0.1, 0.7, 0.33, 1.9, 0.77], dtype=DTYPE)
+        return torch.tensor([0.1, 0.7, 0.33, 1.9, 0.77], dtype=self.dtype)
 
 
 def share(batch: tuple[Tensor, Tensor], number: int, parts: int) -> tuple[Tensor, Tensor]:
@@ -334,7 +335,7 @@ CASES = {
     "skip": Case("skip connection over the cut", skip),
     "three-stages": Case("3 stages", stages=3, replicas=1, microbatches=4, logical_replicas=1),
     "three-stages-dropout": Case(
-        "3 stages, 1 replica for 2, with the dropout of 2 stages",
+        "3 stages, with the dropout of 2 stages and 2 replicas",
         with_dropout,
         stages=3,
         replicas=1,

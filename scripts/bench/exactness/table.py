@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from scripts.bench.exactness.cases import CASES
-from scripts.bench.exactness.measure import ROUNDING, Result
+from scripts.bench.exactness.measure import Result
 from scripts.bench.exactness.systems import SYSTEMS
 
 # A cell has the result of the quick start and, where the documentation has one, of its remedy.
 Cells = Mapping[tuple[str, str], Sequence[Result]]
 
-INTRODUCTION = f"""\
+INTRODUCTION = """\
 ---
 hide: [toc]  # a wide table
 ---
@@ -25,10 +25,10 @@ which runs the same micro-batches in one process and minimizes the mean over all
 counts in a step.
 
 - `bitwise`: every bit is equal.
-- `{ROUNDING:.0e}`: the difference is at most {ROUNDING:.0e} of the distance that training has moved
-  the weights. It comes from another order of additions or another precision, not from a wrong
-  gradient. A note gives the difference.
-- `wrong by`: the difference, relative to that distance.
+- `1e-7`: the difference is at most 1e-7 of the weights, and in brackets how large it is (its norm
+  over theirs). It comes from another order of additions or another precision, not from a wrong
+  gradient.
+- `wrong by`: the difference, relative to the distance that training has moved the weights.
 - `refused`: the system raises an error, which a note below the table quotes.
 - `crashes`: a process ends without an error in Python.
 - `hangs`: the processes are still running after the deadline.
@@ -42,7 +42,7 @@ case, the cell shows the result without it and, after the arrow, with it; a note
 Dropout is compared with the masks that the system has drawn in its forward: the unsplit model
 replays them. A recomputation that draws another mask is therefore wrong.
 
-""".replace("1e-07", "1e-7")
+"""
 
 
 def page(cells: Cells, footer: str) -> str:
@@ -61,7 +61,11 @@ def page(cells: Cells, footer: str) -> str:
         rows.append([CASES[case].name, *texts])
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|---" * len(rows[0]) + "|")
-    uses = [f"- **{SYSTEMS[system].title}**: {SYSTEMS[system].description}" for system in systems]
+    uses = [
+        f"- **{SYSTEMS[system].title}** ({SYSTEMS[system].package} {SYSTEMS[system].version}): "
+        f"{SYSTEMS[system].description}"
+        for system in systems
+    ]
     numbered = [f"{number}. {note}" for number, note in enumerate(notes, 1)]
     parts = [
         INTRODUCTION + "\n".join(lines),

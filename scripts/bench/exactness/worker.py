@@ -24,7 +24,11 @@ from hybridtrain.launch import free_port
 # How long the other processes have to end when one has failed.
 PATIENCE_S = 5.0
 
-_PRELOADED = ["torch", "torch._dynamo", __name__, "scripts.bench.exactness.systems"]
+
+def preload(modules: Iterable[str]) -> None:
+    """Has the process that all others are forked from import modules, as far as it finds them."""
+    names = ["torch", "torch._dynamo", __name__, "scripts.bench.exactness.systems", *modules]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(names)
 
 
 def launch(
@@ -36,9 +40,7 @@ def launch(
         the exit status of the first process that fails, 0 if none does, None after the deadline;
         and what that process has printed, or all of them.
     """
-    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOADED, *_packages()])
     port = str(free_port())
     processes = []
     for rank in range(count):
@@ -47,6 +49,7 @@ def launch(
             **{name: str(count) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")},
             **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "exactness"},
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            **{"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         }
         process = context.Process(target=_run, args=(system, case, way, str(folder), env))
         process.start()
@@ -81,11 +84,6 @@ def _kill(process: BaseProcess) -> None:
     process.join()
 
 
-def _packages() -> list[str]:
-    """Returns what the systems import, as far as it is installed."""
-    return ["accelerate", "deepspeed.pipe", "lightning.fabric"]
-
-
 def _printed(folder: Path, ranks: Iterable[int]) -> str:
     files = [folder / f"output{rank}.txt" for rank in ranks]
     return "".join(file.read_text(errors="replace") for file in files if file.exists())
@@ -101,14 +99,14 @@ def _run(system: str, case: str, way: str, folder: str, env: dict[str, str]) -> 
             os.dup2(output.fileno(), stream)
         import torch
 
-        from scripts.bench.exactness.cases import CASES, RECORDER
+        from scripts.bench.exactness.cases import RECORDER
         from scripts.bench.exactness.systems import SYSTEMS
 
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
         status = 0
         try:
-            trained = SYSTEMS[system].train(CASES[case], way == "remedy")
+            trained = SYSTEMS[system].train(SYSTEMS[system].case(case), way == "remedy")
             result = {
                 "values": trained.values,
                 "replica": trained.replica,

@@ -89,6 +89,7 @@ def _train_by_count(
 SYSTEM = System(
     "Accelerate with DDP",
     "accelerate",
+    "accelerate",
     processes=lambda case: case.replicas,
     train=train,
     description="`accelerator.accumulate`, `accelerator.clip_grad_norm_`, `set_seed`; whole "

@@ -51,6 +51,7 @@ def train(case: Case, remedied: bool) -> Trained:
 SYSTEM = System(
     "Fabric with DDP",
     "lightning",
+    "lightning.fabric",
     processes=lambda case: case.replicas,
     train=train,
     description="`fabric.no_backward_sync`, the loss divided by the number of micro-batches, "

@@ -43,6 +43,7 @@ def train(engine: str, case: Case, remedied: bool) -> Trained:
 LOCAL = System(
     "hybridtrain, `engine=local`",
     "hybridtrain",
+    "hybridtrain",
     processes=lambda case: case.replicas,
     train=partial(train, "local"),
     description="`OptimizerStep` and `Loader`, the model as one module, "
@@ -50,6 +51,7 @@ LOCAL = System(
 )
 DISTRIBUTED = System(
     "hybridtrain, `engine=distributed`",
+    "hybridtrain",
     "hybridtrain",
     processes=lambda case: case.stages * case.replicas,
     train=partial(train, "distributed"),

@@ -6,6 +6,7 @@ weights or a skip connection goes through `pipeline()`, the second way, which ta
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ _SUM = (
 
 def train(case: Case, remedied: bool) -> Trained:
     """Trains this process's stage."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, build_stage
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (case.replicas, case.stages), mesh_dim_names=("dp", "pp"))
@@ -41,26 +42,24 @@ def train(case: Case, remedied: bool) -> Trained:
         len({id(p) for layer in layers for p in layer.parameters()})
         < sum(len(list(layer.parameters())) for layer in layers)
     )
-    shapes: dict[str, Tensor] = {}
+    starts = [-(-len(layers) * number // case.stages) for number in range(case.stages + 1)]
     if is_traced:
-        module, state, info = _traced_stage(case, layers, place)
+        stages = _traced_stages(case, layers)
     else:
-        size, larger = divmod(len(layers), case.stages)
-        first = place * size + min(place, larger)
-        last = first + size + (place < larger)
-        shapes = _shapes(case, layers, first, last)
-        module = nn.Sequential(*layers[first:last])
-        state = lambda: values(layers[first:last], first)  # noqa: E731
-        if case.recompute:
-            module = Recomputed(module)  # type: ignore[assignment]
+        stages = [nn.Sequential(*layers[a:b]) for a, b in itertools.pairwise(starts)]
+    module = stages[place]
+    shapes = _shapes(case, stages, place)
+    own = layers[starts[place] : starts[place + 1]]
+    if case.recompute:
+        module = Recomputed(module)
     parameters = [p for p in module.parameters() if p.requires_grad]
     submodule: nn.Module = module
     if case.replicas > 1 and parameters:
-        submodule = DistributedDataParallel(module, process_group=dp)
-    if is_traced:
-        stage: Any = build_stage(submodule, place, info, device, pp)
-    else:
-        stage = PipelineStage(submodule, place, case.stages, device, group=pp, **shapes)
+        # a traced stage also has the copy of a tied weight that it does not use
+        submodule = DistributedDataParallel(
+            module, process_group=dp, find_unused_parameters=remedied and is_traced
+        )
+    stage = PipelineStage(submodule, place, case.stages, device, group=pp, **shapes)
     total = torch.ones(())  # of the step, for the remedy
 
     def mean(output: Tensor, targets: Tensor) -> Tensor:
@@ -94,7 +93,8 @@ def train(case: Case, remedied: bool) -> Trained:
         if optimizer is not None:
             optimizer.step()
     dist.barrier()
-    result = Trained(state(), replica)
+    state = _state(module) if is_traced else values(own, starts[place])
+    result = Trained(state, replica)
     dist.destroy_process_group()
     return result
 
@@ -108,49 +108,51 @@ def _steps(case: Case, replica: int) -> Any:
     return [[tuple(batch)] for batch in DataLoader(dataset, size, sampler=sampler)]
 
 
-def _shapes(case: Case, layers: list[nn.Module], first: int, last: int) -> dict[str, Tensor]:
+def _shapes(case: Case, stages: list[nn.Module], place: int) -> dict[str, Any]:
     """Returns the arguments that tell a stage the shapes of its input and output.
 
     Without them the first step runs a backward to find them, after which DDP fails.
     """
-    x = _microbatch(case)
-    net = nn.Sequential(*layers).eval()
-    with torch.no_grad():
-        before = net[:first](x)
-        after = net[first:last](before)
-    net.train()
-    trains = [any(p.requires_grad for p in net[:end].parameters()) for end in (first, last)]
-    return {
-        "input_args": before.requires_grad_(trains[0]),
-        "output_args": after.requires_grad_(trains[1]),
-    }
-
-
-def _microbatch(case: Case) -> Tensor:
     batch = share(next(iter(case.steps()))[0], 0, case.replicas)
-    return share(batch, 0, case.microbatches_per_replica)[0]
+    value: Any = share(batch, 0, case.microbatches_per_replica)[0]
+    shapes, trains = {}, False
+    for number, stage in enumerate(stages[: place + 1]):
+        if number == place:
+            shapes["input_args"] = _that_train(value, trains)
+        trains = trains or any(p.requires_grad for p in stage.parameters())
+        training = stage.training
+        stage.train(False)  # keeps the running statistics
+        with torch.no_grad():
+            value = stage(*value) if isinstance(value, tuple) else stage(value)
+        stage.train(training)
+    shapes["output_args"] = _that_train(value, trains)
+    return shapes
 
 
-def _traced_stage(case: Case, layers: list[nn.Module], place: int) -> Any:
-    """Returns a stage of `pipeline()`, a function that returns its weights, and its graph."""
+def _that_train(value: Any, trains: bool) -> Any:
+    values = value if isinstance(value, tuple) else (value,)
+    return tuple(v.detach().clone().requires_grad_(trains) for v in values)
+
+
+def _traced_stages(case: Case, layers: list[nn.Module]) -> list[nn.Module]:
+    """Returns the stages of `pipeline()`; their weights have the names of the model."""
     from torch.distributed.pipelining import SplitPoint, pipeline
 
     whole = any(isinstance(layer, Keep) for layer in layers)
     net = WithSkip(layers) if whole else nn.Sequential(*layers)
-    prefix = "layers." if whole else ""
-    cut = {f"{prefix}{-(-len(layers) // case.stages)}": SplitPoint.BEGINNING}
-    if whole:
-        cut = {f"{prefix}{-(-len(layers) // case.stages)}.module": SplitPoint.BEGINNING}
-    pipe = pipeline(net, mb_args=(_microbatch(case),), split_spec=cut)
-    module = pipe.get_stage_module(place)
+    prefix, suffix = ("layers.", ".module") if whole else ("", "")
+    cut = f"{prefix}{-(-len(layers) // case.stages)}{suffix}"
+    batch = share(next(iter(case.steps()))[0], 0, case.replicas)
+    inputs, _ = share(batch, 0, case.microbatches_per_replica)
+    pipe = pipeline(net, mb_args=(inputs,), split_spec={cut: SplitPoint.BEGINNING})
+    return [pipe.get_stage_module(place) for place in range(case.stages)]
 
-    def state() -> dict[str, Tensor]:
-        return {
-            name.removeprefix(prefix): value.detach().clone()
-            for name, value in module.state_dict().items()
-        }
 
-    return module, state, pipe.info()
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        name.removeprefix("layers."): value.detach().clone()
+        for name, value in module.state_dict().items()
+    }
 
 
 def _clip(parameters: list[nn.Parameter], max_norm: float, group: Any) -> None:
@@ -167,12 +169,14 @@ def _clip(parameters: list[nn.Parameter], max_norm: float, group: Any) -> None:
 SYSTEM = System(
     "torch.distributed.pipelining with DDP",
     "torch",
+    "torch.distributed.pipelining",
     processes=lambda case: case.stages * case.replicas,
     train=train,
     description="`Schedule1F1B` over `PipelineStage`s made by hand, each in "
     "`DistributedDataParallel`; `pipeline()`, which traces a model unchanged, for tied "
     "embeddings and the skip connection.",
     remedies={
+        "tied": "`find_unused_parameters=True`, as the error says",
         "padded": _SUM,
         "class-weights": _SUM,
         "accumulation": _SUM,

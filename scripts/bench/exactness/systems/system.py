@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
-from scripts.bench.exactness.cases import Case
+from scripts.bench.exactness.cases import CASES, Case
 
 
 @dataclass(frozen=True)
@@ -31,20 +32,28 @@ class System:
     Attributes:
         title: of the column.
         package: the distribution whose version is shown.
+        module: what `train` imports of it.
         processes: returns the number of processes that torchrun starts for a case.
         train: trains a case in this process; the flag asks for the remedy.
         description: how the system is used.
         remedies: for each case that the documentation has an answer for, that answer.
         not_applicable: for each case that the system cannot be measured in, why.
+        dtype: of the weights.
     """
 
     title: str
     package: str
+    module: str
     processes: Callable[[Case], int]
     train: Callable[[Case, bool], Trained]
     description: str
     remedies: Mapping[str, str] = field(default_factory=dict)
     not_applicable: Mapping[str, str] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+
+    def case(self, key: str) -> Case:
+        """Returns the case of `CASES`, in the precision of this system."""
+        return replace(CASES[key], dtype=self.dtype)
 
     @property
     def version(self) -> str | None:
