@@ -282,7 +282,7 @@ class StepWeights(list[BatchWeight | SharesWeight]):
 
     @property
     def has_fixed_weight(self) -> bool:
-        """Whether the mean of a batch has a weight that does not depend on its count."""
+        """True if the mean of a batch has a weight that does not depend on its count."""
         return self._weight is not None
 
     def grad_scale(self, part: float, count: float) -> float:

@@ -45,6 +45,22 @@ replays them. A recomputation that draws another mask is therefore wrong.
 """
 
 
+WHY = """\
+## Why a cell is wrong
+
+- Padded labels and class weights: the mean of the means of micro-batches and replicas is not the mean over
+  the labels that count.
+- Short last batch: the samplers of Fabric and Accelerate repeat samples until all replicas have equally
+  many, and a smaller micro-batch weighs as much as a full one.
+- Batch norm in recomputed layers: the recomputation updates the running statistics again.
+- Accumulation in torch.distributed.pipelining: each step divides all gradients by the number of
+  micro-batches, including those of earlier batches.
+- Gradient clipping: each stage of torch.distributed.pipelining is clipped by its own norm; DeepSpeed's
+  norm has the gradients of the first stage alone.
+- Tied embeddings in torch.distributed.pipelining: each stage trains its own copy of the weight.
+"""
+
+
 def page(cells: Cells, footer: str) -> str:
     """Returns the page in Markdown.
 
@@ -70,6 +86,7 @@ def page(cells: Cells, footer: str) -> str:
     parts = [
         INTRODUCTION + "\n".join(lines),
         "## Notes\n\n" + "\n".join(numbered) if numbered else "",
+        WHY.rstrip(),
         "## How each system is used\n\n" + "\n".join(uses),
         "## How it was measured\n\n" + footer,
     ]

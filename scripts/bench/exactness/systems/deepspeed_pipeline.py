@@ -99,6 +99,7 @@ SYSTEM = System(
     processes=lambda case: case.stages * case.replicas,
     train=train,
     description="`PipelineModule` and `engine.train_batch`, a `TiedLayerSpec` for tied embeddings, "
+    "tuples for the skip connection, "
     "`activation_checkpoint_interval`, and `gradient_clipping`, whose default of 1.0 clips where "
     "nobody asks for it and is set to 0 in the other rows. In float32, because it refuses to "
     "reduce gradients in float64; the unsplit model is then in float32, too.",
