@@ -238,7 +238,7 @@ def _write(value: Any, parts: list[bytes], depth: int) -> None:
         values = [getattr(value, name) for name in names]
         several(b"o", (kind, tuple(names), *values))
     elif (plain := next((p for p in _PLAIN if isinstance(value, p)), None)) is not None:
-        _write(plain(value), parts, depth)  # such as torch.__version__, which is a str of its own
+        _write(plain(value), parts, depth)  # such as torch.__version__
     else:
         name = f" ({value.__qualname__})" if hasattr(value, "__qualname__") else ""
         raise CodecError(f"it has an object of {kind.__module__}.{kind.__qualname__}{name}")
