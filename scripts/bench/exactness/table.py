@@ -19,7 +19,7 @@ hide: [toc]  # a wide table
 # Exactness, measured
 
 Each system trains the same small models for four optimizer steps (SGD with momentum, float64, CPU,
-gloo), with 2 stages, 2 replicas, and 2 micro-batches per replica unless the row says otherwise. A
+gloo), with 2 stages, 2 replicas, and 2 micro-batches per replica unless the case says otherwise. A
 cell compares all weights and buffers at the end with those of the unsplit model in plain PyTorch,
 which runs the same micro-batches in one process and minimizes the mean over all that the loss
 counts in a step.
@@ -32,7 +32,7 @@ counts in a step.
 - `refused`: the system raises an error, which a note below the table quotes.
 - `crashes`: a process ends without an error in Python.
 - `hangs`: the processes are still running after the deadline.
-- `other draws`: the run draws other dropout masks than the run in the row `dropout`. A note says
+- `other draws`: the run draws other dropout masks than the run of the case `dropout`. A note says
   whether it is right with the masks that it draws.
 - `n/a`: not applicable.
 
@@ -48,15 +48,15 @@ replays them. A recomputation that draws another mask is therefore wrong.
 WHY = """\
 ## Why a cell is wrong
 
-- Padded labels and class weights: the mean of the means of micro-batches and replicas is not the mean over
-  the labels that count.
-- Short last batch: the samplers of Fabric and Accelerate repeat samples until all replicas have equally
-  many, and a smaller micro-batch weighs as much as a full one.
+- Padded labels and class weights: the mean of the means of micro-batches and replicas is not the
+  mean over the labels that count.
+- Short last batch: the samplers of Fabric and Accelerate repeat samples until all replicas have
+  equally many, and a smaller micro-batch weighs as much as a full one.
 - Batch norm in recomputed layers: the recomputation updates the running statistics again.
 - Accumulation in torch.distributed.pipelining: each step divides all gradients by the number of
   micro-batches, including those of earlier batches.
-- Gradient clipping: each stage of torch.distributed.pipelining is clipped by its own norm; DeepSpeed's
-  norm has the gradients of the first stage alone.
+- Gradient clipping: each stage of torch.distributed.pipelining is clipped by its own norm;
+  DeepSpeed's norm has the gradients of the first stage alone.
 - Tied embeddings in torch.distributed.pipelining: each stage trains its own copy of the weight.
 """
 

@@ -101,7 +101,7 @@ SYSTEM = System(
     description="`PipelineModule` and `engine.train_batch`, a `TiedLayerSpec` for tied embeddings, "
     "tuples for the skip connection, "
     "`activation_checkpoint_interval`, and `gradient_clipping`, whose default of 1.0 clips where "
-    "nobody asks for it and is set to 0 in the other rows. In float32, because it refuses to "
+    "nobody asks for it and is set to 0 in the other cases. In float32, because it refuses to "
     "reduce gradients in float64; the unsplit model is then in float32, too.",
     remedies={"short-batch": "`PipelineModule(..., dynamic_shape=True)`"},
     dtype=torch.float32,
