@@ -166,8 +166,8 @@ def _write(value: Any, parts: list[bytes], depth: int) -> None:
 
     def tagged(tag: bytes, *inner: Any) -> None:
         parts.append(tag)
-        for one in inner:
-            _write(one, parts, depth + 1)
+        for content in inner:
+            _write(content, parts, depth + 1)
 
     def several(tag: bytes, items: Iterable[Any]) -> None:
         items = list(items)

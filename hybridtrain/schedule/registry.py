@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
-from pathlib import Path
 from typing import TypeVar
 
 from hybridtrain.errors import ScheduleError, did_you_mean, setting
@@ -208,13 +207,13 @@ def schedule_names(*, periodic: bool = False) -> tuple[str, ...]:
 
 
 def registered(name: str) -> RegisteredSchedule:
-    """Returns the schedule of this name, or of this CSV file.
+    """Returns the schedule of this name, or of this CSV file, which a process reads once.
 
     Raises:
         ScheduleError: there is none, or the file has none that an engine can execute.
     """
     if is_file(name):
-        return _of_file(name, Path(name).stat().st_mtime_ns if Path(name).exists() else 0)
+        return _of_file(name)
     if name not in _REGISTERED:
         raise ScheduleError(
             f"{setting('schedule', name, repr)} is unknown; "
@@ -228,8 +227,8 @@ def is_file(name: str) -> bool:
     return name.endswith(".csv")
 
 
-@lru_cache(maxsize=64)
-def _of_file(path: str, modified: int) -> RegisteredSchedule:
+@cache  # all steps of a run take one table, and none of them looks at the disk
+def _of_file(path: str) -> RegisteredSchedule:
     return _of_table(path, read_csv(path))
 
 

@@ -111,3 +111,12 @@ def test_a_table_is_a_schedule_once_it_is_registered():
     assert_trains_exactly(2, 1, "a table", ran=table)
     with pytest.raises(ScheduleError, match="gpipe already: give the table another name"):
         register_table(table)
+
+
+def test_a_file_that_is_edited_in_a_run_does_not_change_its_schedule(tmp_path):
+    path = tmp_path / "table.csv"
+    write_csv(make_schedule("1f1b", 2, 3), path)
+    table = make_schedule(str(path), 2, 3)
+    write_csv(make_schedule("gpipe", 2, 3), path)
+    assert read_csv(path).lanes != table.lanes
+    assert make_schedule(str(path), 2, 2).lanes == make_schedule("1f1b", 2, 2).lanes
