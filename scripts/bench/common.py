@@ -185,7 +185,10 @@ class Processes:
                 process.terminate()
 
     def _run(self, name: str) -> list[tuple[Any, float, float]]:
-        # the clock is the machine's, so all can begin at one time; the margin is for the wake-up
+        # First of all, since it takes longer in some processes than in others.
+        self._tell(("collect garbage", name, None, None))
+        self._answers()
+        # All processes read one clock, so that they can begin at one time, after they woke up.
         self._tell(("run", name, time.perf_counter() + 0.02, None))
         return self._answers()
 
@@ -221,11 +224,14 @@ def _serve(pipe: Any, rank: int, size: int, port: int) -> None:
                 jobs[name] = first(*args)
                 pipe.send(None)
                 continue
+            if what == "collect garbage":
+                gc.collect()
+                pipe.send(None)
+                continue
             job = jobs[name]
             if job is None:
                 pipe.send((None, 0.0, 0.0))
                 continue
-            gc.collect()
             time.sleep(max(0.0, first - time.perf_counter()))
             start = time.perf_counter()
             value = job()

@@ -262,12 +262,44 @@ def over_processes(
     return lambda: model.train_step(x, None, mean_loss)
 
 
-def ideal_s(schedule: str, devices: int, chunks: int, per_device: int) -> float:
-    """Returns the seconds of a step of `schedule`, if nothing but the stages takes time."""
+def message(calibrated: Sleeps) -> Callable[[], object]:
+    """One bare message of gloo's between sleeping processes, the even to the odd ones."""
+    global sleeps
+    sleeps = calibrated
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def run() -> float | None:
+        stamp = torch.zeros(WIDTH, dtype=torch.float64)
+        if rank % 2 == 0 and rank + 1 < size:
+            pause(FORWARD)
+            stamp[0] = time.perf_counter()
+            dist.send(stamp, rank + 1)
+        elif rank % 2:
+            dist.recv(stamp, rank - 1)
+            return time.perf_counter() - float(stamp[0])
+        return None
+
+    return run
+
+
+def message_s(processes: Processes) -> float:
+    """Returns the median seconds of a message on its way."""
+    times = [t for _ in range(10) for t in processes.run("message") if t is not None]
+    return statistics.median(times)
+
+
+def ideal_s(
+    schedule: str, devices: int, chunks: int, per_device: int, message_s: float = 0.0
+) -> float:
+    """Returns the seconds of a step of `schedule`, if only the stages and messages take time."""
     stages = devices * per_device
     times = [forward_s() / per_device] * stages, [backward_s() / per_device] * stages
-    durations = Durations.of(*times)
-    return durations.length(make_schedule(schedule, devices, chunks, per_device))
+    table = make_schedule(schedule, devices, chunks, per_device)
+    borders = [
+        0.0 if table.lane_of[stage] == table.lane_of[stage + 1] else message_s
+        for stage in range(stages - 1)
+    ]
+    return Durations.of(*times, transfer=borders).length(table)
 
 
 def main() -> None:
@@ -283,7 +315,9 @@ def main() -> None:
     sleeps.factor = options.factor
     calibrate()
     processes = Processes(max(options.devices))
+    processes.add("message", message, sleeps)
     rows = []
+    messages = []
     kinds = {"interleaved": 2, **{name: registered(name).stages_per_device or 1 for name in OURS}}
     for devices, chunks, schedule in itertools.product(
         options.devices, options.chunks, options.schedules
@@ -304,7 +338,9 @@ def main() -> None:
             "torchgpipe": timed(peer(devices, chunks)) if has_peer else None,
         }
         times = interleave(jobs, options.repeats)
+        messages.append(message_s(processes))
         ideal = ideal_s(own, devices, chunks, per_device)
+        with_messages = ideal_s(own, devices, chunks, per_device, messages[-1])
         busy = chunks * (forward_s() + backward_s())
         alone = times.pop("alone")
         efficiency = {key: shown([ideal / t for t in values]) for key, values in times.items()}
@@ -317,6 +353,7 @@ def main() -> None:
                 f"{ideal * 1e3:.1f}",
                 efficiency["hybridtrain"],
                 efficiency["processes"],
+                shown([with_messages / t for t in times["processes"]]),
                 efficiency["torch"] if schedule in TORCH else "has none",
                 efficiency["torchgpipe"] if schedule == "gpipe" else "has none",
                 shown([busy / t for t in alone]),
@@ -326,11 +363,14 @@ def main() -> None:
     processes.close()
     print(file=sys.stderr)
     header = ["schedule", "idle", "measured idle", "ideal ms", "hybridtrain", "engine=distributed"]
+    header.append("with messages")
     print_table([*header, "torch.distributed.pipelining", "torchgpipe", "alone"], rows)
     print_footer(
         f"Efficiency: ideal time over the time taken; median of {options.repeats}, in brackets the "
         f"best. Ideal: the schedule simulated for {forward_s() * 1e3:g} + {backward_s() * 1e3:g} "
-        "ms. Measured idle: here with threads, with "
+        "ms. With messages: engine=distributed over the schedule simulated with a bare message of "
+        f"gloo's, {min(messages) * 1e3:.2f} to {max(messages) * 1e3:.2f} ms here (medians, one for "
+        "each row). Measured idle: here with threads, with "
         "processes, PyTorch. Two stages per device for interleaved and in a V. PyTorch's "
         "beside zb-h1 is ScheduleInterleavedZeroBubble. `alone`: "
         "the same for m micro-batches of one stage without any engine, m (5 + 10 ms) over it. "

@@ -9,11 +9,15 @@ NCCL one for both. That order is the one over all processes that proves the sche
     process 0      F0 send            F1 send     receive B0  B0             stages 0, 2, ...
     process 1      receive F0  F0     receive F1  B0 send            F1      stages 1, 3, ...
 
-Its own actions it runs, and begins the send of what each makes. At an action of another
-process that makes something for it, it begins to receive that, and goes on. So both ends of a
-message stand at one place of one order. What a process waits for was begun at its own place of the
-order or before it: an arrival, a format, the oldest of many sends. So the process that is least far
-in the order always goes on, and none waits in a circle.
+A process runs its own actions, and begins to send each result. At an action of another process
+that makes something for it, it begins to receive the result, and goes on. So both ends of a
+message stand at one place of one order. A process waits only for arrivals, formats and the oldest of
+many sends, and the other end begins each of them at its place of the order or earlier. So the
+process that is least far in the order always goes on, and none waits in a circle.
+
+With gloo, which keeps the two directions apart, a process begins the next few receives ahead of
+their places, in the same order. A message that finds its receive begun is sent at once; another one
+first waits for a question and an answer between the two processes, while both compute.
 
 The sizes of a message must be known before it is received. They follow from the inputs, which all
 processes of a pipeline are given. So the first step with inputs of some sizes sends the formats of
@@ -53,6 +57,11 @@ from hybridtrain.pipeline.messages import (
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.schedule import Action, Schedule, receiver_of
 from hybridtrain.world import World
+
+RECEIVES_AHEAD = 4
+"""How many messages may be on their way to a process before it begins further receives early.
+
+Each takes the memory of a message."""
 
 Formats = dict[Action, MessageFormat]
 """The formats of the messages to each action of a step."""
@@ -148,6 +157,13 @@ class MessageWire:
             self._wait_for_oldest()
             self._doing.wait(False)
         self._sent.append((works, held + parts))
+
+    def can_begin_early(self, action: Action) -> bool:
+        """Returns whether a receive of the message to `action` may begin ahead of its place."""
+        # without its format the receive would wait; NCCL needs the place, see the module
+        return (
+            not self._batches and action in self._formats and len(self._coming) < RECEIVES_AHEAD
+        )
 
     def begin_receive(self, action: Action) -> None:
         """Begins to receive the message to `action`, before it is needed."""
@@ -269,11 +285,15 @@ class ProcessEngine:
         lane = self._world.pipeline_rank
         if schedule not in self._orders:
             self._orders[schedule] = order_of(schedule, lane)
-        for is_own, action in self._orders[schedule]:
+        order = self._orders[schedule]
+        receives = deque(
+            (place, action) for place, (is_own, action) in enumerate(order) if not is_own
+        )
+        for place, (is_own, action) in enumerate(order):
+            while receives and (receives[0][0] <= place or wire.can_begin_early(receives[0][1])):
+                wire.begin_receive(receives.popleft()[1])
             if is_own:
                 yield lane, action
-            else:
-                wire.begin_receive(action)
         wire.finish()
 
 
