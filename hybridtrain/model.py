@@ -546,6 +546,8 @@ class HybridModel:
         """
         if loss.is_known_reduction and not loss.takes_log_probabilities:
             return None
+        if not self._batch_check.has_targets(targets):
+            targets = None
         is_one = is_whole or sum(sizes) == 1
         if not self._seen_losses.is_new(loss, divided=not is_one):
             return None

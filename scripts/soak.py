@@ -171,7 +171,7 @@ class Run:
         while launcher.poll() is None and self.logged() == logged:
             time.sleep(0.02)
             if time.monotonic() > deadline:
-                _kill_all(launcher)
+                kill_tree(launcher)
                 raise TimeoutError(f"no step within {LIMIT_S:g} s; see {log.name}")
         time.sleep(delay_s)
         everybody = [launcher, *launcher.children(recursive=True)] if _alive(launcher) else []
@@ -302,10 +302,9 @@ def recovery(
             return None
         if not ended and not any(_alive(process) for process in workers):
             ended = time.time()
-        fresh = [process for process in launcher.children() if process.pid not in pids]
-        for process in fresh:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                started = started or process.create_time()
+        # not by their create_time, which may be wrong by a second
+        if not started and any(process.pid not in pids for process in launcher.children()):
+            started = time.time()
         if started:
             # the logs say when a line was written, so that nothing depends on this loop's pace
             times = [
@@ -462,7 +461,10 @@ def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None
             process.send_signal(number)
 
 
-def _kill_all(launcher: psutil.Process) -> None:
+def kill_tree(launcher: psutil.Process) -> None:
+    """Kills a launcher, which may have ended, and its processes."""
+    if not _alive(launcher):
+        return
     processes = [launcher, *launcher.children(recursive=True)]
     _signal(processes, signal.SIGKILL)
     psutil.wait_procs(processes, timeout=10)

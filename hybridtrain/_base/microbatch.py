@@ -43,6 +43,22 @@ class Microbatch:
     inputs: Any
 
 
+class Unread:
+    """Stands for the inputs or targets of a batch in a process that uses neither.
+
+    With `engine="distributed"` that is a process without the first and the last stage.
+
+    Attributes:
+        samples: the number of samples of the batch.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __repr__(self) -> str:
+        return f"Unread({self.samples} samples)"
+
+
 class Shared:
     """A value that every micro-batch gets whole; made by `shared`.
 
@@ -98,7 +114,7 @@ def _is_uncut(value: Any) -> bool:
 
 def as_containers(batch: Any) -> Any:
     """Returns `batch` with mappings that are not pytree nodes converted to dicts."""
-    if batch is None or type(batch) is Tensor:
+    if batch is None or type(batch) in (Tensor, Unread):
         return batch
     if isinstance(batch, Shares):
         return Shares([as_containers(part) for part in batch.parts], batch.shares)
@@ -123,6 +139,9 @@ def batch_size(*batches: Any) -> int:
     for batch in batches:
         if isinstance(batch, Tensor) and batch.dim() and samples in (None, batch.shape[0]):
             samples = batch.shape[0]
+            continue
+        if isinstance(batch, Unread):
+            samples = batch.samples
             continue
         for number, leaf in enumerate(tree_flatten(as_containers(batch), _is_shared)[0]):
             if not (isinstance(leaf, Tensor) and leaf.dim()) and not is_array(leaf):
@@ -236,6 +255,8 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """
     if isinstance(batch, Tensor) and batch.dim():
         return [batch] if len(sizes) == 1 else cut(batch, sizes)
+    if isinstance(batch, Unread):
+        return [Unread(size) for size in sizes]
     batch = as_containers(batch)
     if len(sizes) == 1:
         return [uncut(batch)]

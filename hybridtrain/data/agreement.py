@@ -91,7 +91,10 @@ class AgreedLoader(Loader):
                 "shuffles, it must do so with its own generator, from a fixed seed and the epoch"
             )
 
-    def _batches_from(self, start: Position) -> Generator[tuple[Batch, Position], None, None]:
+    def _batches_from(
+        self, start: Position, reads: bool
+    ) -> Generator[tuple[Batch, Position], None, None]:
+        del reads  # how long a stream is, and which samples a batch has, only its reader knows
         start = start if start.states else start.next
         if start.batch:
             activity.catching_up()

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from hybridtrain._base import torch_private as private
+from hybridtrain._base.microbatch import Unread
 from hybridtrain.data.splits import InMemoryDataset, already_batched
 from hybridtrain.errors import DataError, argument, setting
 from hybridtrain.options import LoaderOptions
@@ -76,7 +77,11 @@ class Request:
 
 
 def fetch(
-    dataset: Dataset[Any], batches: Iterable[Request], options: LoaderOptions, world: World
+    dataset: Dataset[Any],
+    batches: Iterable[Request],
+    options: LoaderOptions,
+    world: World,
+    reads: bool = True,
 ) -> Generator[Any, None, None]:
     """Yields the batches of `dataset`, fetched ahead.
 
@@ -85,11 +90,14 @@ def fetch(
         batches: the requests for batches, in order.
         options: how to load them.
         world: the world of this process, for its devices.
+        reads: False to yield `Unread` inputs and targets, and to leave `dataset` alone.
 
     Raises:
         DataError: a sample cannot be read, or a worker process ended or hangs; the message names
             the sample or process.
     """
+    if not reads:
+        return ((Unread(len(b.indices)), Unread(len(b.indices))) for b in batches)
     whole_batches = _Batches(dataset, options.collate)
     in_memory = isinstance(dataset, InMemoryDataset) and dataset.prepare is None
     if in_memory and whole_batches.collate is already_batched and world.devices[0].type == "cpu":

@@ -202,19 +202,25 @@ class Loader:
                 if batch.last:
                     return
 
-    def stream(self) -> Generator[Batch, None, None]:
+    def stream(self, reads: bool = True) -> Generator[Batch, None, None]:
         """Yields the batches from `position` on, epoch after epoch, fetched ahead of time.
+
+        Args:
+            reads: False in a process whose stages need neither inputs nor targets: those of a
+                map-style data set are not read there, and are `Unread` in the batches.
 
         Raises:
             DataError: a sample cannot be read, or the replicas' batches do not match.
         """
-        with closing(self._batches_from(self.position)) as batches:
+        with closing(self._batches_from(self.position, reads)) as batches:
             for batch, position in batches:
                 self.position = position
                 yield batch
 
-    def _batches_from(self, start: Position) -> Generator[tuple[Batch, Position], None, None]:
-        """Yields batches, each with the position after it."""
+    def _batches_from(
+        self, start: Position, reads: bool
+    ) -> Generator[tuple[Batch, Position], None, None]:
+        """Yields batches, each with the position after it; for `reads` see `stream`."""
         raise NotImplementedError
 
     def at_start(self) -> Self:
@@ -346,9 +352,11 @@ class TrainLoader(Loader):
                 f"{setting('drop_last', False)}"
             )
 
-    def _batches_from(self, start: Position) -> Generator[tuple[Batch, Position], None, None]:
+    def _batches_from(
+        self, start: Position, reads: bool
+    ) -> Generator[tuple[Batch, Position], None, None]:
         requests = self._requests(start.next)
-        with closing(fetch(self.dataset, requests, self.options, self._world)) as fetched:
+        with closing(fetch(self.dataset, requests, self.options, self._world, reads)) as fetched:
             for position, total, slices in self._plan(start.next):
                 pairs = list(itertools.islice(fetched, len(slices)))
                 if len(pairs) < len(slices):
@@ -438,8 +446,12 @@ class EvalLoader:
         for _, batch in self.by_replica():
             yield batch
 
-    def by_replica(self) -> Iterator[tuple[int, tuple[Any, Any]]]:
-        """Yields the batches of each logical replica that this process runs, with its number."""
+    def by_replica(self, reads: bool = True) -> Iterator[tuple[int, tuple[Any, Any]]]:
+        """Yields the batches of each logical replica that this process runs, with its number.
+
+        Args:
+            reads: as of `Loader.stream`.
+        """
         if self.samples is None:
             from hybridtrain.data.stream import StreamLoader
 
@@ -454,7 +466,7 @@ class EvalLoader:
         ]
         if batches:
             requests = (Request(indices) for _, indices in batches)
-            fetched = fetch(self.dataset, requests, self._options, self._world)
+            fetched = fetch(self.dataset, requests, self._options, self._world, reads)
             for (replica, _), batch in zip(batches, fetched, strict=False):
                 yield replica, batch
 

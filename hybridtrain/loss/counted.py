@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybridtrain._base.microbatch import batch_size, split
+from hybridtrain._base.microbatch import Unread, batch_size, split
 from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import BatchError, ConfigError, UserError, setting
 from hybridtrain.loss.by_name import CountFn, LossFn, cross_entropy, model_output, mse, nll
@@ -112,7 +112,11 @@ class CountedLoss:
             inputs: the inputs of the batch.
             targets: the targets of the batch.
             sizes: the number of samples of each micro-batch.
+
+        Without the batch, in a process that does not read it, only samples are counted.
         """
+        if isinstance(inputs, Unread) and not self.counts_samples:
+            return [0] if self.is_sum else [0] * len(sizes)
         if self.is_sum:
             return [self.count(inputs, targets)]
         if self.counts_samples:
@@ -130,7 +134,7 @@ class CountedLoss:
         Raises:
             BatchError: a label is -100 and the loss would be weighted by samples.
         """
-        if self.is_known_reduction or not self.counts_samples:
+        if self.is_known_reduction or not self.counts_samples or isinstance(inputs, Unread):
             return
         if targets is None and isinstance(inputs, Mapping):
             targets = inputs.get("labels")

@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hybridtrain._base.accelerator import put
-from hybridtrain._base.microbatch import map_tensors, merge, split
+from hybridtrain._base.microbatch import Unread, map_tensors, merge, split
 from hybridtrain._base.tensors import byte_size
 from hybridtrain._base.torch_private import hooks_of
 from hybridtrain._base.values import leaves_of
@@ -98,7 +98,7 @@ class _Samples(NamedTuple):
 
 
 def _counts(loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int]) -> Sequence[float]:
-    if loss.is_sum or loss.counts_samples:
+    if loss.is_sum or loss.counts_samples or isinstance(inputs, Unread):
         return sizes
     return copied_to_host(loss.counts(inputs, targets, sizes))()
 

@@ -242,7 +242,9 @@ class StepWeights(list[BatchWeight | SharesWeight]):
             self.append(self._weight_of_batch(loss, batch, chunks, in_step, world))
         self._known = total if loss.counts_samples else None
         self._counts: Tensor | None = None
-        if self._known is None and weight is None and replicas > 1:
+        # some processes of a pipeline may not have read the batch
+        counts_elsewhere = replicas > 1 or world.processes_per_replica > 1
+        if self._known is None and weight is None and counts_elsewhere:
             # by replica, and added in their order: float counts are the same on all processes
             self._counts = torch.zeros(replicas, dtype=torch.float64)
             # all processes of a replica have the same batch: count it once

@@ -18,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hybridtrain._base.microbatch import Unread, first_share
 from hybridtrain.errors import BatchError, ConfigError, UserError, phrase, setting
 from hybridtrain.world import World
 
 _LOOKED_AT = 64  # numbers of each tensor
+_MOST = 1 << 62  # above every digest of a batch
 
 # A process whose parameters have not changed is in the step already, and never comes.
 _AGREEMENT_S = 30.0
@@ -34,13 +36,15 @@ class BatchCheck:
     """Compares the batches of the processes of a pipeline, which all call it together.
 
     Shapes and some numbers of each tensor are compared, while the step runs. Of tensors on a GPU
-    only the shapes are, since the host would wait for them.
+    only the shapes are, since the host would wait for them. A process that has read no batch
+    (`Unread`) takes part in the call, and compares nothing.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._found: Tensor | None = None
         self._work: Any = None
+        self._has_targets: bool | None = None
         self._is_first = True
 
     def begin(self, inputs: Any, targets: Any) -> None:
@@ -51,13 +55,25 @@ class BatchCheck:
         """
         if self._world.pipeline_group is None:
             return
-        digest = batch_digest((inputs, targets))
-        self._found = torch.tensor([digest, -digest])
+        self._has_targets = None
+        if isinstance(first_share(inputs), Unread):
+            self._found = torch.full((3,), -_MOST)
+        else:
+            digest = batch_digest((inputs, targets))
+            self._found = torch.tensor([digest, -digest, int(targets is not None)])
         group = self._world.pipeline_group
         self._work = dist.all_reduce(self._found, dist.ReduceOp.MAX, group=group, async_op=True)
         if self._is_first:
             self.finish()
             self._is_first = False
+
+    def has_targets(self, targets: Any) -> bool:
+        """Returns whether the batch has targets; an `Unread` one waits for `begin` to end."""
+        if not isinstance(first_share(targets), Unread):
+            return targets is not None
+        self.finish()
+        assert self._has_targets is not None
+        return self._has_targets
 
     def finish(self) -> None:
         """Waits for the result of `begin`.
@@ -68,8 +84,8 @@ class BatchCheck:
         if self._found is None:
             return
         self._work.wait()
-        largest, minus_smallest = self._found.tolist()
-        self._found = None
+        largest, minus_smallest, has_targets = self._found.tolist()
+        self._found, self._has_targets = None, bool(has_targets)
         if largest != -minus_smallest:
             world = self._world
             places = range(world.processes_per_replica)

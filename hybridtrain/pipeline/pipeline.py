@@ -204,6 +204,16 @@ class Pipeline:
         self._note_buffer_copies()
         self._engine = self._make_engine(self.stages, self._links, self._world)
 
+    @property
+    def needs_batches(self) -> bool:
+        """Whether this process uses the inputs or the targets of a batch.
+
+        So it does with the first or the last stage, and where the graphs of traced layers depend on
+        the inputs.
+        """
+        own = {stage.index for stage in self.stages}
+        return bool(own & {0, len(self.planned.stages) - 1}) or self._variants is not None
+
     def variants_of(self, parts: Sequence[Any]) -> list[int] | None:
         """Returns the variant of the graphs for each of some micro-batches; see `Variants`.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -23,12 +24,13 @@ from pathlib import Path
 import psutil
 
 from scripts.bench.common import interleave, print_footer, print_table, shown
-from scripts.soak import OVERRIDES, REPOSITORY, recovery
+from scripts.soak import OVERRIDES, REPOSITORY, kill_tree, recovery
 
 PROCESSES = 4
+LIMIT_S = 90.0  # for a restart, a multiple of the time that it takes
 TORCHRUN = [
     *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)),
-    *("--max-restarts", "1"),
+    *("--max-restarts", "5"),
 ]
 FLOOR = """
 import torch
@@ -106,18 +108,19 @@ def restart(words: Sequence[str], parts: list[dict[str, float]]) -> float:
                 [sys.executable, *words], cwd=folder, env=environment(), stdout=log, stderr=log
             )
             try:
-                while _steps(directory) < 30:
+                deadline = time.monotonic() + LIMIT_S
+                while _steps(directory) < 30 and time.monotonic() < deadline:
                     assert launcher.poll() is None, (folder / "log.txt").read_text()
                     time.sleep(0.05)
                 workers = launcher.children()
                 random.choice(workers).send_signal(signal.SIGKILL)
-                found = recovery(launcher, workers, directory, time.time())
-                assert found is not None, (folder / "log.txt").read_text()
+                found = recovery(launcher, workers, directory, time.time(), LIMIT_S)
+                if found is None:
+                    text = (folder / "log.txt").read_text()
+                    print(f"no step after the restart:\n{text[-2000:]}", file=sys.stderr)
+                    return math.inf
             finally:
-                processes = [launcher, *launcher.children(recursive=True)]
-                for process in processes:
-                    process.kill()
-                psutil.wait_procs(processes)
+                kill_tree(launcher)
     parts.append(found)
     return found["total"]
 

@@ -11,17 +11,18 @@ NCCL one for both. That order is the one over all processes that proves the sche
 
 A process runs its own actions, and begins to send each result. At an action of another process
 that makes something for it, it begins to receive the result, and goes on. So both ends of a
-message stand at one place of one order. A process waits only for arrivals, formats and the oldest of
-many sends, and the other end begins each of them at its place of the order or earlier. So the
+message stand at one place of one order. A process waits only for arrivals, formats and the oldest
+of many sends, and the other end begins each of them at its place of the order or earlier. So the
 process that is least far in the order always goes on, and none waits in a circle.
 
 With gloo, which keeps the two directions apart, a process begins the next few receives ahead of
 their places, in the same order. A message that finds its receive begun is sent at once; another one
 first waits for a question and an answer between the two processes, while both compute.
 
-The sizes of a message must be known before it is received. They follow from the inputs, which all
-processes of a pipeline are given. So the first step with inputs of some sizes sends the formats of
-its messages along (`messages`), and later steps need none.
+The sizes of a message must be known before it is received. They follow from the inputs, which the
+first process has: it numbers the kinds of inputs, and sends the number of the step's kind to the
+others ahead of the step. The first step of a kind sends the formats of its messages along
+(`messages`), and later steps need none.
 
     process of stage s       [1] send: pack, format if new, numbers
     process of stage s+1     [2] begin_receive: format if new, memory     [3] receive: wait, unpack
@@ -161,9 +162,7 @@ class MessageWire:
     def can_begin_early(self, action: Action) -> bool:
         """Returns whether a receive of the message to `action` may begin ahead of its place."""
         # without its format the receive would wait; NCCL needs the place, see the module
-        return (
-            not self._batches and action in self._formats and len(self._coming) < RECEIVES_AHEAD
-        )
+        return not self._batches and action in self._formats and len(self._coming) < RECEIVES_AHEAD
 
     def begin_receive(self, action: Action) -> None:
         """Begins to receive the message to `action`, before it is needed."""
@@ -233,10 +232,10 @@ class MessageWire:
         return works + [dist.irecv(part, group=group, group_src=peer) for part in rest]
 
 
+_PLAIN = (bool, int, float, str, bytes, type(None))  # equal by their repr
+
 # Kinds of steps whose formats are kept, such as a whole batch and the last one of an epoch.
 _KINDS = 64
-
-_PLAIN = (bool, int, float, str, bytes, type(None))  # of which repr is the same in all processes
 
 
 class ProcessEngine:
@@ -255,13 +254,15 @@ class ProcessEngine:
         self._routes = routes(links)
         self._world = world
         self._orders: dict[Schedule, list[tuple[bool, Action]]] = {}
-        self._formats: dict[Hashable, Formats] = {}
+        self._formats: dict[int, Formats] = {}  # by the number of the kind
+        self._numbers: dict[Hashable, int] = {}  # of the kinds, in the first process
+        self._kinds = 0  # how many it has numbered
 
     def run(self, step: Step) -> list[Any]:
         """Executes this process's part of `step`; see `Engine.run`."""
-        schedule, kind = step.schedule, _kind(step)
+        schedule, (kind, sending) = step.schedule, self._begin_kind(step)
         if kind not in self._formats:
-            if len(self._formats) == _KINDS:  # in all processes, which see the same kinds
+            if len(self._formats) == _KINDS:  # in all processes, which get the same numbers
                 del self._formats[next(iter(self._formats))]
             self._formats[kind] = {}
         # a process has one device, so one lane, whose number is its rank in the pipeline's group
@@ -275,7 +276,24 @@ class ProcessEngine:
             for stage in self._stages.values():
                 stage.clear()
             raise
+        if sending is not None:
+            sending.wait()
         return runner.values if schedule.stages - 1 in self._stages else []
+
+    def _begin_kind(self, step: Step) -> tuple[int, dist.Work | None]:
+        """Returns the number of the step's kind, and what the first process must wait for."""
+        number, group = torch.zeros(1, dtype=torch.int64), self._world.pipeline_group
+        if self._world.pipeline_rank:
+            dist.broadcast(number, group=group, group_src=0)
+            return int(number), None
+        kind = _kind(step)
+        if kind not in self._numbers:
+            if len(self._numbers) == _KINDS:  # its formats are dropped as well
+                del self._numbers[next(iter(self._numbers))]
+            self._numbers[kind] = self._kinds
+            self._kinds += 1
+        number.fill_(self._numbers[kind])
+        return self._numbers[kind], dist.broadcast(number, group=group, group_src=0, async_op=True)
 
     def _actions(self, schedule: Schedule, wire: MessageWire) -> Iterator[tuple[int, Action]]:
         """Yields this process's actions; begins the receives between them, and waits for all sends.
@@ -312,12 +330,12 @@ def order_of(schedule: Schedule, lane: int) -> list[tuple[bool, Action]]:
 
 
 def _kind(step: Step) -> Hashable:
-    """Returns what the formats of a step's messages depend on, which all processes know."""
+    """Returns the properties of a step that the formats of its messages depend on."""
     inputs = tuple(
         (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
         if isinstance(leaf, Tensor)
         else (type(leaf).__name__, repr(leaf) if isinstance(leaf, _PLAIN) else "")
         for microbatch in range(step.schedule.chunks)
-        for leaf in leaves_of(step.source(microbatch))  # all processes know its dataclasses then
+        for leaf in leaves_of(step.source(microbatch))
     )
     return step.schedule.chunks, inputs, step.thread_state, step.training

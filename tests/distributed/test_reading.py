@@ -1,0 +1,8 @@
+"""Which processes of a pipeline read the data."""
+
+from support.launch import each_cell
+
+
+@each_cell({"reading": [3]})
+def test_reading(worker, processes, cell, launched):
+    launched(worker, processes).check(cell)
