@@ -94,7 +94,7 @@ class AgreedLoader(Loader):
     def _batches_from(
         self, start: Position, reads: bool
     ) -> Generator[tuple[Batch, Position], None, None]:
-        del reads  # how long a stream is, and which samples a batch has, only its reader knows
+        del reads  # only a reader of a stream knows its length and its batches
         start = start if start.states else start.next
         if start.batch:
             activity.catching_up()

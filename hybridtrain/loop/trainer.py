@@ -217,7 +217,7 @@ class Trainer:
         if not self.model.training:  # train() would also reach what the user keeps in eval mode
             self.model.train()
         self.texts = texts or {}
-        # a subclass may look into the batches of its step
+        # a subclass may use the batches of its step
         own_step = type(self).training_step is not Trainer.training_step
         stream = self.train.stream(self.model.pipeline.needs_batches or own_step)
         try:

@@ -206,9 +206,9 @@ class Pipeline:
 
     @property
     def needs_batches(self) -> bool:
-        """Whether this process uses the inputs or the targets of a batch.
+        """True if this process uses the inputs or the targets of a batch.
 
-        So it does with the first or the last stage, and where the graphs of traced layers depend on
+        It does with the first or the last stage, and where the graphs of traced layers depend on
         the inputs.
         """
         own = {stage.index for stage in self.stages}

@@ -1,7 +1,7 @@
 """Bytes that each process of a pipeline reads from its data set, and its peak memory.
 
 A pipeline with a stage in each process (`world.engine=distributed`) trains on samples of 1 MiB from
-a file. The batches are read where they are needed, or everywhere, as in a loop of one's own.
+a file. The batches are read where they are needed, or everywhere, as in a user's own loop.
 """
 
 from __future__ import annotations

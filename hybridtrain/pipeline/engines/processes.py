@@ -60,7 +60,7 @@ from hybridtrain.schedule import Action, Schedule, receiver_of
 from hybridtrain.world import World
 
 RECEIVES_AHEAD = 4
-"""How many messages may be on their way to a process before it begins further receives early.
+"""The most messages on their way to a process with which it begins further receives early.
 
 Each takes the memory of a message."""
 
