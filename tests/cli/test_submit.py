@@ -187,7 +187,17 @@ def test_overrides_reach_the_run_as_they_were_typed(
     [
         ("pyxis", "--container-image=a b.sqsh|--container-mounts={0}:{0},/data:/in|{1}"),
         ("apptainer", "apptainer|exec|--nv|--pwd|{0}|--bind|{0}|--bind|/data:/in|--x|a b.sqsh"),
+        ("singularity", "singularity|exec|--nv|--pwd|{0}|--bind|{0}|--bind|/data:/in|--x|a b.sqsh"),
         ("charliecloud", "ch-run|--cd|{0}|--bind|{0}|--bind|/data:/in|--x|a b.sqsh|--"),
+        (
+            "shifter",
+            "shifter|--module=gpu|--image=a b.sqsh|--workdir={0}|--volume=/data:/in|--x",
+        ),
+        (
+            "podman-hpc",
+            "podman-hpc|run|--rm|--net|host|--gpu|--workdir|{0}|--volume|{0}:{0}|--volume|/data:/in|"
+            "--env|SLURM_*|--env|NCCL_*|--env|HYBRIDTRAIN_*|--x|a b.sqsh",
+        ),
     ],
 )
 def test_a_container_is_started_by_srun_in_the_same_folder(
@@ -200,6 +210,23 @@ def test_a_container_is_started_by_srun_in_the_same_folder(
     inner = begin.format(Path.cwd(), f"--container-workdir={Path.cwd()}|--x").split("|")
     train = ["python3", "-m", "hybridtrain", "train", *TYPED]
     assert call == ["--kill-on-bad-exit=1", *inner, *train]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "argument"), [("amd", "--rocm"), ("none", None), ("nvidia", "--nv")]
+)
+def test_a_container_shows_the_gpus_of_the_vendor_that_is_named(gpus, argument, slurm) -> None:
+    container = {"runtime": "apptainer", "image": "my.sif", "gpus": gpus}
+    assert run_script(script_of(SubmitConfig(container=container, gpus_per_node=4), TYPED), {}) == 0
+    (call,) = slurm("srun")
+    assert [word for word in call if word in ("--nv", "--rocm")] == ([argument] if argument else [])
+
+
+def test_a_container_without_gpus_has_no_argument_for_them(slurm) -> None:
+    container = {"runtime": "apptainer", "image": "my.sif"}
+    assert run_script(script_of(SubmitConfig(container=container), TYPED), {}) == 0
+    (call,) = slurm("srun")
+    assert "--nv" not in call
 
 
 @pytest.mark.parametrize(
@@ -372,6 +399,11 @@ def test_the_processes_of_a_node_follow_from_its_gpus(
         (
             config_of(1, "local", container={"image": "x", "imge": "x"}),
             "a key of submit.container=imge is unknown: did you mean 'image'?",
+        ),
+        (
+            config_of(1, "local", container={"image": "x", "runtime": "shifter", "gpus": "amd"}),
+            "submit.container.gpus=amd: shifter has no argument for these; set "
+            "submit.container.gpus=none",
         ),
         (config_of("auto", "local"), "pipeline.nb_part=auto is chosen by the processes of a run"),
         (config_of(1, "local", to="kubernetes"), "submit.to=kubernetes needs an image"),

@@ -280,8 +280,9 @@ class SubmitConfig(Group):
     setup: list[str] = field(default_factory=list)
     """Lines of the script before the run, such as `[module load cuda]`."""
     container: Any = None
-    """The container of the processes: `{runtime: pyxis, image: my.sqsh, mounts: [/data], args:
-    []}`, the runtime `pyxis`, `apptainer` or `charliecloud`; null: no container."""
+    """The container of the processes: `{runtime: pyxis, image: my.sqsh, gpus: nvidia, mounts:
+    [/data], args: []}`, the runtime `pyxis`, `apptainer`, `singularity`, `charliecloud`, `shifter`
+    or `podman-hpc`, the GPUs `nvidia`, `amd` or `none`; null: no container."""
     srun_args: list[str] = field(default_factory=list)
     """More arguments of srun, verbatim."""
     sbatch_args: list[str] = field(default_factory=list)

@@ -24,7 +24,16 @@ from hybridtrain.errors import ConfigError, Interrupted, check_choice, naming
 from hybridtrain.options import seconds
 
 TARGETS = ("slurm", "torchrun", "kubernetes")
-RUNTIMES = ("pyxis", "apptainer", "charliecloud")
+RUNTIMES = ("pyxis", "apptainer", "singularity", "charliecloud", "shifter", "podman-hpc")
+# The argument with which a runtime shows a process the GPUs of this vendor. Pyxis takes the GPUs
+# from Slurm, and Charliecloud images are prepared once by ch-fromhost.
+GPU_ARGUMENTS = {
+    "apptainer": {"nvidia": "--nv", "amd": "--rocm"},
+    "singularity": {"nvidia": "--nv", "amd": "--rocm"},
+    "shifter": {"nvidia": "--module=gpu"},
+    "podman-hpc": {"nvidia": "--gpu"},
+}
+GPU_VENDORS = ("nvidia", "amd", "none")
 
 
 @dataclass(frozen=True)
@@ -33,13 +42,15 @@ class Container:
 
     Attributes:
         image: as the runtime names it, a path or an address with a tag.
-        runtime: `pyxis`, `apptainer` or `charliecloud`; None for Kubernetes, which has its own.
+        runtime: one of `RUNTIMES`; None for Kubernetes, which has its own.
+        gpus: whose GPUs the processes see, one of `GPU_VENDORS`; `none` adds no argument for them.
         mounts: folders beside the working directory, as the runtime takes them: `/data:/in`.
         args: more arguments of the runtime, verbatim.
     """
 
     image: str
     runtime: str | None = None
+    gpus: str = "nvidia"
     mounts: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
 
@@ -165,7 +176,9 @@ def container_of(submit: SubmitConfig) -> Container | None:
                 else f"submit.container.{key}={value} must be a text"
             )
     lists = {key: tuple(map(str, given[key])) for key in ("mounts", "args") if key in given}
-    return Container(str(given["image"]), given.get("runtime"), **lists)
+    gpus = given.get("gpus", "nvidia")
+    check_choice("submit.container.gpus", gpus, GPU_VENDORS)
+    return Container(str(given["image"]), given.get("runtime"), gpus, **lists)
 
 
 def slurm_time(seconds: int) -> str:
@@ -199,6 +212,13 @@ def _check_values(submit: SubmitConfig) -> None:
         return
     if submit.to != "kubernetes":
         check_choice("submit.container.runtime", container.runtime, RUNTIMES)
+        arguments = GPU_ARGUMENTS.get(str(container.runtime))
+        if arguments is not None and container.gpus not in (*arguments, "none"):
+            raise ConfigError(
+                f"submit.container.gpus={container.gpus}: {container.runtime} has no argument for "
+                f"these; set submit.container.gpus=none, and what your centre says in "
+                f"submit.container.args"
+            )
     if submit.to == "torchrun" and container.runtime == "pyxis":
         raise ConfigError("submit.container.runtime=pyxis is a part of Slurm: use apptainer")
     if submit.to == "kubernetes":
@@ -508,10 +528,23 @@ def _container(container: Container | None, layout: JobLayout) -> Sequence[str]:
         pairs = ",".join(m if ":" in m else f"{m}:{m}" for m in mounts)
         options = [f"--container-image={image}", f"--container-mounts={shlex.quote(pairs)}"]
         return [*options, f"--container-workdir={here}", *container.args]
+    gpus = GPU_ARGUMENTS.get(str(container.runtime), {}).get(container.gpus)
+    shown = [gpus] if gpus and layout.gpus_per_node else []
+    if container.runtime == "shifter":  # which mounts the folders of a user by itself
+        volumes = [f"--volume={shlex.quote(mount)}" for mount in container.mounts]
+        where = [f"--image={image}", f"--workdir={here}"]
+        return ["shifter", *shown, *where, *volumes, *container.args]
+    if container.runtime == "podman-hpc":
+        pairs = [m if ":" in m else f"{m}:{m}" for m in mounts]
+        volumes = [f"--volume {shlex.quote(pair)}" for pair in pairs]
+        # of srun, and of a user's setup lines
+        passed = [f"--env '{names}'" for names in ("SLURM_*", "NCCL_*", "HYBRIDTRAIN_*")]
+        options = ["--rm", "--net host", *shown, f"--workdir {here}", *volumes, *passed]
+        return ["podman-hpc run", *options, *container.args, image]
     binds = [f"--bind {shlex.quote(mount)}" for mount in mounts]
-    if container.runtime == "apptainer":
-        gpus = ["--nv"] if layout.gpus_per_node else []
-        return ["apptainer exec", *gpus, f"--pwd {here}", *binds, *container.args, image]
+    if container.runtime in ("apptainer", "singularity"):
+        options = [*shown, f"--pwd {here}", *binds, *container.args]
+        return [f"{container.runtime} exec", *options, image]
     return ["ch-run", f"--cd {here}", *binds, *container.args, image, "--"]
 
 
