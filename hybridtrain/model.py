@@ -44,7 +44,6 @@ from hybridtrain.loss import (
     OutputProof,
     SeenLosses,
     ShareLoss,
-    SharesWeight,
     StepWeights,
     is_of_model,
     model_output,
@@ -432,7 +431,7 @@ class HybridModel:
         targets: Any,
         loss_fn: LossFn,
         *,
-        weight: float | BatchWeight | SharesWeight | None = None,
+        weight: float | BatchWeight | None = None,
         sync: bool = True,
         scale_loss: Callable[[Tensor], Tensor] | None = None,
         timeline: bool = False,
@@ -478,7 +477,7 @@ class HybridModel:
         input_parts = cut.of(inputs)
         target_parts = cut.of(self.pipeline.to_output_device(targets))
         loss = self.resolve_loss(loss_fn)
-        if not isinstance(weight, BatchWeight | SharesWeight):
+        if not isinstance(weight, BatchWeight):
             weight = self._weight_alone(loss, inputs, targets, weight)
         elif weight.microbatches != len(sizes):
             raise BatchError("weight= is one of another batch: pass step_weights in order")
@@ -519,7 +518,7 @@ class HybridModel:
 
     def _weight_alone(
         self, loss: CountedLoss, inputs: Any, targets: Any, weight: float | None
-    ) -> BatchWeight | SharesWeight:
+    ) -> BatchWeight:
         """Returns the weight of a batch that is a step by itself; see `train_step`."""
         total = None
         if weight is None and self.world.fixed_replicas is None:

@@ -37,7 +37,7 @@ from hybridtrain._base.summation_tree import total
 from hybridtrain._base.text_table import text_table
 from hybridtrain.errors import BatchError, ConfigError, UserError, setting
 from hybridtrain.graph import CallSignature
-from hybridtrain.loss import BatchWeight, CountedLoss, LossFn, SharesWeight, is_of_model
+from hybridtrain.loss import BatchWeight, CountedLoss, LossFn, is_of_model
 from hybridtrain.pipeline import ReplayedDraws, remove_aliases, threads_per_lane
 from hybridtrain.verification.comparison import Calls, difference
 from hybridtrain.verification.module_copy import copy_modules
@@ -279,7 +279,7 @@ class _Batch(NamedTuple):
     name: str
     inputs: Any
     targets: Any
-    weights: BatchWeight | SharesWeight
+    weights: BatchWeight
     parts: Sequence[tuple[Any, Any]]
     replicas: Sequence[int]
 
