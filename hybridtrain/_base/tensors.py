@@ -104,7 +104,7 @@ _COMPONENTS = {
 
 def byte_size(tensor: Tensor) -> int:
     """Returns the bytes of the values of a tensor; for a sparse tensor, the bytes of its parts."""
-    if parts := components(tensor):
+    if tensor.layout is not torch.strided and (parts := components(tensor)):
         return sum(part.nbytes for part in parts)
     return tensor.nbytes
 

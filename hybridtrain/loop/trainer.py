@@ -66,6 +66,8 @@ _log = logging.getLogger(__name__)
 # How long the end of an interrupted run waits for the other processes.
 _WAIT_FOR_OTHERS_S = 10.0
 
+_NOTHING = nullcontext()
+
 
 class Trainer:
     """Trains a `HybridModel`. Every process runs it, with a store.
@@ -318,7 +320,7 @@ class Trainer:
     def _train(self, stream: Iterator[Batch]) -> None:
         # what an interruption or an error has kept it from
         self._save_and_evaluate_if_due(first=True)
-        watched: AbstractContextManager[None] = nullcontext()
+        watched: AbstractContextManager[None] = _NOTHING
         if self._reaches_last_batch():
             watched = batch_norms_watched(self.model, self.train)
         while not self._ended:
@@ -329,7 +331,7 @@ class Trainer:
             rates = learning_rates(self.optimizer) if log_due else {}
             with watched:
                 norm = self._take_step(stream, timeline=log_due or timeline_due)
-            watched, self._between_steps = nullcontext(), True
+            watched, self._between_steps = _NOTHING, True
             if log_due:
                 self._log(rates, norm)
             if timeline_due and self._stats.recorded:
@@ -560,9 +562,12 @@ class Trainer:
     @property
     def _ended(self) -> bool:
         """True if no step is left, or a callback has ended the run."""
-        return self._step.number >= self.total_steps or any(
-            callback.stops for callback in self.callbacks if not isinstance(callback, Tracker)
-        )
+        if self._step.number >= self.total_steps:
+            return True
+        for callback in self.callbacks:  # a plain loop: it is asked several times in a step
+            if callback.stops and not isinstance(callback, Tracker):
+                return True
+        return False
 
     @property
     def account(self) -> dict[str, Any] | None:
@@ -627,9 +632,9 @@ class Trainer:
             if self.step == number:  # what is saved, or fitted again, goes on with this step
                 self.train.position = start
             raise
-        samples = sum(batch.total for batch in batches)
+        samples = sum([batch.total for batch in batches])
         self.samples += samples
-        self.throughput.tick(samples, sum(batch.tokens for batch in batches))
+        self.throughput.tick(samples, sum([batch.tokens for batch in batches]))
         self._tell("on_step", samples)
         self._stats.end_phase("host")
         return norm

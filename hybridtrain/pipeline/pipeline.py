@@ -54,6 +54,8 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_NOTHING = nullcontext()
+
 
 class Pipeline:
     """The stages of a model that this process owns, and all that is known of the others.
@@ -344,7 +346,7 @@ class Pipeline:
         with (
             activity.step(step.schedule.trains),
             second_signal_ends(),
-            nullcontext() if self._norms is None else self._norms.step(),
+            _NOTHING if self._norms is None else self._norms.step(),
         ):
             values = self._engine.run(step)
             if step.places is not None and not self._accumulates:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -37,8 +38,8 @@ from hybridtrain.step.loss_mean import LossMean
 from hybridtrain.step.param_groups import (
     CombinedOptimizer,
     check_steps_alone,
-    closure_errors_named,
     show_weights,
+    take_step,
 )
 
 log = logging.getLogger(__name__)
@@ -276,7 +277,7 @@ class OptimizerStep:
             pairs,
             loss_fn,
             samples=[batch.samples for batch in batches],
-            total=sum(batch.total for batch in batches),
+            total=sum([batch.total for batch in batches]),
         )
         return self._begin(pairs, loss_fn, weights)
 
@@ -383,8 +384,7 @@ class OptimizerStep:
             if self._decides_on_device():  # [4]
                 self._take_on_device(optimizer, norm)
             elif self._is_allowed():
-                with closure_errors_named(optimizer):
-                    self.scaler.step(optimizer)
+                take_step(optimizer, partial(self.scaler.step, optimizer))
 
     def end(self) -> None:
         """Counts the step, once for several optimizers, and adapts the scale after the last."""
@@ -442,8 +442,7 @@ class OptimizerStep:
         optimizer.found_inf = (~norm.isfinite()).float()
         optimizer.grad_scale = None
         try:
-            with closure_errors_named(optimizer):
-                optimizer.step()
+            take_step(optimizer, optimizer.step)
         finally:
             del optimizer.found_inf, optimizer.grad_scale
 
