@@ -93,6 +93,8 @@ class Trainer:
         callbacks: follow the run; see `Callback`. Every process has them, with their states in the
             checkpoint; those that are `main_only`, such as each `Tracker`, run on rank 0.
         training_step: in place of the method of that name, with this trainer as first argument.
+        record: what else `state.json` of each checkpoint has, in JSON's types, such as where the
+            data came from. A resume does not load it.
         settings: fields of `TrainerOptions`, in place of or on top of `options`.
 
     Attributes:
@@ -125,6 +127,7 @@ class Trainer:
         states: Mapping[str, Stateful] | None = None,
         callbacks: Iterable[Callback] = (),
         training_step: Callable[..., list[TrainStepResult]] | None = None,
+        record: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         check_names(TrainerOptions, settings, list(inspect.signature(Trainer).parameters))
@@ -155,6 +158,7 @@ class Trainer:
         self.total_steps = self.options.total_steps(self.train.batches_per_epoch)
         check_last_batch(model, self.train)
         self.store = store
+        self.record = dict(record or {})
         self.states = dict(states or {})
         check_state_names(self.states)
         if self.train.has_state:
@@ -397,8 +401,7 @@ class Trainer:
             prune = not self._finite.skipping
             required = required and not saved
             with self._step.evaluation_weights():
-                self._step.check_savable()
-                path = self._checkpoints.write(self, required=required, prune=prune)
+                path = self._checkpoints.write(self, self._step, required=required, prune=prune)
                 if path is not None:
                     self._tell("on_save", path)
             if path is None and not saved:
