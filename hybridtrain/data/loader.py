@@ -374,9 +374,11 @@ class TrainLoader(Loader):
             if self._shuffle and position.epoch != epoch:
                 epoch, order = position.epoch, permutation(self.samples, self._seed, position.epoch)
             first = (position.batch - 1) * self.batch_size
-            for share in shares:  # one without samples has the batch's first
-                start, stop = (share.start, share.stop) if share.stop > share.start else (0, 1)
-                yield Request(order[first + start : first + stop], position.epoch, self._seed)
+            for share in shares:
+                # a replica without samples has the first of the batch
+                own = share if share.stop > share.start else slice(0, 1)
+                indices = order[first + own.start : first + own.stop]
+                yield Request(indices, position.epoch, self._seed)
 
 
 class EvalLoader:

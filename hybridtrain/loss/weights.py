@@ -178,10 +178,10 @@ class StepScale:
 
     def of(self, share: MicrobatchCounts) -> list[float]:
         """Returns the gradient of the step's loss with respect to each micro-batch's loss value."""
-        if self._weight is None:
-            numerator, denominator = self._replicas * share.in_step, self.total
-        else:
-            numerator, denominator = self._weight, share.count
+        numerator: float = self._replicas * share.in_step
+        denominator = self.total if self._weight is None else share.count
+        if self._weight is not None:
+            numerator = self._weight
         if not (share.count and denominator):
             return [0.0] * share.microbatches
         # rounded once, as where one writes loss * part / total

@@ -130,8 +130,8 @@ def layouts(
         raise ConfigError(
             f"no layout uses all {hardware.devices} devices for batches of {work.samples} samples "
             f"and a model of {layers} layers: the replicas must divide the samples, and a pipeline "
-            f"needs a layer for each stage. Change {argument('batch_size')}, hardware.nodes= or what "
-            f"is fixed of {argument('nb_part')}, {argument('chunks')} and {argument('engine')}"
+            f"needs a layer for each stage. Change {argument('batch_size')}, hardware.nodes= or "
+            f"what is fixed of {argument('nb_part')}, {argument('chunks')} and {argument('engine')}"
         )
     return candidates
 

@@ -296,7 +296,10 @@ def resume_from_checkpoint(
     if not partial:
         return _load_full(runtime, Path(path), tag, strict, translate_function)
     model, world = runtime.model, runtime.world
-    choose = CheckpointStore.newest if tag is None else partial(_with_tag, tag=str(tag))
+
+    def choose(store: CheckpointStore) -> Path | None:
+        return store.newest() if tag is None else _with_tag(store, str(tag))
+
     checkpoint = find_checkpoint(path, world, choose=choose)
     assert checkpoint is not None
 
