@@ -783,7 +783,7 @@ class HybridModel:
     def train(self, mode: bool = True) -> HybridModel:
         """Sets training mode, as `nn.Module.train`."""
         if mode and not self.net.training:
-            self.rng.redetect()
+            self.rng.reprobe()
         self.net.train(mode)
         return self
 
@@ -801,7 +801,7 @@ class HybridModel:
         finally:
             for module, training in modes:
                 module.training = training
-            self.rng.redetect()
+            self.rng.reprobe()
 
     @property
     def owns_output(self) -> bool:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from hybridtrain.data import Loader, OwnLoader
 from hybridtrain.loop.advice import RecordedStep, advise
 from hybridtrain.model import HybridModel, TrainStepResult
-from hybridtrain.pipeline import Phases, Timeline, read_timelines, stage_times
+from hybridtrain.pipeline import Phases, Timeline, measured_ms, read_timelines
 from hybridtrain.schedule import (
     Account,
     Spans,
@@ -235,8 +235,7 @@ class RunStats:
         read_timelines(self._timelines)
         spans, computing = self._timelines[-1].spans(), self._timelines[-1].computing()
         self._recorded.bubbles.append(bubble_fraction(spans))
-        times = stage_times(computing, len(self._times))
-        self._times = [(time.forward_ms, time.backward_ms) for time in times]
+        self._times = measured_ms(computing, len(self._times))
         values = {"pipeline/bubble_fraction": self._recorded.bubbles[-1]}
         if whole and self._phases is not None:
             accounts = self._read_account(self._phases)

@@ -374,7 +374,7 @@ class Pipeline:
             self._named = objects, named
         return named
 
-    def own_state(self) -> dict[str, Any]:
+    def local_state_dict(self) -> dict[str, Any]:
         """Returns the entries of the model's state that this process answers for.
 
         Those of its stages' modules; the first process of a pipeline has those that are in no stage
@@ -412,7 +412,7 @@ class Pipeline:
             return state
         own = {
             name: value.detach().cpu() if isinstance(value, Tensor) else value
-            for name, value in self.own_state().items()
+            for name, value in self.local_state_dict().items()
         }
         found = dict(self.gather(list(own.items())))
         # names of one tensor get one tensor

@@ -431,7 +431,7 @@ class DistributedModel(nn.Module):
 
     def local_state_dict(self) -> dict[str, Any]:
         """Returns the state of this process's stages, marked as a part."""
-        return {**self.partitioned_hybrid().pipeline.own_state(), PARTIAL: True}
+        return {**self.partitioned_hybrid().pipeline.local_state_dict(), PARTIAL: True}
 
     @naming(NAMING)
     def load_state_dict(

@@ -250,7 +250,7 @@ def _as_before(model: HybridModel, loss: CountedLoss) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         rng.step = step
-        rng.redetect()
+        rng.reprobe()
 
 
 @dataclass
