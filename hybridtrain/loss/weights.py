@@ -48,7 +48,7 @@ class ShareLoss:
 
 
 class MicrobatchCounts:
-    """What counts in each micro-batch of a batch, or of a logical replica's share of one.
+    """The counts of the micro-batches of a batch, or of a logical replica's share of one.
 
     The mean of the batch is the sum over its micro-batches of weight x value of the loss function,
     divided by `count`.

@@ -1,4 +1,4 @@
-"""Which config keys are hyperparameters: what pages and dashboards compare runs by."""
+"""The config keys that are hyperparameters: pages and dashboards compare runs by them."""
 
 from __future__ import annotations
 

@@ -326,7 +326,7 @@ def resume_from_checkpoint(
 
 
 class _ScriptStep:
-    """What a checkpoint needs of a script's step: a `SavableStep`.
+    """The part of a script's step that a checkpoint needs; a `SavableStep`.
 
     The script decides when it saves, and whether its weights are worth it.
 
