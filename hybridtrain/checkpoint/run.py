@@ -58,7 +58,7 @@ class SavableStep(Protocol):
 
 
 class FixedState:
-    """A state that is given: it is saved as it is, and a restored one takes its place.
+    """A given state, which is saved unchanged; a restored one takes its place.
 
     Args:
         content: of JSON's types for `state.json`, tensors and plain values for other files.
