@@ -256,8 +256,8 @@ class RunStats:
             )
             self._recorded.keep(recorded)
             values |= {f"account/{name}_ms": s * 1e3 for name, s in mean._asdict().items()}
-            own = list(own_times(accounts).values())
-            if len(own) > 1:
+            if world.replicas > 1:
+                own = list(own_times(accounts).values())
                 slowest = max(range(len(own)), key=own.__getitem__)
                 values["replicas/slowest"] = slowest
                 values["replicas/slowest_ms"] = own[slowest] * 1e3

@@ -329,8 +329,9 @@ class Trainer:
             watched = batch_norms_watched(self.model, self.train)
         while not self._ended:
             self._interruptions.begin_step()
-            log_due = self.logging = self._is_due(self.options.log_every, self.step + 1)
-            timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
+            number = self._step.number + 1
+            log_due = self.logging = self._is_due(self.options.log_every, number)
+            timeline_due = self._is_due(self.options.timeline_every, number)
             # read before the schedule changes them
             rates = learning_rates(self.optimizer) if log_due else {}
             with watched:
@@ -592,7 +593,7 @@ class Trainer:
 
     def _is_due(self, every: int | None, step: int) -> bool:
         """Returns whether `step` is a multiple of `every`; the last step always is due."""
-        last = step == self.total_steps or (step == self.step and self._ended)
+        last = step == self.total_steps or (step == self._step.number and self._ended)
         return last or (every is not None and step % every == 0)
 
     def _ended_epoch(self, every: int | None) -> bool:
@@ -612,13 +613,13 @@ class Trainer:
         Raises:
             ConfigError: `training_step` has not returned a result for each batch.
         """
-        start, number = self.train.position, self.step
+        start, number = self.train.position, self._step.number
         try:
             self._stats.begin_step(timeline)
-            activity.now(Phase.DATA, self.step + 1)
+            activity.now(Phase.DATA, number + 1)
             batches = next_step(stream, self.options.accumulate)
             self._stats.end_phase("data")
-            activity.now(Phase.TRAIN, self.step + 1)
+            activity.now(Phase.TRAIN, number + 1)
             self._between_steps = False
             self._step.begin(batches, self.loss_fn)
             results = self._training_step(self, batches, timeline)
@@ -671,8 +672,9 @@ class Trainer:
         `first` work of a `fit`, the evaluation is completed although `max_time` is over, and saved:
         otherwise every restart with a `max_time` shorter than an evaluation would begin it anew.
         """
-        if self.step > 0:
-            save |= self._is_due(self.options.checkpoint_every_steps, self.step)
+        step = self._step.number
+        if step > 0:
+            save |= self._is_due(self.options.checkpoint_every_steps, step)
             save |= self._ended_epoch(self.options.checkpoint_every_epochs)
         evaluates = self._evaluation_is_due()
         if save or evaluates or self._ended:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -309,6 +309,9 @@ def copied_to_host(counts: Sequence[int | float | Tensor]) -> Callable[[], Seque
             raises it.
     """
     tensors = [count for count in counts if isinstance(count, Tensor)]
+    if not tensors:
+        known = _checked(cast("Sequence[float]", counts))
+        return lambda: known
     if len(tensors) < len(counts) or accelerator_of(tensors[0].device) is None:
         numbers = _checked([c.item() if isinstance(c, Tensor) else c for c in counts])
         return lambda: numbers

@@ -21,7 +21,7 @@ from hybridtrain._base import objects
 from hybridtrain._base.accelerator import accelerator_of, put
 from hybridtrain._base.precision import ThreadState
 from hybridtrain._base.shares import MicrobatchPlace
-from hybridtrain._base.tensors import optimizer_bytes, resident_bytes
+from hybridtrain._base.tensors import resident_bytes
 from hybridtrain.errors import ConfigError, did_you_mean, setting
 from hybridtrain.graph import Segment, VariantCut
 from hybridtrain.launch import activity, second_signal_ends
@@ -544,15 +544,17 @@ class Pipeline:
         ]
         return dict(self.gather(own))
 
-    def memory_bytes(self) -> list[int]:
+    def memory_bytes(self, optimizer: Optimizer | None = None) -> list[int]:
         """Returns the peak memory of each stage so far, in bytes; those of this process.
 
         On a GPU it is the allocator's peak. On a CPU it is counted: parameters, gradients, buffers,
-        and the activations of as many micro-batches as the schedule keeps in flight.
+        the activations of as many micro-batches as the schedule keeps in flight, and the state of
+        the `optimizer`, if there is one.
         """
         in_flight = self.plan.in_flight
         return [
-            resident_bytes(stage.module) + in_flight[stage.index] * (stage.saved_bytes or 0)
+            resident_bytes(stage.module, optimizer)
+            + in_flight[stage.index] * (stage.saved_bytes or 0)
             if (accelerator := accelerator_of(stage.device)) is None
             else accelerator.peak_memory(stage.device).allocated
             for stage in self.stages
@@ -571,9 +573,7 @@ class Pipeline:
                 "index": stage.index,
                 "layers": [layer.name for layer in stage.layers],
                 "parameters": stage.parameter_count,
-                # on a GPU the allocator has counted the optimizer's state already
-                "peak_memory_bytes": memory
-                + (stage.device.type != "cuda") * optimizer_bytes(stage.module, optimizer),
+                "peak_memory_bytes": memory,
                 **(
                     {"device_memory_bytes": accelerator.total_memory(stage.device)}
                     if (accelerator := accelerator_of(stage.device)) is not None
@@ -581,7 +581,7 @@ class Pipeline:
                 ),
                 **({"compiled_layers": self._count_compiled(stage)} if compiles else {}),
             }
-            for stage, memory in zip(self.stages, self.memory_bytes(), strict=True)
+            for stage, memory in zip(self.stages, self.memory_bytes(optimizer), strict=True)
         ]
         by_stage = sorted(self.gather(own), key=itemgetter("index"))
         return [{k: v for k, v in summary.items() if k != "index"} for summary in by_stage]

@@ -351,9 +351,10 @@ class OptimizerStep:
         if step.norm is None:
             if self._check is not None:
                 self._check.drop_gradients_left_out(self.optimizers)  # [3]
-            for optimizer in self.optimizers:
-                self.model.unscale_(self.scaler, optimizer)
-            step.is_unscaled = True
+            if self.scaler.is_enabled():
+                for optimizer in self.optimizers:
+                    self.model.unscale_(self.scaler, optimizer)
+                step.is_unscaled = True
             self._on_gradients()
             step.norm = self.model.grad_norm()
         return step.norm
