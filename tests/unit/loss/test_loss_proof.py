@@ -657,7 +657,7 @@ NLL = {
 def test_an_nll_of_logits_is_an_error_in_the_first_step(name, chunks):
     inputs, targets = batch()
     model = HybridModel(net(), cpu_world(2), chunks=chunks)
-    with pytest.raises(ConfigError, match=r"returns logits .*: use cross_entropy \(trainer.loss="):
+    with pytest.raises(ConfigError, match=r"returns logits .*: set loss_fn=cross_entropy"):
         model.train_step(inputs * 9, targets, NLL[name])
     logs = nn.Sequential(*net(), nn.LogSoftmax(-1))
     HybridModel(logs, cpu_world(2), chunks=chunks).train_step(inputs * 9, targets, NLL[name])
