@@ -21,13 +21,11 @@ class Service:
 class _WandBRun:
     def __init__(self, service: Service, name: str) -> None:
         self._service, self.id = service, name
-
-    @property
-    def step(self) -> int:
-        points = self._service.points[self.id]
-        return points[-1][0] + 1 if points else 0
+        points = service.points[name]
+        self.step = points[-1][0] + 1 if points else 0
 
     def log(self, values: Mapping[str, float], step: int) -> None:
+        self.step = step
         self._service.points[self.id].append((step, dict(values)))
 
     def finish(self, exit_code: int) -> None:
@@ -89,6 +87,7 @@ def install(package: str, monkeypatch: pytest.MonkeyPatch) -> Service:
             "wandb",
             login=lambda **options: True,
             Settings=SimpleNamespace,
+            Image=lambda picture: picture,
             init=lambda id, **options: _WandBRun(service, id),
         )
     else:
