@@ -221,7 +221,7 @@ class StateTable:
                     self.aliases[stem][name] = first
 
     def _describe(self, model: HybridModel, own: dict[str, Any]) -> _Part:
-        is_first = self.form == "alone" or model.world.replica == 0
+        is_first = self.form == "alone" or model.world.data_parallel_rank == 0
         state = model.pipeline.local_state_dict()
         tensors_of_model = {n: value for n, value in state.items() if isinstance(value, Tensor)}
         groups = {

@@ -569,7 +569,9 @@ class Session:
             return leaf[:samples].detach().cpu()
 
         found = self.world.gather(tree_map(own, values))
-        places = [self.world.rank_of(replica, 0) for replica in range(self.world.replicas)]
+        places = [
+            self.world.rank_of(replica, 0) for replica in range(self.world.data_parallel_size)
+        ]
         return merge([found[rank] for rank in places])
 
     def print(self, *values: Any, **options: Any) -> None:

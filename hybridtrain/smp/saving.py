@@ -408,7 +408,7 @@ def _number_of_parts(f: str) -> int:
 def _save_full(
     runtime: Runtime, path: Path, tag: str, model: DistributedModel, user_content: Any
 ) -> None:
-    whole = model.state_dict() if runtime.world.replica == 0 else {}
+    whole = model.state_dict() if runtime.world.data_parallel_rank == 0 else {}
 
     def write() -> None:
         save(whole, str(path / tag), partial=False)

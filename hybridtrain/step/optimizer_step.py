@@ -111,7 +111,7 @@ def check_optimizers(model: HybridModel, groups: Sequence[Mapping[str, Any]]) ->
                 f"optimizer= holds {len(foreign)} parameters that the model does not have, and "
                 f"not {named}: the model was changed after the optimizer was made; make it anew"
             )
-        if model.world.replica == 0:
+        if model.world.data_parallel_rank == 0:
             log.warning(
                 "optimizer= leaves out %d of %d trainable parameters: %s. If that is meant, "
                 "requires_grad_(False) saves their gradients",
@@ -128,7 +128,7 @@ def check_optimizers(model: HybridModel, groups: Sequence[Mapping[str, Any]]) ->
 _NO_BATCHES = (
     "a step takes a list of Batch, as loader.batches() gives them, not {}a {}: write `for batch "
     "in loader.batches(): step.run([batch], loss_fn)`, or make each by hybridtrain.data.Batch("
-    "inputs, targets, samples=len(inputs), total=len(inputs) * world.replicas)"
+    "inputs, targets, samples=len(inputs), total=len(inputs) * world.data_parallel_size)"
 )
 
 
