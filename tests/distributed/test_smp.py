@@ -1,11 +1,8 @@
 """Scripts of smp 1.x, in two and four processes; each cell in all of them."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
-from support.launch import each_cell, environment, forked_script, torchrun_script
+from support.launch import each_cell, forked_script, torchrun_script
 from torch import nn
 
 
@@ -26,24 +23,9 @@ def test_replicas_with_other_numbers_of_batches_end_with_one_clear_error(tmp_pat
     assert "drop_last=True" in output
 
 
-ALONE = """
-import torch, torch.distributed as dist, hybridtrain.smp as smp
-own = {"engine": "local", "devices": "cpu"}
-smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "hybridtrain": own})
-for name in ("world", "mp", "pp", "dp", "rdp", "tp"):
-    total = torch.tensor(3.0)
-    dist.all_reduce(total, group=getattr(smp, f"get_{name}_process_group")())
-    assert total == 3.0, name
-smp.shutdown()
-assert not dist.is_initialized()
-"""
-
-
-def test_the_groups_of_a_single_process_are_of_it_alone():
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE], env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_groups_of_a_single_process_are_of_it_alone(tmp_path):
+    status, output = forked_script(1, "smp_alone.py", tmp_path)
+    assert (status, output.count("the end was reached")) == (0, 1), output
 
 
 # As AWS's scripts of GPT-2, GPT-NeoX, GPT-J, T5 and Falcon call `smp.init`, with their defaults.

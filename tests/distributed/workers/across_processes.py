@@ -499,7 +499,11 @@ def _not_finite(world):
 @cells.add("processes that have met can be divided into pipelines of another length")
 def _divided(world):
     met = World.from_env(1, "cpu", timeout_s=30, engine="distributed")
-    assert (met.data_parallel_size, met.data_parallel_rank, met.pipeline_group) == (2, world.rank, None)
+    assert (met.data_parallel_size, met.data_parallel_rank, met.pipeline_group) == (
+        2,
+        world.rank,
+        None,
+    )
     across = met.divided(2, "cpu")
     assert (across.nb_part, across.data_parallel_size, across.pipeline_rank) == (2, 1, world.rank)
     model = HybridModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), across, chunks=2)
