@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.cases import thorough
 from support.launch import each_cell, forked_script, torchrun_script
 from torch import nn
 
@@ -79,10 +80,17 @@ print(f"<{smp.pp_rank()} of {smp.pp_size()}: {float(loss)!r}>\\n", end="", flush
 """
 
 
-@pytest.mark.thorough
-def test_an_unchanged_script_starts_with_the_configuration_that_awss_scripts_pass(tmp_path):
-    (tmp_path / "train.py").write_text(PUBLISHED)
-    output = torchrun_script(2, "-m", "hybridtrain.smp", tmp_path / "train.py")
+@pytest.mark.parametrize("launcher", ["fork", *thorough(["torchrun"])])
+def test_an_unchanged_script_starts_with_the_configuration_that_awss_scripts_pass(
+    launcher, tmp_path
+):
+    script = tmp_path / "train.py"
+    script.write_text(PUBLISHED)
+    if launcher == "torchrun":
+        output = torchrun_script(2, "-m", "hybridtrain.smp", script)
+    else:
+        status, output = forked_script(2, "smp_unchanged.py", tmp_path, script)
+        assert status == 0, output
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
