@@ -101,7 +101,7 @@ def join_processes(config: Config) -> World:
         config.world.engine,
         config.world.stall_s or 0,
         config.world.inner,
-        config.world.data_parallel_size,
+        config.world.replicas,
     )
 
 
