@@ -44,7 +44,6 @@ from hybridtrain.loss import (
     OutputProof,
     SeenLosses,
     ShareLoss,
-    SharesWeight,
     StepWeights,
     is_of_model,
     model_output,
@@ -139,13 +138,13 @@ def check_fixed_replicas(options: PipelineOptions, world: World) -> None:
             f"{setting('find_unused_parameters', True)} looks at the last backward of a process "
             f"alone, and a fixed number of replicas must not depend on processes: leave it out"
         )
-    if world.logical_replicas == world.replicas:
+    if world.logical_replicas == world.data_parallel_size:
         return
     if options.sync_batch_norm:
         raise ConfigError(
             f"{setting('sync_batch_norm', True)} computes with the samples of all replicas, and "
-            f"{world.replicas} processes run the {world.logical_replicas} replicas one after "
-            f"another: start a process for each replica"
+            f"{world.data_parallel_size} processes run the {world.logical_replicas} replicas one "
+            f"after another: start a process for each replica"
         )
 
 
@@ -161,7 +160,7 @@ def check_loss_function(loss_fn: Any, net: nn.Module, world: World) -> None:
             f"{argument('loss_fn')} must be a function, not a {type(loss_fn).__name__}: the order "
             "is train_step(inputs, targets, loss_fn)"
         )
-    if world.replicas > 1 and (trained := trained_by_loss(loss_fn, net)):
+    if world.data_parallel_size > 1 and (trained := trained_by_loss(loss_fn, net)):
         raise ConfigError(
             f"the loss has trainable parameters ({', '.join(trained[:3])}), and only those of the "
             f"model are averaged over the replicas: make them part of the model, whose forward may "
@@ -393,7 +392,7 @@ class HybridModel:
         self._join_proof = JoinProof()
         if world.fixed_replicas is not None:
             check_fixed_replicas(options, world)
-        if options.shard != "none" and world.replicas == 1:
+        if options.shard != "none" and world.data_parallel_size == 1:
             shard = setting("shard", options.shard)
             log.info("%s has no effect: there is one replica", shard)
         self.pipeline = Pipeline(net, plan, planned, world, options)
@@ -432,7 +431,7 @@ class HybridModel:
         targets: Any,
         loss_fn: LossFn,
         *,
-        weight: float | BatchWeight | SharesWeight | None = None,
+        weight: float | BatchWeight | None = None,
         sync: bool = True,
         scale_loss: Callable[[Tensor], Tensor] | None = None,
         timeline: bool = False,
@@ -478,7 +477,7 @@ class HybridModel:
         input_parts = cut.of(inputs)
         target_parts = cut.of(self.pipeline.to_output_device(targets))
         loss = self.resolve_loss(loss_fn)
-        if not isinstance(weight, BatchWeight | SharesWeight):
+        if not isinstance(weight, BatchWeight):
             weight = self._weight_alone(loss, inputs, targets, weight)
         elif weight.microbatches != len(sizes):
             raise BatchError("weight= is one of another batch: pass step_weights in order")
@@ -519,12 +518,12 @@ class HybridModel:
 
     def _weight_alone(
         self, loss: CountedLoss, inputs: Any, targets: Any, weight: float | None
-    ) -> BatchWeight | SharesWeight:
+    ) -> BatchWeight:
         """Returns the weight of a batch that is a step by itself; see `train_step`."""
         total = None
         if weight is None and self.world.fixed_replicas is None:
             # without a count each replica has the same part, as if all had as many samples
-            total = batch_size(inputs, targets) * self.world.replicas
+            total = batch_size(inputs, targets) * self.world.data_parallel_size
         elif weight is None and loss.counts_samples:
             weight = 1.0
         batches, chunks = [(inputs, targets)], self.options.chunks
@@ -557,7 +556,7 @@ class HybridModel:
             return LogProbabilityCheck(loss, targets, sum(sizes))
 
         def warn(text: str, *args: object) -> None:
-            if self.world.replica == 0 and self._seen_losses.should_warn(loss):
+            if self.world.data_parallel_rank == 0 and self._seen_losses.should_warn(loss):
                 log.warning(text, *args)
 
         if not is_of_model(loss, targets):
@@ -786,7 +785,7 @@ class HybridModel:
     def train(self, mode: bool = True) -> HybridModel:
         """Sets training mode, as `nn.Module.train`."""
         if mode and not self.net.training:
-            self.rng.redetect()
+            self.rng.reprobe()
         self.net.train(mode)
         return self
 
@@ -804,7 +803,7 @@ class HybridModel:
         finally:
             for module, training in modes:
                 module.training = training
-            self.rng.redetect()
+            self.rng.reprobe()
 
     @property
     def owns_output(self) -> bool:
@@ -905,14 +904,14 @@ class HybridModel:
         return self.pipeline.stage_summaries(optimizer)
 
     def __repr__(self) -> str:
-        options, replicas = self.options, self.world.replicas
+        options, replicas = self.options, self.world.data_parallel_size
         head = f"{type(self.net).__name__}, chunks={options.chunks}, schedule={options.schedule}"
         if options.recompute != "never":
             head += f", recompute={options.recompute}"
         if options.precision != "fp32":
             head += f", precision={options.precision}"
         if replicas > 1:
-            head += f", replica {self.world.replica} of {replicas}"
+            head += f", replica {self.world.data_parallel_rank} of {replicas}"
         return f"HybridModel({head})\n{self.plan}"
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -952,7 +951,11 @@ class HybridModel:
         wait for ever.
         """
         chunks = self.options.chunks
-        if self.options.sync_batch_norm and self.world.replicas > 1 and microbatches < chunks:
+        if (
+            self.options.sync_batch_norm
+            and self.world.data_parallel_size > 1
+            and microbatches < chunks
+        ):
             raise BatchError(
                 f"this batch has {microbatches} samples for {setting('chunks', chunks)}, and with "
                 f"{setting('sync_batch_norm', True)} all replicas must have equally many "

@@ -36,11 +36,6 @@ BATCH_NORM_MODES = ("micro_batch", "deferred")
 SHARD_MODES = ("none", "optimizer")
 RECOMPUTE_MODES = ("never", "except_last", "always")
 
-_NO_HYPERPARAMETERS = re.compile(
-    r"run_name|recipe|output_dir|resume|init_from|allow_.*|monitor\b.*|(submit|search)\..*"
-    r"|hardware.*|checkpoint\..*|trainer\.\w+_every"
-)
-
 # Names that other libraries have for arguments of this one.
 OTHER_NAMES = {
     **dict.fromkeys(["train_batch_size", "per_device_train_batch_size"], "batch_size"),
@@ -412,11 +407,6 @@ class TrainerOptions:
                 f"has none (`__len__`): set {argument('steps')} in place of {argument('epochs')}"
             )
         return (self.epochs or 0) * -(-batches_per_epoch // self.accumulate)
-
-
-def is_hyperparameter(key: str) -> bool:
-    """Returns False for keys that change neither what a run learns nor how fast."""
-    return _NO_HYPERPARAMETERS.fullmatch(key) is None
 
 
 def seconds(max_time: Any) -> float | None:

@@ -15,9 +15,10 @@ consecutive ranks, and so stays inside a node; with `inner="dp"` the replicas of
     inner="pp"     a0 a1 a2 a3       b0 b1 b2 b3      a, b: replicas; 0 to 3: places in the pipeline
     inner="dp"     a0 b0 a1 b1       a2 b2 a3 b3
 
-Nothing outside this module takes a process for a replica. Code asks for what it means: `replica`
-and `replicas` (which copy of the model), `owned_replicas` and `logical_replicas` (whose data and
-dropout masks), `is_main` (who writes), `stage_owners` (which process owns which stage).
+Nothing outside this module takes a process for a replica. Code asks for what it means:
+`data_parallel_rank` and `data_parallel_size` (which copy of the model), `owned_replicas` and
+`logical_replicas` (whose data and dropout masks), `is_main` (who writes), `stage_owners` (which
+process owns which stage).
 """
 
 from __future__ import annotations
@@ -233,9 +234,9 @@ class World:
         places = range(self.processes_per_replica)
         groups = [
             _new_group(backend, timeout, [self.rank_of(replica, place) for place in places])
-            for replica in range(self.replicas)
+            for replica in range(self.data_parallel_size)
         ]
-        return groups[self.replica]
+        return groups[self.data_parallel_rank]
 
     def _watched(self) -> World:
         """Adds a watchdog, which runs from now on, and returns this World."""
@@ -278,15 +279,15 @@ class World:
         return len(self.devices) * self.processes_per_replica
 
     @cached_property
-    def replicas(self) -> int:
+    def data_parallel_size(self) -> int:
         """The number of copies of the model."""
         return self.size // self.processes_per_replica
 
     @cached_property
-    def replica(self) -> int:
+    def data_parallel_rank(self) -> int:
         """The number of the copy that this process belongs to."""
         if self.inner == "dp":
-            return self.rank % self.replicas
+            return self.rank % self.data_parallel_size
         return self.rank // self.processes_per_replica
 
     @cached_property
@@ -297,24 +298,24 @@ class World:
         in the order in which gradients are added. Each copy of the model runs one of them, or with
         `fixed_replicas` several.
         """
-        return self.fixed_replicas or self.replicas
+        return self.fixed_replicas or self.data_parallel_size
 
     @cached_property
     def owned_replicas(self) -> range:
         """The logical replicas that this copy of the model runs."""
-        return owned_by(self.replica, self.replicas, self.logical_replicas)
+        return owned_by(self.data_parallel_rank, self.data_parallel_size, self.logical_replicas)
 
     @cached_property
     def pipeline_rank(self) -> int:
         """The number of this process among those of its replica."""
         if self.inner == "dp":
-            return self.rank // self.replicas
+            return self.rank // self.data_parallel_size
         return self.rank % self.processes_per_replica
 
     def rank_of(self, replica: int, pipeline_rank: int) -> int:
         """Returns the rank of the process with this place in this replica."""
         if self.inner == "dp":
-            return pipeline_rank * self.replicas + replica
+            return pipeline_rank * self.data_parallel_size + replica
         return replica * self.processes_per_replica + pipeline_rank
 
     @property
@@ -326,7 +327,7 @@ class World:
     def stage_owners(self) -> StageOwners:
         """The devices of a pipeline and which of its processes owns them."""
         names = tuple(map(str, self.devices)) * self.processes_per_replica
-        return StageOwners(names, self.processes_per_replica, self.replicas)
+        return StageOwners(names, self.processes_per_replica, self.data_parallel_size)
 
     @property
     def is_main(self) -> bool:
@@ -339,10 +340,10 @@ class World:
         Every process calls it for the owner of every stage, in the same order. Returns None with
         one replica.
         """
-        if self.replicas == 1:
+        if self.data_parallel_size == 1:
             return None
         self._check_open()
-        ranks = [self.rank_of(replica, pipeline_rank) for replica in range(self.replicas)]
+        ranks = [self.rank_of(replica, pipeline_rank) for replica in range(self.data_parallel_size)]
         return _new_group(self.backend, timedelta(seconds=self.timeout_s), ranks)
 
     def saving_group(self, wait: Callable[[], None]) -> dist.ProcessGroup:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from hybridtrain.errors import ConfigError, check_choice
+from hybridtrain.errors import ConfigError, argument, check_choice
 
 GIB = 2**30
 
@@ -122,7 +122,7 @@ class Hardware:
             precisions = ", ".join(self.flops_per_s) or "none"
             raise ConfigError(
                 f"hardware.flops_per_s has no rate for {precision} (it has: {precisions}): set "
-                f"trainer.precision= to one of these, or hardware.flops_per_s.{precision}="
+                f"{argument('precision')} to one of these, or hardware.flops_per_s.{precision}="
             )
         return self.flops_per_s[precision] * self.flops_reached
 

@@ -133,16 +133,17 @@ def batch_size(*batches: Any) -> int:
     Raises:
         BatchError: the sizes differ, there is no tensor, or there are no samples.
     """
-    if any(isinstance(batch, Shares) for batch in batches):
-        return sum(batch_size(*parts) for parts in shares_of(*batches))
     samples: int | None = None
     for batch in batches:
-        if isinstance(batch, Tensor) and batch.dim() and samples in (None, batch.shape[0]):
-            samples = batch.shape[0]
+        # most batches are tensors
+        if isinstance(batch, Tensor) and batch.dim() and samples in (None, size := batch.size(0)):
+            samples = size
             continue
         if isinstance(batch, Unread):
             samples = batch.samples
             continue
+        if isinstance(batch, Shares):
+            return sum(batch_size(*parts) for parts in shares_of(*batches))
         for number, leaf in enumerate(tree_flatten(as_containers(batch), _is_shared)[0]):
             if not (isinstance(leaf, Tensor) and leaf.dim()) and not is_array(leaf):
                 continue
@@ -189,18 +190,21 @@ class MicrobatchCut:
     """
 
     def __init__(self, chunks: int, *batches: Any) -> None:
+        self.places: list[MicrobatchPlace] | None = None
+        made_of_shares = [batch for batch in batches if isinstance(batch, Shares)]
+        if not made_of_shares:
+            self.sizes = chunk_sizes(batch_size(*batches), chunks)
+            self._sizes_of_shares = [self.sizes]
+            return
         self._sizes_of_shares = [
             chunk_sizes(batch_size(*parts), chunks) for parts in shares_of(*batches)
         ]
         self.sizes = [size for sizes in self._sizes_of_shares for size in sizes]
-        shares = next((batch.shares for batch in batches if isinstance(batch, Shares)), None)
-        self.places: list[MicrobatchPlace] | None = None
-        if shares is not None:
-            self.places = [
-                MicrobatchPlace(share.replica, share.ahead, number)
-                for share, sizes in zip(shares, self._sizes_of_shares, strict=True)
-                for number in range(len(sizes))
-            ]
+        self.places = [
+            MicrobatchPlace(share.replica, share.ahead, number)
+            for share, sizes in zip(made_of_shares[0].shares, self._sizes_of_shares, strict=True)
+            for number in range(len(sizes))
+        ]
 
     def of(self, batch: Any) -> list[Any]:
         """Returns the micro-batches of one of the batches; see `split`."""

@@ -24,7 +24,7 @@ def autocast(precision: str, device_type: str) -> AbstractContextManager[object]
     """Returns the autocast context of a forward; for fp32, the caller's autocast remains."""
     dtype = AUTOCAST[precision]
     if dtype is None:
-        return nullcontext()
+        return _UNCHANGED
     return torch.autocast(device_type, dtype=dtype, cache_enabled=False)
 
 

@@ -104,7 +104,7 @@ _COMPONENTS = {
 
 def byte_size(tensor: Tensor) -> int:
     """Returns the bytes of the values of a tensor; for a sparse tensor, the bytes of its parts."""
-    if parts := components(tensor):
+    if tensor.layout is not torch.strided and (parts := components(tensor)):
         return sum(part.nbytes for part in parts)
     return tensor.nbytes
 
@@ -140,22 +140,19 @@ def have_same_values(first: Tensor, second: Tensor) -> bool:
     return bool(((first == second) | (first != first) & (second != second)).all())
 
 
-def resident_bytes(module: nn.Module) -> int:
-    """Returns the bytes of the parameters, gradients and buffers of `module`."""
+def resident_bytes(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
+    """Returns the bytes of the parameters, gradients and buffers of `module`.
+
+    With an `optimizer`, also those of its state for these parameters.
+    """
     # one walk over the modules, since it takes longer than the sums
     modules = list(module.modules())
-    parameters = [p for m in modules for p in m._parameters.values() if p is not None]
-    buffers = [b for m in modules for b in m._buffers.values() if b is not None]
-    sizes = {id(b): byte_size(b) for b in buffers}
-    sizes |= {id(p): byte_size(p) * (1 + p.requires_grad) for p in parameters}
-    return sum(sizes.values())
-
-
-def optimizer_bytes(module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Returns the bytes of the state of `optimizer` for the parameters of `module`."""
-    return sum(
-        byte_size(value)
-        for parameter in module.parameters()
-        for value in optimizer.state.get(parameter, {}).values()
-        if isinstance(value, Tensor)
-    )
+    parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+    buffers = {id(b): b for m in modules for b in m._buffers.values() if b is not None}
+    total = sum(map(byte_size, buffers.values()))
+    for parameter in parameters.values():
+        total += byte_size(parameter) * (1 + parameter.requires_grad)
+        for value in optimizer.state.get(parameter, {}).values() if optimizer is not None else ():
+            if isinstance(value, Tensor):
+                total += byte_size(value)
+    return total

@@ -25,7 +25,16 @@ init_from          weights from elsewhere
 from hybridtrain.checkpoint.broadcast import broadcast_tree
 from hybridtrain.checkpoint.init_from import InitReport, find_weights, init_from, parse_init_from
 from hybridtrain.checkpoint.manifest import read_manifest, verify
-from hybridtrain.checkpoint.run import find_checkpoint, replay, restore_run, resume_run, save_run
+from hybridtrain.checkpoint.run import (
+    FixedState,
+    SavableStep,
+    find_checkpoint,
+    replay,
+    restore_run,
+    resume_run,
+    save_run,
+    save_step,
+)
 from hybridtrain.checkpoint.saving import check_directory, finishing_saves, save_checkpoint
 from hybridtrain.checkpoint.state import (
     check_fits,
@@ -41,8 +50,10 @@ from hybridtrain.checkpoint.tensor_files import without_aliases, write_weights
 
 __all__ = [
     "CheckpointStore",
+    "FixedState",
     "InitReport",
     "NoSpaceError",
+    "SavableStep",
     "broadcast_tree",
     "check_directory",
     "check_fits",
@@ -62,6 +73,7 @@ __all__ = [
     "resume_run",
     "save_checkpoint",
     "save_run",
+    "save_step",
     "step_of",
     "verify",
     "with_average",

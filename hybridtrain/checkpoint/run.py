@@ -1,16 +1,16 @@
 """A run and its checkpoints: save it, find the newest checkpoint, restore it and go on.
 
-    save_run      awaits the step, checks that its weights are finite, saves
+    save_run      -> save_step     awaits the step, checks that its weights are finite, saves
     resume_run    find_checkpoint -> restore_run -> the learning-rate schedule is stepped on
 
-`Trainer`, `Session` and loops written by hand use these. A step in progress is known here by what
-a checkpoint needs of it (`SavableStep`).
+`Trainer`, `Session`, `hybridtrain.smp` and loops written by hand use these. A step in progress is
+known here by what a checkpoint needs of it (`SavableStep`).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -38,8 +38,8 @@ class SavableStep(Protocol):
     lr_schedule: LRScheduler | None
 
     @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer, or several as one."""
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, or several as one; None: none is saved."""
 
     def check_savable(self) -> None:
         """Raises if the weights are not finite, or differ between replicas; a collective call."""
@@ -55,6 +55,28 @@ class SavableStep(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a `state_dict`."""
+
+
+class FixedState:
+    """A given state, which is saved unchanged; a restored one takes its place.
+
+    Args:
+        content: of JSON's types for `state.json`, tensors and plain values for other files.
+
+    Attributes:
+        content: what is saved, or was restored.
+    """
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.content = dict(content)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the content."""
+        return self.content
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what was saved."""
+        self.content = state_dict
 
 
 def save_run(
@@ -80,18 +102,54 @@ def save_run(
         DivergedError: weights or moments are not finite; nothing is written.
         UserError: the weights of the replicas differ; nothing is written.
     """
+    store = CheckpointStore(directory, keep)
+    path = save_step(step, store, _by_name(loaders, states), progress)
+    assert path is not None  # a full disk is an error
+    return path
+
+
+def save_step(
+    step: SavableStep,
+    store: CheckpointStore,
+    states: Mapping[str, Stateful],
+    progress: Stateful | None = None,
+    *,
+    record: Mapping[str, Any] | None = None,
+    required: bool = True,
+    prune: bool = True,
+) -> Path | None:
+    """Saves a checkpoint in `store`; a collective call.
+
+    Args:
+        step: as in `save_run`.
+        store: of the run's checkpoints.
+        states: as in `save_run`.
+        progress: as in `save_run`.
+        record: what else `state.json` has, in JSON's types; no resume loads it.
+        required: a full disk is an error; otherwise a warning.
+        prune: whether older checkpoints may be removed.
+
+    Returns:
+        the folder; None if the disk is full.
+
+    Raises:
+        Exception: see `save_run`.
+    """
+    entries: dict[str, Stateful] = {"progress": progress or step}
+    if record:
+        entries["record"] = FixedState(record)
     with step.evaluation_weights():
         step.check_savable()
-        path = save_checkpoint(
-            CheckpointStore(directory, keep),
+        return save_checkpoint(
+            store,
             step.number,
             step.model,
             step.optimizer,
-            {"progress": progress or step},
-            _by_name(loaders, states),
+            entries,
+            states,
+            required=required,
+            prune=prune,
         )
-    assert path is not None  # a full disk is an error
-    return path
 
 
 def resume_run(
@@ -150,15 +208,26 @@ def restore_run(
     return saved
 
 
-def find_checkpoint(path: str | Path, world: World, missing_ok: bool = False) -> Path | None:
+def find_checkpoint(
+    path: str | Path,
+    world: World,
+    missing_ok: bool = False,
+    choose: Callable[[CheckpointStore], Path | None] = CheckpointStore.newest,
+) -> Path | None:
     """Returns the checkpoint at `path`, or the newest in that directory; a collective call.
+
+    Args:
+        path: a checkpoint, or the directory of all.
+        world: the processes; rank 0 looks.
+        missing_ok: if there is none, return None.
+        choose: the one of a directory to take, in place of the newest.
 
     Raises:
         CheckpointError: there is none, unless that is `missing_ok`.
     """
     path = Path(path)
     checkpoint = world.from_main(
-        lambda: path if (path / MANIFEST).exists() else CheckpointStore(path).newest()
+        lambda: path if (path / MANIFEST).exists() else choose(CheckpointStore(path))
     )
     if checkpoint is None and not missing_ok:
         raise CheckpointError(f"{path} has no checkpoint")

@@ -221,8 +221,8 @@ class StateTable:
                     self.aliases[stem][name] = first
 
     def _describe(self, model: HybridModel, own: dict[str, Any]) -> _Part:
-        is_first = self.form == "alone" or model.world.replica == 0
-        state = model.pipeline.own_state()
+        is_first = self.form == "alone" or model.world.data_parallel_rank == 0
+        state = model.pipeline.local_state_dict()
         tensors_of_model = {n: value for n, value in state.items() if isinstance(value, Tensor)}
         groups = {
             # between two steps each replica may have other buffers, of which the first's are saved

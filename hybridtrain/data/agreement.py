@@ -200,7 +200,7 @@ def _exchange(
     values = torch.zeros(world.logical_replicas, 3, dtype=torch.int64)
     for replica, *samples in zip(world.owned_replicas, *counts, strict=True):
         values[replica] = torch.tensor([*samples, piece.digest if piece else 0])
-    work = world.begin_max(values) if world.replicas > 1 else None
+    work = world.begin_max(values) if world.data_parallel_size > 1 else None
 
     def received() -> list[list[int]]:
         if work is not None:
@@ -239,7 +239,10 @@ class OwnLoader(AgreedLoader):
             samples.
     """
 
-    _how_to_divide = "divide them by world.replica and world.replicas, as a DistributedSampler does"
+    _how_to_divide = (
+        "divide them by world.data_parallel_rank and world.data_parallel_size, as a "
+        "DistributedSampler does"
+    )
 
     def __init__(self, loader: Iterable[Any], world: World) -> None:
         if isinstance(loader, Iterator) or not hasattr(loader, "__iter__"):
@@ -247,20 +250,21 @@ class OwnLoader(AgreedLoader):
                 f"{name_of(loader)} is not a loader: pass an object whose __iter__ starts anew "
                 f"and yields batches `(inputs, targets)`"
             )
-        if world.logical_replicas > world.replicas:
+        if world.logical_replicas > world.data_parallel_size:
             raise DataError(
                 f"{name_of(loader)} gives each process one batch at a time, and some run several "
                 f"of the {world.logical_replicas} replicas: use TrainLoader(dataset, batch_size, "
                 f"world), which divides samples over them, or start a process for each replica"
             )
-        if world.replicas > 1 and isinstance(loader, DataLoader):
+        if world.data_parallel_size > 1 and isinstance(loader, DataLoader):
             whole = type(loader.sampler) in (RandomSampler, SequentialSampler)
             batched = getattr(loader.batch_sampler, "sampler", None) is loader.sampler
             if whole and batched and not isinstance(loader.dataset, IterableDataset):
                 raise DataError(
-                    f"this DataLoader gives each of the {world.replicas} replicas all samples: "
-                    f"pass sampler=DistributedSampler(dataset, {world.replicas}, world.replica), "
-                    f"or use TrainLoader(dataset, batch_size, world), which divides them"
+                    f"this DataLoader gives each of the {world.data_parallel_size} replicas all "
+                    f"samples: pass sampler=DistributedSampler(dataset, world.data_parallel_size, "
+                    f"world.data_parallel_rank), or use TrainLoader(dataset, batch_size, world), "
+                    f"which divides them"
                 )
         super().__init__(loader, 1, world)
         self.has_state = has_state(loader)
@@ -293,13 +297,13 @@ class OwnLoader(AgreedLoader):
         return self._world.gather(state)[:: self._world.processes_per_replica]
 
     def _local_states(self, states: list[Any]) -> tuple[dict[int, bytes], int]:
-        if len(states) != self._world.replicas:
+        if len(states) != self._world.data_parallel_size:
             raise CheckpointError(
                 f"the state of {name_of(self.dataset)} in the checkpoint is that of "
-                f"{len(states)} replicas, not of {self._world.replicas}: go on with as many, or "
-                f"{phrase('start a new run')}"
+                f"{len(states)} replicas, not of {self._world.data_parallel_size}: go on with as "
+                f"many, or {phrase('start a new run')}"
             )
-        state = states[self._world.replica]
+        state = states[self._world.data_parallel_rank]
         return {} if state is None else {0: pickle.dumps(state)}, 0
 
 

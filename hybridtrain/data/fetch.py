@@ -153,7 +153,7 @@ class WatchedLoader:
         self.device = world.devices[0]
         # The workers' seeds come from this generator instead of the default one.
         generator = torch.Generator()
-        generator.manual_seed(world.replica)
+        generator.manual_seed(world.data_parallel_rank)
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             num_workers=options.workers,

@@ -40,7 +40,7 @@ from hybridtrain.options import LoaderOptions, check_batch_size, with_settings
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
-    from hybridtrain.loss import BatchWeight, LossFn, SharesWeight
+    from hybridtrain.loss import BatchWeight, LossFn
     from hybridtrain.model import HybridModel
 
 __all__ = ["Batch", "EvalLoader", "Loader", "LoaderOptions", "Position", "TrainLoader"]
@@ -229,7 +229,7 @@ class Loader:
         loader.position, loader._left_early = Position(), False
         return loader
 
-    def weight(self, model: HybridModel, loss_fn: LossFn) -> BatchWeight | SharesWeight:
+    def weight(self, model: HybridModel, loss_fn: LossFn) -> BatchWeight:
         """Returns the `weight` of the current batch, for `train_step`; a collective call.
 
         Raises:
@@ -378,12 +378,14 @@ class TrainLoader(Loader):
     def _requests(self, start: Position) -> Iterator[Request]:
         """Yields the requests for the batches of this process, ahead of them."""
         epoch, order = -1, torch.arange(self.samples)
-        for position, total, shares in self._plan(start):
+        for position, _, shares in self._plan(start):
             if self._shuffle and position.epoch != epoch:
                 epoch, order = position.epoch, permutation(self.samples, self._seed, position.epoch)
-            whole = order[(position.batch - 1) * self.batch_size :][:total]
+            first = (position.batch - 1) * self.batch_size
             for share in shares:
-                indices = whole[share] if share.stop > share.start else whole[:1]
+                # a replica without samples has the first of the batch
+                own = share if share.stop > share.start else slice(0, 1)
+                indices = order[first + own.start : first + own.stop]
                 yield Request(indices, position.epoch, self._seed)
 
 

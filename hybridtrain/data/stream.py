@@ -161,7 +161,7 @@ class StreamLoader(AgreedLoader):
                     f"itself, and {name_of(dataset)} does: {setting('divided', True)}"
                 )
             dataset = self.dataset = _First(dataset, limit * batch_size)
-        if self.divided and world.logical_replicas > world.replicas:
+        if self.divided and world.logical_replicas > world.data_parallel_size:
             raise DataError(
                 f"{name_of(dataset)} divides itself over the processes "
                 f"({setting('divided', True)}), and some of them run several of the "
@@ -180,16 +180,16 @@ class StreamLoader(AgreedLoader):
 
             self.divided = True  # it also divides itself over worker processes
             self.dataset = split_dataset_by_node(
-                dataset, rank=world.replica, world_size=world.replicas
+                dataset, rank=world.data_parallel_rank, world_size=world.data_parallel_size
             )
         self.has_state = has_state(self.dataset)
         length = None if self.divided else length_of(dataset)
         if length is not None:
             self.batches_per_epoch = batches_in(length, batch_size, self.options)
-        if self.divided and batch_size < world.replicas:
+        if self.divided and batch_size < world.data_parallel_size:
             raise DataError(
                 f"{setting('batch_size', batch_size)} is less than a sample for each of the "
-                f"{world.replicas} replicas that {name_of(dataset)} is divided over"
+                f"{world.data_parallel_size} replicas that {name_of(dataset)} is divided over"
             )
 
     def _epochs(
@@ -236,7 +236,7 @@ class StreamLoader(AgreedLoader):
         with closing(self._epochs(Position(), drop_last=False)) as epochs:
             pieces = next(epochs)
             piece = next(pieces, None)
-            if self._world.replicas > 1:
+            if self._world.data_parallel_size > 1:
                 digests = self._world.gather(0 if piece is None else piece.digest)
                 self._compare(digests[:: self._world.processes_per_replica])
             while piece is not None:
@@ -256,7 +256,7 @@ class StreamLoader(AgreedLoader):
     def _local_states(self, states: list[Any]) -> tuple[dict[int, bytes], int]:
         if not self.divided:
             return {} if states[0] is None else {-1: pickle.dumps(states[0])}, 0
-        current = (self._world.replicas, self.options.workers)
+        current = (self._world.data_parallel_size, self.options.workers)
         saved = (len(states), states[0].get("workers") if states[0] else None)
         if current != saved:
             raise CheckpointError(
@@ -265,7 +265,7 @@ class StreamLoader(AgreedLoader):
                 f"{current[0]} with {setting('workers', current[1])}: go on with as many, or "
                 f"{phrase('start a new run')}"
             )
-        local_state = states[self._world.replica]
+        local_state = states[self._world.data_parallel_rank]
         return {int(i): pickle.dumps(x) for i, x in local_state["states"].items()}, local_state[
             "worker"
         ]

@@ -290,7 +290,10 @@ class TraceGuards:
                     f"forward depends on the mode"
                 )
                 return change, ": let its train() keep that mode when it is traced"
-        return self._reads.change(), (
+        of_reads = self._reads.change()
+        if of_reads is None:
+            return None, ""
+        return of_reads, (
             " since the model was traced: change it back, or create a new "
             f"{phrase('HybridModel')}; a submodule without submodules is called and not traced, "
             "and may change"

@@ -121,7 +121,9 @@ class Reads:
 
     def change(self) -> str | None:
         """Returns the first change, such as "b.scale has changed from 1 to 2", or None."""
-        return None if self._is_same() else self._first_change()
+        if not (self._reads or self._containers) or self._is_same():
+            return None
+        return self._first_change()
 
     def _is_same(self) -> bool:
         """Compares by identity, which is fast: 1000 values take about 30 us."""

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ WAIT_FOR_SAVE_S = 20.0
 torchrun kills its workers after 30 s."""
 
 
-class Phase(Enum):
+class Phase(StrEnum):
     """A kind of work that a run does; the watchdog has a limit for each."""
 
     SETUP = "setup"
@@ -128,7 +128,7 @@ class Activity:
         The watchdog then expects progress within a step of any script, but not between steps.
         """
         if self.work is not None and not self.is_in(Phase.SETUP):
-            return nullcontext()
+            return _NOTED
         return self.during(Phase.TRAIN if trains else Phase.EVALUATE, self.steps + 1)
 
     def catching_up(self) -> None:
@@ -157,6 +157,10 @@ class Activity:
         if len(self.lanes) != lanes:
             self.lanes = [LaneActivity() for _ in range(lanes)]
         return self.lanes
+
+
+# One for all steps that a run has noted already.
+_NOTED = nullcontext()
 
 
 class _During(AbstractContextManager[None]):

@@ -157,6 +157,9 @@ def is_second(number: int, first: float | None, now: float) -> bool:
     return not passed_on or now - first >= _PASSED_ON_S
 
 
+_NOTHING = nullcontext()
+
+
 def second_signal_ends(numbers: Collection[int] | None = None) -> AbstractContextManager[None]:
     """Ends the process if the block has not ended some seconds after a second signal.
 
@@ -167,7 +170,7 @@ def second_signal_ends(numbers: Collection[int] | None = None) -> AbstractContex
             script's own handler may want to wait for the end of the block.
     """
     if _block is not None or threading.current_thread() is not threading.main_thread():
-        return nullcontext()
+        return _NOTHING
     return _second_signal_ends(numbers)
 
 

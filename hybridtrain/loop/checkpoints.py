@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.checkpoint import CheckpointStore, save_checkpoint
+from hybridtrain.checkpoint import CheckpointStore, SavableStep, save_step
 from hybridtrain.errors import CheckpointError, ConfigError, did_you_mean, setting
 from hybridtrain.loss import direction, metric_of
 from hybridtrain.world import World
@@ -138,11 +138,14 @@ class RunCheckpoints:
         self.resumed_from: Path | None = None
         self._best = best
 
-    def write(self, trainer: Trainer, *, required: bool, prune: bool) -> Path | None:
+    def write(
+        self, trainer: Trainer, step: SavableStep, *, required: bool, prune: bool
+    ) -> Path | None:
         """Saves the state of `trainer`, which has a store; returns its place.
 
         Args:
-            trainer: its model, optimizer, progress and states are saved.
+            trainer: its progress and states are saved.
+            step: of the trainer, with its model and optimizer.
             required: a full disk is an error.
             prune: whether older checkpoints may be removed.
 
@@ -150,13 +153,12 @@ class RunCheckpoints:
             None if the disk is full.
         """
         assert trainer.store is not None
-        path = save_checkpoint(
+        path = save_step(
+            step,
             trainer.store,
-            trainer.step,
-            trainer.model,
-            trainer.optimizer,
-            {"trainer": trainer},
             trainer.states,
+            trainer,
+            record=trainer.record,
             required=required,
             prune=prune,
         )

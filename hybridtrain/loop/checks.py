@@ -169,7 +169,7 @@ def batch_norms_watched(model: HybridModel, train: Loader) -> Iterator[None]:
     replicas = world.logical_replicas
     shares = [share_of(last, replica, replicas) for replica in range(replicas)]
     sizes = [max(1, share.stop - share.start) for share in shares]  # without samples it repeats one
-    synchronised = model.options.sync_batch_norm and world.replicas > 1
+    synchronised = model.options.sync_batch_norm and world.data_parallel_size > 1
     if not last or synchronised or min(chunk_sizes(size, chunks)[-1] for size in sizes) > 1:
         yield
         return

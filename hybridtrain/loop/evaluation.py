@@ -20,10 +20,10 @@ from hybridtrain.data import EvalLoader
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import Phase, activity
 from hybridtrain.loss import (
-    BatchWeight,
     LogProbabilityCheck,
     LossFn,
     Metric,
+    MicrobatchCounts,
     main_output,
     named_values,
 )
@@ -110,9 +110,9 @@ def evaluate(
             size = batch_size(inputs, targets)
             done += size
             if losses:  # else the last stage is in another process
-                weight = BatchWeight(loss, (inputs, targets), model.options.chunks)
-                sums[replica, 1:] += torch.tensor([weight.count, size], dtype=torch.float64)
-                for value, factor in zip(losses, weight.weights, strict=True):
+                counted = MicrobatchCounts(loss, (inputs, targets), model.options.chunks)
+                sums[replica, 1:] += torch.tensor([counted.count, size], dtype=torch.float64)
+                for value, factor in zip(losses, counted.weights, strict=True):
                     if factor:  # the mean of nothing is not a number
                         loss_sum[replica].add_(value, alpha=factor)
             on_batch(done)

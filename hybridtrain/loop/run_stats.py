@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from hybridtrain.data import Loader, OwnLoader
 from hybridtrain.loop.advice import RecordedStep, advise
 from hybridtrain.model import HybridModel, TrainStepResult
-from hybridtrain.pipeline import Phases, Timeline, read_timelines, stage_times
+from hybridtrain.pipeline import Phases, Timeline, measured_ms, read_timelines
 from hybridtrain.schedule import (
     Account,
     Spans,
@@ -235,8 +235,7 @@ class RunStats:
         read_timelines(self._timelines)
         spans, computing = self._timelines[-1].spans(), self._timelines[-1].computing()
         self._recorded.bubbles.append(bubble_fraction(spans))
-        times = stage_times(computing, len(self._times))
-        self._times = [(time.forward_ms, time.backward_ms) for time in times]
+        self._times = measured_ms(computing, len(self._times))
         values = {"pipeline/bubble_fraction": self._recorded.bubbles[-1]}
         if whole and self._phases is not None:
             accounts = self._read_account(self._phases)
@@ -257,8 +256,8 @@ class RunStats:
             )
             self._recorded.keep(recorded)
             values |= {f"account/{name}_ms": s * 1e3 for name, s in mean._asdict().items()}
-            own = list(own_times(accounts).values())
-            if len(own) > 1:
+            if world.data_parallel_size > 1:
+                own = list(own_times(accounts).values())
                 slowest = max(range(len(own)), key=own.__getitem__)
                 values["replicas/slowest"] = slowest
                 values["replicas/slowest_ms"] = own[slowest] * 1e3
@@ -280,7 +279,7 @@ class RunStats:
             windows = [each.window(lane, phases.begin[number]) for each in self._timelines]
             parts = [of_batch[lane] for of_batch in in_pipeline]
             account = around_pipeline(phases.ends(number), windows, parts)
-            own.append(DeviceAccount(world.replica, lane, account))
+            own.append(DeviceAccount(world.data_parallel_rank, lane, account))
         return [each for of_rank in world.gather(own) for each in of_rank]
 
     def _accounts_in_pipeline(self, timeline: Timeline) -> list[Account]:
@@ -288,7 +287,7 @@ class RunStats:
         schedule, spans = timeline.schedule, timeline.spans()
         reductions, least = timeline.reductions, {}
         # batches before the last one are not averaged
-        if self._model.world.replicas > 1 and timeline is self._timelines[-1]:
+        if self._model.world.data_parallel_size > 1 and timeline is self._timelines[-1]:
             # An all-reduce ends everywhere at one time: it was shortest for whom nobody waited.
             known = self._model.world.gather(reductions)
             least = {action: min(each.get(action, 0.0) for each in known) for action in reductions}

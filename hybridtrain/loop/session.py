@@ -125,7 +125,7 @@ class PreparedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, unless more batches are to be accumulated to them."""
-        if not self._session.in_use.is_open:
+        if not self._session.in_use.has_partial_grads:
             self.optimizer.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
@@ -163,30 +163,30 @@ class StepInUse:
         batches: of the step, of this replica.
         index: of the batch in use.
         training: the step, once one of its batches was trained on.
-        stepped: an optimizer has stepped.
-        looping: the loop that uses it has not been left.
+        optimizer_stepped: an optimizer has stepped.
+        in_loop: the loop that uses it has not been left.
     """
 
     batches: Sequence[Batch] = ()
     index: int = 0
     training: StepInProgress | None = None
-    stepped: bool = False
-    looping: bool = False
+    optimizer_stepped: bool = False
+    in_loop: bool = False
 
     @property
-    def at_last(self) -> bool:
+    def at_last_batch(self) -> bool:
         """Tells whether the batch in use is the last one."""
         return self.index + 1 >= len(self.batches)
 
     @property
-    def is_open(self) -> bool:
+    def has_partial_grads(self) -> bool:
         """Tells whether gradients of a part of its batches are there."""
         return self.training is not None and not self.training.is_trained
 
     @property
-    def waits(self) -> bool:
+    def has_unapplied_grads(self) -> bool:
         """Tells whether gradients are there that no optimizer has stepped on."""
-        return self.training is not None and not self.stepped
+        return self.training is not None and not self.optimizer_stepped
 
 
 class PreparedLoader:
@@ -214,19 +214,19 @@ class PreparedLoader:
         try:
             with closing(self.loader.batches()) as batches:
                 while group := next_step(batches, session.accumulate):
-                    session.in_use = step = StepInUse(group, looping=True)
+                    session.in_use = step = StepInUse(group, in_loop=True)
                     for index, batch in enumerate(group):
                         session.in_use, step.index = step, index
                         targets = session.model.pipeline.to_output_device(batch.targets)
                         yield batch.inputs, targets
-                        if session.in_use is not step and session.in_use.looping:
+                        if session.in_use is not step and session.in_use.in_loop:
                             raise BatchError(
                                 "two prepared loaders are read by one loop, and a step has the "
                                 "batches of one: make one data set of both, or leave one of the "
                                 "loaders out of prepare()"
                             )
         finally:
-            step.looping = False
+            step.in_loop = False
             # not if another loop has begun since, nor where the interpreter ends inside of the loop
             if session.in_use is step and not sys.is_finalizing():
                 session._leave(step, outer)
@@ -504,7 +504,7 @@ class Session:
     @property
     def sync_gradients(self) -> bool:
         """Tells whether the batch in use is the last one of its step."""
-        return self.in_use.at_last
+        return self.in_use.at_last_batch
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: LossFn) -> TrainStepResult:
         """Runs forward, loss and backward of the batch in use; see `HybridModel.train_step`.
@@ -569,7 +569,9 @@ class Session:
             return leaf[:samples].detach().cpu()
 
         found = self.world.gather(tree_map(own, values))
-        places = [self.world.rank_of(replica, 0) for replica in range(self.world.replicas)]
+        places = [
+            self.world.rank_of(replica, 0) for replica in range(self.world.data_parallel_size)
+        ]
         return merge([found[rank] for rank in places])
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -608,7 +610,9 @@ class Session:
         """
         if not self.sync_gradients:
             raise CheckpointError("a step is not complete: save when session.sync_gradients is set")
-        if self.in_use.waits or (self.in_use.looping and not self.in_use.stepped):
+        if self.in_use.has_unapplied_grads or (
+            self.in_use.in_loop and not self.in_use.optimizer_stepped
+        ):
             raise CheckpointError(
                 "the batch in use was not trained on yet, and a run that goes on from here would "
                 "leave it out: save after optimizer.step()"
@@ -695,19 +699,19 @@ class Session:
 
     def _leave(self, step: StepInUse, outer: StepInUse) -> None:
         """Ends the use of `step`, whose loop is left, inside that of `outer`."""
-        if step.is_open:
+        if step.has_partial_grads:
             self.model.zero_grad()
             for optimizer in self._step.optimizers:
                 optimizer.zero_grad()
-        if outer.looping:
+        if outer.in_loop:
             self.in_use = outer
-        elif not step.at_last:  # else its last batch may be used after the loop
+        elif not step.at_last_batch:  # else its last batch may be used after the loop
             self.in_use = StepInUse()
 
     def _take(self, optimizer: Optimizer) -> None:
         """Has a prepared optimizer step; the first of several counts the step."""
         use = self.in_use
         self._step.take(optimizer)
-        if not use.stepped:
+        if not use.optimizer_stepped:
             self._step.end()
-        use.stepped = True
+        use.optimizer_stepped = True

@@ -66,6 +66,8 @@ _log = logging.getLogger(__name__)
 # How long the end of an interrupted run waits for the other processes.
 _WAIT_FOR_OTHERS_S = 10.0
 
+_NOTHING = nullcontext()
+
 
 class Trainer:
     """Trains a `HybridModel`. Every process runs it, with a store.
@@ -91,6 +93,8 @@ class Trainer:
         callbacks: follow the run; see `Callback`. Every process has them, with their states in the
             checkpoint; those that are `main_only`, such as each `Tracker`, run on rank 0.
         training_step: in place of the method of that name, with this trainer as first argument.
+        record: what else `state.json` of each checkpoint has, in JSON's types, such as where the
+            data came from. A resume does not load it.
         settings: fields of `TrainerOptions`, in place of or on top of `options`.
 
     Attributes:
@@ -123,6 +127,7 @@ class Trainer:
         states: Mapping[str, Stateful] | None = None,
         callbacks: Iterable[Callback] = (),
         training_step: Callable[..., list[TrainStepResult]] | None = None,
+        record: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         check_names(TrainerOptions, settings, list(inspect.signature(Trainer).parameters))
@@ -153,6 +158,7 @@ class Trainer:
         self.total_steps = self.options.total_steps(self.train.batches_per_epoch)
         check_last_batch(model, self.train)
         self.store = store
+        self.record = dict(record or {})
         self.states = dict(states or {})
         check_state_names(self.states)
         if self.train.has_state:
@@ -320,18 +326,19 @@ class Trainer:
     def _train(self, stream: Iterator[Batch]) -> None:
         # what an interruption or an error has kept it from
         self._save_and_evaluate_if_due(first=True)
-        watched: AbstractContextManager[None] = nullcontext()
+        watched: AbstractContextManager[None] = _NOTHING
         if self._reaches_last_batch():
             watched = batch_norms_watched(self.model, self.train)
         while not self._ended:
             self._interruptions.begin_step()
-            log_due = self.logging = self._is_due(self.options.log_every, self.step + 1)
-            timeline_due = self._is_due(self.options.timeline_every, self.step + 1)
+            number = self._step.number + 1
+            log_due = self.logging = self._is_due(self.options.log_every, number)
+            timeline_due = self._is_due(self.options.timeline_every, number)
             # read before the schedule changes them
             rates = learning_rates(self.optimizer) if log_due else {}
             with watched:
                 norm = self._take_step(stream, timeline=log_due or timeline_due)
-            watched, self._between_steps = nullcontext(), True
+            watched, self._between_steps = _NOTHING, True
             if log_due:
                 self._log(rates, norm)
             if timeline_due and self._stats.recorded:
@@ -397,8 +404,7 @@ class Trainer:
             prune = not self._finite.skipping
             required = required and not saved
             with self._step.evaluation_weights():
-                self._step.check_savable()
-                path = self._checkpoints.write(self, required=required, prune=prune)
+                path = self._checkpoints.write(self, self._step, required=required, prune=prune)
                 if path is not None:
                     self._tell("on_save", path)
             if path is None and not saved:
@@ -562,9 +568,12 @@ class Trainer:
     @property
     def _ended(self) -> bool:
         """True if no step is left, or a callback has ended the run."""
-        return self._step.number >= self.total_steps or any(
-            callback.stops for callback in self.callbacks if not isinstance(callback, Tracker)
-        )
+        if self._step.number >= self.total_steps:
+            return True
+        for callback in self.callbacks:  # a plain loop: it is asked several times in a step
+            if callback.stops and not isinstance(callback, Tracker):
+                return True
+        return False
 
     @property
     def account(self) -> dict[str, Any] | None:
@@ -586,7 +595,7 @@ class Trainer:
 
     def _is_due(self, every: int | None, step: int) -> bool:
         """Returns whether `step` is a multiple of `every`; the last step always is due."""
-        last = step == self.total_steps or (step == self.step and self._ended)
+        last = step == self.total_steps or (step == self._step.number and self._ended)
         return last or (every is not None and step % every == 0)
 
     def _ended_epoch(self, every: int | None) -> bool:
@@ -606,13 +615,13 @@ class Trainer:
         Raises:
             ConfigError: `training_step` has not returned a result for each batch.
         """
-        start, number = self.train.position, self.step
+        start, number = self.train.position, self._step.number
         try:
             self._stats.begin_step(timeline)
-            activity.now(Phase.DATA, self.step + 1)
+            activity.now(Phase.DATA, number + 1)
             batches = next_step(stream, self.options.accumulate)
             self._stats.end_phase("data")
-            activity.now(Phase.TRAIN, self.step + 1)
+            activity.now(Phase.TRAIN, number + 1)
             self._between_steps = False
             self._step.begin(batches, self.loss_fn)
             results = self._training_step(self, batches, timeline)
@@ -629,9 +638,9 @@ class Trainer:
             if self.step == number:  # what is saved, or fitted again, goes on with this step
                 self.train.position = start
             raise
-        samples = sum(batch.total for batch in batches)
+        samples = sum([batch.total for batch in batches])
         self.samples += samples
-        self.throughput.tick(samples, sum(batch.tokens for batch in batches))
+        self.throughput.tick(samples, sum([batch.tokens for batch in batches]))
         self._tell("on_step", samples)
         self._stats.end_phase("host")
         return norm
@@ -665,8 +674,9 @@ class Trainer:
         `first` work of a `fit`, the evaluation is completed although `max_time` is over, and saved:
         otherwise every restart with a `max_time` shorter than an evaluation would begin it anew.
         """
-        if self.step > 0:
-            save |= self._is_due(self.options.checkpoint_every_steps, self.step)
+        step = self._step.number
+        if step > 0:
+            save |= self._is_due(self.options.checkpoint_every_steps, step)
             save |= self._ended_epoch(self.options.checkpoint_every_epochs)
         evaluates = self._evaluation_is_due()
         if save or evaluates or self._ended:

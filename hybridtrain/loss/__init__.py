@@ -42,8 +42,8 @@ from hybridtrain.loss.proof import (
 from hybridtrain.loss.transformers_counts import count_of_output
 from hybridtrain.loss.weights import (
     BatchWeight,
+    MicrobatchCounts,
     ShareLoss,
-    SharesWeight,
     StepWeights,
     microbatch_weights,
 )
@@ -59,11 +59,11 @@ __all__ = [
     "LossFn",
     "MeanLoss",
     "Metric",
+    "MicrobatchCounts",
     "ModelLossProof",
     "OutputProof",
     "SeenLosses",
     "ShareLoss",
-    "SharesWeight",
     "StepWeights",
     "SumLoss",
     "accuracy",

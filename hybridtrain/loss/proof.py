@@ -256,8 +256,8 @@ def check_log_probabilities(values: Any, loss: str) -> None:
     if largest > 1e-3 + 4 * torch.finfo(values.dtype).eps * size:
         raise ConfigError(
             f"{setting('loss_fn', loss)} takes log-probabilities, which are never above 0, and "
-            f"the model returns logits (one is {largest:.4g}): use cross_entropy "
-            "(trainer.loss=cross_entropy)"
+            f"the model returns logits (one is {largest:.4g}): set "
+            f"{setting('loss_fn', 'cross_entropy')}"
         )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class ShareLoss:
 
     Attributes:
         replica: the number of the logical replica.
-        mean: over what counts in the share, a 0-dim tensor; see `BatchWeight.mean`.
+        mean: over what counts in the share, a 0-dim tensor; see `MicrobatchCounts.mean`.
         count: what it is a mean over.
     """
 
@@ -47,22 +47,24 @@ class ShareLoss:
     count: float
 
 
-class BatchWeight:
-    """The weight of a batch and its micro-batches in the loss of an optimizer step.
+class MicrobatchCounts:
+    """The counts of the micro-batches of a batch, or of a logical replica's share of one.
 
-    The mean of a batch is the sum over its micro-batches of weight x value of the loss function,
+    The mean of the batch is the sum over its micro-batches of weight x value of the loss function,
     divided by `count`.
 
     Args:
-        loss: the loss of the step.
+        loss: the loss.
         batch: `(inputs, targets)`.
-        chunks: the number of micro-batches to cut a batch into.
-        step: the weights of the whole step; None for a batch that is only evaluated.
+        chunks: the number of micro-batches to cut it into.
+        replica: the logical replica that the batch is of.
         in_step: False for a padding batch, which does not count in the step.
-        replica: the logical replica that the batch is a share of.
+        is_step: whether the step is this batch alone.
 
     Attributes:
-        microbatches: the number of micro-batches of the batch.
+        replica: see above.
+        in_step: see above.
+        microbatches: the number of micro-batches.
         is_single_microbatch: whether the whole step is this one micro-batch.
         weights: the weight of each micro-batch's loss value: 1 for sums, its count for means.
         count: the count of the batch.
@@ -82,17 +84,17 @@ class BatchWeight:
         loss: CountedLoss,
         batch: tuple[Any, Any],
         chunks: int,
-        step: StepWeights | None = None,
-        in_step: bool = True,
         replica: int = 0,
+        in_step: bool = True,
+        is_step: bool = False,
     ) -> None:
-        self.replica = replica
+        self.replica, self.in_step = replica, in_step
         sizes = chunk_sizes(batch_size(*batch), chunks)
         self.microbatches = len(sizes)
-        self.is_single_microbatch = step is not None and step.is_one_batch and len(sizes) == 1
+        self.is_single_microbatch = is_step and len(sizes) == 1
         if not self.is_single_microbatch:
             loss.refuse_ignored(*batch)
-        self._is_sum, self._step, self._in_step = loss.is_sum, step, in_step
+        self._is_sum = loss.is_sum
         self._counts = copied_to_host(loss.counts(*batch, sizes))
 
     def __getattr__(self, name: str) -> Any:
@@ -101,30 +103,12 @@ class BatchWeight:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         counts = self._counts()
         self.count = sum(counts)
-        self.counted = self.count if self._in_step else 0
+        self.counted = self.count if self.in_step else 0
         self.weights = [1] * self.microbatches if self._is_sum else counts
         return vars(self)[name]
 
-    @cached_property
-    def grad_scales(self) -> Sequence[float]:
-        """The gradient of the step's loss with respect to each micro-batch's loss value."""
-        step, count = self._step, self.count
-        assert step is not None
-        if not count or not (self._in_step or step.has_fixed_weight):
-            return [0.0] * self.microbatches
-        return [step.grad_scale(part, count) for part in self.weights]
-
-    @property
-    def counted_by_replica(self) -> list[tuple[int, float]]:
-        """The count of each logical replica in the step."""
-        return [(self.replica, self.counted)]
-
-    def share_losses(self, values: Sequence[Tensor]) -> list[ShareLoss]:
-        """Returns the loss of each logical replica; see `mean`."""
-        return [ShareLoss(self.replica, self.mean(values), self.counted)]
-
     def mean(self, values: Sequence[Tensor]) -> Tensor:
-        """Returns the mean of the batch from the loss values of its micro-batches, 0-dim.
+        """Returns the mean from the loss values of the micro-batches, 0-dim.
 
         It is 0 if nothing counts, and NaN without values (another process has the last stage).
         """
@@ -142,70 +126,128 @@ class BatchWeight:
         return (stacked * on_device).sum() / count
 
 
-class SharesWeight:
-    """The weight of a batch that is made of shares; each share is weighted as a batch.
+def microbatch_weights(loss: CountedLoss, batch: tuple[Any, Any], chunks: int) -> list[float]:
+    """Returns the weight of each micro-batch's loss value, of a batch that is only evaluated."""
+    shares = [MicrobatchCounts(loss, parts, chunks) for parts in shares_of(*batch)]
+    return [weight for share in shares for weight in share.weights]
 
-    It has the attributes of `BatchWeight`.
+
+class StepScale:
+    """The scale of each micro-batch's loss in an optimizer step.
+
+    Args:
+        shares: this process's part of the step.
+        world: the processes and replicas.
+        known: the count of the whole step, if it is known.
+        weight: a factor for the mean of each batch instead of its share of the total.
     """
 
-    is_single_microbatch = False
-
-    def __init__(self, shares: Sequence[BatchWeight]) -> None:
+    def __init__(
+        self,
+        shares: Sequence[MicrobatchCounts],
+        world: World,
+        known: float | None,
+        weight: float | None,
+    ) -> None:
+        fixed, replicas = world.fixed_replicas is not None, world.logical_replicas
         self._shares = shares
-        self.microbatches = sum(share.microbatches for share in shares)
+        self._replicas = 1 if fixed else replicas  # gradients are summed, or averaged
+        self._weight = None if weight is None else float(weight) / (replicas if fixed else 1)
+        self._total = known
+        self._counts: Tensor | None = None
+        # some processes of a pipeline may not have read the batch
+        counts_elsewhere = replicas > 1 or world.processes_per_replica > 1
+        if known is None and weight is None and counts_elsewhere:
+            # by replica, and added in their order: float counts are the same on all processes
+            self._counts = torch.zeros(replicas, dtype=torch.float64)
+            # all processes of a replica have the same batch: count it once
+            for share in shares if world.pipeline_rank == 0 else ():
+                self._counts[share.replica] += share.counted
+            # asynchronous: the all-reduce overlaps with the forward
+            self._work = world.begin_sum(self._counts)
+
+    @property
+    def total(self) -> float:
+        """The count of the step over all batches and replicas; the first use waits for the sum."""
+        if self._total is None:
+            if self._counts is None:
+                self._total = sum([share.counted for share in self._shares])
+            else:
+                if self._work is not None:
+                    self._work.wait()
+                self._total = math.fsum(self._counts.tolist())
+        return self._total
+
+    def of(self, share: MicrobatchCounts) -> list[float]:
+        """Returns the gradient of the step's loss with respect to each micro-batch's loss value."""
+        numerator: float = self._replicas * share.in_step
+        denominator = self.total if self._weight is None else share.count
+        if self._weight is not None:
+            numerator = self._weight
+        if not (share.count and denominator):
+            return [0.0] * share.microbatches
+        # rounded once, as where one writes loss * part / total
+        return [part * numerator / denominator for part in share.weights]
+
+
+class BatchWeight:
+    """The weight of a batch and its micro-batches in the loss of an optimizer step.
+
+    Args:
+        shares: the counts of each logical replica's share, or of the whole batch.
+        scale: of the step.
+
+    Attributes:
+        microbatches: the number of micro-batches of the batch.
+        is_single_microbatch: whether the whole step is this one micro-batch.
+    """
+
+    def __init__(self, shares: Sequence[MicrobatchCounts], scale: StepScale) -> None:
+        self._shares, self._scale = shares, scale
+        self.microbatches = sum([share.microbatches for share in shares])
+        self.is_single_microbatch = shares[0].is_single_microbatch
 
     @cached_property
     def weights(self) -> Sequence[float]:
-        """The weight of each micro-batch's loss value."""
-        return [*chain.from_iterable(share.weights for share in self._shares)]
-
-    @property
-    def count(self) -> float:
-        """The count of the batch."""
-        return sum(share.count for share in self._shares)
-
-    @property
-    def counted(self) -> float:
-        """The count of the batch in the step."""
-        return sum(share.counted for share in self._shares)
+        """The weight of each micro-batch's loss value in the sum of its share."""
+        return [weight for share in self._shares for weight in share.weights]
 
     @cached_property
     def grad_scales(self) -> Sequence[float]:
         """The gradient of the step's loss with respect to each micro-batch's loss value."""
-        return [*chain.from_iterable(share.grad_scales for share in self._shares)]
+        return [*chain.from_iterable(map(self._scale.of, self._shares))]
 
     @property
-    def counted_by_replica(self) -> list[tuple[int, float]]:
-        """The count of each logical replica in the step."""
-        return [(share.replica, share.counted) for share in self._shares]
+    def count(self) -> float:
+        """The count of the batch."""
+        return sum([share.count for share in self._shares])
+
+    @property
+    def counted(self) -> float:
+        """The count of the batch in the step: 0 for a padding batch."""
+        return sum([share.counted for share in self._shares])
 
     def share_losses(self, values: Sequence[Tensor]) -> list[ShareLoss]:
-        """Returns the loss of each logical replica."""
+        """Returns the loss of each logical replica; see `mean`."""
         losses: list[ShareLoss] = []
         first = 0
         for share in self._shares:
-            losses += share.share_losses(values[first : first + share.microbatches])
+            own = values[first : first + share.microbatches]
+            losses.append(ShareLoss(share.replica, share.mean(own), share.counted))
             first += share.microbatches
         return losses
 
     def mean(self, values: Sequence[Tensor]) -> Tensor:
-        """Returns the mean over what counts in all shares."""
-        if not values:
-            return torch.tensor(float("nan"))
+        """Returns the mean over all shares; see `MicrobatchCounts.mean`."""
+        if len(self._shares) == 1 or not values:
+            return self._shares[0].mean(values)
         losses, total = self.share_losses(values), self.counted
         if not total:
             return torch.zeros_like(values[0])
-        parts = [loss.mean * (loss.count / total) for loss in losses]
-        return torch.stack(parts).sum()
+        return torch.stack([loss.mean * (loss.count / total) for loss in losses]).sum()
 
 
-def microbatch_weights(loss: CountedLoss, batch: tuple[Any, Any], chunks: int) -> Sequence[float]:
-    """Returns the weight of each micro-batch's loss value, of a batch that is only evaluated."""
-    shares = [BatchWeight(loss, parts, chunks) for parts in shares_of(*batch)]
-    return SharesWeight(shares).weights
-
-
-class StepWeights(list[BatchWeight | SharesWeight]):
+class StepWeights(list[BatchWeight]):
     """The weights of the batches of one optimizer step.
 
     Args:
@@ -217,9 +259,6 @@ class StepWeights(list[BatchWeight | SharesWeight]):
         total: the samples of the step over all batches and replicas, if known; used by a loss that
             counts samples.
         weight: a factor for the mean of each batch instead of its share of the total.
-
-    Attributes:
-        is_one_batch: whether the loss of the step is the mean of one batch.
     """
 
     def __init__(
@@ -233,71 +272,32 @@ class StepWeights(list[BatchWeight | SharesWeight]):
         total: float | None = None,
         weight: float | None = None,
     ) -> None:
-        fixed, replicas = world.fixed_replicas is not None, world.logical_replicas
-        self._replicas = 1 if fixed else replicas  # gradients are summed, or averaged
-        self._weight = None if weight is None else float(weight) / (replicas if fixed else 1)
-        self.is_one_batch = len(batches) == 1 and replicas == 1 and weight in (None, 1)
+        # the mean of one batch, without a factor
+        is_one = len(batches) == 1 and world.logical_replicas == 1 and weight in (None, 1)
+        counts: list[list[MicrobatchCounts]] = []
         for index, batch in enumerate(batches):
-            in_step = samples is None or samples[index] > 0
-            self.append(self._weight_of_batch(loss, batch, chunks, in_step, world))
-        self._known = total if loss.counts_samples else None
-        self._counts: Tensor | None = None
-        # some processes of a pipeline may not have read the batch
-        counts_elsewhere = replicas > 1 or world.processes_per_replica > 1
-        if self._known is None and weight is None and counts_elsewhere:
-            # by replica, and added in their order: float counts are the same on all processes
-            self._counts = torch.zeros(replicas, dtype=torch.float64)
-            # all processes of a replica have the same batch: count it once
-            for batch_weight in self if world.pipeline_rank == 0 else ():
-                for replica, count in batch_weight.counted_by_replica:
-                    self._counts[replica] += count
-            # asynchronous: the all-reduce overlaps with the forward
-            self._work = world.begin_sum(self._counts)
+            if isinstance(batch[0], Shares):
+                pairs = zip(shares_of(*batch), batch[0].shares, strict=True)
+                of_batch = [
+                    MicrobatchCounts(loss, parts, chunks, share.replica, share.samples > 0)
+                    for parts, share in pairs
+                ]
+            else:
+                in_step = samples is None or samples[index] > 0
+                replica = world.owned_replicas.start
+                of_batch = [MicrobatchCounts(loss, batch, chunks, replica, in_step, is_one)]
+            counts.append(of_batch)
+        known = total if loss.counts_samples else None
+        self._scale = StepScale([*chain.from_iterable(counts)], world, known, weight)
+        super().__init__([BatchWeight(of_batch, self._scale) for of_batch in counts])
 
-    def _weight_of_batch(
-        self, loss: CountedLoss, batch: tuple[Any, Any], chunks: int, in_step: bool, world: World
-    ) -> BatchWeight | SharesWeight:
-        inputs, _ = batch
-        if not isinstance(inputs, Shares):
-            replica = world.owned_replicas.start
-            return BatchWeight(loss, batch, chunks, self, in_step, replica)
-        return SharesWeight(
-            [
-                BatchWeight(loss, parts, chunks, self, share.samples > 0, share.replica)
-                for parts, share in zip(shares_of(*batch), inputs.shares, strict=True)
-            ]
-        )
-
-    @cached_property
+    @property
     def total(self) -> float:
         """The count of the step over all batches and replicas; the first use waits for the sum.
 
         If it is 0, there is no gradient and the optimizer should not step.
         """
-        if self._known is not None:
-            return self._known
-        if self._counts is None:
-            return sum([batch.counted for batch in self])
-        if self._work is not None:
-            self._work.wait()
-        return math.fsum(self._counts.tolist())
-
-    @property
-    def has_fixed_weight(self) -> bool:
-        """True if the mean of a batch has a weight that does not depend on its count."""
-        return self._weight is not None
-
-    def grad_scale(self, part: float, count: float) -> float:
-        """Returns the gradient of the step's loss with respect to the loss of a micro-batch.
-
-        Args:
-            part: the weight of the micro-batch in its batch.
-            count: the count of that batch.
-        """
-        if self._weight is not None:
-            return self._weight * part / count
-        # rounded once, as where one writes loss * part / total
-        return part * self._replicas / self.total if self.total else 0.0
+        return self._scale.total
 
 
 def copied_to_host(counts: Sequence[int | float | Tensor]) -> Callable[[], Sequence[float]]:
@@ -311,6 +311,9 @@ def copied_to_host(counts: Sequence[int | float | Tensor]) -> Callable[[], Seque
             raises it.
     """
     tensors = [count for count in counts if isinstance(count, Tensor)]
+    if not tensors:
+        known = _checked(cast("Sequence[float]", counts))
+        return lambda: known
     if len(tensors) < len(counts) or accelerator_of(tensors[0].device) is None:
         numbers = _checked([c.item() if isinstance(c, Tensor) else c for c in counts])
         return lambda: numbers

@@ -4,6 +4,7 @@ trackers/      TensorBoard, W&B, MLflow, a progress bar, files of metrics
 report/        the page of one or several runs: one HTML file
 pictures       timelines, curves, plans and time breakdowns, drawn
 timeline       what the stages do when, in files
+hyperparameters  which keys runs are compared by
 notebook       pictures of a run in a notebook
 """
 

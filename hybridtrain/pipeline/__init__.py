@@ -38,7 +38,7 @@ from hybridtrain.pipeline.own_stages import construct_own_stages, plan_without_v
 from hybridtrain.pipeline.pipeline import Pipeline
 from hybridtrain.pipeline.reducer import unscale_
 from hybridtrain.pipeline.ties import remove_aliases
-from hybridtrain.pipeline.timeline import Phases, Timeline, read_timelines, stage_times
+from hybridtrain.pipeline.timeline import Phases, Timeline, measured_ms, read_timelines
 
 __all__ = [
     "ENGINES",
@@ -55,11 +55,11 @@ __all__ = [
     "check_replicas",
     "construct_own_stages",
     "default_generator_lock",
+    "measured_ms",
     "plan_without_values",
     "read_timelines",
     "remove_aliases",
     "seed_of",
-    "stage_times",
     "threads_per_lane",
     "unscale_",
     "with_sync_batch_norm",

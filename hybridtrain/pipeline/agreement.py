@@ -89,12 +89,12 @@ class BatchCheck:
         if largest != -minus_smallest:
             world = self._world
             places = range(world.processes_per_replica)
-            ranks = [str(world.rank_of(world.replica, place)) for place in places]
+            ranks = [str(world.rank_of(world.data_parallel_rank, place)) for place in places]
+            share = phrase("world.data_parallel_rank of world.data_parallel_size")
             raise BatchError(
                 f"ranks {', '.join(ranks)} are one pipeline, and were given different batches: "
                 f"with {setting('engine', 'distributed')} samples are divided over the replicas "
-                f"({phrase('world.replica of world.replicas')}), not over the processes, and "
-                "each process needs the same order"
+                f"({share}), not over the processes, and each process needs the same order"
             )
 
 
@@ -121,10 +121,10 @@ def check_replicas(net: nn.Module, world: World) -> None:
     Raises:
         UserError: a parameter differs; names the first one, and the ranks.
     """
-    if world.replicas == 1:
+    if world.data_parallel_size == 1:
         return
     mine = {name: int(checksum(p)) for name, p in net.named_parameters() if not p.is_meta}
-    everyones = world.gather((world.replica, mine))
+    everyones = world.gather((world.data_parallel_rank, mine))
     first: dict[str, int] = {}
     for replica, sums in everyones:
         if replica == 0:

@@ -126,7 +126,7 @@ def with_sync_batch_norm(net: nn.Module, world: World) -> nn.Module:
     Raises:
         ConfigError: they are for GPUs, one for each stage.
     """
-    if world.replicas == 1:
+    if world.data_parallel_size == 1:
         return net
     if world.devices[0].type != "cuda":
         raise ConfigError(f"{setting('sync_batch_norm', True)} requires CUDA devices")

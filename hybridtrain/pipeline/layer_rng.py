@@ -48,7 +48,7 @@ class LayerRNG:
     Attributes:
         step: the number of training passes so far; a resumed run sets it.
         active: whether the model trains; nothing is seeded in evaluation.
-        looks_apart: see there.
+        probes_compiled: see there.
         own_generator: see there.
         seeds_evaluations: whether layers draw by place in evaluations too; for comparisons.
         pieces: the layers that were cut out of a unit.
@@ -59,7 +59,8 @@ class LayerRNG:
         seed: of the run.
         replica: the number of the logical replica that draws, where a step does not say.
         units: for each layer its unit, and its number among the unit's pieces.
-        looks_apart: the layers are compiled, and looked at as `needs_look` says, not in a step.
+        probes_compiled: the layers are compiled, and run plainly before a step to see whether they
+            draw; see `needs_probe`.
         own_generator: returns the default generator of the device of this thread, or None; where
             another thread draws from it too, there is no such function.
     """
@@ -69,7 +70,7 @@ class LayerRNG:
         seed: int,
         replica: int,
         units: Sequence[tuple[int, int]],
-        looks_apart: bool = False,
+        probes_compiled: bool = False,
         own_generator: Callable[[], torch.Generator | None] | None = None,
     ) -> None:
         self.own_generator = own_generator
@@ -82,17 +83,17 @@ class LayerRNG:
         self._units = units
         of_unit = Counter(unit for unit, _ in units)
         self.pieces = {layer for layer, (unit, _) in enumerate(units) if of_unit[unit] > 1}
-        self.looks_apart = looks_apart
-        self._unseen = set(range(len(units))) if looks_apart else set[int]()
+        self.probes_compiled = probes_compiled
+        self._unseen = set(range(len(units))) if probes_compiled else set[int]()
         self._drawing: set[int] = set()
         self._seen: set[int] = set()  # to draw, in this step
         self.counts: dict[tuple[int, int, int], int] = {}
         find_random_operations()
 
-    def redetect(self) -> None:
-        """Looks at all compiled layers in the next step: others of them may draw by now."""
+    def reprobe(self) -> None:
+        """Probes all compiled layers in the next step: others of them may draw by now."""
         find_random_operations()
-        if self.looks_apart:
+        if self.probes_compiled:
             self._unseen.update(range(len(self._units)))
 
     def end_step(self) -> None:
@@ -105,12 +106,12 @@ class LayerRNG:
         """Returns whether `layer` was seen to draw, before this step or in a look."""
         return layer in self._drawing
 
-    def needs_look(self, layer: int) -> bool:
+    def needs_probe(self, layer: int) -> bool:
         """Returns whether the plain `layer` must run once inside `seeded`, before its step."""
         return self.active and layer in self._unseen
 
-    def looked_at(self, layer: int) -> None:
-        """Notes that `layer` has run as `needs_look` asked for."""
+    def mark_probed(self, layer: int) -> None:
+        """Notes that `layer` has run as `needs_probe` asked for."""
         self._unseen.discard(layer)
         if layer in self._seen:
             self._drawing.add(layer)

@@ -185,12 +185,12 @@ class LayerRunner:
         With a `record`, the layers' outputs are noted there.
         """
         index, rng = self.first, self.rng
-        looks = rng.looks_apart and rng.active
+        probes = rng.probes_compiled and rng.active
         watches = self._compares and torch.is_grad_enabled() and not is_recomputing()
         guards = self.guards_saved and record is None
         # most steps: nothing is recomputed, compared or looked at
         is_plain = (
-            not (looks or watches or self.recomputes or self.variants is not None or is_profiled())
+            not (probes or watches or self.recomputes or self.variants is not None or is_profiled())
             and record is None
         )
         try:
@@ -208,8 +208,8 @@ class LayerRunner:
                 for layer in self.layers:
                     if self.variants is not None:
                         self._choose_variant(layer, microbatch)
-                    if looks and rng.needs_look(index):
-                        self._look(microbatch, index, layer, value)
+                    if probes and rng.needs_probe(index):
+                        self._probe(microbatch, index, layer, value)
                     if record is not None:
                         record.at(index - self.first)
                     with profiled(layer.name), self._watched(index) if watches else _NO_SCOPE:
@@ -217,7 +217,8 @@ class LayerRunner:
                             value = self._run_recomputed_layer(microbatch, index, layer, value)
                         else:
                             draws.at(index)
-                            value = (self._callable(index, layer) if looks else layer.module)(value)
+                            module = self._callable(index, layer) if probes else layer.module
+                            value = module(value)
                     if record is not None:
                         record.output(value)
                     index += 1
@@ -309,11 +310,11 @@ class LayerRunner:
     def _callable(self, index: int, layer: Layer) -> Callable[[Any], Any]:
         """Returns the layer's module, or what runs it without its compiled code if it draws."""
         # what has drawn in this step as compiled code does so in its recomputation too
-        if self.rng.looks_apart and self.rng.active and self.rng.draws(index):
+        if self.rng.probes_compiled and self.rng.active and self.rng.draws(index):
             return partial(run_plainly, layer.module)
         return layer.module
 
-    def _look(self, microbatch: int, index: int, layer: Layer, value: Any) -> None:
+    def _probe(self, microbatch: int, index: int, layer: Layer, value: Any) -> None:
         """Finds out whether a compiled layer draws, by a run of the plain layer.
 
         The run changes nothing: neither the layer's state, nor its inputs, nor what it pops.
@@ -331,7 +332,7 @@ class LayerRunner:
         ):
             draws.at(index)
             run_plainly(layer.module, value)
-        self.rng.looked_at(index)
+        self.rng.mark_probed(index)
 
     def _run_recomputed_layer(self, microbatch: int, index: int, layer: Layer, value: Any) -> Any:
         def run(piece: Piece, value: Any, popped: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -21,7 +21,7 @@ from hybridtrain._base import objects
 from hybridtrain._base.accelerator import accelerator_of, put
 from hybridtrain._base.precision import ThreadState
 from hybridtrain._base.shares import MicrobatchPlace
-from hybridtrain._base.tensors import optimizer_bytes, resident_bytes
+from hybridtrain._base.tensors import resident_bytes
 from hybridtrain.errors import ConfigError, did_you_mean, setting
 from hybridtrain.graph import Segment, VariantCut
 from hybridtrain.launch import activity, second_signal_ends
@@ -53,6 +53,8 @@ from hybridtrain.world import World
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_NOTHING = nullcontext()
 
 
 class Pipeline:
@@ -354,7 +356,7 @@ class Pipeline:
         with (
             activity.step(step.schedule.trains),
             second_signal_ends(),
-            nullcontext() if self._norms is None else self._norms.step(),
+            _NOTHING if self._norms is None else self._norms.step(),
         ):
             values = self._engine.run(step)
             if step.places is not None and not self._accumulates:
@@ -382,7 +384,7 @@ class Pipeline:
             self._named = objects, named
         return named
 
-    def own_state(self) -> dict[str, Any]:
+    def local_state_dict(self) -> dict[str, Any]:
         """Returns the entries of the model's state that this process answers for.
 
         Those of its stages' modules; the first process of a pipeline has those that are in no stage
@@ -420,7 +422,7 @@ class Pipeline:
             return state
         own = {
             name: value.detach().cpu() if isinstance(value, Tensor) else value
-            for name, value in self.own_state().items()
+            for name, value in self.local_state_dict().items()
         }
         found = dict(self.gather(list(own.items())))
         # names of one tensor get one tensor
@@ -552,15 +554,17 @@ class Pipeline:
         ]
         return dict(self.gather(own))
 
-    def memory_bytes(self) -> list[int]:
+    def memory_bytes(self, optimizer: Optimizer | None = None) -> list[int]:
         """Returns the peak memory of each stage so far, in bytes; those of this process.
 
         On a GPU it is the allocator's peak. On a CPU it is counted: parameters, gradients, buffers,
-        and the activations of as many micro-batches as the schedule keeps in flight.
+        the activations of as many micro-batches as the schedule keeps in flight, and the state of
+        the `optimizer`, if there is one.
         """
         in_flight = self.plan.in_flight
         return [
-            resident_bytes(stage.module) + in_flight[stage.index] * (stage.saved_bytes or 0)
+            resident_bytes(stage.module, optimizer)
+            + in_flight[stage.index] * (stage.saved_bytes or 0)
             if (accelerator := accelerator_of(stage.device)) is None
             else accelerator.peak_memory(stage.device).allocated
             for stage in self.stages
@@ -579,9 +583,7 @@ class Pipeline:
                 "index": stage.index,
                 "layers": [layer.name for layer in stage.layers],
                 "parameters": stage.parameter_count,
-                # on a GPU the allocator has counted the optimizer's state already
-                "peak_memory_bytes": memory
-                + (stage.device.type != "cuda") * optimizer_bytes(stage.module, optimizer),
+                "peak_memory_bytes": memory,
                 **(
                     {"device_memory_bytes": accelerator.total_memory(stage.device)}
                     if (accelerator := accelerator_of(stage.device)) is not None
@@ -589,7 +591,7 @@ class Pipeline:
                 ),
                 **({"compiled_layers": self._count_compiled(stage)} if compiles else {}),
             }
-            for stage, memory in zip(self.stages, self.memory_bytes(), strict=True)
+            for stage, memory in zip(self.stages, self.memory_bytes(optimizer), strict=True)
         ]
         by_stage = sorted(self.gather(own), key=itemgetter("index"))
         return [{k: v for k, v in summary.items() if k != "index"} for summary in by_stage]

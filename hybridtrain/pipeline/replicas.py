@@ -104,7 +104,7 @@ class GradientSums:
     def __init__(
         self, parameters: Sequence[Parameter], world: World, group: dist.ProcessGroup | None
     ) -> None:
-        replicas, processes = world.logical_replicas, world.replicas
+        replicas, processes = world.logical_replicas, world.data_parallel_size
         self._parameters = list(parameters)
         self._replicas = replicas
         self._group = group

@@ -280,19 +280,11 @@ def _since(zero: Mark, end: Mark) -> float:
     return float(zero.elapsed_time(end)) / 1e3
 
 
-@dataclass(frozen=True)
-class StageTimes:
-    """The time that a stage computes for a micro-batch, the mean of one step, in milliseconds."""
-
-    forward_ms: float
-    backward_ms: float
-
-
-def stage_times(spans: Sequence[Sequence[Span]], stages: int) -> list[StageTimes]:
-    """Returns the means of the spans of each stage."""
+def measured_ms(spans: Sequence[Sequence[Span]], stages: int) -> list[tuple[float, float]]:
+    """Returns the mean milliseconds of a forward and a whole backward of each stage in one step."""
     forward = mean_costs(spans, stages)["F"]
     backward = mean_backwards(spans, stages)
-    return [StageTimes(f * 1e3, b * 1e3) for f, b in zip(forward, backward, strict=True)]
+    return [(f * 1e3, b * 1e3) for f, b in zip(forward, backward, strict=True)]
 
 
 def now() -> float:

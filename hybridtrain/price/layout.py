@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 from hybridtrain._base.hardware import Hardware
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, argument
 from hybridtrain.options import SHARD_MODES
 from hybridtrain.partitioning import whole_stages
 from hybridtrain.schedule import Placement, place_of, registered, schedule_names
@@ -130,8 +130,8 @@ def layouts(
         raise ConfigError(
             f"no layout uses all {hardware.devices} devices for batches of {work.samples} samples "
             f"and a model of {layers} layers: the replicas must divide the samples, and a pipeline "
-            f"needs a layer for each stage. Change data.batch_size=, hardware.nodes= or what is "
-            f"fixed of pipeline.nb_part=, pipeline.chunks= and world.engine="
+            f"needs a layer for each stage. Change {argument('batch_size')}, hardware.nodes= or "
+            f"what is fixed of {argument('nb_part')}, {argument('chunks')} and {argument('engine')}"
         )
     return candidates
 

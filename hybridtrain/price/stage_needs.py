@@ -255,20 +255,9 @@ def stage_times(
         _transfer_ms(hardware, layout, border, costs[cut - 1].crossing_bytes)
         for border, cut in enumerate(list(accumulate(counts))[:-1])
     ]
-    by_name = zip(_OneStage._fields, zip(*stages, strict=True), strict=True)
+    by_field = {field: tuple(stage[field] for stage in stages) for field in stages[0]}
     recompute = tuple(sum(recomputed_ms[start:end]) for start, end in bounds)
-    return StageTimes(**dict(by_name), transfer=tuple(transfer), recompute=recompute)
-
-
-class _OneStage(NamedTuple):
-    """The times of one stage, in milliseconds: the fields of `StageTimes` for that stage."""
-
-    forward: float
-    backward: float
-    in_parts: float
-    weight: float
-    host: float
-    host_in_parts: float
+    return StageTimes(**by_field, transfer=tuple(transfer), recompute=recompute)
 
 
 def _stage_ms(
@@ -277,8 +266,8 @@ def _stage_ms(
     stage: int,
     costs: Sequence[LayerCost],
     calls: Sequence[tuple[float, float]],
-) -> _OneStage:
-    """Returns the times of a stage.
+) -> dict[str, float]:
+    """Returns the times of a stage in milliseconds, by the field of `StageTimes`.
 
     Args:
         hardware: the devices and links.
@@ -313,7 +302,14 @@ def _stage_ms(
     # half of a two-part backward; the first stage's backward is all for the weights
     weight = (0.5 if stage else 1.0) * split_backward if layout.splits_backwards else 0.0
     host = (1 + recomputed) * forward_calls + backward_calls + 2 * action
-    return _OneStage(forward, backward, split_backward, weight, host, split_extra)
+    return {
+        "forward": forward,
+        "backward": backward,
+        "in_parts": split_backward,
+        "weight": weight,
+        "host": host,
+        "host_in_parts": split_extra,
+    }
 
 
 def planned_costs(

@@ -193,7 +193,7 @@ NAMING = Naming(
     value=_value,
     phrases={
         "HybridModel": "smp.DistributedModel",
-        "world.replica of world.replicas": "smp.dp_rank() of smp.dp_size()",
+        "world.data_parallel_rank of world.data_parallel_size": "smp.dp_rank() of smp.dp_size()",
     },
 )
 """The names of the library's arguments in smp, for functions that call the library."""

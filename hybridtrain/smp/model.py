@@ -258,7 +258,7 @@ class DistributedModel(nn.Module):
             self.optimizer_step.begin_microbatches(inputs)
             self._passes_done += 1
             sync = self._syncs and self._passes_done % self._passes == 0
-            self.gradients_are_averaged = sync or current().world.replicas == 1
+            self.gradients_are_averaged = sync or current().world.data_parallel_size == 1
         return self.partitioned_hybrid().run_microbatches(
             inputs, head, trains=trains, sync=sync, compared=list(compared)
         )
@@ -431,7 +431,7 @@ class DistributedModel(nn.Module):
 
     def local_state_dict(self) -> dict[str, Any]:
         """Returns the state of this process's stages, marked as a part."""
-        return {**self.partitioned_hybrid().pipeline.own_state(), PARTIAL: True}
+        return {**self.partitioned_hybrid().pipeline.local_state_dict(), PARTIAL: True}
 
     @naming(NAMING)
     def load_state_dict(

@@ -202,7 +202,7 @@ class DistributedOptimizer(Optimizer):
                     self._own_numbers.append(its_number)
                 else:
                     self.state.pop(p, None)
-        if current().config.shard_optimizer_state and current().world.replicas > 1:
+        if current().config.shard_optimizer_state and current().world.data_parallel_size > 1:
             self._shares = ReplicaShares(hybrid)
             self._shares.add(p for group in self.param_groups for p in group["params"])
             self._keep_own_share()

@@ -86,12 +86,12 @@ mp_rank, mp_size = pp_rank, pp_size
 
 def dp_rank() -> int:
     """Returns the number of this process's replica, by which data are divided."""
-    return current().world.replica
+    return current().world.data_parallel_rank
 
 
 def dp_size() -> int:
     """Returns the number of replicas."""
-    return current().world.replicas
+    return current().world.data_parallel_size
 
 
 rdp_rank, rdp_size = dp_rank, dp_size
@@ -124,8 +124,10 @@ def members(group: CommGroup | RankType) -> list[int]:
         return [world.rank]
     if kind in ("mp", "pp"):
         places = range(world.processes_per_replica)
-        return [world.rank_of(world.replica, place) for place in places]
-    return [world.rank_of(replica, world.pipeline_rank) for replica in range(world.replicas)]
+        return [world.rank_of(world.data_parallel_rank, place) for place in places]
+    return [
+        world.rank_of(replica, world.pipeline_rank) for replica in range(world.data_parallel_size)
+    ]
 
 
 def object_group(group: CommGroup) -> dist.ProcessGroup | None:

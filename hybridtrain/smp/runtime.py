@@ -216,12 +216,14 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     runtime = Runtime(settings, world, launch)
     if world.size > 1:
         runtime.object_group = _new_group("gloo", range(world.size), _LONG)
-        if world.replicas > 1:
+        if world.data_parallel_size > 1:
             # a script sends tensors on the CPU and on the GPU through it: of the default backend
             timeout = timedelta(seconds=world.timeout_s)
             # making a group is a collective call of all processes: each makes those of all places
             for place in range(world.processes_per_replica):
-                ranks = [world.rank_of(replica, place) for replica in range(world.replicas)]
+                ranks = [
+                    world.rank_of(replica, place) for replica in range(world.data_parallel_size)
+                ]
                 group, objects = _new_group(None, ranks, timeout), _new_group("gloo", ranks, _LONG)
                 if place == world.pipeline_rank:
                     runtime.dp_group, runtime.dp_object_group = group, objects

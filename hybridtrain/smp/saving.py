@@ -18,6 +18,7 @@ import json
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Set
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path, PurePath
 from typing import Any, cast
 
@@ -25,19 +26,23 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hybridtrain._base.files import atomic_file, make_directory, write_atomically
 from hybridtrain.checkpoint import (
     CheckpointStore,
+    FixedState,
     broadcast_tree,
     check_fits,
+    find_checkpoint,
     read_tree,
     read_weights,
-    restore_checkpoint,
+    restore_run,
+    save_step,
     verify,
 )
-from hybridtrain.checkpoint import save_checkpoint as save_files
 from hybridtrain.errors import CheckpointError, ConfigError, naming
+from hybridtrain.model import HybridModel
 from hybridtrain.smp.config import NAMING
 from hybridtrain.smp.model import DistributedModel
 from hybridtrain.smp.optimizer import DistributedOptimizer, LocalOptimizer
@@ -251,16 +256,8 @@ def save_checkpoint(
         runtime.world.on_main(lambda: max(store.steps(), default=0) + 1)
     )
     assert number is not None
-    local_optimizer = _local(optimizer)  # refuses others
-    scale = {} if optimizer is None else optimizer.loss_scaler_state()
-    save_files(
-        store,
-        number,
-        hybrid,
-        local_optimizer,
-        {"smp": _Entry({"smp_tag": tag, "step": number, **scale})},
-        {_CONTENT: _Entry({"value": user_content})},
-    )
+    step = _ScriptStep(hybrid, optimizer, number, tag)
+    save_step(step, store, {_CONTENT: FixedState({"value": user_content})})
 
 
 @naming(NAMING)
@@ -298,31 +295,27 @@ def resume_from_checkpoint(
         raise ConfigError("resume_from_checkpoint comes after smp.DistributedModel")
     if not partial:
         return _load_full(runtime, Path(path), tag, strict, translate_function)
-    model, world, store = runtime.model, runtime.world, CheckpointStore(Path(path))
+    model, world = runtime.model, runtime.world
 
-    def find() -> tuple[Path, Any]:
-        found = store.newest() if tag is None else _with_tag(store, str(tag))
-        if found is None:
-            raise CheckpointError(f"there is no checkpoint in {path}: check the path")
-        files = verify(found)["files"]
-        weights, extra = read_weights(found, files)
+    def choose(store: CheckpointStore) -> Path | None:
+        return store.newest() if tag is None else _with_tag(store, str(tag))
+
+    checkpoint = find_checkpoint(path, world, choose=choose)
+    assert checkpoint is not None
+
+    def read() -> Any:
+        files = verify(checkpoint)["files"]
+        weights, extra = read_weights(checkpoint, files)
         if not model.partitioned:  # or the first step would find out
-            check_fits(found, weights | extra, model.net.state_dict())
-        name = f"{_CONTENT}.json"
-        content = read_tree(found, _CONTENT, files) if name in files else None
-        return found, content
+            check_fits(checkpoint, weights | extra, model.net.state_dict())
+        return read_tree(checkpoint, _CONTENT, files) if f"{_CONTENT}.json" in files else None
 
-    found, content = world.on_main(find) or (None, None)
-    directory = world.broadcast(found)
-    assert directory is not None
+    content = world.on_main(read)
 
     def restore() -> None:
         assert model.hybrid is not None
         own = runtime.optimizers[0] if load_optimizer and runtime.optimizers else None
-        states = {_CONTENT: _Entry({})}
-        progress = restore_checkpoint(directory, model.hybrid, _local(own), states=states)
-        if own is not None:
-            own.load_loss_scale(progress.get("loss_scaler"))
+        restore_run(_ScriptStep(model.hybrid, own), checkpoint, {_CONTENT: FixedState({})})
 
     if model.partitioned:
         restore()
@@ -332,25 +325,54 @@ def resume_from_checkpoint(
     return restored(whole["value"]) if whole else None
 
 
-class _Entry:
-    """A state dict that is given."""
+class _ScriptStep:
+    """The part of a script's step that a checkpoint needs; a `SavableStep`.
 
-    def __init__(self, content: dict[str, Any]) -> None:
-        self._content = content
+    The script decides when it saves, and whether its weights are worth it.
+
+    Args:
+        model: the model in stages.
+        optimizer: the optimizer; None: none is saved or restored.
+        number: of the checkpoint, in the order of a directory.
+        tag: that the script gives it.
+    """
+
+    lr_schedule: LRScheduler | None = None  # the script's own concern
+
+    def __init__(
+        self,
+        model: HybridModel,
+        optimizer: DistributedOptimizer | None,
+        number: int = 0,
+        tag: str = "",
+    ) -> None:
+        if not isinstance(optimizer, DistributedOptimizer | None):
+            raise ConfigError("optimizer= must be a smp.DistributedOptimizer: wrap it")
+        self.model, self.number, self._tag = model, number, tag
+        self._distributed = optimizer
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        if self._distributed is None:
+            return None
+        return cast(Optimizer, LocalOptimizer(self._distributed))
+
+    def check_savable(self) -> None:
+        pass
+
+    def evaluation_weights(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def show_weights(self, training: bool) -> None:
+        pass
 
     def state_dict(self) -> dict[str, Any]:
-        return self._content
+        scale = {} if self._distributed is None else self._distributed.loss_scaler_state()
+        return {"smp_tag": self._tag, "step": self.number, **scale}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._content = state_dict
-
-
-def _local(optimizer: DistributedOptimizer | None) -> Optimizer | None:
-    if optimizer is None:
-        return None
-    if not isinstance(optimizer, DistributedOptimizer):
-        raise ConfigError("optimizer= must be a smp.DistributedOptimizer: wrap it")
-    return cast(Optimizer, LocalOptimizer(optimizer))
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if self._distributed is not None:
+            self._distributed.load_loss_scale(state_dict.get("loss_scaler"))
 
 
 def _with_tag(store: CheckpointStore, tag: str) -> Path:
@@ -386,7 +408,7 @@ def _number_of_parts(f: str) -> int:
 def _save_full(
     runtime: Runtime, path: Path, tag: str, model: DistributedModel, user_content: Any
 ) -> None:
-    whole = model.state_dict() if runtime.world.replica == 0 else {}
+    whole = model.state_dict() if runtime.world.data_parallel_rank == 0 else {}
 
     def write() -> None:
         save(whole, str(path / tag), partial=False)

@@ -15,13 +15,13 @@ from hybridtrain.step.optimizer_step import OptimizerStep, StepResult, check_lr_
 from hybridtrain.step.param_groups import (
     CombinedOptimizer,
     check_steps_alone,
-    closure_errors_named,
     fits,
     keys_of_state,
     learning_rates,
     matching,
     parameter_groups,
     show_weights,
+    take_step,
 )
 from hybridtrain.step.sharded_optimizer import ReplicaShares, ShardedOptimizer, check_sharded
 
@@ -36,11 +36,11 @@ __all__ = [
     "check_lr_schedule",
     "check_sharded",
     "check_steps_alone",
-    "closure_errors_named",
     "fits",
     "keys_of_state",
     "learning_rates",
     "matching",
     "parameter_groups",
     "show_weights",
+    "take_step",
 ]

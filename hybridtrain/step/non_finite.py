@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -103,6 +102,8 @@ class BufferSnapshot:
             for place in self._places:
                 if place.taken is not None and not place.may_have_changed:
                     place.unversioned |= not torch.equal(place.taken, place.copy)
+        if not self._places:
+            return
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]]
         groups = defaultdict(lambda: ([], []))
         for place in self._places:
@@ -116,8 +117,8 @@ class BufferSnapshot:
                 copies, buffers = groups[buffer.device, buffer.dtype]
                 copies.append(place.copy)
                 buffers.append(buffer)
-        with torch.no_grad() if groups else nullcontext():
-            for copies, buffers in groups.values():
+        for copies, buffers in groups.values():
+            with torch.no_grad():
                 torch._foreach_copy_(copies, buffers)
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -37,8 +38,8 @@ from hybridtrain.step.loss_mean import LossMean
 from hybridtrain.step.param_groups import (
     CombinedOptimizer,
     check_steps_alone,
-    closure_errors_named,
     show_weights,
+    take_step,
 )
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ def check_optimizers(model: HybridModel, groups: Sequence[Mapping[str, Any]]) ->
                 f"optimizer= holds {len(foreign)} parameters that the model does not have, and "
                 f"not {named}: the model was changed after the optimizer was made; make it anew"
             )
-        if model.world.replica == 0:
+        if model.world.data_parallel_rank == 0:
             log.warning(
                 "optimizer= leaves out %d of %d trainable parameters: %s. If that is meant, "
                 "requires_grad_(False) saves their gradients",
@@ -127,7 +128,7 @@ def check_optimizers(model: HybridModel, groups: Sequence[Mapping[str, Any]]) ->
 _NO_BATCHES = (
     "a step takes a list of Batch, as loader.batches() gives them, not {}a {}: write `for batch "
     "in loader.batches(): step.run([batch], loss_fn)`, or make each by hybridtrain.data.Batch("
-    "inputs, targets, samples=len(inputs), total=len(inputs) * world.replicas)"
+    "inputs, targets, samples=len(inputs), total=len(inputs) * world.data_parallel_size)"
 )
 
 
@@ -276,7 +277,7 @@ class OptimizerStep:
             pairs,
             loss_fn,
             samples=[batch.samples for batch in batches],
-            total=sum(batch.total for batch in batches),
+            total=sum([batch.total for batch in batches]),
         )
         return self._begin(pairs, loss_fn, weights)
 
@@ -350,9 +351,10 @@ class OptimizerStep:
         if step.norm is None:
             if self._check is not None:
                 self._check.drop_gradients_left_out(self.optimizers)  # [3]
-            for optimizer in self.optimizers:
-                self.model.unscale_(self.scaler, optimizer)
-            step.is_unscaled = True
+            if self.scaler.is_enabled():
+                for optimizer in self.optimizers:
+                    self.model.unscale_(self.scaler, optimizer)
+                step.is_unscaled = True
             self._on_gradients()
             step.norm = self.model.grad_norm()
         return step.norm
@@ -383,8 +385,7 @@ class OptimizerStep:
             if self._decides_on_device():  # [4]
                 self._take_on_device(optimizer, norm)
             elif self._is_allowed():
-                with closure_errors_named(optimizer):
-                    self.scaler.step(optimizer)
+                take_step(optimizer, partial(self.scaler.step, optimizer))
 
     def end(self) -> None:
         """Counts the step, once for several optimizers, and adapts the scale after the last."""
@@ -442,8 +443,7 @@ class OptimizerStep:
         optimizer.found_inf = (~norm.isfinite()).float()
         optimizer.grad_scale = None
         try:
-            with closure_errors_named(optimizer):
-                optimizer.step()
+            take_step(optimizer, optimizer.step)
         finally:
             del optimizer.found_inf, optimizer.grad_scale
 

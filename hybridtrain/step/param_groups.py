@@ -6,8 +6,7 @@ import inspect
 import re
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -220,16 +219,15 @@ def check_steps_alone(optimizer: Optimizer, key: str) -> None:
             raise ConfigError(_needs_closure(key))
 
 
-@contextmanager
-def closure_errors_named(optimizer: Optimizer, key: str | None = None) -> Iterator[None]:
-    """Says what to do where a step in the block fails because it was given no closure.
+def take_step(optimizer: Optimizer, step: Callable[[], object], key: str | None = None) -> None:
+    """Calls `step`, a step of `optimizer`; says what to do if it fails for want of a closure.
 
     Raises:
         ConfigError: in place of the error of an optimizer such as SAM, whose step has `closure` as
             an optional argument, and asks for it; `key` says where it was given.
     """
     try:
-        yield
+        step()
     except (TypeError, AssertionError, AttributeError, RuntimeError, ValueError) as error:
         failing = traceback.extract_tb(error.__traceback__)[-1].line or ""
         if "closure" not in f"{error} {failing}":

@@ -75,13 +75,13 @@ class ReplicaShares:
         for index, of_stage in by_stage.items():
             if index not in self._shares:
                 group = model.pipeline.groups[index]
-                self._shares[index] = _Share(group, [], [], [0] * model.world.replicas)
+                self._shares[index] = _Share(group, [], [], [0] * model.world.data_parallel_size)
             self._shares[index].add(of_stage)
         self._own = {
             id(parameter)
             for share in self._shares.values()
             for parameter, owner in zip(share.parameters, share.owners, strict=True)
-            if owner == model.world.replica
+            if owner == model.world.data_parallel_rank
         }
 
     def owns(self, parameter: Tensor) -> bool:
@@ -232,7 +232,7 @@ def check_sharded(model: HybridModel, optimizer: Optimizer) -> None:
     Raises:
         ConfigError: the state of `optimizer` is whole on each replica.
     """
-    if model.options.shard != "optimizer" or model.world.replicas == 1:
+    if model.options.shard != "optimizer" or model.world.data_parallel_size == 1:
         return
     if not isinstance(optimizer, ShardedOptimizer):
         name = type(optimizer).__name__

@@ -37,7 +37,7 @@ from hybridtrain._base.summation_tree import total
 from hybridtrain._base.text_table import text_table
 from hybridtrain.errors import BatchError, ConfigError, UserError, setting
 from hybridtrain.graph import CallSignature
-from hybridtrain.loss import BatchWeight, CountedLoss, LossFn, SharesWeight, is_of_model
+from hybridtrain.loss import BatchWeight, CountedLoss, LossFn, is_of_model
 from hybridtrain.pipeline import ReplayedDraws, remove_aliases, threads_per_lane
 from hybridtrain.verification.comparison import Calls, difference
 from hybridtrain.verification.module_copy import copy_modules
@@ -250,7 +250,7 @@ def _as_before(model: HybridModel, loss: CountedLoss) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         rng.step = step
-        rng.redetect()
+        rng.reprobe()
 
 
 @dataclass
@@ -279,7 +279,7 @@ class _Batch(NamedTuple):
     name: str
     inputs: Any
     targets: Any
-    weights: BatchWeight | SharesWeight
+    weights: BatchWeight
     parts: Sequence[tuple[Any, Any]]
     replicas: Sequence[int]
 
@@ -425,7 +425,7 @@ class _Comparison:
         model, reasons = self._model, []
         if model.pipeline.has_ties:
             reasons.append("stages share a parameter, and add its gradients up at the end")
-        if self._world.replicas > 1 and self._world.fixed_replicas is None:
+        if self._world.data_parallel_size > 1 and self._world.fixed_replicas is None:
             reasons.append("the gradients of replicas are added up")
         if self._device.type != "cpu":
             reasons.append("a GPU adds up in its own order")
@@ -512,7 +512,7 @@ class _Comparison:
         self._add_whole_loss(batch, whole, mean)
 
     def _compare_gradients(self) -> None:
-        replicas = self._world.replicas
+        replicas = self._world.data_parallel_size
         names = [name for name, p in self._net.named_parameters() if p.requires_grad]
         if replicas > 1:
             for parameter in self._net.parameters():
@@ -543,7 +543,7 @@ class _Comparison:
         name, weights = batch.name, batch.weights
         model = self._model
         model.sync_buffers()
-        if self._world.replicas > 1 and model.options.broadcast_buffers:
+        if self._world.data_parallel_size > 1 and model.options.broadcast_buffers:
             for buffer in self._net.buffers():
                 self._world.broadcast_tensor(buffer)
         self._set_modes(training=False)

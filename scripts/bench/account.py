@@ -57,7 +57,7 @@ def run(
     model = HybridModel(
         net, world, chunks=chunks, split=split, recompute=recompute, example_inputs=example
     )
-    data = TrainLoader(samples, _BATCH * world.replicas, world, workers=workers)
+    data = TrainLoader(samples, _BATCH * world.data_parallel_size, world, workers=workers)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     with slow_link(link):
         trainer = Trainer(
@@ -65,7 +65,7 @@ def run(
         )
         summary = trainer.fit()
     own = next(d for d in summary["account"]["devices"] if d["replica"] == 0)
-    parts = summary["account"]["mean"] if world.replicas == 1 else own
+    parts = summary["account"]["mean"] if world.data_parallel_size == 1 else own
     row = {name: parts[name] for name in Account._fields}
     return {**row, "step": sum(row.values())}, summary["advice"]
 
@@ -107,7 +107,7 @@ def replicas(slow: float) -> Row:
 def replica(path: str, slow: float) -> None:
     """Runs one of the replicas of `replicas`."""
     with World.from_env(1, "cpu") as world:
-        each = _SAMPLE_S + (slow if world.replica else 0.0)
+        each = _SAMPLE_S + (slow if world.data_parallel_rank else 0.0)
         row, _ = run((each,))
         if world.is_main:
             Path(path).write_text(json.dumps(row))

@@ -26,7 +26,7 @@ from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import StageOwners, plan
 from hybridtrain.partitioning.planner import COST_SOURCES
-from hybridtrain.pipeline.timeline import stage_times
+from hybridtrain.pipeline import measured_ms
 from hybridtrain.world import World
 from scripts.bench.common import print_footer, print_table
 
@@ -72,8 +72,8 @@ def stage_ms(model: HybridModel, batch: tuple[Tensor, Tensor, Any], repeats: int
     for _ in range(1 + repeats):
         timeline = model.train_step(*batch, timeline=True).timeline
         assert timeline is not None
-        spent = stage_times(timeline.spans(), len(model.stages))
-        seen.append([stage.forward_ms + stage.backward_ms for stage in spent])
+        spent = measured_ms(timeline.spans(), len(model.stages))
+        seen.append([forward + backward for forward, backward in spent])
     return [statistics.median(times) for times in zip(*seen[1:], strict=True)]
 
 

@@ -10,6 +10,7 @@ import pytest
 from cli_runs import fail, metrics, succeed
 from omegaconf import OmegaConf
 from support.launch import SMALL, torchrun
+from support.stand_in_services import install
 from support.wandb_files import offline_runs
 
 from hybridtrain.cli import main
@@ -147,19 +148,23 @@ def test_callbacks_and_trackers_of_a_run_are_constructed_once(
     assert Path("made.txt").read_text() == "made\n" * 2
 
 
-def test_trackers_have_what_metrics_jsonl_has_and_resume_with_the_run(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    command = [*SMALL, "monitor=[wandb,csv]"]
+def resumed_with_trackers(capfd: pytest.CaptureFixture[str]) -> set[tuple[int, str, float]]:
+    """Trains with W&B and a CSV file, in two commands; returns what `metrics.jsonl` has."""
     for steps in (2, 4):
-        succeed(capfd, *command, f"trainer.steps={steps}")
-    expected = [
+        succeed(capfd, *SMALL, "monitor=[wandb,csv]", f"trainer.steps={steps}")
+    return {
         (line["step"], tag, value)
         for line in metrics(RUN)
         for tag, value in line.items()
         if tag not in ("step", "time")
-    ]
+    }
+
+
+def test_trackers_have_what_metrics_jsonl_has_and_resume_with_the_run(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = install("wandb", monkeypatch)
+    expected = resumed_with_trackers(capfd)
     with (RUN / "metrics.csv").open(newline="") as file:
         found = [
             (int(row["step"]), tag, float(value))
@@ -168,6 +173,17 @@ def test_trackers_have_what_metrics_jsonl_has_and_resume_with_the_run(
             if tag not in ("step", "time") and value
         ]
     assert sorted(found) == sorted(expected)
+    (points,) = service.points.values()  # of one run
+    reported = [(step, tag, value) for step, values in points for tag, value in values.items()]
+    assert all(point in reported for point in expected)
+
+
+@pytest.mark.thorough
+def test_wandb_has_what_metrics_jsonl_has_and_resumes_with_the_run(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    expected = resumed_with_trackers(capfd)
     first, second = offline_runs(RUN)
     assert first.run.run_id == second.run.run_id
     assert second.config["pipeline"]["nb_part"] == 2

@@ -201,7 +201,6 @@ VIT = [
 
 
 @pytest.mark.parametrize("run", ["pets", "texts"])
-@pytest.mark.quick_cases("pets")
 def test_new_samples_are_predicted_without_the_training_data(
     run: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

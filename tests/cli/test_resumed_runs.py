@@ -101,6 +101,10 @@ def test_the_overrides_of_all_commands_of_a_run_are_kept_the_last_of_each_key(
     assert kept == [*steps, "optim.eps=1e-7", "run_name=digits", "optim.lr=0.02",
                     "trainer.steps=4"]  # fmt: skip
     file.write_text("[")
+    message = fail(capfd, "run_name=digits", "trainer.steps=5")
+    assert f"{file} cannot be read" in message
+    assert "restore it, or remove it" in message
+    file.unlink()
     succeed(capfd, "run_name=digits", "trainer.steps=5")
     assert yaml.safe_load(file.read_text()) == ["run_name=digits", "trainer.steps=5"]
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,14 @@ PACKAGE = ROOT / "hybridtrain"
 
 SOURCE = ("hybridtrain", "configs", "recipes", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 DATA = ("configs", "recipes")  # packages of the wheel, which are folders beside the package here
+
+
+def isolation() -> list[str]:
+    """Returns the option against an environment from the network, where setuptools is here."""
+    try:
+        return ["--no-build-isolation"] * (int(version("setuptools").partition(".")[0]) >= 77)
+    except PackageNotFoundError:
+        return []
 
 
 class Environment(NamedTuple):
@@ -42,7 +51,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
             shutil.copytree(ROOT / name, source / name, ignore=ignore)
         else:
             shutil.copy(ROOT / name, source / name)
-    pip("wheel", "--no-deps", "--wheel-dir", str(folder), str(source))
+    pip("wheel", "--no-deps", *isolation(), "--wheel-dir", str(folder), str(source))
     (wheel,) = folder.glob("hybridtrain-*.whl")
     shutil.rmtree(source)
 

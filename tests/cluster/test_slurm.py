@@ -104,8 +104,9 @@ def test_a_node_that_loses_its_network_ends_the_run_on_both_sides(slurm: Slurm) 
         slurm.wait_for(f"cut{rank}.log", "waits")
     slurm.cut("n2")
     try:
-        slurm.wait_for("cut0.log", "error: rank 1 (pid ")
-        slurm.wait_for("cut1.log", "error: rank 1 on n2 has been cut off from rank 0 on n1 for ")
+        cut_off = "error: rank 1 on n2 has been cut off from rank 0 on n1 for "
+        assert "error: rank 1 (pid " in slurm.wait_for("cut0.log", "error: rank 1 (pid ")
+        assert cut_off in slurm.wait_for("cut1.log", cut_off)
     finally:
         slurm.mend("n2")
         slurm.run("scancel", "--user=root", code=None)

@@ -1,11 +1,9 @@
 """Scripts of smp 1.x, in two and four processes; each cell in all of them."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
-from support.launch import each_cell, environment, forked_script, torchrun_script
+from support.cases import thorough
+from support.launch import each_cell, forked_script, torchrun_script
 from torch import nn
 
 
@@ -26,24 +24,9 @@ def test_replicas_with_other_numbers_of_batches_end_with_one_clear_error(tmp_pat
     assert "drop_last=True" in output
 
 
-ALONE = """
-import torch, torch.distributed as dist, hybridtrain.smp as smp
-own = {"engine": "local", "devices": "cpu"}
-smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "hybridtrain": own})
-for name in ("world", "mp", "pp", "dp", "rdp", "tp"):
-    total = torch.tensor(3.0)
-    dist.all_reduce(total, group=getattr(smp, f"get_{name}_process_group")())
-    assert total == 3.0, name
-smp.shutdown()
-assert not dist.is_initialized()
-"""
-
-
-def test_the_groups_of_a_single_process_are_of_it_alone():
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE], env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_groups_of_a_single_process_are_of_it_alone(tmp_path):
+    status, output = forked_script(1, "smp_alone.py", tmp_path)
+    assert (status, output.count("the end was reached")) == (0, 1), output
 
 
 # As AWS's scripts of GPT-2, GPT-NeoX, GPT-J, T5 and Falcon call `smp.init`, with their defaults.
@@ -97,10 +80,17 @@ print(f"<{smp.pp_rank()} of {smp.pp_size()}: {float(loss)!r}>\\n", end="", flush
 """
 
 
-@pytest.mark.thorough
-def test_an_unchanged_script_starts_with_the_configuration_that_awss_scripts_pass(tmp_path):
-    (tmp_path / "train.py").write_text(PUBLISHED)
-    output = torchrun_script(2, "-m", "hybridtrain.smp", tmp_path / "train.py")
+@pytest.mark.parametrize("launcher", ["fork", *thorough(["torchrun"])])
+def test_an_unchanged_script_starts_with_the_configuration_that_awss_scripts_pass(
+    launcher, tmp_path
+):
+    script = tmp_path / "train.py"
+    script.write_text(PUBLISHED)
+    if launcher == "torchrun":
+        output = torchrun_script(2, "-m", "hybridtrain.smp", script)
+    else:
+        status, output = forked_script(2, "smp_unchanged.py", tmp_path, script)
+        assert status == 0, output
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

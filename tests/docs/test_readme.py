@@ -92,7 +92,7 @@ def test_the_commands_of_a_page_compose(page: Path) -> None:
             overrides = [word for word in words if word not in flags]
             overrides = [word for word in overrides if "interval(" not in word]  # of a search
             for choice in sweep_choices(overrides):
-                compose_config(choice)
+                assert compose_config(choice).run_name
 
 
 def messages() -> list[tuple[list[str], str]]:

@@ -12,8 +12,8 @@ def world_of(replica, replicas):
     """Returns the part of a World that a loader reads, for a loader that sends nothing."""
     return SimpleNamespace(
         size=replicas,
-        replica=replica,
-        replicas=replicas,
+        data_parallel_rank=replica,
+        data_parallel_size=replicas,
         fixed_replicas=None,
         logical_replicas=replicas,
         owned_replicas=range(replica, replica + 1),

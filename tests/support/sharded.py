@@ -84,8 +84,8 @@ def history(
         if before_step is not None:
             before_step(step, model, trained)
         for part in range(accumulate):
-            rows = ROWS[(step + part) % len(ROWS)][world.replica]
-            inputs, targets = batch(rows, 100 * step + 10 * part + world.replica)
+            rows = ROWS[(step + part) % len(ROWS)][world.data_parallel_rank]
+            inputs, targets = batch(rows, 100 * step + 10 * part + world.data_parallel_rank)
             out = model.train_step(inputs, targets, loss, sync=part + 1 == accumulate)
             found[f"{step}.{part} loss"] = out.loss
         gradients = ((name, p.grad) for name, p in model.named_parameters())
@@ -99,7 +99,7 @@ def history(
         found |= {f"{step} {k}": v for k, v in values(model.named_buffers()).items()}
         if step == 1:
             model.eval()
-            output = model(batch(4, 7 + world.replica)[0])
+            output = model(batch(4, 7 + world.data_parallel_rank)[0])
             found |= {} if output is None else {"evaluated": output}
             model.train()
     found |= {f"state {name}": value for name, value in model.state_dict().items()}

@@ -65,7 +65,7 @@ def trained(layers, nb_part, engine="local", chunks=4, **settings):
     world = World.from_env(nb_part, "cpu", engine=engine)
     net = nn.Sequential(*map(SlowLinear, layers))
     model = HybridModel(net, world, chunks=chunks, split="uniform")
-    data = TrainLoader(SlowData(0.0), 16 * world.replicas, world)
+    data = TrainLoader(SlowData(0.0), 16 * world.data_parallel_size, world)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     recorder = Logged()
     trainer = Trainer(

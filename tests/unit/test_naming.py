@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybridtrain.cli.config.keys import KEYS
+from hybridtrain.cli.config.keys import KEYS, NAMING
 from hybridtrain.loop import callbacks
 from hybridtrain.options import LoaderOptions, PipelineOptions, TrainerOptions
 from hybridtrain.world import World
@@ -25,13 +25,13 @@ ARGUMENT = re.compile(r"(?<![\w.\-/?&])([a-z_]\w*)=(?!=)")
 CALL = re.compile(r"\b\w+\([^()]*(\([^()]*\)[^()]*)*\)")
 """Code for the user to write, `World.from_env(nb_part=2)`, which only has the names of Python."""
 
-OF_USERS_CODE = {
-    "batch_size": "a loader that the user makes",
-    "drop_last": "the user's own DataLoader, in smp",
-    "callbacks": "the key has the same name",
-    "collate": "only Python has it",
-    "default_partition": "a key of smp with the same name",
+PLAIN_NAMES = {
+    "callbacks": ("", "the key has the same name"),
+    "collate": ("data/", "only Python has it"),
+    "default_partition": ("smp/config.py", "a key of smp with the same name"),
+    "drop_last": ("smp/", "the user's own DataLoader"),
 }
+"""Names that messages of some modules, by the begin of their path, may have; and why."""
 
 
 def _targets(tree: object) -> Iterator[str]:
@@ -74,7 +74,12 @@ def _is_message(node: ast.AST) -> bool:
 
 def literal_names(source: str, known: set[str]) -> list[str]:
     """Returns the known arguments that messages in `source` have as plain text."""
-    names = []
+    texts = (CALL.sub("", text) for text in messages(source))
+    return [name for text in texts for name in ARGUMENT.findall(text) if name in known]
+
+
+def messages(source: str) -> Iterator[str]:
+    """Yields the texts of the messages in `source`."""
     for function in ast.walk(ast.parse(source)):
         if getattr(function, "name", "") in ("__repr__", "__str__"):
             for node in ast.walk(function):
@@ -84,17 +89,33 @@ def literal_names(source: str, known: set[str]) -> list[str]:
             continue
         for node in ast.walk(function):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                text = CALL.sub("", node.value)
-                names += [name for name in ARGUMENT.findall(text) if name in known]
-    return names
+                yield node.value
 
 
 def test_no_message_has_the_name_of_an_argument_as_plain_text() -> None:
-    known = names_that_the_command_line_binds() - {"name"}
-    found = {}
+    known = names_that_the_command_line_binds()
+    found, needed = {}, set()
     for path in sorted(LIBRARY.rglob("*.py")):
-        if names := set(literal_names(path.read_text(), known)) - set(OF_USERS_CODE):
-            found[str(path.relative_to(ROOT))] = names
+        module = str(path.relative_to(LIBRARY))
+        for name in set(literal_names(path.read_text(), known)):
+            if name in PLAIN_NAMES and module.startswith(PLAIN_NAMES[name][0]):
+                needed.add(name)
+            else:
+                found[module] = name
+    assert found == {}
+    assert needed == set(PLAIN_NAMES), "remove the names that no message has"
+
+
+def test_no_message_of_the_library_has_a_key_of_the_command_line() -> None:
+    keys = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, NAMING.keys.values()))})=")
+    found = {
+        str(path.relative_to(LIBRARY)): key
+        for path in sorted(LIBRARY.rglob("*.py"))
+        if path.relative_to(LIBRARY).parts[0] != "cli"
+        for text in messages(path.read_text())
+        if "hybridtrain recipe=" not in text  # a command to copy
+        for key in keys.findall(text)
+    }
     assert found == {}
 
 

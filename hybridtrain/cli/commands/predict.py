@@ -76,7 +76,7 @@ def _predictions(context: RunContext, loader: EvalLoader, outputs: Any) -> Itera
     the model's output.
     """
     dataset = loader.dataset
-    numbered = not is_stream(dataset) or context.world.replicas == 1
+    numbered = not is_stream(dataset) or context.world.data_parallel_size == 1
     describe = getattr(dataset, "describe", None)
     names: Sequence[str] = context.data.metadata.get("classes") or ()
     logits = _logits(outputs, len(names), context.options.loss_fn) if names else None

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
@@ -61,7 +59,7 @@ def train(settings: Settings) -> Result:
     lr_schedule = build_lr_schedule(
         config.lr_schedule, optimizer, total_steps, config.allow_targets
     )
-    trainer = _Trainer(
+    trainer = Trainer(
         model,
         optimizer,
         options.loss_fn,
@@ -77,8 +75,8 @@ def train(settings: Settings) -> Result:
             *options.trackers,
             *_file_trackers(context.directory),
         ],
+        record={"dataset": record_of(context.data)},
     )
-    trainer.dataset = record_of(context.data)
     with writing(context.directory, world):
         return _train(context, trainer)
 
@@ -101,17 +99,6 @@ def _file_trackers(directory: RunDirectory) -> list[Tracker]:
         TimelineFiles(directory.path),
         Progress(LogLines()),  # type: ignore[arg-type]
     ]
-
-
-class _Trainer(Trainer):
-    """Records the data of the run in its checkpoints."""
-
-    dataset: Mapping[str, Any]
-    """The record of the data, which goes into each checkpoint."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the progress of the run, and the record of its data."""
-        return {**super().state_dict(), "dataset": dict(self.dataset)}
 
 
 def _train(context: RunContext, trainer: Trainer) -> Result:

@@ -30,9 +30,14 @@ from hybridtrain.cli.config.changes import (
     differences,
     in_words,
 )
-from hybridtrain.cli.config.compose import compose_settings
+from hybridtrain.cli.config.compose import Composition, compose_settings
 from hybridtrain.cli.config.overrides import given_keys, parse_overrides
-from hybridtrain.cli.config.run_name import check_run_name, name_run, naming_overrides
+from hybridtrain.cli.config.run_name import (
+    check_run_name,
+    literal_names,
+    name_run,
+    naming_overrides,
+)
 from hybridtrain.cli.config.saved_run import (
     check_recipe,
     config_of_run,
@@ -100,19 +105,17 @@ def resolve_settings(
         ConfigError: an override is wrong, or would make another run of the one that is there.
     """
     keys = given_keys(overrides)
-    error = None
-    try:
-        named = compose_settings(overrides, config_dir)
-    except ConfigError as problem:  # some overrides may be about keys that only a run's config has
-        named, error = compose_settings(naming_overrides(overrides), config_dir), problem
-    if run_name is not None:
-        named.config.run_name = run_name
-    else:
-        name_run(command, named.config, keys)
-    check_run_name(str(named.config.run_name))
-    run = Path(named.config.output_dir) / str(named.config.run_name)
-    if "/" in str(named.config.run_name) and (run.parent / "config.yaml").exists():
-        raise ConfigError(f"run_name={named.config.run_name}: {run.parent} is a run, not a group")
+    error, composed = None, None
+    names = literal_names(overrides)  # without a composition, which takes some tenths of a second
+    if names is not None:
+        run = _run_of(command, names, keys, run_name)
+    if names is None or not (run / "config.yaml").exists():
+        try:
+            composed = compose_settings(overrides, config_dir)
+        except ConfigError as problem:  # some may be about keys that only a run's config has
+            composed, error = compose_settings(naming_overrides(overrides), config_dir), problem
+        names = composed.config
+        run = _run_of(command, names, keys, run_name)
     try:
         from hybridtrain.checkpoint import CheckpointStore  # which imports torch
 
@@ -125,18 +128,22 @@ def resolve_settings(
     if saved is None or (command == "train" and not begun and "recipe" in keys):
         if error is not None:
             raise error
-        texts = from_environment(named.tree)
+        if composed is None:  # the file was there a moment ago
+            composed = compose_settings(overrides, config_dir)
+            _run_of(command, composed.config, keys, run_name)
+        texts = from_environment(composed.tree)
         return Settings(
-            named.config, list(overrides), texts, named.leftovers, config_dir=config_dir
+            composed.config, list(overrides), texts, composed.leftovers, config_dir=config_dir
         )
     of_run = config_of_run(saved, run)
-    if "recipe" in keys:
-        check_recipe(named.recipe, recipe_of_run(saved), run)
+    if composed is not None and "recipe" in keys:
+        check_recipe(composed.recipe, recipe_of_run(saved), run)
     if command != "export":  # which runs no code of the run's
         _refuse_untrusted_code(of_run, run, keys)
-    settings = _on_top_of(of_run, saved, run, overrides, config_dir)
-    settings.config.run_name = named.config.run_name
-    settings.config.output_dir = named.config.output_dir
+    usable = composed if error is None else None
+    settings = _on_top_of(of_run, saved, run, overrides, config_dir, usable)
+    settings.config.run_name = names.run_name
+    settings.config.output_dir = names.output_dir
     if command == "train" and not begun:
         for key in {"resume", "init_from"} - set(keys):  # it has not got further than its start
             setattr(settings.config, key, getattr(of_run, key))
@@ -149,11 +156,36 @@ def resolve_settings(
     if begun and not settings.config.allow_changes:
         other_samples = EVALUATED if command in ("evaluate", "predict") else ()
         _refuse_another_identity(run, [c for c in settings.changes if c.key not in other_samples])
-    if "recipe" in keys and not is_same_file(str(named.recipe), run / "config.yaml"):
-        kept = differences(settings.config, named.config)
+    if (
+        composed is not None
+        and "recipe" in keys
+        and not is_same_file(str(composed.recipe), run / "config.yaml")
+    ):
+        kept = differences(settings.config, composed.config)
         settings.kept = [c for c in kept if not {c.key, c.key.partition(".")[0]} & set(keys)]
     settings.notes += _listed(settings, run)
     return settings
+
+
+def _run_of(command: str, config: Config, keys: Sequence[str], run_name: str | None) -> Path:
+    """Names the run that a command is about in `config`, and returns its directory.
+
+    Args:
+        command: such as train.
+        config: of the command line, whose `run_name` and `output_dir` are set.
+        keys: of the command line.
+        run_name: in a sweep, the name of this run.
+    """
+    if run_name is not None:
+        config.run_name = run_name
+    else:
+        name_run(command, config, keys)
+    name = str(config.run_name)
+    check_run_name(name)
+    run = Path(config.output_dir) / name
+    if "/" in name and (run.parent / "config.yaml").exists():
+        raise ConfigError(f"run_name={name}: {run.parent} is a run, not a group")
+    return run
 
 
 def _refuse_other_weights(run: Path, began: Any, given: Any) -> None:
@@ -184,6 +216,7 @@ def _on_top_of(
     run: Path,
     overrides: Sequence[str],
     config_dir: str | None,
+    composed: Composition | None,
 ) -> Settings:
     """Returns the config of the run with `overrides` on top of it.
 
@@ -193,6 +226,8 @@ def _on_top_of(
         run: its directory.
         overrides: the command line's.
         config_dir: a folder with more groups and options.
+        composed: `overrides` with their recipe, if they were composed. Where that is the run's
+            config, as in a command that is given again, nothing is composed on top of it.
     """
     recipe = recipe_of_run(saved)
     keys = given_keys(overrides)
@@ -204,10 +239,18 @@ def _on_top_of(
         if name not in OF_THE_COMMAND
     }
     others = [o for o, key in zip(overrides, keys, strict=True) if key != "recipe"]
-    given = compose_settings(others, config_dir, base=base)
-    tree, leftovers = dict(given.tree), dict(given.leftovers)
+    is_same = composed is not None and not any(differences(of_run, composed.config))
+    if composed is not None and is_same and not composed.leftovers:
+        given = composed
+        tree = dict(given.tree)
+        # not the recipe's: these belong to the command
+        tree |= {name: value for name, value in _of_no_command().items() if name not in keys}
+    else:
+        given = compose_settings(others, config_dir, base=base)
+        tree = dict(given.tree)
+    leftovers = dict(given.leftovers)
     # An option that is chosen has the recipe's keys on top, as when the run began.
-    for group, values in given.tree.items():
+    for group, values in given.tree.items() if given is not composed else ():
         if group in keys and isinstance(values, Mapping):
             of_group = [o for o, k in zip(overrides, keys, strict=True) if k.split(".")[0] == group]
             if recipe is not None:
@@ -242,6 +285,11 @@ def _on_top_of(
         list(differences(of_run, config)),
         config_dir=config_dir,
     )
+
+
+def _of_no_command() -> dict[str, Any]:
+    """Returns the keys that belong to a command and not to a run, with their defaults."""
+    return {name: value for name, value in to_tree(Config()).items() if name in OF_THE_COMMAND}
 
 
 def _refuse_another_identity(run: Path, changes: Iterable[Change]) -> None:

@@ -136,7 +136,7 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
             f"data.batch_size=auto: the memory of {device} is not known: set "
             f"pipeline.memory_limit_gib="
         )
-    hardware = hardware_of_run(config, device, world.nb_part * world.replicas)
+    hardware = hardware_of_run(config, device, world.nb_part * world.data_parallel_size)
     net = construct_on_meta(lambda: build_model(config, data))
     loss_fn = resolve(options.loss_fn, net).function
     least, most = world.logical_replicas * pipeline.chunks, length_of(data.train)

@@ -31,9 +31,9 @@ from hybridtrain.step import (
     ShardedOptimizer,
     check_lr_schedule,
     check_steps_alone,
-    closure_errors_named,
     parameter_groups,
     show_weights,
+    take_step,
 )
 
 # Settings of PyTorch's losses that are tensors, one number for each class.
@@ -289,8 +289,7 @@ def optimizer_tensors_per_param(config: Mapping[str, Any], allow: Sequence[str] 
     parameter.grad = torch.zeros_like(parameter)
     try:
         show_weights(optimizer, training=True)
-        with closure_errors_named(optimizer, f"optim._target_={config['_target_']}"):
-            optimizer.step()
+        take_step(optimizer, optimizer.step, f"optim._target_={config['_target_']}")
     except ConfigError:
         raise
     except Exception as error:  # for sparse gradients only, say

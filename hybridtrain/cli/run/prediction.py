@@ -76,13 +76,13 @@ def predict_step_of_run(
     sizes = chunk_sizes(-(-samples // world.logical_replicas), options.chunks)
     layout = ParallelLayout(
         nb_part=world.nb_part,
-        replicas=world.replicas,
+        replicas=world.data_parallel_size,
         engine=world.engine,
         chunks=len(sizes) * len(world.owned_replicas),
         schedule=options.schedule,
         stages_per_device=options.stages_per_device,
         recompute=options.recompute if isinstance(options.recompute, str) else "layers",
-        shard=options.shard if world.replicas > 1 else "none",
+        shard=options.shard if world.data_parallel_size > 1 else "none",
     )
     names = [layer.name for stage in stages for layer in stage]
     first = tuple(split_batch(tree, sizes)[0] for tree in example)
@@ -92,7 +92,7 @@ def predict_step_of_run(
     return predict_step(
         stages,
         inputs,
-        hardware_of_run(config, world.devices[0], world.nb_part * world.replicas),
+        hardware_of_run(config, world.devices[0], world.nb_part * world.data_parallel_size),
         StepWork(samples, config.trainer.accumulate, options.optimizer_tensors_per_param),
         layout,
         measured,

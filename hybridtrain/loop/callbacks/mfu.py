@@ -39,6 +39,6 @@ class Mfu(Callback):
 
     def on_log(self, trainer: Trainer, values: dict[str, float]) -> None:
         """Adds the utilization."""
-        devices = trainer.world.replicas * trainer.world.nb_part
+        devices = trainer.world.data_parallel_size * trainer.world.nb_part
         rate = values["train/samples_per_second"] * self._flops_per_sample
         values["train/mfu"] = rate / (devices * self._peak)

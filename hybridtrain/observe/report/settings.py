@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from hybridtrain.options import is_hyperparameter
+from hybridtrain.observe.hyperparameters import is_hyperparameter
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from PIL import Image
 
 from hybridtrain._base.text_table import markdown_table
 from hybridtrain.loop import Run, Tracker, parts_of_account
+from hybridtrain.observe.hyperparameters import is_hyperparameter
 from hybridtrain.observe.pictures import MOST_BARS, draw, draw_accounts
 from hybridtrain.observe.trackers.queued import flat
-from hybridtrain.options import is_hyperparameter
 from hybridtrain.schedule import COMPUTING, Spans
 
 if TYPE_CHECKING:

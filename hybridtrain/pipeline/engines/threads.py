@@ -141,7 +141,7 @@ class ThreadEngine:
             )
         # Not with replicas: two that have other numbers of micro-batches would take the last
         # backwards of their stages in another order each, and wait for one another's all-reduce.
-        self._one_thread_for_modes = world.replicas == 1 and not self._gpus
+        self._one_thread_for_modes = world.data_parallel_size == 1 and not self._gpus
         self._inboxes: list[Inbox] = []
         intra_op_threads = threads_per_lane(len(devices))
         for index, device in enumerate(devices):

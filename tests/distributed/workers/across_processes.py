@@ -452,7 +452,7 @@ def rank_0s(world, value):
     return world.broadcast(value)
 
 
-@cells.add("a checkpoint of a model with a frozen stage loads into any split", thorough=True)
+@cells.add("a checkpoint of a model with a frozen stage loads into any split")
 def _frozen_stage(world):
     for frozen in (0, 1):
         ours, alone = both(lambda: nn.Sequential(TanhLinear(), nn.Linear(6, CLASSES)))
@@ -499,9 +499,13 @@ def _not_finite(world):
 @cells.add("processes that have met can be divided into pipelines of another length")
 def _divided(world):
     met = World.from_env(1, "cpu", timeout_s=30, engine="distributed")
-    assert (met.replicas, met.replica, met.pipeline_group) == (2, world.rank, None)
+    assert (met.data_parallel_size, met.data_parallel_rank, met.pipeline_group) == (
+        2,
+        world.rank,
+        None,
+    )
     across = met.divided(2, "cpu")
-    assert (across.nb_part, across.replicas, across.pipeline_rank) == (2, 1, world.rank)
+    assert (across.nb_part, across.data_parallel_size, across.pipeline_rank) == (2, 1, world.rank)
     model = HybridModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), across, chunks=2)
     assert model.owns_output is (world.rank == 1)
     model.train_step(torch.ones(4, 2), None, lambda output, _: output.mean())

@@ -82,7 +82,9 @@ def fill(model, optimizer, own_buffers=True):
     for name, buffer in model.named_buffers():
         tensors[name] = buffer
         if own_buffers:
-            tensors[f"{name}{model.world.replica}"] = buffer  # which replicas may have of their own
+            tensors[f"{name}{model.world.data_parallel_rank}"] = (
+                buffer  # which replicas may have of their own
+            )
     for parameter, entry in optimizer.state.items():
         tensors |= {f"{names[id(parameter)]}.{key}": value for key, value in entry.items()}
     for name, value in tensors.items():

@@ -33,7 +33,7 @@ def main(who: str, engine: str) -> None:
     )
     world = World.from_env(2, "cpu", timeout_s=600, engine=engine)
     model = HybridModel(net, world, chunks=2)
-    seed = world.replica
+    seed = world.data_parallel_rank
     batch = floats(5, 4, seed=seed), None if sizes else floats(5, 2, seed=10 + seed)
 
     def loss(output: Tensor, targets: Tensor | None) -> Tensor:

@@ -73,7 +73,7 @@ def local(seed=0, world=None):
 def train(model, optimizer, steps=1, seed=0):
     """Steps on batches that differ between the replicas."""
     for step in range(steps):
-        batch = classification(4, 10 * seed + step + 100 * model.world.replica)
+        batch = classification(4, 10 * seed + step + 100 * model.world.data_parallel_rank)
         model.train_step(*batch, F.cross_entropy)
         optimizer.step()
         optimizer.zero_grad()
@@ -375,7 +375,7 @@ def _owned_entries(world):
     with shared_folder(world) as folder:
         expected = save(CheckpointStore(folder / "whole"), 1, model, optimizer, {})
         for number, parameter in enumerate(model.parameters()):
-            if number % model.world.replicas != model.world.replica:
+            if number % model.world.data_parallel_size != model.world.data_parallel_rank:
                 del optimizer.state[parameter]
         for writers in ("rank0", "all"):
             store = CheckpointStore(folder / writers, writers=writers)

@@ -62,14 +62,14 @@ def freeze_and_free(step, model, optimizer):
 
 def zero_in_the_middle(step, model, optimizer):
     """Drops gradients that were not averaged."""
-    inputs, targets = CASES["linear"].batch(5, 50 * step + model.world.replica)
+    inputs, targets = CASES["linear"].batch(5, 50 * step + model.world.data_parallel_rank)
     model.train_step(inputs, targets, CASES["linear"].loss, sync=False)
     optimizer.zero_grad(set_to_none=step != 1)
 
 
 def keep_gradients(step, model, optimizer):
     """Has the step add to gradients that were averaged already."""
-    inputs, targets = CASES["linear"].batch(5, 50 * step + model.world.replica)
+    inputs, targets = CASES["linear"].batch(5, 50 * step + model.world.data_parallel_rank)
     model.train_step(inputs, targets, CASES["linear"].loss)
 
 
@@ -101,7 +101,7 @@ def tower():
 
 
 def step_of(model, optimizer, seed=0):
-    inputs, targets = CASES["linear"].batch(6, 10 * seed + model.world.replica)
+    inputs, targets = CASES["linear"].batch(6, 10 * seed + model.world.data_parallel_rank)
     model.train_step(inputs, targets, CASES["linear"].loss)
     optimizer.step()
     optimizer.zero_grad()

@@ -134,10 +134,15 @@ def test_uneven_ends_of_a_data_set_that_divides_itself_lose_and_repeat_nothing(r
     count = 1 if drop_last and replicas == 3 else 4
     if drop_last and replicas == 3:  # the third has less than its share of one batch
         with pytest.raises(DataError, match="gave less than one batch of samples in epoch 0"):
-            shares(1, 6, 3, lambda w: Uneven(0, w.replica), divided=True, drop_last=True)
+            shares(1, 6, 3, lambda w: Uneven(0, w.data_parallel_rank), divided=True, drop_last=True)
         return
     found = shares(
-        count, 6, replicas, lambda w: Uneven(0, w.replica), divided=True, drop_last=drop_last
+        count,
+        6,
+        replicas,
+        lambda w: Uneven(0, w.data_parallel_rank),
+        divided=True,
+        drop_last=drop_last,
     )
     batches = check_agreed(found)
     lasts = [batch.last for batch in found[0]]
@@ -148,7 +153,7 @@ def test_uneven_ends_of_a_data_set_that_divides_itself_lose_and_repeat_nothing(r
         assert [len(batch) for batch in epoch] == [6]
         assert set(seen) < set(everything)
     else:
-        long = shares(8, 6, replicas, lambda w: Uneven(0, w.replica), divided=True)
+        long = shares(8, 6, replicas, lambda w: Uneven(0, w.data_parallel_rank), divided=True)
         epoch = check_agreed(long)[: [batch.last for batch in long[0]].index(True) + 1]
         assert sorted(chain.from_iterable(epoch)) == everything
 
@@ -158,7 +163,7 @@ def test_a_replica_without_any_sample_takes_part():
         def numbers(self):
             return range(4 if self.replica == 0 else 0)
 
-    found = shares(3, 2, 2, lambda w: First(0, w.replica), divided=True)
+    found = shares(3, 2, 2, lambda w: First(0, w.data_parallel_rank), divided=True)
     assert [batch.samples for batch in found[1]] == [0, 0, 0]
     assert check_agreed(found) == [[0], [1], [2]]
 
@@ -209,7 +214,7 @@ def test_a_data_set_that_divides_itself_goes_on_in_every_worker(at):
     options = LoaderOptions(workers=2, divided=True)
 
     def loader(world):
-        return StreamLoader(Stateful(46, world.replica, 2), 4, world, options=options)
+        return StreamLoader(Stateful(46, world.data_parallel_rank, 2), 4, world, options=options)
 
     def whole(world):
         return [counted(batch) for batch in take(loader(world), 16)]
@@ -226,7 +231,7 @@ def test_a_data_set_that_divides_itself_goes_on_in_every_worker(at):
         first = loader(world)
         take(first, 1)
         StreamLoader(
-            Stateful(46, world.replica, 2), 4, world, options=LoaderOptions(divided=True)
+            Stateful(46, world.data_parallel_rank, 2), 4, world, options=LoaderOptions(divided=True)
         ).load_state_dict(first.state_dict())
 
     with pytest.raises(CheckpointError, match=r"of 2 replicas with workers=2, not of 2 with wor"):
@@ -241,7 +246,7 @@ def test_a_stream_that_was_left_goes_on_at_the_next_batch_and_not_where_it_had_r
 
 def test_a_data_set_that_divides_itself_unasked_is_refused():
     with pytest.raises(DataError, match=r"replicas read different samples .*set divided=True"):
-        shares(1, 4, 2, lambda w: Numbers(40, w.replica, 2))
+        shares(1, 4, 2, lambda w: Numbers(40, w.data_parallel_rank, 2))
     options = LoaderOptions(workers=2)
     with pytest.raises(DataError, match="worker processes read different samples from Numbers"):
         take(StreamLoader(Numbers(40, 0), 4, world_of(0, 1), options=options), 3)
@@ -346,13 +351,13 @@ def test_a_loader_of_ones_own_goes_on_where_it_was(at, replicas):
     per_epoch = -(-5 // replicas)
 
     def whole(world):
-        loader = OwnLoader(Stepwise(world.replica, replicas), world)
+        loader = OwnLoader(Stepwise(world.data_parallel_rank, replicas), world)
         return take(loader, 9)
 
     def resumed(world):
-        first = OwnLoader(Stepwise(world.replica, replicas), world)
+        first = OwnLoader(Stepwise(world.data_parallel_rank, replicas), world)
         begun = take(first, at)
-        again = OwnLoader(Stepwise(world.replica, replicas), world)
+        again = OwnLoader(Stepwise(world.data_parallel_rank, replicas), world)
         again.load_state_dict(first.state_dict())
         assert (again.epoch, again.batch) == divmod(at, per_epoch)
         return [*begun, *take(again, 9 - at)]
@@ -364,7 +369,7 @@ def test_a_loader_of_ones_own_goes_on_where_it_was(at, replicas):
 
 def test_replicas_with_loaders_of_different_lengths_take_equally_many_steps():
     def lengths(world):
-        batches = [[2 * i + world.replica] for i in range(3 + world.replica)]
+        batches = [[2 * i + world.data_parallel_rank] for i in range(3 + world.data_parallel_rank)]
         loader = OwnLoader(DataLoader(table(), batch_sampler=batches), world)
         options = TrainerOptions(epochs=2)
         return options.total_steps(loader.batches_per_epoch), len(take(loader, 8))

@@ -68,8 +68,8 @@ class ForeignDropout(nn.Module):
 def have_own_generator(monkeypatch, generator):
     """Gives the threads of the models made from here on a generator, as a GPU of their own does."""
 
-    def rng(seed, replica, units, looks_apart, own_generator):
-        return layer_rng.LayerRNG(seed, replica, units, looks_apart, lambda: generator)
+    def rng(seed, replica, units, probes_compiled, own_generator):
+        return layer_rng.LayerRNG(seed, replica, units, probes_compiled, lambda: generator)
 
     monkeypatch.setattr(pipeline, "LayerRNG", rng)
 

@@ -166,7 +166,7 @@ def test_rates_of_groups_are_logged_without_a_callback_where_they_differ():
 def test_the_mfu_is_the_share_of_the_peak_of_all_devices():
     ours = trainer(steps=2, callbacks=[Mfu(flops_per_sample=3e6, peak_flops_per_s=1e12)])
     ours.fit()
-    values, devices = ours.recorder.values, ours.world.replicas * ours.world.nb_part
+    values, devices = ours.recorder.values, ours.world.data_parallel_size * ours.world.nb_part
     for step in (1, 2):
         rate = values[step, "train/samples_per_second"] * 3e6 / 1e12
         assert values[step, "train/mfu"] == pytest.approx(rate / devices)

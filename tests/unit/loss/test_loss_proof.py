@@ -657,7 +657,7 @@ NLL = {
 def test_an_nll_of_logits_is_an_error_in_the_first_step(name, chunks):
     inputs, targets = batch()
     model = HybridModel(net(), cpu_world(2), chunks=chunks)
-    with pytest.raises(ConfigError, match=r"returns logits .*: use cross_entropy \(trainer.loss="):
+    with pytest.raises(ConfigError, match=r"returns logits .*: set loss_fn=cross_entropy"):
         model.train_step(inputs * 9, targets, NLL[name])
     logs = nn.Sequential(*net(), nn.LogSoftmax(-1))
     HybridModel(logs, cpu_world(2), chunks=chunks).train_step(inputs * 9, targets, NLL[name])
@@ -717,12 +717,12 @@ def test_parameters_of_the_loss_are_refused_where_replicas_would_train_them_apar
             super().__init__()
             self.temperature = nn.Parameter(torch.tensor(1.5))
 
-    two, model = SimpleNamespace(replicas=2), net()
+    two, model = SimpleNamespace(data_parallel_size=2), net()
     loss = Tempered()
     for form in (loss, loss.forward, functools.partial(loss), MeanLoss(loss, len)):
         with pytest.raises(ConfigError, match=r"trainable parameters \(temperature\)"):
             check_loss_function(form, model, two)
-        check_loss_function(form, model, SimpleNamespace(replicas=1))
+        check_loss_function(form, model, SimpleNamespace(data_parallel_size=1))
     check_loss_function(loss.requires_grad_(False), model, two)
     check_loss_function(nn.Sequential(model), model, two)  # of the model itself
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.runs import RunOf
+from support.stand_in_services import install
 from support.wandb_files import offline_runs
 
 from hybridtrain.errors import ConfigError, Interrupted
@@ -36,6 +37,29 @@ def attempt(
         run.finished = True
         run.results = {"steps": run.step, "step_ms": {"p50": 2.0}, "eval": None}
     tracker.on_end(run)
+
+
+@pytest.mark.parametrize("tracker", [WandB, MLflow])
+def test_a_resumed_run_goes_on_in_the_run_of_its_service(
+    tracker: type[QueuedTracker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = install(tracker.package, monkeypatch)
+    known = f"sqlite:///{tmp_path}/a.db"
+    settings = {"tracking_uri": known} if tracker is MLflow else {}
+    for steps, first in ((range(1, 6), 0), (range(5, 8), 4)):
+        run = tracker(tmp_path, **settings)
+        run.patience_s = 300
+        at = RunOf(first, texts=TEXTS)
+        run.on_start(at)
+        for at.step in steps:
+            run.on_log(at, {"train/loss": 1.0 + first})
+        run.on_end(at)
+    ((name, points),) = service.points.items()
+    assert points == [
+        *((n, {"train/loss": 1.0}) for n in range(1, 6)),
+        *((n, {"train/loss": 5.0}) for n in (6, 7)),  # a service drops no point
+    ]
+    assert service.states == {name: "FINISHED"}
 
 
 # --- Weights & Biases ---------------------------------------------------------------------------

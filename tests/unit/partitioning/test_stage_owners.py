@@ -10,14 +10,19 @@ from hybridtrain.world import World
 
 def test_one_process_owns_every_stage_of_its_replica():
     world = World(rank=3, size=6, devices=(torch.device("cpu"),) * 2)
-    assert (world.replica, world.replicas, world.pipeline_rank, world.nb_part) == (3, 6, 0, 2)
+    assert (
+        world.data_parallel_rank,
+        world.data_parallel_size,
+        world.pipeline_rank,
+        world.nb_part,
+    ) == (3, 6, 0, 2)
     assert world.stage_owners.stages_of(world.pipeline_rank, stages_per_device=2) == [0, 1, 2, 3]
 
 
 def test_processes_with_one_device_each_share_a_replica():
     worlds = [World(rank=rank, size=8, processes_per_replica=4) for rank in range(8)]
-    assert [world.replica for world in worlds] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert {world.replicas for world in worlds} == {2}
+    assert [world.data_parallel_rank for world in worlds] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert {world.data_parallel_size for world in worlds} == {2}
     assert {world.nb_part for world in worlds} == {4}
     owned = [world.stage_owners.stages_of(world.pipeline_rank, 2) for world in worlds]
     assert owned == [[0, 4], [1, 5], [2, 6], [3, 7]] * 2

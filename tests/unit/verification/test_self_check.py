@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import thorough
 from support.compare import hybrid, square_loss
 from support.nets import CASES, WIDTH, TanhLinear, classification, floats, mlp
 from torch import Tensor, nn
@@ -281,10 +282,14 @@ LINES = [
 ]
 
 
-@settings(max_examples=25)
-@given(st.lists(st.sampled_from(LINES), min_size=1, max_size=4), st.sampled_from([8, 7, 5, 1]))
-@pytest.mark.thorough
-def test_any_python_in_a_forward_is_exact_or_refused(lines, samples):
+@pytest.mark.parametrize("examples", [2, *thorough([25])])
+def test_any_python_in_a_forward_is_exact_or_refused(examples):
+    lists = st.lists(st.sampled_from(LINES), min_size=1, max_size=4)
+    cases = given(lists, st.sampled_from([8, 7, 5, 1]))
+    settings(max_examples=examples)(cases(check_forward))()
+
+
+def check_forward(lines, samples):
     namespace = {"nn": nn, "torch": torch, "Tensor": Tensor, "TanhLinear": TanhLinear}
     body = "\n        ".join(["h = self.a(x)", *lines, "return self.d(h)"])
     exec(f"class Net(nn.Module):\n    def forward(self, x):\n        {body}", namespace)

@@ -37,7 +37,7 @@ def train(engine: str, case: Case, remedied: bool) -> Trained:
             while group := next_step(batches, case.accumulate):
                 step.run(group, loss)
         state = {name: value for name, value in values(layers).items() if not value.is_meta}
-        return Trained(state, world.replica)
+        return Trained(state, world.data_parallel_rank)
 
 
 LOCAL = System(
