@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -12,7 +12,7 @@ from torch import nn
 
 from hybridtrain._base.hardware import GIB, Hardware
 from hybridtrain._base.text_table import counted, text_table, with_unit
-from hybridtrain.errors import ConfigError, check_choice
+from hybridtrain.errors import ConfigError, check_choice, setting
 from hybridtrain.graph import ChainBuilder
 from hybridtrain.partitioning import (
     COST_SOURCES,
@@ -37,6 +37,9 @@ _VERY_LARGE = 30e9
 # On more devices, published steps with fully sharded data parallelism took 2 to 4 times as long as
 # predicted (docs/published-runs.md).
 _MOST_SHARDED = 512
+
+# How many of the layouts that were not chosen are shown with their times.
+_NEXT = 2
 
 
 @dataclass(frozen=True)
@@ -195,9 +198,7 @@ class PricedPlans:
 
     def recompute(self, number: int = 0) -> str | list[str]:
         """Returns the option `recompute` of the layout with this index: a mode or layer names."""
-        price = self.prices[number]
-        costs = self.table.costs_at(1)
-        return [costs[index].name for index in price.recomputed] or price.layout.recompute
+        return recompute_option(self.prices[number], self.table)
 
     def timeline(self, chunks: int) -> Spans:
         """Returns the predicted timeline of `chunks` micro-batches in the first layout, in s."""
@@ -307,6 +308,38 @@ def model_costs(
     else:
         table = counted_costs(chain, example_inputs, hardware, precision, tf32, loss)
     return replace(table, model=type(net).__name__)
+
+
+def recompute_option(price: Price, table: CostTable) -> str | list[str]:
+    """Returns the option `recompute` of a priced layout: a mode or layer names."""
+    costs = table.costs_at(1)
+    return [costs[index].name for index in price.recomputed] or price.layout.recompute
+
+
+def choice_in_words(prices: Sequence[Price], names: Sequence[str], costs_from: str) -> str:
+    """Returns one line: the first layout's settings, what it takes, and the cost of the next two.
+
+    Args:
+        prices: first the chosen layout.
+        names: the settings that were chosen, fields of `ParallelLayout`.
+        costs_from: the source of the layers' costs.
+    """
+
+    def values(price: Price, form: Callable[[str, object], str]) -> str:
+        layout = {**vars(price.layout), "recompute": _recomputed_in_words(price)}
+        return ", ".join(form(name, layout[name]) for name in names)
+
+    best = prices[0]
+    line = (
+        f"{values(best, setting)}: {best.step_ms:.1f} ms per step, predicted from {costs_from} "
+        f"costs; idle {best.bubble:.0%}, {with_unit(best.peak_bytes)} per device"
+    )
+    by_values: dict[str, float] = {}
+    for price in sorted(prices, key=lambda price: price.step_ms):
+        by_values.setdefault(values(price, lambda name, value: f"{name}={value}"), price.step_ms)
+    del by_values[values(best, lambda name, value: f"{name}={value}")]
+    following = [f"{ms:.1f} ms ({text})" for text, ms in list(by_values.items())[:_NEXT]]
+    return line + ("; the next best: " + " and ".join(following) if following else "")
 
 
 def in_words(price: Price) -> str:

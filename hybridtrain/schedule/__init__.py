@@ -6,6 +6,7 @@
     named        the schedules gpipe, 1f1b, zb-h1 and zb-v
     controllable_memory  v-half and v-min, which hold less than 1f1b
     files        tables in CSV files, as torch.distributed.pipelining reads them
+    memory       the micro-batches that a device holds, and when it holds the most
     simulation   when each action runs, for given costs
     account      where the time of a measured step went
     waits        when its devices waited, for what, and its critical path
@@ -23,6 +24,11 @@ from hybridtrain.schedule.account import (
 )
 from hybridtrain.schedule.controllable_memory import v_half, v_min
 from hybridtrain.schedule.files import read_csv, write_csv
+from hybridtrain.schedule.memory import (
+    Moment,
+    fullest_moments,
+    peak_in_flight,
+)
 from hybridtrain.schedule.named import (
     forward_only,
     gpipe,
@@ -60,8 +66,6 @@ from hybridtrain.schedule.table import (
     Span,
     Spans,
     divided_backwards,
-    peak_in_flight,
-    peak_waiting,
     place_of,
     receiver_of,
     stages_at,
@@ -76,6 +80,7 @@ __all__ = [
     "Action",
     "ActionKind",
     "Durations",
+    "Moment",
     "Placement",
     "RegisteredSchedule",
     "Schedule",
@@ -88,6 +93,7 @@ __all__ = [
     "critical_path",
     "divided_backwards",
     "forward_only",
+    "fullest_moments",
     "gpipe",
     "is_file",
     "is_periodic",
@@ -98,7 +104,6 @@ __all__ = [
     "mean_delays",
     "one_forward_one_backward",
     "peak_in_flight",
-    "peak_waiting",
     "place_of",
     "predict",
     "read_csv",

@@ -54,7 +54,7 @@ TORCH: dict[str, Any] = {
     "zb-h1": ScheduleInterleavedZeroBubble,
     "zb-v": ScheduleZBVZeroBubble,
 }
-OURS = schedule_names(periodic=True)
+OURS = schedule_names()
 WIDTH = 4
 
 

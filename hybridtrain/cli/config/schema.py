@@ -13,7 +13,7 @@ signature (see `hybridtrain.cli.config.targets`). This module imports neither to
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from types import NoneType
@@ -45,6 +45,10 @@ AUTO = "auto"
 
 AUTO_KEYS = ("nb_part", "chunks", "schedule")
 """The keys of `pipeline` that may be `auto`."""
+
+
+WITH_SCHEDULE = ("stages_per_device", "recompute", "chunks")
+"""The keys of `pipeline` that `schedule=auto` chooses as well, where nobody has set them."""
 
 
 class Group:
@@ -134,8 +138,9 @@ class PipelineConfig(Group):
     schedule: str = PipelineOptions.schedule
     """The order of forwards and backwards: `1f1b`, `gpipe`; with backwards in two parts `zb-h1`,
     and with `stages_per_device=2` `zb-v`, `v-half` and `v-min`, whose activations take as much
-    memory as with `1f1b`, half of it and a third; `auto`: the fastest of these, by the price of a
-    step; or a user-defined schedule, by its name or the path of its `.csv` file."""
+    memory as with `1f1b`, half of it and a third; a user-defined schedule, by its name or the path
+    of its file (`.csv`, or a plan's `.yaml`); or `auto`: the fastest that fits into memory, by the
+    price of a step, with `stages_per_device`, `recompute` and `chunks` where these are not set."""
 
 
 @dataclass
@@ -400,6 +405,21 @@ class Config:
 def auto_keys(pipeline: PipelineConfig) -> list[str]:
     """Returns the keys that are `auto`."""
     return [key for key in AUTO_KEYS if getattr(pipeline, key) == AUTO]
+
+
+def chosen_keys(pipeline: PipelineConfig, given: Collection[str]) -> list[str]:
+    """Returns the keys that a run chooses: those that are `auto`, and what goes with the schedule.
+
+    Args:
+        pipeline: as it was composed.
+        given: the keys of the command line; what it sets is kept.
+    """
+    keys, defaults = auto_keys(pipeline), PipelineConfig()
+    for key in WITH_SCHEDULE if "schedule" in keys else ():
+        is_set = f"pipeline.{key}" in given or getattr(pipeline, key) != getattr(defaults, key)
+        if key not in keys and not is_set:
+            keys.append(key)
+    return keys
 
 
 def with_auto_replaced(pipeline: PipelineConfig, known: PipelineConfig) -> PipelineConfig:
