@@ -25,10 +25,17 @@ from hybridtrain.partitioning import (
     measured_costs,
 )
 from hybridtrain.price.fully_sharded import FullySharded, fully_sharded
-from hybridtrain.price.layout import Choices, StepWork
+from hybridtrain.price.layout import Choices, ParallelLayout, StepWork
 from hybridtrain.price.price import ALIKE, Price, find_layouts
 from hybridtrain.price.stage_needs import planned_costs, stage_times
-from hybridtrain.schedule import Span, Spans, make_schedule, registered
+from hybridtrain.schedule import (
+    Schedule,
+    Span,
+    Spans,
+    actions_as_text,
+    make_schedule,
+    registered,
+)
 
 # Models with more parameters are usually trained with tensor parallelism.
 _LARGE = 10e9
@@ -194,7 +201,12 @@ class PricedPlans:
                     zip(price.in_flight, bounds, strict=True)
                 )
             ],
+            actions=actions_as_text(self._order(layout, layout.chunks)),
         )
+
+    def _order(self, layout: ParallelLayout, chunks: int) -> Schedule:
+        shape = layout.nb_part, chunks, layout.stages_per_device
+        return make_schedule(layout.schedule, *shape)
 
     def recompute(self, number: int = 0) -> str | list[str]:
         """Returns the option `recompute` of the layout with this index: a mode or layer names."""
@@ -204,7 +216,7 @@ class PricedPlans:
         """Returns the predicted timeline of `chunks` micro-batches in the first layout, in s."""
         price = self.prices[0]
         layout = price.layout
-        schedule = make_schedule(layout.schedule, layout.nb_part, chunks, layout.stages_per_device)
+        schedule = self._order(layout, chunks)
         table = self.table.recomputing(frozenset(price.recomputed))
         times = stage_times(table, self.hardware, self.work, layout, price.counts)
         spans = times.spans(schedule)

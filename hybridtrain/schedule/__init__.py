@@ -5,7 +5,7 @@
     registry     any schedule by its name, with what is known of it; `@schedule` adds one
     named        the schedules gpipe, 1f1b, zb-h1 and zb-v
     controllable_memory  v-half and v-min, which hold less than 1f1b
-    files        tables in CSV files, as torch.distributed.pipelining reads them
+    files        tables in files: CSV, as torch.distributed.pipelining reads it, and in plans
     memory       the micro-batches that a device holds, and when it holds the most
     simulation   when each action runs, for given costs
     account      where the time of a measured step went
@@ -23,7 +23,7 @@ from hybridtrain.schedule.account import (
     mean_delays,
 )
 from hybridtrain.schedule.controllable_memory import v_half, v_min
-from hybridtrain.schedule.files import read_csv, write_csv
+from hybridtrain.schedule.files import actions_as_text, is_file, read_schedule, write_csv
 from hybridtrain.schedule.memory import (
     Moment,
     fullest_moments,
@@ -38,7 +38,6 @@ from hybridtrain.schedule.named import (
 )
 from hybridtrain.schedule.registry import (
     RegisteredSchedule,
-    is_file,
     is_periodic,
     make_schedule,
     register_table,
@@ -89,6 +88,7 @@ __all__ = [
     "Wait",
     "WaitFor",
     "account_of",
+    "actions_as_text",
     "bubble_fraction",
     "critical_path",
     "divided_backwards",
@@ -106,7 +106,7 @@ __all__ = [
     "peak_in_flight",
     "place_of",
     "predict",
-    "read_csv",
+    "read_schedule",
     "receiver_of",
     "register_table",
     "registered",

@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from hybridtrain.errors import ScheduleError, did_you_mean, setting
-from hybridtrain.schedule.files import read_csv
+from hybridtrain.schedule.files import is_file, read_schedule
 from hybridtrain.schedule.memory import peak_in_flight
 from hybridtrain.schedule.simulation import Durations
 from hybridtrain.schedule.table import (
@@ -206,7 +206,7 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def registered(name: str) -> RegisteredSchedule:
-    """Returns the schedule of this name, or of this CSV file, which a process reads once.
+    """Returns the schedule of this name, or of this file, which a process reads once.
 
     Raises:
         ScheduleError: there is none, or the file has none that an engine can execute.
@@ -221,14 +221,9 @@ def registered(name: str) -> RegisteredSchedule:
     return _REGISTERED[name]
 
 
-def is_file(name: str) -> bool:
-    """Returns whether `name` is the path of a schedule's file: it ends in `.csv`."""
-    return name.endswith(".csv")
-
-
 @cache  # all steps of a run take one table, and none of them looks at the disk
 def _of_file(path: str) -> RegisteredSchedule:
-    return _of_table(path, read_csv(path))
+    return _of_table(path, read_schedule(path))
 
 
 def register_table(table: Schedule) -> None:
@@ -290,7 +285,7 @@ def make_schedule(
     """Builds and validates the schedule `name`; a short last batch asks for fewer `chunks`.
 
     Args:
-        name: one of `schedule_names()`, or the path of a `.csv` file.
+        name: one of `schedule_names()`, or the path of a file (`.csv`, or a plan's `.yaml`).
         devices: how many.
         chunks: micro-batches.
         stages_per_device: how many stages each device runs.

@@ -9,6 +9,7 @@ v       device 0: stages 0 and 2P-1     the second half comes back, so that the 
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -70,6 +71,12 @@ class Schedule:
     def lane_of(self) -> dict[int, int]:
         """The device of each stage."""
         return {action.stage: device for device, lane in enumerate(self.lanes) for action in lane}
+
+    @cached_property
+    def digest(self) -> str:
+        """A few letters that differ for other actions, or another order of them."""
+        text = "\n".join(" ".join(map(str, lane)) for lane in self.lanes)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @cached_property
     def in_one_order(self) -> tuple[tuple[int, Action], ...]:

@@ -92,7 +92,11 @@ def _write_plan(plan: Plan, directory: RunDirectory, world: World) -> None:
         if world.is_main:
             path = directory.plan_to_write()
             plan.write(path)
-            _log.info("wrote %s; to train with it: pipeline.split=%s", path, path)
+            _log.info(
+                "wrote %s; to train with it: pipeline.split=%s; with the order of its actions: "
+                "pipeline.schedule=%s",
+                *(path, path, path),
+            )
 
 
 def plan_for_hardware(settings: Settings) -> dict[str, Any]:
