@@ -130,8 +130,8 @@ class PipelineOptions:
     memory_weight: float = 0.2
     """For the split `balanced`: 0 balances time alone, 1 memory alone."""
     memory_limit_gib: float | None = None
-    """What a device may hold, in GiB, for a split by measured costs and for keys that are `auto`;
-    None: no limit, and for `auto` the memory of the device."""
+    """GiB that a device may hold, for a split by measured costs and for keys that are `auto`; None:
+    no limit, and for `auto` the memory of the device."""
     default_partition: int | None = None
     """For the split `manual`: the stage of layers without a mark, or the nearest that their order
     allows; None: each needs one."""

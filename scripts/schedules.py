@@ -175,8 +175,11 @@ def page() -> str:
 
 
 def _summary(steps: Mapping[str, Spans]) -> str:
-    lines = ["| schedule | stages per device | step, predicted | measured | idle, predicted "
-             "| measured | a device holds at most |", "|---|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+    columns = ["stages per device", "step, predicted", "measured", "idle, predicted", "measured"]
+    lines = [
+        f"| schedule | {' | '.join(columns)} | a device holds at most |",
+        f"|---|{'---:|' * (len(columns) + 1)}",
+    ]
     for name, (_, per_device) in SCHEDULES.items():
         both = predicted(name), steps[name]
         times = [f"{length(spans) * 1e3:.0f} ms" for spans in both]

@@ -34,6 +34,7 @@ from math import comb, lcm
 from typing import Any, NamedTuple
 
 from hybridtrain._base.hardware import GIB, Hardware
+from hybridtrain._base.text_table import with_unit
 from hybridtrain.errors import SplitError, argument, setting
 from hybridtrain.graph import Layer
 from hybridtrain.options import PRECISIONS, PipelineOptions
@@ -512,8 +513,8 @@ class DoesNotFit(SplitError):
             f"{setting('shard', layout.shard)}"
         )
         super().__init__(
-            f"no plan fits: {(nbytes - usable) / GIB:.1f} GiB are missing on device {device}; the "
-            f"least memory is {nbytes / GIB:.1f} GiB of {usable / GIB:.1f} GiB that may be used "
+            f"no plan fits: {with_unit(round(nbytes - usable))} are missing on device {device}; the "
+            f"least memory is {with_unit(nbytes)} of {with_unit(round(usable))} that may be used "
             f"({self.in_words}): more devices (hardware.nodes=), larger ones "
             f"(hardware.memory_gib={self.memory_gib:g}) or a smaller model would do"
         )

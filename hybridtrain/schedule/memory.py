@@ -1,4 +1,4 @@
-"""What the devices hold while they run a table, counted in micro-batches.
+"""The memory of the devices while they run a table, counted in micro-batches.
 
 zb-v, 2 devices, device 0   F0 F1 F2 f0 i0 w0 f1 b1 F3 ...
 stage 0 holds                1  2  3  3  3  3  3  3  4

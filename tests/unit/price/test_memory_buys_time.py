@@ -40,7 +40,7 @@ MODES = ("never", "except_last", "always")
 TIMES, KEPT, SENT = (2.0, 3.0, 1.0, 2.5), (5, 1, 8, 3), (3, 1, 2, 1)
 
 
-def table_of(times=TIMES, kept=KEPT, sent=SENT, weights=4):
+def table_of(times=TIMES, kept=KEPT, sent=SENT, weights=1):
     """Costs of uneven layers: milliseconds of a forward, and MiB that it keeps and sends."""
 
     def costs_at(samples):
@@ -156,7 +156,7 @@ def every_price(table, hardware, work, choices):
     return list(best.values())
 
 
-@pytest.mark.parametrize("mib", [10_000, 120, 90, 75, 60, 50])
+@pytest.mark.parametrize("mib", [10_000, 36, 30, 26, 24])
 def test_the_choice_is_the_one_of_all_combinations_that_fit(mib):
     choices = Choices(nb_part=[2], engine=["local"], schedule=NAMES, recompute=MODES)
     hardware, work = machine(mib / 1024), StepWork(8)
@@ -170,13 +170,13 @@ def test_the_choice_is_the_one_of_all_combinations_that_fit(mib):
 def test_less_memory_is_paid_for_with_time_and_never_refunded():
     choices = Choices(nb_part=[2], engine=["local"], schedule=NAMES)
     steps, chosen = [], set()
-    for mib in (10_000, 120, 90, 75, 60, 50):
+    for mib in (10_000, 36, 32, 24, 22):
         best = find_layouts(table_of(), machine(mib / 1024), StepWork(8), choices)[0]
         assert best.peak_bytes <= mib * MIB
         steps.append(best.step_ms)
-        chosen.add((best.layout.schedule, best.layout.recompute, best.layout.chunks))
+        chosen.add((best.layout.schedule, best.layout.recompute))
     assert all(later >= earlier / 1.02 for earlier, later in pairwise(steps))
-    assert len(chosen) > 2
+    assert len(chosen) == 4
 
 
 @pytest.mark.parametrize("split", ["uniform", "size", "time"])
@@ -247,7 +247,7 @@ def test_a_schedule_without_a_table_for_these_devices_is_left_out(backwards_firs
 
 def test_one_line_says_what_was_chosen_and_what_the_next_two_would_have_cost():
     choices = Choices(nb_part=[2], engine=["local"], schedule=NAMES)
-    found = find_layouts(table_of(), machine(75 / 1024), StepWork(8), choices)
+    found = find_layouts(table_of(), machine(36 / 1024), StepWork(8), choices)
     line = choice_in_words(found, ["schedule", "recompute", "chunks"], "measured")
     best, others = found[0], found[1:]
     assert "\n" not in line
