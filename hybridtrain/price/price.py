@@ -503,7 +503,8 @@ class DoesNotFit(SplitError):
     """
 
     def __init__(self, layout: ParallelLayout, device: int, nbytes: int, hardware: Hardware):
-        usable = hardware.usable_bytes
+        usable = round(hardware.usable_bytes)
+        missing = with_unit(nbytes - usable)
         recompute = {"layers": "of single layers"}.get(layout.recompute, layout.recompute)
         self.layout, self.device, self.nbytes = layout, device, nbytes
         self.memory_gib = _rounded_up(nbytes / GIB / (1 - hardware.margin) + hardware.reserved_gib)
@@ -513,8 +514,8 @@ class DoesNotFit(SplitError):
             f"{setting('shard', layout.shard)}"
         )
         super().__init__(
-            f"no plan fits: {with_unit(round(nbytes - usable))} are missing on device {device}; the "
-            f"least memory is {with_unit(nbytes)} of {with_unit(round(usable))} that may be used "
+            f"no plan fits: {missing} are missing on device {device}; the least memory is "
+            f"{with_unit(nbytes)} of {with_unit(usable)} that may be used "
             f"({self.in_words}): more devices (hardware.nodes=), larger ones "
             f"(hardware.memory_gib={self.memory_gib:g}) or a smaller model would do"
         )

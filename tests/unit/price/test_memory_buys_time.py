@@ -129,14 +129,14 @@ def test_a_device_is_priced_with_the_peak_of_what_its_stages_hold_together(
         assert device.total == pytest.approx(inside, abs=v)
 
 
-@pytest.mark.parametrize(("name", "held"), [("v-half", 6), ("v-min", 4), ("zb-v", 8)])
+@pytest.mark.parametrize(("name", "held"), [("v-half", 6), ("v-min", 4)])
 def test_a_v_of_equal_stages_is_priced_with_as_many_as_it_may_hold(name, held):
     costs = [LayerCost(str(i), activation_bytes=1000) for i in range(8)]
     table = given_costs(lambda _: costs, [LayerSize(0, 0)] * 8)
     layout = ParallelLayout(4, chunks=16, schedule=name, stages_per_device=2, recompute="never")
     memory = device_memory(table, StepWork(16), layout, [1] * 8)
-    # one more waits for the second part of its backward, and holds its gradients too
-    assert all(held - 1 <= m.activations / 1000 <= held + 2 * WAITING for m in memory)
+    # those that wait for the second part of their backward hold gradients too
+    assert held * 1000 <= max(m.activations for m in memory) < (held + 1) * 1000
     peaks = peak_in_flight(make_schedule(name, 4, 16, 2))
     assert max(peaks[d] + peaks[7 - d] for d in range(4)) > held
 
