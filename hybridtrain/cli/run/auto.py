@@ -114,9 +114,15 @@ def with_auto_chosen(
     """
     if keys := chosen_keys(settings.config.pipeline, given_keys(settings.overrides)):
         sizes = _pipeline_sizes(config, world) if "nb_part" in keys else [world.nb_part]
-        values = world.from_main(
-            lambda: _choose(keys, sizes, config, data, world, options.pipeline)
-        )
+
+        def choose() -> dict[str, Any]:
+            try:
+                return _choose(keys, sizes, config, data, world, options.pipeline)
+            except (ConfigError, SplitError) as error:
+                auto = [f"pipeline.{key}=auto" for key in auto_keys(settings.config.pipeline)]
+                raise type(error)(f"{', '.join(auto)}: {error}") from error
+
+        values = world.from_main(choose)
         return replace(config, pipeline=replace(config.pipeline, **values))
     if settings.config.data.get("batch_size") == AUTO:
         size = world.from_main(lambda: _largest_batch(config, data, world, options))
@@ -255,8 +261,7 @@ def _choose(
         except (ConfigError, SplitError) as error:
             problems.append(error)
     if not priced:
-        auto = ", ".join(f"pipeline.{key}=auto" for key in keys)
-        raise _without_a_choice(auto, problems, config)
+        raise _without_a_choice(problems, config)
     best = proposed(priced)
     values = {key: getattr(best.layout, key) for key in keys}
     if "recompute" in keys:
@@ -267,20 +272,17 @@ def _choose(
 
 
 def _without_a_choice(
-    auto: str, problems: Sequence[ConfigError | SplitError], config: Config
+    problems: Sequence[ConfigError | SplitError], config: Config
 ) -> ConfigError | SplitError:
-    """Returns the error that nothing can be chosen: the nearest of those of the pipelines' sizes.
+    """Returns the error that nothing can be chosen, from the problem of each size of a pipeline.
 
-    Args:
-        auto: the keys, in words.
-        problems: of each size.
-        config: of the run.
+    Where the memory is too small for all, it is that of the size which needs the least.
     """
     too_large = [problem for problem in problems if isinstance(problem, DoesNotFit)]
     if not too_large:
-        return type(problems[0])(f"{auto}: {problems[0]}")
-    nearest = min(too_large, key=lambda problem: problem.memory_gib)
-    return SplitError(f"{auto}: {why_too_large(nearest, config)}")
+        return problems[0]
+    least = min(too_large, key=lambda problem: problem.memory_gib)
+    return SplitError(why_too_large(least, config))
 
 
 def _choices(
