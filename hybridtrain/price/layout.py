@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.errors import ConfigError
@@ -54,22 +54,22 @@ class ParallelLayout:
     recompute: str = "never"
     shard: str = "none"
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """Stages per pipeline."""
         return self.nb_part * self.stages_per_device
 
-    @property
+    @cached_property
     def splits_backwards(self) -> bool:
         """True if backwards run in two parts; with recomputation they do not."""
         return registered(self.schedule).splits_backward and self.recompute == "never"
 
-    @property
+    @cached_property
     def devices(self) -> tuple[int, ...]:
         """For each stage, the index of its device in the pipeline."""
         return _devices(self.stages, self.nb_part, registered(self.schedule).placement)
 
-    @property
+    @cached_property
     def recomputed(self) -> float:
         """Forwards that a backward recomputes, on average over the micro-batches: 0 to 1."""
         return len(whole_stages(self.recompute, self.chunks)) / self.chunks
