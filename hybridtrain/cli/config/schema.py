@@ -13,7 +13,7 @@ signature (see `hybridtrain.cli.config.targets`). This module imports neither to
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from types import NoneType
@@ -45,10 +45,6 @@ AUTO = "auto"
 
 AUTO_KEYS = ("nb_part", "chunks", "schedule")
 """The keys of `pipeline` that may be `auto`."""
-
-
-WITH_SCHEDULE = ("stages_per_device", "recompute", "chunks")
-"""The keys of `pipeline` that `schedule=auto` chooses as well, where nobody has set them."""
 
 
 class Group:
@@ -405,21 +401,6 @@ class Config:
 def auto_keys(pipeline: PipelineConfig) -> list[str]:
     """Returns the keys that are `auto`."""
     return [key for key in AUTO_KEYS if getattr(pipeline, key) == AUTO]
-
-
-def chosen_keys(pipeline: PipelineConfig, given: Collection[str]) -> list[str]:
-    """Returns the keys that a run chooses: those that are `auto`, and what goes with the schedule.
-
-    Args:
-        pipeline: as it was composed.
-        given: the keys of the command line; what it sets is kept.
-    """
-    keys, defaults = auto_keys(pipeline), PipelineConfig()
-    for key in WITH_SCHEDULE if "schedule" in keys else ():
-        is_set = f"pipeline.{key}" in given or getattr(pipeline, key) != getattr(defaults, key)
-        if key not in keys and not is_set:
-            keys.append(key)
-    return keys
 
 
 def with_auto_replaced(pipeline: PipelineConfig, known: PipelineConfig) -> PipelineConfig:

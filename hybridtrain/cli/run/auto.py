@@ -27,7 +27,6 @@ from hybridtrain.cli.config.schema import (
     Config,
     PipelineConfig,
     auto_keys,
-    chosen_keys,
     with_auto_replaced,
 )
 from hybridtrain.cli.run.components import build_model
@@ -60,6 +59,9 @@ _log = logging.getLogger(__name__)
 
 # What chooses the number of stages by itself; a list, a plan or marks give it.
 _SPLITS = ("uniform", "size", "time", "memory", "balanced")
+
+# The keys that `schedule=auto` chooses as well, where nobody has set them.
+_WITH_SCHEDULE = ("stages_per_device", "recompute", "chunks")
 
 
 def without_auto(settings: Settings) -> Config:
@@ -112,7 +114,7 @@ def with_auto_chosen(
         ConfigError, SplitError: there is nothing to choose from (see `find_layouts`), the memory of
             a device is not known, or one sample per micro-batch does not fit.
     """
-    if keys := chosen_keys(settings.config.pipeline, given_keys(settings.overrides)):
+    if keys := _chosen_keys(settings):
         sizes = _pipeline_sizes(config, world) if "nb_part" in keys else [world.nb_part]
 
         def choose() -> dict[str, Any]:
@@ -128,6 +130,22 @@ def with_auto_chosen(
         size = world.from_main(lambda: _largest_batch(config, data, world, options))
         return replace(config, data={**config.data, "batch_size": size})
     return config
+
+
+def _chosen_keys(settings: Settings) -> list[str]:
+    """Returns the keys of `pipeline` that are chosen: those that are `auto`, and with the schedule.
+
+    Beside `schedule=auto`, what the command line sets is kept, and so is what a recipe sets to
+    something other than the default. A split by hand gives the number of stages.
+    """
+    pipeline, defaults = settings.config.pipeline, PipelineConfig()
+    keys, given = auto_keys(pipeline), given_keys(settings.overrides)
+    for key in _WITH_SCHEDULE if "schedule" in keys else ():
+        is_set = f"pipeline.{key}" in given or getattr(pipeline, key) != getattr(defaults, key)
+        by_hand = key == "stages_per_device" and pipeline.split not in _SPLITS
+        if key not in keys and not is_set and not by_hand:
+            keys.append(key)
+    return keys
 
 
 def _largest_batch(config: Config, data: DataSplits, world: World, options: RunOptions) -> int:
