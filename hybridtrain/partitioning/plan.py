@@ -121,13 +121,14 @@ class Plan:
         """Returns the plan as YAML with one line per layer, which `read` can parse."""
         content = asdict(self)
         content["recompute"] = _plain(self.recompute)
+        actions = {"actions": content.pop("actions")}
         for stage in content["stages"]:
             for cost in stage["layers"]:
                 cost |= {k: round(v, 3) for k, v in cost.items() if isinstance(v, float)}
+        form: dict[str, Any] = {"sort_keys": False, "width": 2**31, "allow_unicode": True}
         # with None, only what contains no list or mapping is written on one line
-        return _HEADER + yaml.safe_dump(
-            content, sort_keys=False, default_flow_style=None, width=2**31, allow_unicode=True
-        )
+        text = yaml.safe_dump(content, default_flow_style=None, **form)
+        return _HEADER + text + yaml.safe_dump(actions, default_flow_style=False, **form)
 
     def write(self, path: str | PathLike[str]) -> None:
         """Writes the plan to a file that `read` reads."""

@@ -162,7 +162,11 @@ def most_in_flight(layout: ParallelLayout) -> tuple[int, ...]:
 
 
 def has_table(layout: ParallelLayout) -> bool:
-    """Returns whether the schedule has a table of this shape; a user's may refuse some."""
+    """Returns whether the schedule has a table of this shape; a user's may refuse some.
+
+    Raises:
+        ScheduleError: it has one that no engine can execute.
+    """
     shape = layout.nb_part, layout.chunks, layout.stages_per_device
     return _builds(registered(layout.schedule), *shape)
 
@@ -174,9 +178,10 @@ def _builds(
     if schedule.periodic:  # of any number of micro-batches
         return True
     try:
-        schedule.build(nb_part, chunks, stages_per_device)
+        table = schedule.build(nb_part, chunks, stages_per_device)
     except ScheduleError:
         return False
+    schedule.check(table, nb_part, chunks, stages_per_device)
     return True
 
 

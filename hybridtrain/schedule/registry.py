@@ -196,6 +196,7 @@ def _facts(
     entry: RegisteredSchedule, devices: int, groups: int, stages_per_device: int
 ) -> list[float]:
     table = entry.build(devices, groups * devices, stages_per_device)
+    entry.check(table, devices, groups * devices, stages_per_device)
     ends = [lane[-1].end for lane in Durations.equal(table.stages).spans(table)]
     return [*peak_in_flight(table), *divided_backwards(table), *ends]
 

@@ -224,13 +224,14 @@ def backwards_first():
 
 
 def test_a_users_schedule_is_chosen_where_nothing_else_fits(backwards_first):
+    first_heavy = table_of(kept=(9, 9, 1, 1))  # the first device holds two of 1f1b's
     names = ("1f1b", "gpipe", backwards_first)
     fixed = Choices(nb_part=[2], chunks=[8], stages_per_device=[1], recompute=["never"])
     with pytest.raises(DoesNotFit) as caught:
-        find_layouts(table_of(), machine(0.001), StepWork(8), replace(fixed, schedule=names[:2]))
+        find_layouts(first_heavy, machine(0.001), StepWork(8), replace(fixed, schedule=names[:2]))
     assert backwards_first in Choices().schedule
     limited = machine(0.999 * caught.value.memory_gib)
-    found = find_layouts(table_of(), limited, StepWork(8), replace(fixed, schedule=names))
+    found = find_layouts(first_heavy, limited, StepWork(8), replace(fixed, schedule=names))
     assert {price.layout.schedule for price in found} == {backwards_first}
 
 

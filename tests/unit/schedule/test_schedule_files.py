@@ -70,9 +70,9 @@ def test_an_exported_schedule_with_an_edited_line_trains_exactly(tmp_path):
 def test_a_plan_is_a_file_of_the_schedule_that_it_was_made_for(tmp_path):
     path = tmp_path / "plan.yaml"
     net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
-    plan = hybrid(net, 2, 2, chunks=4, schedule="v-min").plan
+    plan = hybrid(net, 2, 2, chunks=4, schedule="zb-v").plan
     plan.write(path)
-    table = make_schedule("v-min", 2, 4, 2)
+    table = make_schedule("zb-v", 2, 4, 2)
     assert read_schedule(path).lanes == table.lanes
     before, after = "F1@0 F2@0", "F2@0 F1@0"
     text = path.read_text()
