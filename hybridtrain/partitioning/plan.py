@@ -127,8 +127,9 @@ class Plan:
                 cost |= {k: round(v, 3) for k, v in cost.items() if isinstance(v, float)}
         form: dict[str, Any] = {"sort_keys": False, "width": 2**31, "allow_unicode": True}
         # with None, only what contains no list or mapping is written on one line
-        text = yaml.safe_dump(content, default_flow_style=None, **form)
-        return _HEADER + text + yaml.safe_dump(actions, default_flow_style=False, **form)
+        text: str = yaml.safe_dump(content, default_flow_style=None, **form)
+        text += yaml.safe_dump(actions, default_flow_style=False, **form)
+        return _HEADER + text
 
     def write(self, path: str | PathLike[str]) -> None:
         """Writes the plan to a file that `read` reads."""

@@ -112,7 +112,7 @@ def test_a_schedule_of_auto_fits_the_limit_and_says_the_smallest_that_would_do(t
         run = [f"pipeline.memory_limit_gib={limit}", f"run_name={name}"]
         told = succeed(capfd, "train", *keys, *run)
         (line,) = [line for line in told.splitlines() if "predicted from measured costs" in line]
-        assert line.count(" ms (") == 2  # the next two
+        assert line.count(" ms (") == {"tight": 0, "wide": 2}[name]  # the next two that fit
         config = yaml.safe_load((tmp_path / f"outputs/{name}/config.yaml").read_text())["pipeline"]
         names = ("chunks", "schedule", "stages_per_device", "recompute")
         chosen[name] = {key: config[key] for key in names}

@@ -255,7 +255,7 @@ def _fixed(settings: Settings) -> Choices:
             f"pipeline.recompute={values['recompute'][0]} is not priced: use never, except_last "
             f"or always, or leave it to the search"
         )
-    return Choices(**values)
+    return replace(Choices(), **values)
 
 
 def other_processes_are_missing(config: Config) -> bool:
