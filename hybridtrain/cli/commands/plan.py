@@ -245,7 +245,7 @@ def overrides_of(layout: ParallelLayout, recompute: str | list[str]) -> list[str
 def _fixed(settings: Settings) -> Choices:
     """Returns what the search may choose from: what the command line sets is fixed."""
     set_keys = {key.partition("=")[0] for key in given_keys(settings.overrides)}
-    values: dict[str, Sequence[Any]] = {}
+    values: dict[str, Any] = {}
     for key, group in _KEYS.items():
         value = getattr(getattr(settings.config, group), key)
         if f"{group}.{key}" in set_keys and value != AUTO:
