@@ -647,7 +647,7 @@ class _Search:
 
     def bound(self, layout: ParallelLayout) -> float:
         """Returns a lower bound of the step's milliseconds, for any cut of the model."""
-        whole, largest = self._times(layout.samples(self._work), layout.recompute)
+        whole, largest = self._times(layout.samples(self._work), layout.recomputed)
         busy = max(whole / layout.nb_part, largest) * layout.chunks
         if layout.stages_per_device == 1 and not layout.splits_backwards:
             busy = max(busy, _least_with_idle_time(whole, layout.nb_part, layout.chunks))
@@ -853,11 +853,10 @@ class _Search:
         ]
         return find_cut(costs, [1] * stages, Objective(), self._table.no_cut_before)
 
-    def _whole_times(self, samples: int, recompute: str) -> tuple[float, float]:
+    def _whole_times(self, samples: int, recomputed: float) -> tuple[float, float]:
         """Returns the milliseconds of a micro-batch in all layers, and in the slowest layer."""
-        recomputes = recompute == "always"
         times = [
-            cost.forward_ms * (1 + recomputes) + cost.backward_ms
+            cost.forward_ms * (1 + recomputed) + cost.backward_ms
             for cost in self._table.costs_at(samples)
         ]
         return sum(times), max(times)

@@ -78,23 +78,21 @@ def device_memory(
         counts: the number of layers of each stage.
     """
     costs = table.costs_at(layout.samples(work))
-    stages = []
-    sizes_by_device: list[list[LayerSize]] = [[] for _ in range(layout.nb_part)]
-    for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
-        sizes_by_device[layout.devices[stage]] += table.sizes[start:end]
-        stages.append(
-            _StageBytes(
-                inputs=costs[start - 1].crossing_bytes if start else 0,
-                activations=sum(cost.activation_bytes for cost in costs[start:end]),
-                temporaries=most_temporary(costs[start:end]),
-            )
+    bounds = list(pairwise(accumulate(counts, initial=0)))
+    stages = [
+        _StageBytes(
+            inputs=costs[start - 1].crossing_bytes if start else 0,
+            activations=sum([cost.activation_bytes for cost in costs[start:end]]),
+            temporaries=most_temporary(costs[start:end]),
         )
-    return [
-        _at_its_peak(_fixed_memory(sizes, work, layout), moments, stages, own)
-        for sizes, moments, own in zip(
-            sizes_by_device, _moments_of(layout), _stages_by_device(layout), strict=True
-        )
+        for start, end in bounds
     ]
+    memory = []
+    for own, moments in zip(_stages_by_device(layout), _moments_of(layout), strict=True):
+        sizes = [size for stage in own for size in table.sizes[slice(*bounds[stage])]]
+        fixed = _fixed_bytes(sizes, work, layout)
+        memory.append(DeviceMemory(*fixed, *_bytes_at_peak(moments, stages, own)))
+    return memory
 
 
 class _StageBytes(NamedTuple):
@@ -105,19 +103,16 @@ class _StageBytes(NamedTuple):
     temporaries: int
 
 
-def _at_its_peak(
-    fixed: DeviceMemory,
-    moments: Sequence[Moment],
-    stages: Sequence[_StageBytes],
-    own: Sequence[int],
-) -> DeviceMemory:
-    """Returns the memory of a device, with what it holds at most between two layers and in one.
+def _bytes_at_peak(
+    moments: Sequence[Moment], stages: Sequence[_StageBytes], own: Sequence[int]
+) -> tuple[int, int, int]:
+    """Returns the activations, boundaries and temporaries of a device at its peak.
 
-    These may be two moments, if a stage with large temporaries runs when the others hold less.
+    The first two are those of the peak between two layers, which may be another moment than that of
+    the peak in a layer, if a stage with large temporaries runs when the others hold less.
 
     Args:
-        fixed: what does not depend on the micro-batches in flight.
-        moments: at which it may hold the most.
+        moments: at which the device may hold the most.
         stages: the bytes of all stages.
         own: the device's stages.
     """
@@ -131,12 +126,7 @@ def _at_its_peak(
         if here + there > activations + boundaries:
             activations, boundaries = here, there
         peak = max(peak, here + there + stages[moment.stage].temporaries)
-    return replace(
-        fixed,
-        activations=activations,
-        boundaries=boundaries,
-        temporaries=peak - activations - boundaries,
-    )
+    return activations, boundaries, peak - activations - boundaries
 
 
 def most_temporary(costs: Sequence[LayerCost]) -> int:
@@ -186,8 +176,13 @@ def _builds(
 
 
 def _stages_by_device(layout: ParallelLayout) -> list[list[int]]:
-    own: list[list[int]] = [[] for _ in range(layout.nb_part)]
-    for stage, device in enumerate(layout.devices):
+    return _by_device(layout.devices, layout.nb_part)
+
+
+@lru_cache(maxsize=256)
+def _by_device(devices: Sequence[int], nb_part: int) -> list[list[int]]:
+    own: list[list[int]] = [[] for _ in range(nb_part)]
+    for stage, device in enumerate(devices):
         own[device].append(stage)
     return own
 
@@ -210,9 +205,9 @@ def _moments(
     """Returns the fullest moments of a schedule's table.
 
     Those of a large table of a periodic schedule are extrapolated: each further group of `nb_part`
-    micro-batches adds the same to a moment, nothing with 1F1B and `nb_part` with GPipe. Where three
-    small tables do not show that, and for other schedules, which may change at any micro-batch, the
-    whole table is built.
+    micro-batches adds the same to a moment, nothing with 1F1B and `nb_part` with GPipe. Where small
+    tables do not show that, and for other schedules, which may change at any micro-batch, the whole
+    table is built.
     """
 
     def count(chunks: int) -> tuple[tuple[Moment, ...], ...]:
@@ -224,8 +219,8 @@ def _moments(
     few = (_GROUPS_UNTIL_STEADY + rest) * nb_part + rest
     groups = (chunks - few) // nb_part
     if groups > 2 and is_periodic(schedule, stages_per_device):
-        small, larger, largest = (count(few + group * nb_part) for group in range(3))
-        if _continued(small, larger, 2) == largest:
+        small, larger = count(few), count(few + nb_part)
+        if small == larger or _continued(small, larger, 2) == count(few + 2 * nb_part):
             return _continued(small, larger, groups) or count(chunks)
     return count(chunks)
 
@@ -256,30 +251,23 @@ def with_weight_bytes(
 ) -> list[LayerCost]:
     """Returns the costs with the bytes of each layer's weights, gradients and state, for a cut."""
 
-    def weight_bytes(size: LayerSize) -> int:
-        memory = _fixed_memory([size], work, layout)
-        return memory.weights + memory.gradients + memory.state
-
     return [
-        replace(cost, weight_bytes=weight_bytes(size), crossing_ms=0.0)
+        replace(cost, weight_bytes=sum(_fixed_bytes([size], work, layout)), crossing_ms=0.0)
         for cost, size in zip(costs, sizes, strict=True)
     ]
 
 
-def _fixed_memory(
+def _fixed_bytes(
     sizes: Sequence[LayerSize], work: StepWork, layout: ParallelLayout
-) -> DeviceMemory:
-    """Returns the memory of layers that does not depend on the micro-batches in flight.
+) -> tuple[int, int, int]:
+    """Returns the weights, gradients and optimizer state of layers, which are always there.
 
     Gradients are views of DDP's buckets, which DDP never frees.
     """
-    trained = sum(size.trained for size in sizes)
+    trained = sum([size.trained for size in sizes])
     state = trained * work.optimizer_tensors_per_param
-    return DeviceMemory(
-        weights=sum(size.weights for size in sizes),
-        gradients=trained,
-        state=state if layout.shard == "none" else -(-state // layout.replicas),
-    )
+    sharded = state if layout.shard == "none" else -(-state // layout.replicas)
+    return sum([size.weights for size in sizes]), trained, sharded
 
 
 # CPU time of the operators in a two-part backward, relative to a whole one: tensors that both parts

@@ -172,8 +172,8 @@ def is_periodic(entry: RegisteredSchedule, stages_per_device: int) -> bool:
     cannot be proved. It is checked on 2, 3 and 4 devices, with stages of equal times: the 4th and
     the 5th group of micro-batches must add the same to every stage's peak and divided backwards,
     and to the end of each device. A table that changes later, or on more devices only, passes.
-    What a device holds at its peak is compared on the devices in question too, over three tables
-    (`hybridtrain.price`), and counted in full where these do not continue one another.
+    `hybridtrain.price` compares what a device holds at its peak on the devices in question too, and
+    counts it in full where small tables do not continue one another.
 
     Raises:
         ScheduleError: a group adds something else.
