@@ -789,10 +789,10 @@ class _Search:
             if number >= _CLOSE and evaluated > _MOST_EVALUATED:
                 break
             cuts = self._few_cuts(layout)
+            evaluated += _FEW_CUTS if cuts is None else len(cuts)
             if cuts is None:
                 counts = self._cut_by_memory(layout, memory_weight=1.0)
                 cuts = [] if counts is None else [counts]
-            evaluated += len(cuts)
             for counts in cuts:
                 nbytes, device = self._least_peak(layout, counts)
                 if least is None or nbytes < least[0]:
