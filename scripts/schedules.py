@@ -12,12 +12,13 @@ docs/assets/schedules.json. The code of docs/own-schedules.md draws that page's 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import chdir
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -124,7 +125,7 @@ def measured() -> dict[str, Spans]:
     for name in SCHEDULES:
         ran = [[span.action for span in lane] for lane in found.get(name, [])]
         if ran != list(map(list, table_of(name).lanes)):
-            sys.exit(f"{name} is not the schedule that was measured: {__doc__.splitlines()[2]}")
+            sys.exit(f"{name} is not what was measured: python -m scripts.schedules --measure")
     return found
 
 
@@ -156,7 +157,7 @@ def own_picture() -> Image.Image:
     """Returns the picture that the code of docs/own-schedules.md draws."""
     code = re.search(r"^```python\n(.*?)^```$", OWN_PAGE.read_text(), re.M | re.S)
     assert code is not None
-    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+    with tempfile.TemporaryDirectory() as folder, chdir(folder), redirect_stdout(io.StringIO()):
         exec(compile(code[1], str(OWN_PAGE), "exec"), {"__name__": "own_schedule"})
         with Image.open("own-schedule.png") as picture:
             return picture.copy()
