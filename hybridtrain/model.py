@@ -59,6 +59,7 @@ from hybridtrain.pipeline import (
     HeadOutput,
     Pipeline,
     Timeline,
+    check_schedule,
     construct_own_stages,
     remove_aliases,
     unscale_,
@@ -306,6 +307,7 @@ class HybridModel:
         check_arguments(net, world, options)
         assert world is not None
         options = with_settings(options or PipelineOptions(), settings)
+        check_schedule(options, world)
         if options.sync_batch_norm:
             net = with_sync_batch_norm(net, world)
         remove_aliases(net)
@@ -355,6 +357,7 @@ class HybridModel:
         check_arguments(build, world, options, constructs=True)
         assert world is not None
         options = with_settings(options or PipelineOptions(), settings)
+        check_schedule(options, world)
 
         def make() -> nn.Module:
             net = build()

@@ -83,7 +83,7 @@ class PipelineOptions:
     """The order of forwards and backwards: `1f1b`, `gpipe`; with backwards in two parts `zb-h1`,
     and with `stages_per_device=2` `zb-v`, `v-half` and `v-min`, whose activations take as much
     memory as with `1f1b`, half of it and a third; or a user-defined schedule, by its name or the
-    path of its `.csv` file."""
+    path of its file (`.csv`, or a plan's `.yaml`)."""
     split: SplitSpec = "uniform"
     """The measure that the largest stage should be small in: `uniform` (number of layers), `size`
     (parameters), `time`, `memory` or `balanced` (what each layer is measured to cost); `manual`: as
@@ -125,7 +125,8 @@ class PipelineOptions:
     memory_weight: float = 0.2
     """For the split `balanced`: 0 balances time alone, 1 memory alone."""
     memory_limit_gib: float | None = None
-    """For a split by measured costs: what a device may hold, in GiB; None: no limit."""
+    """GiB that a device may hold, for a split by measured costs and for keys that are `auto`; None:
+    no limit, and for `auto` the memory of the device."""
     default_partition: int | None = None
     """For the split `manual`: the stage of layers without a mark, or the nearest that their order
     allows; None: each needs one."""

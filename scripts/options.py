@@ -71,7 +71,7 @@ MORE = {
     "init_from": "[Initial weights](weights.md#initial-weights)",
     "callbacks": "[Callbacks](callbacks.md)",
     "allow_targets": "[Own models](project.md)",
-    "pipeline.schedule": "[Backwards in two parts](performance.md#backwards-in-two-parts)",
+    "pipeline.schedule": "[Schedules](schedules.md)",
     "pipeline.split": "[Splitting](splitting.md)",
     "world.stall_s": "[Reliability](reliability.md#hangs)",
     "world.shard": "[Memory](memory-replicas.md)",

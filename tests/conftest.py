@@ -12,6 +12,8 @@ from hypothesis import settings
 from support.browser import browser_page  # noqa: F401
 from support.launch import logging_as_before
 
+from hybridtrain.schedule import registry
+
 # An example may take any time: no verdict depends on how busy the machine is.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
@@ -116,6 +118,12 @@ def log_of_other_files() -> Iterator[None]:
     """Takes off what a run has hung onto the log, which the next file would write to."""
     with logging_as_before():
         yield
+
+
+@pytest.fixture(autouse=True)
+def schedules_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgets the schedules that a test registers, which `auto` would search in other tests."""
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
 
 
 @pytest.fixture

@@ -24,7 +24,12 @@ from hybridtrain.partitioning.cost_table import (
 from hybridtrain.partitioning.costs import LayerCost, LayerSize, layer_sizes
 from hybridtrain.partitioning.cut_search import cut_by_costs, every_cut, find_cut, improved_cut
 from hybridtrain.partitioning.manual_split import partition, set_partition
-from hybridtrain.partitioning.objective import Objective, needs_costs, stage_costs
+from hybridtrain.partitioning.objective import (
+    MEASURED_SPLITS,
+    Objective,
+    needs_costs,
+    stage_costs,
+)
 from hybridtrain.partitioning.plan import Plan, StagePlan, table
 from hybridtrain.partitioning.planner import (
     COST_SOURCES,
@@ -39,6 +44,7 @@ from hybridtrain.partitioning.stage_owners import StageOwners
 
 __all__ = [
     "COST_SOURCES",
+    "MEASURED_SPLITS",
     "CostTable",
     "LayerCost",
     "LayerSize",

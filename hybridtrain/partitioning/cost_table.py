@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -66,10 +66,8 @@ class CostTable:
             return self
 
         def costs_at(samples: int) -> Sequence[LayerCost]:
-            return [
-                _recomputing(cost) if index in layers else cost
-                for index, cost in enumerate(self.costs_at(samples))
-            ]
+            both = zip(self.costs_at(samples), self._recomputed_at(samples), strict=True)
+            return [again if i in layers else cost for i, (cost, again) in enumerate(both)]
 
         return replace(
             self,
@@ -77,6 +75,11 @@ class CostTable:
             host_ms=[(f, b + f * (index in layers)) for index, (f, b) in enumerate(self.host_ms)],
             recomputed=frozenset(layers),
         )
+
+    @cached_property
+    def _recomputed_at(self) -> Callable[[int], Sequence[LayerCost]]:
+        """`costs_at` with all layers recomputed, once for all choices of some of them."""
+        return cache(lambda samples: list(map(_recomputing, self.costs_at(samples))))
 
 
 def _recomputing(cost: LayerCost) -> LayerCost:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -23,6 +23,9 @@ _HEADER = """\
 # To cut it like this again: split=<path of this file>
 # Layers may be moved from the end of a stage to the beginning of the next one, and back. Of the
 # rest, `expand` (modules that are cut inside) is used; the costs are shown and kept.
+# To run its `actions` in the order that they have here, a line per device, edited or not:
+# schedule=<path of this file>. F3@1 is the forward of micro-batch 3 on stage 1, B a backward, I its
+# part to the input of the stage and W that to the weights.
 """
 
 
@@ -62,6 +65,8 @@ class Plan:
         expand: the names of modules that are cut inside.
         costs_from: `measured`, `estimated`, `counted` (parameters only) or `given` by the caller.
         stages: the stages in the order of the pipeline.
+        actions: the order of each device's actions, see `hybridtrain.schedule.files`; empty in a
+            file without it.
     """
 
     model: str
@@ -74,6 +79,7 @@ class Plan:
     expand: list[str]
     costs_from: str
     stages: list[StagePlan]
+    actions: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         stages = ", ".join(f"{len(stage.layers)} on {stage.device}" for stage in self.stages)
@@ -115,13 +121,15 @@ class Plan:
         """Returns the plan as YAML with one line per layer, which `read` can parse."""
         content = asdict(self)
         content["recompute"] = _plain(self.recompute)
+        actions = {"actions": content.pop("actions")}
         for stage in content["stages"]:
             for cost in stage["layers"]:
                 cost |= {k: round(v, 3) for k, v in cost.items() if isinstance(v, float)}
+        form: dict[str, Any] = {"sort_keys": False, "width": 2**31, "allow_unicode": True}
         # with None, only what contains no list or mapping is written on one line
-        return _HEADER + yaml.safe_dump(
-            content, sort_keys=False, default_flow_style=None, width=2**31, allow_unicode=True
-        )
+        text: str = yaml.safe_dump(content, default_flow_style=None, **form)
+        text += yaml.safe_dump(actions, default_flow_style=False, **form)
+        return _HEADER + text
 
     def write(self, path: str | PathLike[str]) -> None:
         """Writes the plan to a file that `read` reads."""
@@ -180,8 +188,11 @@ def _parsed(kind: Any, value: Any, place: str) -> Any:
             f"{argument('split')}: {place} must have the keys {keys} of a plan; {_new_plan()}"
         )
     values = {}
+    optional = {f.name for f in fields(kind) if f.default_factory is not MISSING}
     for name, kind_of_value in kinds.items():
         if name not in value:
+            if name in optional:
+                continue
             raise SplitError(f"{argument('split')}: {place} lacks the key {name!r}; {_new_plan()}")
         values[name] = _parsed(kind_of_value, value[name], f"{place}: {name}")
     return kind(**values)

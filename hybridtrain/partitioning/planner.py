@@ -48,7 +48,7 @@ from hybridtrain.partitioning.objective import (
 )
 from hybridtrain.partitioning.plan import Plan, StagePlan, counts_for
 from hybridtrain.partitioning.stage_owners import StageOwners
-from hybridtrain.schedule import make_schedule, peak_in_flight
+from hybridtrain.schedule import actions_as_text, make_schedule, peak_in_flight
 
 log = logging.getLogger("hybridtrain")
 
@@ -195,7 +195,8 @@ class Planner:
         options, owners = self._options, self._owners
         nb_part, chunks, per_device = owners.nb_part, options.chunks, options.stages_per_device
         shape = options.schedule, nb_part, chunks, per_device, options.max_inflight
-        in_flight = peak_in_flight(make_schedule(*shape))
+        order = make_schedule(*shape)
+        in_flight = peak_in_flight(order)
         decision = self._decide(in_flight)
         runs = _runs_of(decision.costs, decision.counts, self._chain(decision.expand))
         return Plan(
@@ -212,6 +213,7 @@ class Planner:
                 StagePlan(owners.device_of(stage), owners.process_of(stage), alive, costs)
                 for stage, (alive, costs) in enumerate(zip(in_flight, runs, strict=True))
             ],
+            actions=actions_as_text(order),
         )
 
     def layers_of(self, plan: Plan) -> PlannedLayers:

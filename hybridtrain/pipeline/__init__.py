@@ -23,7 +23,7 @@ model_watch            a model that was changed after wrapping
 timeline               when each action ran, in all processes
 """
 
-from hybridtrain.pipeline.agreement import BatchCheck, batch_digest, check_replicas
+from hybridtrain.pipeline.agreement import BatchCheck, batch_digest, check_replicas, check_schedule
 from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
 from hybridtrain.pipeline.engine import Head, HeadOutput
 from hybridtrain.pipeline.engines import ENGINES, InlineEngine
@@ -53,6 +53,7 @@ __all__ = [
     "Timeline",
     "batch_digest",
     "check_replicas",
+    "check_schedule",
     "construct_own_stages",
     "default_generator_lock",
     "measured_ms",

@@ -4,7 +4,8 @@ They find what would train on wrongly without a word. The first stage takes the 
 one the targets, so the processes of a pipeline must be given one batch (`BatchCheck`). The
 weights of replicas begin equal, and averaged gradients keep them equal to the last bit, unless a
 replica leaves out a step or changes a weight by itself (`check_replicas`). And all must freeze the
-same parameters before the same step (`check_frozen_alike`).
+same parameters before the same step (`check_frozen_alike`). A process that runs another table than
+the others would wait for a message that nobody sends (`check_schedule`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain._base.microbatch import Unread, first_share
-from hybridtrain.errors import BatchError, ConfigError, UserError, phrase, setting
+from hybridtrain._base.rank_differences import differences, facts_here
+from hybridtrain.errors import (
+    BatchError,
+    ConfigError,
+    ScheduleError,
+    UserError,
+    phrase,
+    setting,
+)
+from hybridtrain.options import PipelineOptions
+from hybridtrain.schedule import make_schedule
 from hybridtrain.world import World
 
 _LOOKED_AT = 64  # numbers of each tensor
@@ -139,6 +150,26 @@ def check_replicas(net: nn.Module, world: World) -> None:
                 f"{', '.join(map(str, ranks))} differs from replica 0's. Each rank must take the "
                 f"same optimizer steps, and change no weight by itself"
             )
+
+
+def check_schedule(options: PipelineOptions, world: World) -> None:
+    """Compares the tables of all processes, whatever they are made of; a collective call.
+
+    Raises:
+        ConfigError: a process has another table, or none, such as of another file of that name.
+    """
+    if world.size == 1:
+        return
+    shape = world.nb_part, options.chunks, options.stages_per_device, options.max_inflight
+    try:
+        table = f"table {make_schedule(options.schedule, *shape).digest}"
+    except ScheduleError as error:  # the same everywhere, or it is different
+        table = str(error)
+    for _, tables in differences(world.gather(facts_here({"schedule": table}))):
+        raise ConfigError(
+            f"{setting('schedule', options.schedule)} is not the same on all ranks: {tables}: "
+            f"give every host the same file or the same code"
+        )
 
 
 def check_frozen_alike(names: Sequence[str], world: World) -> None:

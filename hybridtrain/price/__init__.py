@@ -10,8 +10,16 @@ fully_sharded  the price of FSDP2, for comparison
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.price.fully_sharded import fully_sharded
 from hybridtrain.price.layout import Choices, ParallelLayout, StepWork, divisors
-from hybridtrain.price.plan_table import PricedPlans, find_plans, in_words, model_costs
+from hybridtrain.price.plan_table import (
+    PricedPlans,
+    choice_in_words,
+    find_plans,
+    in_words,
+    model_costs,
+    recompute_option,
+)
 from hybridtrain.price.price import (
+    DoesNotFit,
     Prediction,
     Price,
     find_layouts,
@@ -24,12 +32,14 @@ from hybridtrain.price.stage_needs import DeviceMemory
 __all__ = [
     "Choices",
     "DeviceMemory",
+    "DoesNotFit",
     "Hardware",
     "ParallelLayout",
     "Prediction",
     "Price",
     "PricedPlans",
     "StepWork",
+    "choice_in_words",
     "divisors",
     "find_layouts",
     "find_plans",
@@ -38,5 +48,6 @@ __all__ = [
     "model_costs",
     "predict_step",
     "proposed",
+    "recompute_option",
     "why_not_priced",
 ]

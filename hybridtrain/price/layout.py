@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache
 
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.errors import ConfigError, argument
-from hybridtrain.options import SHARD_MODES
+from hybridtrain.options import SHARD_MODES, PipelineOptions
 from hybridtrain.partitioning import whole_stages
 from hybridtrain.schedule import Placement, place_of, registered, schedule_names
 
@@ -41,7 +41,7 @@ class ParallelLayout:
     Attributes:
         nb_part: devices per pipeline.
         replicas: copies of the pipeline.
-        recompute: `never`, `always`, `except_last` or `layers`; for `layers`, `Price.recomputed`
+        recompute: `never`, `except_last`, `always` or `layers`; for `layers`, `Price.recomputed`
             lists the recomputed layers.
     """
 
@@ -54,22 +54,22 @@ class ParallelLayout:
     recompute: str = "never"
     shard: str = "none"
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """Stages per pipeline."""
         return self.nb_part * self.stages_per_device
 
-    @property
+    @cached_property
     def splits_backwards(self) -> bool:
         """True if backwards run in two parts; with recomputation they do not."""
         return registered(self.schedule).splits_backward and self.recompute == "never"
 
-    @property
+    @cached_property
     def devices(self) -> tuple[int, ...]:
         """For each stage, the index of its device in the pipeline."""
         return _devices(self.stages, self.nb_part, registered(self.schedule).placement)
 
-    @property
+    @cached_property
     def recomputed(self) -> float:
         """Forwards that a backward recomputes, on average over the micro-batches: 0 to 1."""
         return len(whole_stages(self.recompute, self.chunks)) / self.chunks
@@ -97,18 +97,21 @@ def _devices(stages: int, nb_part: int, placement: Placement) -> tuple[int, ...]
 class Choices:
     """The values that a search may choose from; None: all that the hardware and the work allow.
 
-    By default the schedules are the periodic ones (see `hybridtrain.schedule.schedule`).
+    A sequence of one value fixes the setting. By default the schedules are all that are registered.
 
-    A sequence of one value fixes the setting.
+    Attributes:
+        options: the options of a run, which cuts its model itself, as `split` says; None: the cut
+            is searched too.
     """
 
     nb_part: Sequence[int] | None = None
     engine: Sequence[str] = ENGINES
     chunks: Sequence[int] | None = None
-    schedule: Sequence[str] = field(default_factory=partial(schedule_names, periodic=True))
+    schedule: Sequence[str] = field(default_factory=schedule_names)
     stages_per_device: Sequence[int] = (1, 2, 4)
-    recompute: Sequence[str] = ("never", "layers", "always")
+    recompute: Sequence[str] = ("never", "layers", "except_last", "always")
     shard: Sequence[str] = SHARD_MODES
+    options: PipelineOptions | None = None
 
 
 def layouts(
@@ -153,7 +156,7 @@ def _all(
                 if choices.chunks is None and of_replica % chunks:
                     continue
                 for schedule, v in _schedules(nb_part, chunks, layers, choices):
-                    for recompute in _recompute_modes(schedule, choices):
+                    for recompute in _recompute_modes(chunks, choices):
                         for shard in choices.shard if replicas > 1 else ("none",):
                             yield ParallelLayout(
                                 nb_part, replicas, engine, chunks, schedule, v, recompute, shard
@@ -173,13 +176,10 @@ def _schedules(
                 yield schedule, v
 
 
-def _recompute_modes(schedule: str, choices: Choices) -> Sequence[str]:
-    """Returns the modes to try; recomputation gains nothing from backwards in two parts."""
-    if not registered(schedule).splits_backward:
-        return choices.recompute
-    if len(choices.schedule) > 1 and "never" in choices.recompute:
-        return ["never"]
-    return [mode for mode in choices.recompute if mode != "layers"]
+def _recompute_modes(chunks: int, choices: Choices) -> Sequence[str]:
+    """Returns the modes to try; with one micro-batch `except_last` is the same as `never`."""
+    same = chunks == 1 and "never" in choices.recompute
+    return [mode for mode in choices.recompute if not (same and mode == "except_last")]
 
 
 def divisors(number: int) -> list[int]:

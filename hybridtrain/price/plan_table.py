@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -12,7 +12,7 @@ from torch import nn
 
 from hybridtrain._base.hardware import GIB, Hardware
 from hybridtrain._base.text_table import counted, text_table, with_unit
-from hybridtrain.errors import ConfigError, check_choice
+from hybridtrain.errors import ConfigError, check_choice, setting
 from hybridtrain.graph import ChainBuilder
 from hybridtrain.partitioning import (
     COST_SOURCES,
@@ -25,10 +25,17 @@ from hybridtrain.partitioning import (
     measured_costs,
 )
 from hybridtrain.price.fully_sharded import FullySharded, fully_sharded
-from hybridtrain.price.layout import Choices, StepWork
+from hybridtrain.price.layout import Choices, ParallelLayout, StepWork
 from hybridtrain.price.price import ALIKE, Price, find_layouts
 from hybridtrain.price.stage_needs import planned_costs, stage_times
-from hybridtrain.schedule import Span, Spans, make_schedule, registered
+from hybridtrain.schedule import (
+    Schedule,
+    Span,
+    Spans,
+    actions_as_text,
+    make_schedule,
+    registered,
+)
 
 # Models with more parameters are usually trained with tensor parallelism.
 _LARGE = 10e9
@@ -37,6 +44,9 @@ _VERY_LARGE = 30e9
 # On more devices, published steps with fully sharded data parallelism took 2 to 4 times as long as
 # predicted (docs/published-runs.md).
 _MOST_SHARDED = 512
+
+# How many of the layouts that were not chosen are shown with their times.
+_NEXT = 2
 
 
 @dataclass(frozen=True)
@@ -191,19 +201,22 @@ class PricedPlans:
                     zip(price.in_flight, bounds, strict=True)
                 )
             ],
+            actions=actions_as_text(self._order(layout, layout.chunks)),
         )
+
+    def _order(self, layout: ParallelLayout, chunks: int) -> Schedule:
+        shape = layout.nb_part, chunks, layout.stages_per_device
+        return make_schedule(layout.schedule, *shape)
 
     def recompute(self, number: int = 0) -> str | list[str]:
         """Returns the option `recompute` of the layout with this index: a mode or layer names."""
-        price = self.prices[number]
-        costs = self.table.costs_at(1)
-        return [costs[index].name for index in price.recomputed] or price.layout.recompute
+        return recompute_option(self.prices[number], self.table)
 
     def timeline(self, chunks: int) -> Spans:
         """Returns the predicted timeline of `chunks` micro-batches in the first layout, in s."""
         price = self.prices[0]
         layout = price.layout
-        schedule = make_schedule(layout.schedule, layout.nb_part, chunks, layout.stages_per_device)
+        schedule = self._order(layout, chunks)
         table = self.table.recomputing(frozenset(price.recomputed))
         times = stage_times(table, self.hardware, self.work, layout, price.counts)
         spans = times.spans(schedule)
@@ -307,6 +320,38 @@ def model_costs(
     else:
         table = counted_costs(chain, example_inputs, hardware, precision, tf32, loss)
     return replace(table, model=type(net).__name__)
+
+
+def recompute_option(price: Price, table: CostTable) -> str | list[str]:
+    """Returns the option `recompute` of a priced layout: a mode or layer names."""
+    costs = table.costs_at(1)
+    return [costs[index].name for index in price.recomputed] or price.layout.recompute
+
+
+def choice_in_words(prices: Sequence[Price], names: Sequence[str], costs_from: str) -> str:
+    """Returns one line: the first layout's settings, what it takes, and the cost of the next two.
+
+    Args:
+        prices: first the chosen layout.
+        names: the settings that were chosen, fields of `ParallelLayout`.
+        costs_from: the source of the layers' costs.
+    """
+
+    def values(price: Price, form: Callable[[str, object], str]) -> str:
+        own = {"recompute": _recomputed_in_words(price)}
+        return ", ".join(form(n, own.get(n) or getattr(price.layout, n)) for n in names)
+
+    best = prices[0]
+    line = (
+        f"{values(best, setting)}: {best.step_ms:.1f} ms per step, predicted from {costs_from} "
+        f"costs; idle {best.bubble:.0%}, {with_unit(best.peak_bytes)} per device"
+    )
+    by_values: dict[str, float] = {}
+    for price in sorted(prices, key=lambda price: price.step_ms):
+        by_values.setdefault(values(price, lambda name, value: f"{name}={value}"), price.step_ms)
+    del by_values[values(best, lambda name, value: f"{name}={value}")]
+    following = [f"{ms:.1f} ms ({text})" for text, ms in list(by_values.items())[:_NEXT]]
+    return line + ("; the next best: " + " and ".join(following) if following else "")
 
 
 def in_words(price: Price) -> str:

@@ -28,12 +28,13 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from itertools import count as counter
 from math import comb, lcm
 from typing import Any, NamedTuple
 
 from hybridtrain._base.hardware import GIB, Hardware
+from hybridtrain._base.text_table import with_unit
 from hybridtrain.errors import SplitError, argument, setting
 from hybridtrain.graph import Layer
 from hybridtrain.options import PRECISIONS, PipelineOptions
@@ -55,6 +56,7 @@ from hybridtrain.price.stage_needs import (
     DeviceMemory,
     StageTimes,
     device_memory,
+    has_table,
     most_in_flight,
     stage_times,
     with_weight_bytes,
@@ -484,8 +486,45 @@ ALIKE = 1.02
 # The search stops after this many times `best` layouts, if they are equally fast.
 _MOST_ALIKE = 10
 
-# The number of layouts to compute the least memory for, if none fits.
+# If no layout fits: the layouts whose least memory is computed in any case, and the number of cuts
+# after which it is enough.
 _CLOSE = 20
+_MOST_EVALUATED = 5_000
+
+
+class DoesNotFit(SplitError):
+    """No layout fits into the memory of the devices.
+
+    Attributes:
+        layout: the one that needs the least memory.
+        device: its fullest device.
+        nbytes: what that device holds at its peak.
+        memory_gib: the smallest memory of a device with which that layout fits, in GiB.
+    """
+
+    def __init__(self, layout: ParallelLayout, device: int, nbytes: int, hardware: Hardware):
+        usable = round(hardware.usable_bytes)
+        missing = with_unit(nbytes - usable)
+        recompute = {"layers": "of single layers"}.get(layout.recompute, layout.recompute)
+        self.layout, self.device, self.nbytes = layout, device, nbytes
+        self.memory_gib = _rounded_up(nbytes / GIB / (1 - hardware.margin) + hardware.reserved_gib)
+        self.in_words = (
+            f"{setting('nb_part', layout.nb_part)}, {setting('chunks', layout.chunks)}, "
+            f"{setting('schedule', layout.schedule)}, recompute {recompute}, "
+            f"{setting('shard', layout.shard)}"
+        )
+        super().__init__(
+            f"no plan fits: {missing} are missing on device {device}; the least memory is "
+            f"{with_unit(nbytes)} of {with_unit(usable)} that may be used "
+            f"({self.in_words}): more devices (hardware.nodes=), larger ones "
+            f"(hardware.memory_gib={self.memory_gib:g}) or a smaller model would do"
+        )
+
+
+def _rounded_up(number: float) -> float:
+    """Returns a number with four digits that is no smaller."""
+    unit = 10.0 ** (math.floor(math.log10(number)) - 3)
+    return float(f"{math.ceil(number / unit - 1e-9) * unit:.4g}")
 
 
 class _Entry(NamedTuple):
@@ -517,13 +556,15 @@ def find_layouts(
 
     Raises:
         ConfigError: no layout uses all devices and divides all batches evenly.
-        SplitError: no layout fits into memory; the message says how much is missing.
+        DoesNotFit: no layout fits into memory; the message says how much is missing.
+        SplitError: the model cannot be cut into as many stages.
     """
-    search = _Search(table, hardware, work)
-    candidates = layouts(hardware, work, len(table.sizes), choices or Choices())
+    choices = choices or Choices()
+    search = _Search(table, hardware, work, choices.options)
+    candidates = layouts(hardware, work, len(table.sizes), choices)
     prices = search.fastest(candidates, best)
     if not prices:
-        raise SplitError(search.why_nothing_fits(candidates))
+        raise search.why_nothing_fits(candidates)
     proposal = proposed(prices)
     return [proposal, *(price for price in prices if price is not proposal)][:best]
 
@@ -554,10 +595,17 @@ def proposed(prices: Sequence[Price]) -> Price:
 class _Search:
     """The search: cuts, bounds and prices, cached where layouts share them."""
 
-    def __init__(self, table: CostTable, hardware: Hardware, work: StepWork) -> None:
+    def __init__(
+        self,
+        table: CostTable,
+        hardware: Hardware,
+        work: StepWork,
+        options: PipelineOptions | None = None,
+    ) -> None:
         self._table = table
         self._hardware = hardware
         self._work = work
+        self._options = options
         self._even_cut = cache(self._most_even_cut)
         self._times = cache(self._whole_times)
         self._weighed_at = cache(self._weighed_of)
@@ -590,7 +638,7 @@ class _Search:
                 priced = price(table, self._hardware, self._work, layout, counts)
                 bound = max(entry.bound_ms, priced.step_ms)
                 heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts, priced))
-            else:
+            elif has_table(layout):
                 for counts in self.cuts(layout):
                     bound = max(entry.bound_ms, self.bound_of_cut(layout, counts))
                     heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts))
@@ -599,7 +647,7 @@ class _Search:
 
     def bound(self, layout: ParallelLayout) -> float:
         """Returns a lower bound of the step's milliseconds, for any cut of the model."""
-        whole, largest = self._times(layout.samples(self._work), layout.recompute)
+        whole, largest = self._times(layout.samples(self._work), layout.recomputed)
         busy = max(whole / layout.nb_part, largest) * layout.chunks
         if layout.stages_per_device == 1 and not layout.splits_backwards:
             busy = max(busy, _least_with_idle_time(whole, layout.nb_part, layout.chunks))
@@ -621,10 +669,10 @@ class _Search:
         """
         if not self._weights_fit(layout):
             return []
-        layers, no_cut_before = len(self._table.sizes), self._table.no_cut_before
+        no_cut_before = self._table.no_cut_before
         fits = partial(self._fits, layout)
-        if comb(layers - 1, layout.stages - 1) <= _FEW_CUTS:
-            return list(filter(fits, every_cut(layers, layout.stages, no_cut_before)))
+        if (few := self._few_cuts(layout)) is not None:
+            return list(filter(fits, few))
         counts = self._even_cut(layout.samples(self._work), layout.recompute, layout.stages)
         if counts is None:  # too few places to cut
             return []
@@ -632,11 +680,33 @@ class _Search:
             return []  # the same as "never"
         if not fits(counts):
             limit = self._hardware.usable_bytes
-            counts = self._cut_by_memory(layout, memory_weight=0.0, memory_limit=limit)
-            if counts is None or not fits(counts):
+            by_memory = (
+                self._cut_by_memory(layout, memory_weight=0.0, memory_limit=limit),
+                self._cut_by_memory(layout, memory_weight=1.0),  # the last resort
+            )
+            counts = next((cut for cut in by_memory if cut is not None and fits(cut)), None)
+            if counts is None:
                 return []
         improved = improved_cut(counts, partial(self.bound_of_cut, layout), fits, no_cut_before)
         return [improved] if improved == counts else [improved, counts]
+
+    def _few_cuts(self, layout: ParallelLayout) -> list[list[int]] | None:
+        """Returns all cuts that the stages may have; None: there are many."""
+        if self._options is not None:
+            counts = self._cut_of_run(self._options, layout)
+            return [] if counts is None else [counts]
+        layers = len(self._table.sizes)
+        if comb(layers - 1, layout.stages - 1) > _FEW_CUTS:
+            return None
+        return list(every_cut(layers, layout.stages, self._table.no_cut_before))
+
+    def _cut_of_run(self, options: PipelineOptions, layout: ParallelLayout) -> list[int] | None:
+        """Returns the cut of a run with this layout, which does not search for one."""
+        recompute = "never" if layout.recompute == "layers" else layout.recompute
+        of_run = replace(options, stages_per_device=layout.stages_per_device, recompute=recompute)
+        costs = self._weighed_at(layout.samples(self._work), layout.replicas, layout.shard, False)
+        goal = Objective.of(of_run)
+        return find_cut(costs, most_in_flight(layout), goal, self._table.no_cut_before)
 
     def _fits(self, layout: ParallelLayout, counts: Sequence[int]) -> bool:
         if layout.recompute == "layers":  # with none it is that of "never"
@@ -656,19 +726,7 @@ class _Search:
         On each device, layers are taken in the order of bytes freed per time of their forward,
         until the rest fits.
         """
-        stored, recomputed = (
-            table.costs_at(layout.samples(self._work))
-            for table in (self._table, self._most_recomputed)
-        )
-        in_flight = most_in_flight(layout)
-        gains: list[list[tuple[float, int]]] = [[] for _ in range(layout.nb_part)]
-        for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
-            for index in range(start, end):
-                freed = stored[index].activation_bytes - recomputed[index].activation_bytes
-                if freed:
-                    rate = freed * in_flight[stage] / (stored[index].forward_ms or math.ulp(0.0))
-                    gains[layout.devices[stage]].append((-rate, index))
-        order = [[index for _, index in sorted(pairs)] for pairs in gains]
+        order = self._by_gain(layout, counts)
 
         def chosen(numbers: Sequence[int]) -> frozenset[int]:
             return frozenset(
@@ -695,6 +753,22 @@ class _Search:
                     most[device] = middle[device]
         return chosen(most)
 
+    def _by_gain(self, layout: ParallelLayout, counts: Sequence[int]) -> list[list[int]]:
+        """Returns the layers of each device that free memory, the most per time first."""
+        stored, recomputed = (
+            table.costs_at(layout.samples(self._work))
+            for table in (self._table, self._most_recomputed)
+        )
+        in_flight = most_in_flight(layout)
+        gains: list[list[tuple[float, int]]] = [[] for _ in range(layout.nb_part)]
+        for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
+            for index in range(start, end):
+                freed = stored[index].activation_bytes - recomputed[index].activation_bytes
+                if freed:
+                    rate = freed * in_flight[stage] / (stored[index].forward_ms or math.ulp(0.0))
+                    gains[layout.devices[stage]].append((-rate, index))
+        return [[index for _, index in sorted(pairs)] for pairs in gains]
+
     def _is_over(self, memory: DeviceMemory) -> bool:
         return memory.total > self._hardware.usable_bytes
 
@@ -702,33 +776,48 @@ class _Search:
         weights = sum(cost.weight_bytes for cost in self._weighed(layout))
         return weights / layout.nb_part <= self._hardware.usable_bytes
 
-    def why_nothing_fits(self, candidates: Sequence[ParallelLayout]) -> str:
-        """Returns an error message about the layout that misses the fewest bytes."""
-        least_memory: list[tuple[int, int, ParallelLayout]] = []
-        for layout in sorted(candidates, key=self._least_bytes)[:_CLOSE]:
-            counts = self._cut_by_memory(layout, memory_weight=1.0)
-            if counts is None:
-                continue
-            table = self._most_recomputed if layout.recompute == "layers" else self._table
-            memory = device_memory(table, self._work, layout, counts)
-            device, nbytes = max(enumerate(m.total for m in memory), key=lambda pair: pair[1])
-            least_memory.append((nbytes, device, layout))
-        if not least_memory:
-            return (
+    def why_nothing_fits(self, candidates: Sequence[ParallelLayout]) -> SplitError:
+        """Returns the error of a search without a result, about the layout with the least memory.
+
+        All cuts of all layouts are looked at, if these are not too many; otherwise those that may
+        need the least.
+        """
+        least: tuple[int, int, ParallelLayout] | None = None
+        evaluated = 0
+        closest = sorted(filter(has_table, candidates), key=self._least_bytes)
+        for number, layout in enumerate(closest):
+            if number >= _CLOSE and evaluated > _MOST_EVALUATED:
+                break
+            cuts = self._few_cuts(layout)
+            evaluated += _FEW_CUTS if cuts is None else len(cuts)
+            if cuts is None:
+                counts = self._cut_by_memory(layout, memory_weight=1.0)
+                cuts = [] if counts is None else [counts]
+            for counts in cuts:
+                nbytes, device = self._least_peak(layout, counts)
+                if least is None or nbytes < least[0]:
+                    least = nbytes, device, layout
+        if least is None:
+            return SplitError(
                 f"no plan fits: the model's {len(self._table.sizes)} layers cannot be cut into as "
                 f"many stages as asked for: lower {argument('nb_part')} or "
                 f"{argument('stages_per_device')}"
             )
-        nbytes, device, layout = min(least_memory, key=lambda entry: entry[0])
-        usable = self._hardware.usable_bytes
-        recompute = {"layers": "of single layers"}.get(layout.recompute, layout.recompute)
-        return (
-            f"no plan fits: {(nbytes - usable) / GIB:.1f} GiB are missing on device {device}; the "
-            f"least memory is {nbytes / GIB:.1f} GiB of {usable / GIB:.1f} GiB that may be used "
-            f"({setting('nb_part', layout.nb_part)}, {setting('chunks', layout.chunks)}, "
-            f"recompute {recompute}, {setting('shard', layout.shard)}): more devices "
-            "(hardware.nodes=), larger ones (hardware.memory_gib=) or a smaller model would do"
-        )
+        nbytes, device, layout = least
+        return DoesNotFit(layout, device, nbytes, self._hardware)
+
+    def _least_peak(self, layout: ParallelLayout, counts: Sequence[int]) -> tuple[int, int]:
+        """Returns the bytes of the fullest device, and the device, with all that may be recomputed.
+
+        A device on which recomputation gains nothing does without.
+        """
+        tables = [self._table]
+        if layout.recompute == "layers":
+            orders = self._by_gain(layout, counts)
+            tables.append(self._table.recomputing(frozenset(chain.from_iterable(orders))))
+        by_table = [device_memory(table, self._work, layout, counts) for table in tables]
+        peaks = [min(m.total for m in memory) for memory in zip(*by_table, strict=True)]
+        return max((nbytes, device) for device, nbytes in enumerate(peaks))
 
     def _least_bytes(self, layout: ParallelLayout) -> float:
         """Returns an estimate of the bytes per device: an even share of weights and activations."""
@@ -764,11 +853,10 @@ class _Search:
         ]
         return find_cut(costs, [1] * stages, Objective(), self._table.no_cut_before)
 
-    def _whole_times(self, samples: int, recompute: str) -> tuple[float, float]:
+    def _whole_times(self, samples: int, recomputed: float) -> tuple[float, float]:
         """Returns the milliseconds of a micro-batch in all layers, and in the slowest layer."""
-        recomputes = recompute == "always"
         times = [
-            cost.forward_ms * (1 + recomputes) + cost.backward_ms
+            cost.forward_ms * (1 + recomputed) + cost.backward_ms
             for cost in self._table.costs_at(samples)
         ]
         return sum(times), max(times)

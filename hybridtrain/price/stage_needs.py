@@ -9,18 +9,20 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from hybridtrain._base.hardware import Hardware
+from hybridtrain.errors import ScheduleError
 from hybridtrain.partitioning import (
     CostTable,
     LayerCost,
     LayerSize,
+    whole_stages,
 )
 from hybridtrain.price.layout import ParallelLayout, StepWork
 from hybridtrain.schedule import (
     Durations,
+    Moment,
     RegisteredSchedule,
+    fullest_moments,
     is_periodic,
-    peak_in_flight,
-    peak_waiting,
     registered,
 )
 
@@ -40,9 +42,10 @@ class DeviceMemory:
         weights: parameters and buffers.
         gradients: gradients, in the buckets of the all-reduce.
         state: optimizer state.
-        activations: activations of all micro-batches in flight.
-        boundaries: inputs received from other stages, for all micro-batches in flight.
-        temporaries: the largest extra memory of a layer while it runs.
+        activations: activations of the micro-batches in flight, when these and `boundaries` are
+            the most.
+        boundaries: inputs received from other stages, at that time.
+        temporaries: what the peak, while a layer runs, has more.
     """
 
     weights: int = 0
@@ -75,34 +78,55 @@ def device_memory(
         counts: the number of layers of each stage.
     """
     costs = table.costs_at(layout.samples(work))
-    in_flight = most_in_flight(layout)
-    sizes_by_device: list[list[LayerSize]] = [[] for _ in range(layout.nb_part)]
-    waiting = _most_waiting(layout)
-    activations = [0] * layout.nb_part
-    boundaries = [0] * layout.nb_part
-    temporaries = [0] * layout.nb_part
-    for stage, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
-        device = layout.devices[stage]
-        sizes_by_device[device] += table.sizes[start:end]
-        alive = 1 if layout.recomputed else in_flight[stage]
-        activation_bytes = sum(cost.activation_bytes for cost in costs[start:end])
-        activations[device] += alive * activation_bytes + round(
-            WAITING * waiting[stage] * activation_bytes
+    bounds = list(pairwise(accumulate(counts, initial=0)))
+    stages = [
+        _StageBytes(
+            inputs=costs[start - 1].crossing_bytes if start else 0,
+            activations=sum([cost.activation_bytes for cost in costs[start:end]]),
+            temporaries=most_temporary(costs[start:end]),
         )
-        temporaries[device] = max(temporaries[device], most_temporary(costs[start:end]))
-        if start:
-            boundaries[device] += in_flight[stage] * costs[start - 1].crossing_bytes
-    return [
-        replace(
-            _fixed_memory(sizes, work, layout),
-            activations=activation_bytes,
-            boundaries=boundary_bytes,
-            temporaries=temporary_bytes,
-        )
-        for sizes, activation_bytes, boundary_bytes, temporary_bytes in zip(
-            sizes_by_device, activations, boundaries, temporaries, strict=True
-        )
+        for start, end in bounds
     ]
+    memory = []
+    for own, moments in zip(_stages_by_device(layout), _moments_of(layout), strict=True):
+        sizes = [size for stage in own for size in table.sizes[slice(*bounds[stage])]]
+        fixed = _fixed_bytes(sizes, work, layout)
+        memory.append(DeviceMemory(*fixed, *_bytes_at_peak(moments, stages, own)))
+    return memory
+
+
+class _StageBytes(NamedTuple):
+    """The bytes of a stage: for each micro-batch its input and activations, and while it runs."""
+
+    inputs: int
+    activations: int
+    temporaries: int
+
+
+def _bytes_at_peak(
+    moments: Sequence[Moment], stages: Sequence[_StageBytes], own: Sequence[int]
+) -> tuple[int, int, int]:
+    """Returns the activations, boundaries and temporaries of a device at its peak.
+
+    The first two are those of the peak between two layers, which may be another moment than that of
+    the peak in a layer, if a stage with large temporaries runs when the others hold less.
+
+    Args:
+        moments: at which the device may hold the most.
+        stages: the bytes of all stages.
+        own: the device's stages.
+    """
+    activations = boundaries = peak = 0
+    for moment in moments:
+        here = there = 0
+        for stage, inputs, alive, waiting in zip(own, *moment[1:], strict=True):
+            nbytes = stages[stage].activations
+            here += alive * nbytes + round(WAITING * waiting * nbytes)
+            there += inputs * stages[stage].inputs
+        if here + there > activations + boundaries:
+            activations, boundaries = here, there
+        peak = max(peak, here + there + stages[moment.stage].temporaries)
+    return activations, boundaries, peak - activations - boundaries
 
 
 def most_temporary(costs: Sequence[LayerCost]) -> int:
@@ -120,60 +144,106 @@ def most_temporary(costs: Sequence[LayerCost]) -> int:
 
 def most_in_flight(layout: ParallelLayout) -> tuple[int, ...]:
     """Returns, for each stage, the peak number of micro-batches in flight."""
-    return _peaks(registered(layout.schedule), *_shape(layout)).in_flight
+    most = [0] * layout.stages
+    for own, moments in zip(_stages_by_device(layout), _moments_of(layout), strict=True):
+        for i, stage in enumerate(own):
+            most[stage] = max(moment.inputs[i] for moment in moments)
+    return tuple(most)
 
 
-def _most_waiting(layout: ParallelLayout) -> tuple[int, ...]:
-    """Returns, for each stage, the peak number of micro-batches between their backward's parts."""
-    if not layout.splits_backwards:
-        return (0,) * layout.stages
-    return _peaks(registered(layout.schedule), *_shape(layout)).waiting
+def has_table(layout: ParallelLayout) -> bool:
+    """Returns whether the schedule has a table of this shape; a user's may refuse some.
 
-
-def _shape(layout: ParallelLayout) -> tuple[int, int, int]:
-    return layout.nb_part, layout.chunks, layout.stages_per_device
-
-
-class _Peaks(NamedTuple):
-    """The most micro-batches of each stage at one time.
-
-    Attributes:
-        in_flight: begun and not finished.
-        waiting: between the two parts of their backward.
+    Raises:
+        ScheduleError: it has one that no engine can execute.
     """
-
-    in_flight: tuple[int, ...]
-    waiting: tuple[int, ...]
+    shape = layout.nb_part, layout.chunks, layout.stages_per_device
+    return _builds(registered(layout.schedule), *shape)
 
 
 @lru_cache(maxsize=4096)
-def _peaks(
+def _builds(
     schedule: RegisteredSchedule, nb_part: int, chunks: int, stages_per_device: int
-) -> _Peaks:
-    """Returns the peaks of a schedule's table.
+) -> bool:
+    if schedule.periodic:  # of any number of micro-batches
+        return True
+    try:
+        table = schedule.build(nb_part, chunks, stages_per_device)
+    except ScheduleError:
+        return False
+    schedule.check(table, nb_part, chunks, stages_per_device)
+    return True
 
-    Those of a large table of a periodic schedule are extrapolated from two small tables: each
-    further group of `nb_part` micro-batches adds the same to a peak, nothing with 1F1B and
-    `nb_part` with GPipe. Other schedules may change at any micro-batch: their table is built.
+
+def _stages_by_device(layout: ParallelLayout) -> list[list[int]]:
+    return _by_device(layout.devices, layout.nb_part)
+
+
+@lru_cache(maxsize=256)
+def _by_device(devices: Sequence[int], nb_part: int) -> list[list[int]]:
+    own: list[list[int]] = [[] for _ in range(nb_part)]
+    for stage, device in enumerate(devices):
+        own[device].append(stage)
+    return own
+
+
+def _moments_of(layout: ParallelLayout) -> tuple[tuple[Moment, ...], ...]:
+    """Returns the moments at which each device may hold the most."""
+    shape = layout.nb_part, layout.chunks, layout.stages_per_device
+    return _moments(registered(layout.schedule), *shape, layout.recompute, layout.splits_backwards)
+
+
+@lru_cache(maxsize=4096)
+def _moments(
+    schedule: RegisteredSchedule,
+    nb_part: int,
+    chunks: int,
+    stages_per_device: int,
+    recompute: str,
+    splits_backward: bool,
+) -> tuple[tuple[Moment, ...], ...]:
+    """Returns the fullest moments of a schedule's table.
+
+    Those of a large table of a periodic schedule are extrapolated: each further group of `nb_part`
+    micro-batches adds the same to a moment, nothing with 1F1B and `nb_part` with GPipe. Where small
+    tables do not show that, and for other schedules, which may change at any micro-batch, the whole
+    table is built.
     """
 
-    def count(chunks: int) -> _Peaks:
+    def count(chunks: int) -> tuple[tuple[Moment, ...], ...]:
         table = schedule.build(nb_part, chunks, stages_per_device)
-        return _Peaks(peak_in_flight(table), peak_waiting(table))
+        return fullest_moments(table, whole_stages(recompute, chunks), splits_backward)
 
     # interleaved stages share the rest out over the groups, which then differ in size at first
     rest = chunks % nb_part
     few = (_GROUPS_UNTIL_STEADY + rest) * nb_part + rest
     groups = (chunks - few) // nb_part
-    if groups <= 1 or not is_periodic(schedule, stages_per_device):
-        return count(chunks)
-    small, larger = count(few), count(few + nb_part)
-    return _Peaks(
-        *(
-            tuple(a + (b - a) * groups for a, b in zip(*peaks, strict=True))
-            for peaks in zip(small, larger, strict=True)
+    if groups > 2 and is_periodic(schedule, stages_per_device):
+        small, larger = count(few), count(few + nb_part)
+        if small == larger or _continued(small, larger, 2) == count(few + 2 * nb_part):
+            return _continued(small, larger, groups) or count(chunks)
+    return count(chunks)
+
+
+def _continued(
+    small: Sequence[Sequence[Moment]], larger: Sequence[Sequence[Moment]], groups: int
+) -> tuple[tuple[Moment, ...], ...] | None:
+    """Returns the moments after so many groups, if each adds what the first did; None: none fit."""
+
+    def line(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+        return tuple(a + (b - a) * groups for a, b in zip(one, other, strict=True))
+
+    continued = []
+    for few, more in zip(small, larger, strict=True):
+        if [moment.stage for moment in few] != [moment.stage for moment in more]:
+            return None
+        continued.append(
+            tuple(
+                Moment(one.stage, *map(line, one[1:], other[1:]))
+                for one, other in zip(few, more, strict=True)
+            )
         )
-    )
+    return tuple(continued)
 
 
 def with_weight_bytes(
@@ -181,30 +251,23 @@ def with_weight_bytes(
 ) -> list[LayerCost]:
     """Returns the costs with the bytes of each layer's weights, gradients and state, for a cut."""
 
-    def weight_bytes(size: LayerSize) -> int:
-        memory = _fixed_memory([size], work, layout)
-        return memory.weights + memory.gradients + memory.state
-
     return [
-        replace(cost, weight_bytes=weight_bytes(size), crossing_ms=0.0)
+        replace(cost, weight_bytes=sum(_fixed_bytes([size], work, layout)), crossing_ms=0.0)
         for cost, size in zip(costs, sizes, strict=True)
     ]
 
 
-def _fixed_memory(
+def _fixed_bytes(
     sizes: Sequence[LayerSize], work: StepWork, layout: ParallelLayout
-) -> DeviceMemory:
-    """Returns the memory of layers that does not depend on the micro-batches in flight.
+) -> tuple[int, int, int]:
+    """Returns the weights, gradients and optimizer state of layers, which are always there.
 
     Gradients are views of DDP's buckets, which DDP never frees.
     """
-    trained = sum(size.trained for size in sizes)
+    trained = sum([size.trained for size in sizes])
     state = trained * work.optimizer_tensors_per_param
-    return DeviceMemory(
-        weights=sum(size.weights for size in sizes),
-        gradients=trained,
-        state=state if layout.shard == "none" else -(-state // layout.replicas),
-    )
+    sharded = state if layout.shard == "none" else -(-state // layout.replicas)
+    return sum([size.weights for size in sizes]), trained, sharded
 
 
 # CPU time of the operators in a two-part backward, relative to a whole one: tensors that both parts

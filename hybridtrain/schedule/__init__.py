@@ -5,7 +5,8 @@
     registry     any schedule by its name, with what is known of it; `@schedule` adds one
     named        the schedules gpipe, 1f1b, zb-h1 and zb-v
     controllable_memory  v-half and v-min, which hold less than 1f1b
-    files        tables in CSV files, as torch.distributed.pipelining reads them
+    files        tables in files: CSV, as torch.distributed.pipelining reads it, and in plans
+    memory       the micro-batches that a device holds, and when it holds the most
     simulation   when each action runs, for given costs
     account      where the time of a measured step went
     waits        when its devices waited, for what, and its critical path
@@ -22,7 +23,12 @@ from hybridtrain.schedule.account import (
     mean_delays,
 )
 from hybridtrain.schedule.controllable_memory import v_half, v_min
-from hybridtrain.schedule.files import read_csv, write_csv
+from hybridtrain.schedule.files import actions_as_text, is_file, read_schedule, write_csv
+from hybridtrain.schedule.memory import (
+    Moment,
+    fullest_moments,
+    peak_in_flight,
+)
 from hybridtrain.schedule.named import (
     forward_only,
     gpipe,
@@ -32,7 +38,6 @@ from hybridtrain.schedule.named import (
 )
 from hybridtrain.schedule.registry import (
     RegisteredSchedule,
-    is_file,
     is_periodic,
     make_schedule,
     register_table,
@@ -60,8 +65,6 @@ from hybridtrain.schedule.table import (
     Span,
     Spans,
     divided_backwards,
-    peak_in_flight,
-    peak_waiting,
     place_of,
     receiver_of,
     stages_at,
@@ -76,6 +79,7 @@ __all__ = [
     "Action",
     "ActionKind",
     "Durations",
+    "Moment",
     "Placement",
     "RegisteredSchedule",
     "Schedule",
@@ -84,10 +88,12 @@ __all__ = [
     "Wait",
     "WaitFor",
     "account_of",
+    "actions_as_text",
     "bubble_fraction",
     "critical_path",
     "divided_backwards",
     "forward_only",
+    "fullest_moments",
     "gpipe",
     "is_file",
     "is_periodic",
@@ -98,10 +104,9 @@ __all__ = [
     "mean_delays",
     "one_forward_one_backward",
     "peak_in_flight",
-    "peak_waiting",
     "place_of",
     "predict",
-    "read_csv",
+    "read_schedule",
     "receiver_of",
     "register_table",
     "registered",

@@ -18,7 +18,8 @@ from itertools import pairwise
 from typing import TypeVar
 
 from hybridtrain.errors import ScheduleError, did_you_mean, setting
-from hybridtrain.schedule.files import read_csv
+from hybridtrain.schedule.files import is_file, read_schedule
+from hybridtrain.schedule.memory import peak_in_flight
 from hybridtrain.schedule.simulation import Durations
 from hybridtrain.schedule.table import (
     Action,
@@ -26,8 +27,6 @@ from hybridtrain.schedule.table import (
     Schedule,
     divided_backwards,
     even_parts,
-    peak_in_flight,
-    peak_waiting,
     place_of,
     validate,
 )
@@ -122,7 +121,9 @@ def schedule(
     The function is called with the number of devices, the number of micro-batches and, unless
     `stages_per_device` is given, the number of stages per device. It returns the table of a
     training step. It must have one for any number of micro-batches: the last batch of an epoch may
-    be short, and the first step's self-check runs a single one.
+    be short, and the first step's self-check runs a single one. It may raise a ScheduleError for
+    numbers of devices that it has none for: `plan` and `auto`, which search all registered
+    schedules, then leave it out.
 
     Args:
         name: valid from then on wherever a schedule is named, such as
@@ -133,8 +134,7 @@ def schedule(
         splits_backward: whether it has backwards in two parts.
         periodic: whether each group of `devices` micro-batches after the first two repeats the
             group before it. The planner extrapolates large tables of such a schedule from small
-            ones, and `plan` and `auto` include it in their search. Other schedules are priced
-            from their full table, and only if they are chosen by name.
+            ones, and prices other schedules from their full table, which takes longer.
 
     Raises:
         ScheduleError: another function has that name.
@@ -168,9 +168,12 @@ _CHECKED_DEVICES = (2, 3, 4)
 def is_periodic(entry: RegisteredSchedule, stages_per_device: int) -> bool:
     """Returns whether the planner may extrapolate the schedule, as it was registered.
 
-    The claim is checked for a few devices: between three, four and five groups of micro-batches,
-    each group must add the same to every stage's peaks and divided backwards, and to the end of
-    each device.
+    A function may do anything for a number of micro-batches that nobody has asked for, so the claim
+    cannot be proved. It is checked on 2, 3 and 4 devices, with stages of equal times: the 4th and
+    the 5th group of micro-batches must add the same to every stage's peak and divided backwards,
+    and to the end of each device. A table that changes later, or on more devices only, passes.
+    `hybridtrain.price` compares what a device holds at its peak on the devices in question too, and
+    counts it in full where small tables do not continue one another.
 
     Raises:
         ScheduleError: a group adds something else.
@@ -193,21 +196,18 @@ def _facts(
     entry: RegisteredSchedule, devices: int, groups: int, stages_per_device: int
 ) -> list[float]:
     table = entry.build(devices, groups * devices, stages_per_device)
+    entry.check(table, devices, groups * devices, stages_per_device)
     ends = [lane[-1].end for lane in Durations.equal(table.stages).spans(table)]
-    return [*peak_in_flight(table), *peak_waiting(table), *divided_backwards(table), *ends]
+    return [*peak_in_flight(table), *divided_backwards(table), *ends]
 
 
-def schedule_names(*, periodic: bool = False) -> tuple[str, ...]:
-    """Returns the names of the schedules that are registered so far.
-
-    Args:
-        periodic: return only the periodic ones, which `plan` and `auto` search.
-    """
-    return tuple(name for name, entry in _REGISTERED.items() if entry.periodic or not periodic)
+def schedule_names() -> tuple[str, ...]:
+    """Returns the names of the schedules that are registered so far."""
+    return tuple(_REGISTERED)
 
 
 def registered(name: str) -> RegisteredSchedule:
-    """Returns the schedule of this name, or of this CSV file, which a process reads once.
+    """Returns the schedule of this name, or of this file, which a process reads once.
 
     Raises:
         ScheduleError: there is none, or the file has none that an engine can execute.
@@ -222,14 +222,9 @@ def registered(name: str) -> RegisteredSchedule:
     return _REGISTERED[name]
 
 
-def is_file(name: str) -> bool:
-    """Returns whether `name` is the path of a schedule's file: it ends in `.csv`."""
-    return name.endswith(".csv")
-
-
 @cache  # all steps of a run take one table, and none of them looks at the disk
 def _of_file(path: str) -> RegisteredSchedule:
-    return _of_table(path, read_csv(path))
+    return _of_table(path, read_schedule(path))
 
 
 def register_table(table: Schedule) -> None:
@@ -291,7 +286,7 @@ def make_schedule(
     """Builds and validates the schedule `name`; a short last batch asks for fewer `chunks`.
 
     Args:
-        name: one of `schedule_names()`, or the path of a `.csv` file.
+        name: one of `schedule_names()`, or the path of a file (`.csv`, or a plan's `.yaml`).
         devices: how many.
         chunks: micro-batches.
         stages_per_device: how many stages each device runs.

@@ -9,6 +9,7 @@ v       device 0: stages 0 and 2P-1     the second half comes back, so that the 
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -70,6 +71,12 @@ class Schedule:
     def lane_of(self) -> dict[int, int]:
         """The device of each stage."""
         return {action.stage: device for device, lane in enumerate(self.lanes) for action in lane}
+
+    @cached_property
+    def digest(self) -> str:
+        """A few letters that differ for other actions, or another order of them."""
+        text = "\n".join(" ".join(map(str, lane)) for lane in self.lanes)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @cached_property
     def in_one_order(self) -> tuple[tuple[int, Action], ...]:
@@ -203,21 +210,6 @@ def validate(schedule: Schedule) -> None:
     _ = schedule.in_one_order
 
 
-def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Returns the most micro-batches whose activations each stage holds at one time."""
-    in_flight = [0] * schedule.stages
-    peak = [0] * schedule.stages
-    for lane in schedule.lanes:
-        for action in lane:
-            stage = action.stage
-            if action.kind == "F":
-                in_flight[stage] += 1
-                peak[stage] = max(peak[stage], in_flight[stage])
-            elif action.ends_microbatch:
-                in_flight[stage] -= 1
-    return tuple(peak)
-
-
 def divided_backwards(schedule: Schedule) -> tuple[int, ...]:
     """Returns how many backwards of each stage are in two parts."""
     divided = [0] * schedule.stages
@@ -225,17 +217,6 @@ def divided_backwards(schedule: Schedule) -> tuple[int, ...]:
         for kind, stage, _ in lane:
             divided[stage] += kind == "I"
     return tuple(divided)
-
-
-def peak_waiting(schedule: Schedule) -> tuple[int, ...]:
-    """Returns the most micro-batches of each stage that are between the parts of their backward."""
-    waiting = [0] * schedule.stages
-    peak = [0] * schedule.stages
-    for lane in schedule.lanes:
-        for kind, stage, _ in lane:
-            waiting[stage] += (kind == "I") - (kind == "W")
-            peak[stage] = max(peak[stage], waiting[stage])
-    return tuple(peak)
 
 
 Placement = Literal["loop", "v"]

@@ -54,7 +54,7 @@ TORCH: dict[str, Any] = {
     "zb-h1": ScheduleInterleavedZeroBubble,
     "zb-v": ScheduleZBVZeroBubble,
 }
-OURS = schedule_names(periodic=True)
+OURS = schedule_names()
 WIDTH = 4
 
 
@@ -178,15 +178,20 @@ def network(stages: int, per_device: int) -> nn.Sequential:
     return nn.Sequential(*[Emulated(1 / per_device) for _ in range(stages)])
 
 
-def hybrid(devices: int, chunks: int, schedule: str, per_device: int) -> Callable[[], object]:
-    """A step of this project's."""
-    model = HybridModel(
+def model_of(devices: int, chunks: int, schedule: str, per_device: int) -> HybridModel:
+    """Returns this project's pipeline of emulated stages, a thread per device."""
+    return HybridModel(
         network(devices * per_device, per_device),
         World.from_env(devices, devices="cpu"),
         chunks=chunks,
         schedule=schedule,
         stages_per_device=per_device,
     )
+
+
+def hybrid(devices: int, chunks: int, schedule: str, per_device: int) -> Callable[[], object]:
+    """A step of this project's."""
+    model = model_of(devices, chunks, schedule, per_device)
     x = samples(chunks)
     return lambda: model.train_step(x, None, mean_loss)
 

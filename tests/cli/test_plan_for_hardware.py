@@ -86,7 +86,7 @@ def test_auto_says_what_was_chosen_and_why_and_a_run_that_goes_on_keeps_it(tmp_p
     assert "ms per step" in line
     chosen = yaml.safe_load((tmp_path / "outputs/digits/config.yaml").read_text())["pipeline"]
     values = [f"pipeline.{key}={chosen[key]}" for key in ("nb_part", "chunks", "schedule")]
-    assert line.startswith(", ".join(values) + ": ")
+    assert all(f"{value}," in line or f"{value}:" in line for value in values)
     assert type(chosen["nb_part"]) is type(chosen["chunks"]) is int
     told = succeed(capfd, "train", *SMALL, *AUTO, "trainer.steps=7")
     assert "resumed from" in told
@@ -94,6 +94,40 @@ def test_auto_says_what_was_chosen_and_why_and_a_run_that_goes_on_keeps_it(tmp_p
     assert "-> auto" not in told
     again = yaml.safe_load((tmp_path / "outputs/digits/config.yaml").read_text())["pipeline"]
     assert again == chosen
+
+
+@pytest.mark.thorough
+def test_a_schedule_of_auto_fits_the_limit_and_says_the_smallest_that_would_do(tmp_path, capfd):
+    def error_of(told):
+        return re.search(r"the smallest that would do is pipeline\.memory_limit_gib=(\S+) \(", told)
+
+    keys = [*(key for key in SMALL if "chunks" not in key), "pipeline.schedule=auto"]
+    keys += ["pipeline.chunks=auto", "trainer.steps=1"]
+    told = fail(capfd, "train", *keys, "pipeline.memory_limit_gib=1e-6")
+    assert told.startswith("error: pipeline.chunks=auto, pipeline.schedule=auto: no plan fits: ")
+    assert "no plan fits: pipeline.memory_limit_gib=1e-06 is too small; " in told
+    limits = {"tight": float(error_of(told)[1]), "wide": 1.0}
+    chosen = {}
+    for name, limit in limits.items():
+        run = [f"pipeline.memory_limit_gib={limit}", f"run_name={name}"]
+        told = succeed(capfd, "train", *keys, *run)
+        (line,) = [line for line in told.splitlines() if "predicted from measured costs" in line]
+        assert line.count(" ms (") == {"tight": 0, "wide": 2}[name]  # the next two that fit
+        config = yaml.safe_load((tmp_path / f"outputs/{name}/config.yaml").read_text())["pipeline"]
+        names = ("chunks", "schedule", "stages_per_device", "recompute")
+        chosen[name] = {key: config[key] for key in names}
+        assert f"pipeline.schedule={config['schedule']}, " in line
+        summary = json.loads((tmp_path / f"outputs/{name}/summary.json").read_text())
+        assert max(summary["predicted"]["memory_bytes"]) <= limit * 2**30
+    assert chosen["tight"] != chosen["wide"]
+
+
+@pytest.mark.thorough
+def test_a_schedule_of_auto_keeps_what_is_set(tmp_path, capfd):
+    keys = ["pipeline.schedule=auto", "pipeline.recompute=always", "trainer.steps=1"]
+    succeed(capfd, "train", *SMALL, *keys)
+    config = yaml.safe_load((tmp_path / "outputs/digits/config.yaml").read_text())["pipeline"]
+    assert (config["recompute"], config["chunks"]) == ("always", 4)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def a_script() -> None:
 
 def a_schedule() -> None:
     Path("my_project").mkdir()
-    source = python_block("docs/performance.md", '@schedule("in-turn"').partition("net = ")[0]
+    source = python_block("docs/own-schedules.md", '@schedule("early"').partition("forward, ")[0]
     Path("my_project/__init__.py").write_text(source)
 
 
@@ -127,7 +127,7 @@ GIVEN: dict[str, Callable[[], None]] = {
     "docs/data-sets.md": texts_and_a_bert,
     "docs/guide.md": a_script,
     "docs/monitoring.md": finished_runs("digits", "a", "b", "c"),
-    "docs/performance.md": a_schedule,
+    "docs/own-schedules.md": a_schedule,
     "docs/smp-config.md": a_distribution,
     "docs/smp.md": a_script_of_smp,
     "docs/weights.md": the_run_of_the_page_on_checkpoints,
@@ -169,7 +169,7 @@ PROGRAMS = ("cd", "hybridtrain", "python", "sed", "tensorboard", "torchrun")
 def test_the_first_commands_of_a_page_have_configs(
     page: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if page == "docs/performance.md":
+    if page == "docs/own-schedules.md":
         a_schedule()
     for line in FIRST[page].splitlines():
         program = next((word for word in line.split() if "=" not in word), "#")

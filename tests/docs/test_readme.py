@@ -46,7 +46,7 @@ def commands(text: str) -> list[list[str]]:
     "docs/memory.md",
     "docs/own-loop.md",
     "docs/own-models-and-data.md",
-    "docs/performance.md",
+    "docs/own-schedules.md",
     "docs/planning.md",
     "docs/project.md",
     "docs/session.md",

@@ -132,12 +132,15 @@ INSIDE = """
     pipeline.transfer support/fake_gpus.py support/stand_in_gpus.py
     pipeline.transfer unit/pipeline/test_stand_in_gpus.py
     # price: the parts of a price, against brute force
-    price.layout unit/price/test_pricing.py
+    price.layout unit/price/test_memory_buys_time.py unit/price/test_pricing.py
+    price.price unit/price/test_memory_buys_time.py
     price.price unit/price/test_plan_answers.py unit/price/test_pricing.py
     price.price unit/schedule/test_registry.py
+    price.stage_needs unit/price/test_memory_buys_time.py
     price.stage_needs unit/price/test_plan_answers.py unit/price/test_pricing.py
     price.stage_needs unit/schedule/test_registry.py
-    # schedule: the parts of a zero-bubble table
+    # schedule: the registry, which each test leaves unchanged, and the parts of a zero-bubble table
+    schedule.registry conftest.py
     schedule.named unit/schedule/test_split_schedules.py
     # smp: the tables of keys that its page repeats, and the runtime, which a test starts anew
     smp.__main__ support/aws.py support/smp_reference.py

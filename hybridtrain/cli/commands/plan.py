@@ -22,10 +22,15 @@ from hybridtrain.cli.config.overrides import given_keys, hydra_quoted, with_late
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import AUTO, Config
 from hybridtrain.cli.run.auto import without_auto
-from hybridtrain.cli.run.build import build_options, build_run, prepare_run
+from hybridtrain.cli.run.build import (
+    build_options,
+    build_run,
+    prepare_run,
+    register_schedules,
+)
 from hybridtrain.cli.run.context import PreparedRun, RunOptions
 from hybridtrain.cli.run.directory import RunDirectory
-from hybridtrain.cli.run.hardware import hardware_of, with_limit
+from hybridtrain.cli.run.hardware import hardware_of, why_too_large, with_limit
 from hybridtrain.cli.run.lock import writing
 from hybridtrain.cli.run.run_data import load_data
 from hybridtrain.cli.run.run_model import model_of_run
@@ -40,10 +45,22 @@ from hybridtrain.partitioning import (
     StageOwners,
 )
 from hybridtrain.pipeline import plan_without_values
-from hybridtrain.price import Choices, ParallelLayout, PricedPlans, find_layouts, find_plans
+from hybridtrain.price import (
+    Choices,
+    DoesNotFit,
+    ParallelLayout,
+    PricedPlans,
+    choice_in_words,
+    find_layouts,
+    find_plans,
+)
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
+
+# The keys that are searched unless they are set, with their groups.
+_OF_PIPELINE = ("nb_part", "chunks", "schedule", "stages_per_device", "recompute")
+_KEYS = {**dict.fromkeys(_OF_PIPELINE, "pipeline"), "engine": "world", "shard": "world"}
 
 # Of the picture: numbers of nodes, and micro-batches of the timeline.
 _MOST_BARS = 5
@@ -75,7 +92,11 @@ def _write_plan(plan: Plan, directory: RunDirectory, world: World) -> None:
         if world.is_main:
             path = directory.plan_to_write()
             plan.write(path)
-            _log.info("wrote %s; to train with it: pipeline.split=%s", path, path)
+            _log.info(
+                "wrote %s; to train with it: pipeline.split=%s; with the order of its actions: "
+                "pipeline.schedule=%s",
+                *(path, path, path),
+            )
 
 
 def plan_for_hardware(settings: Settings) -> dict[str, Any]:
@@ -87,6 +108,7 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
         ConfigError: the machine is not described well, or nothing uses all of it.
         SplitError: nothing fits into memory.
     """
+    register_schedules(settings.config)
     config = without_auto(settings)
     if settings.config.data.get("batch_size") == AUTO:
         raise ConfigError("data.batch_size=auto is chosen by a run: plan prices a given batch")
@@ -101,17 +123,20 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
     data = load_data(config, World())
     tensors = options.pipeline.optimizer_tensors_per_param
     run, choices = model_of_run(config, data), _fixed(settings)
-    plans = find_plans(
-        run.net,
-        run.inputs,
-        hardware,
-        run.work(config, tensors),
-        choices=choices,
-        costs=config.hardware.costs,
-        precision=config.trainer.precision,
-        tf32=config.trainer.tf32,
-        loss=run.loss,
-    )
+    try:
+        plans = find_plans(
+            run.net,
+            run.inputs,
+            hardware,
+            run.work(config, tensors),
+            choices=choices,
+            costs=config.hardware.costs,
+            precision=config.trainer.precision,
+            tf32=config.trainer.tf32,
+            loss=run.loss,
+        )
+    except DoesNotFit as error:
+        raise SplitError(why_too_large(error, config)) from error
     best = plans.prices[0]
     _log.info(
         "%s on %d x %d devices, batches of %d samples; times are predicted, from %s costs\n%s",
@@ -126,6 +151,9 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
     steps = options.trainer.total_steps(batches) if batches or options.trainer.steps else None
     advice = "take FSDP2, or the first of these" if plans.advises_fsdp2 else "take the first"
     _log.info("%s:\n%s", advice, Block(plans.answer(steps)))
+    searched = [name for name in _KEYS if len(getattr(choices, name) or "any") > 1]
+    if searched:
+        _log.info("%s", choice_in_words(plans.prices, searched, plans.table.costs_from))
     with writing(directory, World()):
         path = directory.plan_to_write()
         plans.plan().write(path)
@@ -217,20 +245,17 @@ def overrides_of(layout: ParallelLayout, recompute: str | list[str]) -> list[str
 def _fixed(settings: Settings) -> Choices:
     """Returns what the search may choose from: what the command line sets is fixed."""
     set_keys = {key.partition("=")[0] for key in given_keys(settings.overrides)}
-    values: dict[str, Sequence[Any]] = {}
-    for key in ("nb_part", "chunks", "schedule", "stages_per_device", "recompute"):
-        value = getattr(settings.config.pipeline, key)
-        if f"pipeline.{key}" in set_keys and value != "auto":
+    values: dict[str, Any] = {}
+    for key, group in _KEYS.items():
+        value = getattr(getattr(settings.config, group), key)
+        if f"{group}.{key}" in set_keys and value != AUTO:
             values[key] = [value]
-    for key in ("engine", "shard"):
-        if f"world.{key}" in set_keys:
-            values[key] = [getattr(settings.config.world, key)]
     if values.get("recompute", ["never"])[0] not in RECOMPUTE_MODES:
         raise ConfigError(
             f"pipeline.recompute={values['recompute'][0]} is not priced: use never, except_last "
             f"or always, or leave it to the search"
         )
-    return Choices(**values)
+    return replace(Choices(), **values)
 
 
 def other_processes_are_missing(config: Config) -> bool:

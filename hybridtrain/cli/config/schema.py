@@ -134,8 +134,9 @@ class PipelineConfig(Group):
     schedule: str = PipelineOptions.schedule
     """The order of forwards and backwards: `1f1b`, `gpipe`; with backwards in two parts `zb-h1`,
     and with `stages_per_device=2` `zb-v`, `v-half` and `v-min`, whose activations take as much
-    memory as with `1f1b`, half of it and a third; `auto`: the fastest of these, by the price of a
-    step; or a user-defined schedule, by its name or the path of its `.csv` file."""
+    memory as with `1f1b`, half of it and a third; a user-defined schedule, by its name or the path
+    of its file (`.csv`, or a plan's `.yaml`); or `auto`: the fastest that fits into memory, by the
+    price of a step, with `stages_per_device`, `recompute` and `chunks` where these are not set."""
 
 
 @dataclass

@@ -1,14 +1,17 @@
 """The keys of a config that are `auto`, chosen when a run begins.
 
 `pipeline.nb_part`, `pipeline.chunks` and `pipeline.schedule` are chosen by the predicted time of a
-step, `data.batch_size` by its memory. A run that is resumed keeps the values that were chosen when
-it began, so that its steps stay the same: its config has them.
+step among those that fit into memory, `data.batch_size` by its memory. `schedule=auto` chooses the
+stages per device, recomputation and micro-batches too, unless they are set: less memory costs time,
+and which way is the cheapest depends on the model. A run that is resumed keeps the values that were
+chosen when it began, so that its steps stay the same: its config has them.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,8 +19,8 @@ from typing import Any
 import torch
 
 from hybridtrain._base.construction import construct_on_meta
-from hybridtrain._base.hardware import GIB
 from hybridtrain._base.text_table import counted, with_unit
+from hybridtrain.cli.config.overrides import given_keys
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import (
     AUTO,
@@ -28,31 +31,37 @@ from hybridtrain.cli.config.schema import (
 )
 from hybridtrain.cli.run.components import build_model
 from hybridtrain.cli.run.context import RunOptions
-from hybridtrain.cli.run.hardware import hardware_of_run
+from hybridtrain.cli.run.hardware import hardware_of_run, why_too_large
 from hybridtrain.cli.run.prediction import predict_step_of_run, without_errors_of_fake_tensors
 from hybridtrain.cli.run.run_model import SAMPLES, model_of_run
 from hybridtrain.data import DataSplits, example_batch, length_of
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.launch import detect
 from hybridtrain.loss import resolve
-from hybridtrain.partitioning import CostTable, Planner
+from hybridtrain.options import PipelineOptions
+from hybridtrain.partitioning import MEASURED_SPLITS, CostTable, Planner
 from hybridtrain.price import (
     Choices,
+    DoesNotFit,
     Price,
     StepWork,
+    choice_in_words,
     divisors,
     find_layouts,
     model_costs,
     proposed,
+    recompute_option,
     why_not_priced,
 )
-from hybridtrain.schedule import schedule_names
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
 
 # What chooses the number of stages by itself; a list, a plan or marks give it.
 _SPLITS = ("uniform", "size", "time", "memory", "balanced")
+
+# The keys that `schedule=auto` chooses as well, where nobody has set them.
+_WITH_SCHEDULE = ("stages_per_device", "recompute", "chunks")
 
 
 def without_auto(settings: Settings) -> Config:
@@ -105,15 +114,38 @@ def with_auto_chosen(
         ConfigError, SplitError: there is nothing to choose from (see `find_layouts`), the memory of
             a device is not known, or one sample per micro-batch does not fit.
     """
-    if keys := auto_keys(settings.config.pipeline):
+    if keys := _chosen_keys(settings):
         sizes = _pipeline_sizes(config, world) if "nb_part" in keys else [world.nb_part]
-        tensors = options.pipeline.optimizer_tensors_per_param
-        values = world.from_main(lambda: _choose(keys, sizes, config, data, world, tensors))
+
+        def choose() -> dict[str, Any]:
+            try:
+                return _choose(keys, sizes, config, data, world, options.pipeline)
+            except (ConfigError, SplitError) as error:
+                auto = [f"pipeline.{key}=auto" for key in auto_keys(settings.config.pipeline)]
+                raise type(error)(f"{', '.join(auto)}: {error}") from error
+
+        values = world.from_main(choose)
         return replace(config, pipeline=replace(config.pipeline, **values))
     if settings.config.data.get("batch_size") == AUTO:
         size = world.from_main(lambda: _largest_batch(config, data, world, options))
         return replace(config, data={**config.data, "batch_size": size})
     return config
+
+
+def _chosen_keys(settings: Settings) -> list[str]:
+    """Returns the keys of `pipeline` that are chosen: those that are `auto`, and with the schedule.
+
+    Beside `schedule=auto`, what the command line sets is kept, and so is what a recipe sets to
+    something other than the default. A split by hand gives the number of stages.
+    """
+    pipeline, defaults = settings.config.pipeline, PipelineConfig()
+    keys, given = auto_keys(pipeline), given_keys(settings.overrides)
+    for key in _WITH_SCHEDULE if "schedule" in keys else ():
+        is_set = f"pipeline.{key}" in given or getattr(pipeline, key) != getattr(defaults, key)
+        by_hand = key == "stages_per_device" and pipeline.split not in _SPLITS
+        if key not in keys and not is_set and not by_hand:
+            keys.append(key)
+    return keys
 
 
 def _largest_batch(config: Config, data: DataSplits, world: World, options: RunOptions) -> int:
@@ -201,9 +233,18 @@ def _choose(
     config: Config,
     data: DataSplits,
     world: World,
-    tensors: int,
+    options: PipelineOptions,
 ) -> dict[str, Any]:
-    """Returns the fastest values of `keys`, with pipelines of one of `sizes` devices."""
+    """Returns the fastest values of `keys` that fit, with pipelines of one of `sizes` devices.
+
+    Args:
+        keys: of `pipeline`.
+        sizes: numbers of devices.
+        config: of the run.
+        data: of the run.
+        world: its processes.
+        options: as `config` has them.
+    """
     run = model_of_run(config, data)
     distributed = world.engine == "distributed"
     device = world.devices[0]
@@ -221,57 +262,73 @@ def _choose(
             loss=run.loss,
         )
 
-    priced: list[tuple[Price, str]] = []
+    priced: list[Price] = []
     problems: list[ConfigError | SplitError] = []
     for nb_part in sizes:
         replicas = world.size // nb_part if distributed else world.size
         share = -(-config.data["batch_size"] // replicas)
+        tensors = options.optimizer_tensors_per_param
         work = StepWork(share * replicas, config.trainer.accumulate, tensors, run.load_ms)
         hardware = hardware_of_run(config, device, nb_part * replicas)
         # CPU stages of a process share its threads
         sharing = 1 if distributed or device.type == "cuda" else nb_part
-        choices = _choices(keys, nb_part, share, config)
         try:
             table = costs(sharing)
-            prices = find_layouts(table, hardware, work, choices)
-            priced += [(price, table.costs_from) for price in prices]
+            choices = _choices(keys, nb_part, share, config, options)
+            priced += find_layouts(table, hardware, work, choices)
         except (ConfigError, SplitError) as error:
             problems.append(error)
     if not priced:
-        auto = ", ".join(f"pipeline.{key}=auto" for key in keys)
-        raise type(problems[0])(f"{auto}: {problems[0]}") from problems[0]
-    priced.sort(key=lambda entry: entry[0].step_ms)
-    best = proposed([price for price, _ in priced])
-    costs_from = next(source for price, source in priced if price is best)
+        raise _without_a_choice(problems, config)
+    best = proposed(priced)
     values = {key: getattr(best.layout, key) for key in keys}
-    slower = [price for price, _ in priced if price.step_ms > best.step_ms]
-    _log.info("%s", _why(values, best, slower, costs_from))
+    if "recompute" in keys:
+        values["recompute"] = recompute_option(best, table)
+    prices = [best, *(price for price in priced if price is not best)]
+    _log.info("%s", choice_in_words(prices, keys, table.costs_from))
     return values
 
 
-def _choices(keys: list[str], nb_part: int, share: int, config: Config) -> Choices:
+def _without_a_choice(
+    problems: Sequence[ConfigError | SplitError], config: Config
+) -> ConfigError | SplitError:
+    """Returns the error that nothing can be chosen, from the problem of each size of a pipeline.
+
+    Where the memory is too small for all, it is that of the size which needs the least.
+    """
+    too_large = [problem for problem in problems if isinstance(problem, DoesNotFit)]
+    if not too_large:
+        return problems[0]
+    least = min(too_large, key=lambda problem: problem.memory_gib)
+    return SplitError(why_too_large(least, config))
+
+
+def _choices(
+    keys: list[str], nb_part: int, share: int, config: Config, options: PipelineOptions
+) -> Choices:
     """Returns what a search may choose from; `share` is a replica's part of a batch."""
-    pipeline = config.pipeline
+    pipeline, free = config.pipeline, Choices()
+    cuts_by_rule = options.split in _SPLITS
+    modes = [
+        mode
+        for mode in free.recompute
+        # the planner, which limits the memory of such a split, does not know single layers
+        if mode != "layers" or options.split not in MEASURED_SPLITS
+    ]
     return Choices(
         nb_part=[nb_part],
         engine=[config.world.engine],
         chunks=None if "chunks" in keys else [min(pipeline.chunks, share)],
-        schedule=schedule_names(periodic=True) if "schedule" in keys else [pipeline.schedule],
-        stages_per_device=[pipeline.stages_per_device],
-        # single layers cost about what whole stages do
-        recompute=[pipeline.recompute if isinstance(pipeline.recompute, str) else "always"],
+        schedule=free.schedule if "schedule" in keys else [pipeline.schedule],
+        stages_per_device=free.stages_per_device
+        if "stages_per_device" in keys
+        else [pipeline.stages_per_device],
+        recompute=modes if "recompute" in keys else [_as_mode(pipeline.recompute)],
         shard=[config.world.shard],
+        options=options if cuts_by_rule else None,
     )
 
 
-def _why(values: dict[str, Any], best: Price, slower: list[Price], costs_from: str) -> str:
-    """Returns what was chosen, and what it is better than, in one line."""
-    choice = ", ".join(f"pipeline.{key}={value}" for key, value in values.items())
-    why = (
-        f"{choice}: {best.step_ms:.1f} ms per step, predicted from {costs_from} costs; "
-        f"idle {best.bubble:.0%}, {best.peak_bytes / GIB:.2f} GiB per device"
-    )
-    if slower:
-        next_best = ", ".join(f"{key}={getattr(slower[0].layout, key)}" for key in values)
-        why += f"; the next best has {slower[0].step_ms:.1f} ms ({next_best})"
-    return why
+def _as_mode(recompute: Any) -> str:
+    """Returns the mode that costs about what the option does: single layers as whole stages."""
+    return recompute if isinstance(recompute, str) else "always"

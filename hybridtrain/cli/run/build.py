@@ -65,7 +65,7 @@ def build_options(config: Config) -> RunOptions:
         UserError: a value of the config is wrong.
     """
     check_config(config)
-    _register_schedule(config)
+    register_schedules(config)
     parse_init_from(config.init_from)
     check_choice("world.engine", config.world.engine, ENGINES)
     check_choice("world.inner", config.world.inner, ("pp", "dp"))
@@ -129,6 +129,7 @@ def prepare_run(
         UserError: a value of the config is wrong, or the run directory cannot be written to.
     """
     leave_out_leftovers(settings)
+    register_schedules(settings.config)
     local_config = without_auto(settings)
     local_options = make_options(local_config)
 
@@ -148,10 +149,9 @@ def prepare_run(
     config = with_auto_chosen(settings, agreed_config, data, joined, agreed_options)
     is_divided = settings.config.pipeline.nb_part == AUTO
     world = joined.divided(config.pipeline.nb_part, config.world.devices) if is_divided else joined
-    chunks, schedule = config.pipeline.chunks, config.pipeline.schedule
     options = replace(
         agreed_options,
-        pipeline=replace(agreed_options.pipeline, chunks=chunks, schedule=schedule),
+        pipeline=replace(agreed_options.pipeline, **arguments_of(config, PipelineOptions)),
         loader=replace(agreed_options.loader, collate=data.collate),
     )
     set_numerics(config.trainer.deterministic, config.trainer.tf32)
@@ -271,8 +271,8 @@ def _example_batch(data: DataSplits, samples: int) -> Any:
     return example_batch(inputs, samples, collate)
 
 
-def _register_schedule(config: Config) -> None:
-    """Imports the user's packages if the schedule must be registered by one of them.
+def register_schedules(config: Config) -> None:
+    """Imports the user's packages if one of them may register the schedule.
 
     Raises:
         ConfigError: a package cannot be imported, or none of them registers the schedule.
@@ -285,10 +285,10 @@ def _register_schedule(config: Config) -> None:
             import_module(package)
         except ImportError as error:
             raise ConfigError(
-                f"pipeline.schedule={name} is not a schedule of hybridtrain, and "
-                f"allow_targets={package} cannot be imported: {error}"
+                f"pipeline.schedule={name} needs the schedules of allow_targets={package}, which "
+                f"cannot be imported: {error}"
             ) from error
-    if packages and name not in schedule_names():
+    if packages and name not in (AUTO, *schedule_names()):
         raise ConfigError(
             f"pipeline.schedule={name} is unknown, and importing {', '.join(packages)} does not "
             f"register it (@hybridtrain.schedule.schedule): {did_you_mean(name, schedule_names())}"

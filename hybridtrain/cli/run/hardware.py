@@ -11,6 +11,7 @@ from hybridtrain._base.hardware import GIB, Hardware, host_memory
 from hybridtrain.cli.config.option_files import measured_file
 from hybridtrain.cli.config.schema import Config, HardwareConfig
 from hybridtrain.errors import ConfigError
+from hybridtrain.price import DoesNotFit
 
 
 def hardware_of(config: HardwareConfig) -> Hardware:
@@ -58,6 +59,17 @@ def with_limit(hardware: Hardware, config: Config) -> Hardware:
     """Returns the hardware with devices of `pipeline.memory_limit_gib`, where that is set."""
     limit = config.pipeline.memory_limit_gib
     return hardware if limit is None else replace(hardware, memory_gib=limit, reserved_gib=0.0)
+
+
+def why_too_large(error: DoesNotFit, config: Config) -> str:
+    """Returns why nothing fits, with the key that limits the memory and the least that would do."""
+    limit = config.pipeline.memory_limit_gib
+    if limit is None:
+        return str(error)
+    return (
+        f"no plan fits: pipeline.memory_limit_gib={limit:g} is too small; the smallest that would "
+        f"do is pipeline.memory_limit_gib={error.memory_gib:g} ({error.in_words})"
+    )
 
 
 def this_machine() -> Hardware | None:

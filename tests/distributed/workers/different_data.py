@@ -1,7 +1,10 @@
 """Ranks whose data sets or loaders differ: each is told at the start what differs, and where."""
 
+import re
 import socket
 import sys
+import tempfile
+from contextlib import chdir
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 from hybridtrain import EvalLoader, HybridModel, Loader, Session, Trainer
 from hybridtrain.data import InMemoryDataset
 from hybridtrain.errors import ConfigError, DataError
+from hybridtrain.schedule import make_schedule, write_csv
 
 cells = Cells()
 
@@ -191,6 +195,27 @@ for option, values in {"steps": (2, 3), "clip_norm": (None, 1.0)}.items():
         assert str(raised.value) == (
             f"{option}= of TrainerOptions differs between the ranks: {on_each_rank(values)}"
         )
+
+
+@cells.add("another schedule under the same name on one rank is an error on all ranks")
+def _(world):
+    names = ("1f1b", "gpipe")
+    with chdir(tempfile.mkdtemp()):  # a path that is the same on each host, and the file is not
+        write_csv(make_schedule(names[world.rank], 1, 4), "mine.csv")
+        tables = on_each_rank(f"table {make_schedule(name, 1, 4).digest}" for name in names)
+        told = f"schedule=mine.csv is not the same on all ranks: {tables}: give every host the same"
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            HybridModel(nn.Linear(4, 4), world, chunks=4, schedule="mine.csv")
+
+
+@cells.add("the file of a schedule that one rank does not have is an error on all ranks")
+def _(world):
+    with chdir(tempfile.mkdtemp()):
+        if world.rank == 0:
+            write_csv(make_schedule("1f1b", 1, 4), "there.csv")
+        told = "schedule=there.csv is not the same on all ranks: .*cannot be read .* on rank 1"
+        with pytest.raises(ConfigError, match=told):
+            HybridModel(nn.Linear(4, 4), world, chunks=4, schedule="there.csv")
 
 
 @cells.add("the same samples are accepted, from files in another folder on each rank")

@@ -42,6 +42,10 @@ from hybridtrain.schedule import (
     simulate,
 )
 
+# Other tests register schedules, some for a few devices only.
+BUILT_IN = ("1f1b", "gpipe", "zb-h1", "zb-v", "v-half", "v-min")
+EVERY = Choices(schedule=BUILT_IN)
+
 few = settings(max_examples=8, suppress_health_check=list(HealthCheck))
 MIB = 2**20
 
@@ -96,7 +100,7 @@ def cuts(draw, layers, stages):
 def fastest(table, hardware, job, choices=None):
     """Returns the first plan; where none fits, ends the example."""
     try:
-        return find_layouts(table, hardware, job, choices or Choices(), best=1)[0]
+        return find_layouts(table, hardware, job, choices or EVERY, best=1)[0]
     except SplitError:
         reject()
 
@@ -106,7 +110,7 @@ def fastest(table, hardware, job, choices=None):
 def test_no_plan_is_over_the_memory_of_a_device(problem):
     table, hardware, job = problem
     try:
-        found = find_layouts(table, hardware, job)
+        found = find_layouts(table, hardware, job, EVERY)
     except SplitError:
         return
     for one in found:
@@ -119,13 +123,13 @@ def test_no_plan_is_over_the_memory_of_a_device(problem):
 def test_no_other_layout_that_fits_is_faster_and_the_first_is_as_fast(problem):
     table, hardware, job = problem
     search = _Search(table, hardware, job)
-    cuts = [(one, cut) for one in layouts(hardware, job, 2, Choices()) for cut in search.cuts(one)]
+    cuts = [(one, cut) for one in layouts(hardware, job, 2, EVERY) for cut in search.cuts(one)]
     prices = [
         price(search._table_of(one, cut), hardware, job, one, cut).step_ms for one, cut in cuts
     ]
     if not prices:
         return
-    found = find_layouts(table, hardware, job)
+    found = find_layouts(table, hardware, job, EVERY)
     steps = [one.step_ms for one in found]
     assert steps[1:] == sorted(steps[1:])
     assert min(steps) <= min(prices) * (1 + 1e-9)
@@ -137,7 +141,7 @@ def test_no_other_layout_that_fits_is_faster_and_the_first_is_as_fast(problem):
 def test_the_first_plan_is_as_fast_as_any_that_is_given_layer_by_layer(problem, data):
     table, hardware, job = problem
     found = fastest(table, hardware, job)
-    every = layouts(hardware, job, len(table.sizes), Choices())
+    every = layouts(hardware, job, len(table.sizes), EVERY)
     for _ in range(20):
         layout = data.draw(st.sampled_from(every))
         counts = data.draw(cuts(len(table.sizes), layout.stages))
@@ -164,13 +168,13 @@ def test_a_small_model_is_cut_in_the_fastest_of_all_ways(times, uneven, memory_g
         action_s=0.0,
     )
     steps = []
-    for layout in layouts(hardware, job, len(times), Choices()):
+    for layout in layouts(hardware, job, len(times), EVERY):
         for bounds in combinations(range(1, len(times)), layout.stages - 1):
             counts = [b - a for a, b in pairwise((0, *bounds, len(times)))]
             one = price(table, hardware, job, layout, counts)
             if one.peak_bytes <= hardware.usable_bytes:
                 steps.append(one.step_ms)
-    found = find_layouts(table, hardware, job)
+    found = find_layouts(table, hardware, job, EVERY)
     assert found[0].step_ms == pytest.approx(min(steps))
     assert len({one.layout for one in found}) == len(found)
 
@@ -214,10 +218,10 @@ def test_a_layout_with_many_cuts_is_no_slower_than_with_the_most_even_one(seed):
 def test_what_is_fixed_never_makes_the_best_step_faster(problem, data):
     table, hardware, job = problem
     free = fastest(table, hardware, job)
-    one = data.draw(st.sampled_from(layouts(hardware, job, len(table.sizes), Choices())))
+    one = data.draw(st.sampled_from(layouts(hardware, job, len(table.sizes), EVERY)))
     names = ("nb_part", "engine", "chunks", "schedule", "stages_per_device", "recompute", "shard")
     fixed = replace(
-        Choices(), **{name: [getattr(one, name)] for name in names if data.draw(st.booleans())}
+        EVERY, **{name: [getattr(one, name)] for name in names if data.draw(st.booleans())}
     )
     found = fastest(table, hardware, job, fixed)
     assert free.step_ms <= found.step_ms * (1 + 1e-9)
@@ -244,7 +248,7 @@ def test_a_step_is_not_slower_over_faster_links(problem, factor):
         network_bytes_per_s=factor * hardware.network_bytes_per_s,
     )
     search = _Search(table, hardware, job)
-    for one in layouts(hardware, job, len(table.sizes), Choices())[::7]:
+    for one in layouts(hardware, job, len(table.sizes), EVERY)[::7]:
         for cut in search.cuts(one):
             steps = [price(table, m, job, one, cut).step_ms for m in (hardware, faster)]
             assert steps[1] <= steps[0] * (1 + 1e-9)
@@ -255,7 +259,7 @@ def test_a_step_is_not_slower_over_faster_links(problem, factor):
 def test_no_simulated_step_is_faster_than_the_bound(problem):
     table, hardware, job = problem
     search = _Search(table, hardware, job)
-    for one in layouts(hardware, job, len(table.sizes), Choices())[::5]:
+    for one in layouts(hardware, job, len(table.sizes), EVERY)[::5]:
         for cut in search.cuts(one):
             times = stage_times(table, hardware, job, one, cut)
             bound = least_step_ms(job, one, times, 0.0)
@@ -283,7 +287,7 @@ def test_micro_batches_in_flight_of_split_backwards_are_counted_in_full(
 
 def chosen_schedule(table, **hardware):
     """The schedule of the fastest plan for 4 devices and 8 micro-batches."""
-    choices = Choices(nb_part=[4], chunks=[8], engine=["local"], recompute=["never"])
+    choices = replace(EVERY, nb_part=[4], chunks=[8], engine=["local"], recompute=["never"])
     hardware = Hardware(devices_per_node=4, memory_gib=64, node_bytes_per_s=1e15, **hardware)
     return find_layouts(table, hardware, StepWork(8), choices)[0].layout.schedule
 
@@ -457,7 +461,7 @@ def test_a_run_takes_the_plan_that_was_found(tmp_path):
 
 def test_nothing_that_fits_is_one_line_with_what_is_missing():
     hardware = Hardware(devices_per_node=2, memory_gib=0.01, reserved_gib=0.0)
-    with pytest.raises(SplitError, match=r"no plan fits: [\d.]+ GiB are missing on device \d"):
+    with pytest.raises(SplitError, match=r"no plan fits: [\d.]+ MiB are missing on device \d"):
         find_layouts(table_of([1.0] * 4, weights=10 * MIB), hardware, StepWork(8))
 
 

@@ -18,7 +18,7 @@ from hybridtrain.schedule import (
     waits,
 )
 
-NAMES = sorted(schedule_names(periodic=True))
+NAMES = sorted(schedule_names())
 
 
 def schedule_of(name: str, devices: int, chunks: int) -> Schedule:

@@ -61,6 +61,20 @@ def test_every_schedule_takes_as_long_as_its_busiest_device_or_longer(
     assert durations.length(schedule) <= m * one + 2 * m * sum(transfer[: p * v - 1])
 
 
+@settings(max_examples=5)
+@given(shapes(), st.integers(0, 3))
+def test_the_gradients_of_any_shape_are_bitwise_those_of_the_unsplit_model(shape, more):
+    name, p, m, v = shape
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(p * v)))
+    plain = copy.deepcopy(net)
+    model = hybrid(net, p, chunks=m, schedule=name, stages_per_device=v)
+    x, y = torch.randn(2, m + more, 2)  # micro-batches of one or two samples
+    plain_step(plain, x, y, mse_loss, chunks=m)
+    model.train_step(x, y, mse_loss)
+    assert_same_gradients(net, plain)
+
+
 @pytest.mark.parametrize("name", sorted(BOUNDS))
 @pytest.mark.parametrize(("p", "rows"), [(2, 9), (3, 5)])
 @pytest.mark.parametrize("recompute", ["never", "except_last"])

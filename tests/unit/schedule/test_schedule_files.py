@@ -1,9 +1,10 @@
-"""Schedules of one's own: a table, or a CSV file as torch.distributed.pipelining has them."""
+"""Schedules of one's own: a table, a plan, or a CSV file in the form of PyTorch's pipelining."""
 
 import copy
 
 import pytest
 import torch
+import yaml
 from support.compare import assert_same_gradients, hybrid, plain_step
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -11,14 +12,22 @@ from torch.nn.functional import mse_loss
 from hybridtrain.errors import ScheduleError
 from hybridtrain.schedule import (
     Schedule,
+    actions_as_text,
     make_schedule,
-    read_csv,
+    read_schedule,
     register_table,
     schedule_names,
     write_csv,
 )
 
 SHAPES = [("gpipe", 2, 1), ("1f1b", 2, 2), ("zb-h1", 3, 1), ("zb-v", 2, 2), ("v-min", 3, 2)]
+
+
+def write(table, path):
+    if path.suffix == ".csv":
+        write_csv(table, path)
+    else:
+        path.write_text(yaml.safe_dump({"actions": actions_as_text(table)}))
 
 
 def assert_trains_exactly(devices, per_device, schedule, ran=None):
@@ -36,11 +45,15 @@ def assert_trains_exactly(devices, per_device, schedule, ran=None):
             assert lanes == list(ran.lanes)
 
 
+@pytest.mark.parametrize("form", ["csv", "yaml"])
 @pytest.mark.parametrize(("name", "devices", "per_device"), SHAPES)
-def test_an_exported_schedule_is_read_again_and_trains_exactly(name, devices, per_device, tmp_path):
-    table, path = make_schedule(name, devices, 4, per_device), tmp_path / "table.csv"
-    write_csv(table, path)
-    assert read_csv(path).lanes == table.lanes
+@pytest.mark.quick_cases("1f1b-2-2-csv", "zb-v-2-2-yaml")
+def test_an_exported_schedule_is_read_again_and_trains_exactly(
+    name, devices, per_device, form, tmp_path
+):
+    table, path = make_schedule(name, devices, 4, per_device), tmp_path / f"table.{form}"
+    write(table, path)
+    assert read_schedule(path).lanes == table.lanes
     assert_trains_exactly(devices, per_device, str(path), ran=table)
 
 
@@ -51,7 +64,24 @@ def test_an_exported_schedule_with_an_edited_line_trains_exactly(tmp_path):
     edited = before.replace("0F0,0F1,0B0,0F2", "0F0,0F1,0F2,0B0")
     assert edited != before
     path.write_text(edited)
-    assert_trains_exactly(2, 1, str(path), ran=read_csv(path))
+    assert_trains_exactly(2, 1, str(path), ran=read_schedule(path))
+
+
+def test_a_plan_is_a_file_of_the_schedule_that_it_was_made_for(tmp_path):
+    path = tmp_path / "plan.yaml"
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    plan = hybrid(net, 2, 2, chunks=4, schedule="zb-v").plan
+    plan.write(path)
+    table = make_schedule("zb-v", 2, 4, 2)
+    assert read_schedule(path).lanes == table.lanes
+    before, after = "F1@0 F2@0", "F2@0 F1@0"
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after, 1))
+    with pytest.raises(ScheduleError, match=r"plan\.yaml: F2@0 is out of order; stage 0 must take"):
+        read_schedule(path)
+    plan.write(path)
+    assert_trains_exactly(2, 2, str(path), ran=table)
 
 
 def test_torch_reads_the_actions_of_a_written_file(tmp_path):
@@ -73,6 +103,10 @@ def test_torch_reads_the_actions_of_a_written_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("- a list", r"table\.yaml: has no key `actions`"),
+        ("actions: F0@0", r"table\.yaml: actions='F0@0' must be a list of texts"),
+        ("actions: [F0@0 0F1]", r"table\.yaml: device 0, action 2: '0F1' is not .* such as F1@0"),
+        ("actions: [F0@0", r"table\.yaml: cannot be read as a schedule: while parsing"),
         ("0F0,0X0", r"table\.csv: device 0, column 2: '0X0' is not an action such as 0F1"),
         ("", r"table\.csv: has no actions"),
         ("0F0,0B0\n1F0", r"table\.csv: stage 1 lacks a B or I"),
@@ -85,7 +119,7 @@ def test_torch_reads_the_actions_of_a_written_file(tmp_path):
     ],
 )
 def test_a_file_that_is_no_schedule_is_refused_before_the_run(text, message, tmp_path):
-    path = tmp_path / "table.csv"
+    path = tmp_path / ("table.yaml" if "yaml" in message else "table.csv")
     path.write_text(text)
     with pytest.raises(ScheduleError, match=message):
         hybrid(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, schedule=str(path))
@@ -118,5 +152,5 @@ def test_a_file_that_is_edited_in_a_run_does_not_change_its_schedule(tmp_path):
     write_csv(make_schedule("1f1b", 2, 3), path)
     table = make_schedule(str(path), 2, 3)
     write_csv(make_schedule("gpipe", 2, 3), path)
-    assert read_csv(path).lanes != table.lanes
+    assert read_schedule(path).lanes != table.lanes
     assert make_schedule(str(path), 2, 2).lanes == make_schedule("1f1b", 2, 2).lanes

@@ -15,13 +15,14 @@ from hybridtrain.schedule import (
     Schedule,
     bubble_fraction,
     divided_backwards,
+    fullest_moments,
+    gpipe,
     length,
     make_schedule,
     mean_backwards,
     mean_costs,
     one_forward_one_backward,
     peak_in_flight,
-    peak_waiting,
     predict,
     simulate,
     validate,
@@ -65,8 +66,9 @@ def test_zb_h1_holds_no_more_than_the_first_device_of_1f1b(devices, chunks):
 
 def test_a_device_of_zb_h1_puts_off_the_weights_of_as_many_micro_batches_as_its_number():
     # and of one more, whose input comes first
-    assert peak_waiting(zero_bubble_h1(4, 8)) == (0, 2, 3, 4)
-    assert max(peak_waiting(one_forward_one_backward(4, 8))) == 0
+    for table, waiting in ((zero_bubble_h1(4, 8), [0, 2, 3, 4]), (gpipe(4, 8), [0, 0, 0, 0])):
+        moments = fullest_moments(table)
+        assert [max(moment.waiting[0] for moment in device) for device in moments] == waiting
 
 
 @given(DEVICES, CHUNKS)
