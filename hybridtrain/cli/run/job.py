@@ -535,8 +535,7 @@ def _container(container: Container | None, layout: JobLayout) -> Sequence[str]:
         where = [f"--image={image}", f"--workdir={here}"]
         return ["shifter", *shown, *where, *volumes, *container.args]
     if container.runtime == "podman-hpc":
-        pairs = [m if ":" in m else f"{m}:{m}" for m in mounts]
-        volumes = [f"--volume {shlex.quote(pair)}" for pair in pairs]
+        volumes = [f"--volume {shlex.quote(m if ':' in m else f'{m}:{m}')}" for m in mounts]
         # of srun, and of a user's setup lines
         passed = [f"--env '{names}'" for names in ("SLURM_*", "NCCL_*", "HYBRIDTRAIN_*")]
         options = ["--rm", "--net host", *shown, f"--workdir {here}", *volumes, *passed]
