@@ -238,7 +238,7 @@ def test_a_batch_with_fewer_micro_batches_than_others_is_refused():
     model = HybridModel(nn.Sequential(nn.Linear(WIDTH, 2)), cpu_world(), chunks=4)
     # the option needs GPUs
     model.options = PipelineOptions(chunks=4, sync_batch_norm=True)
-    replicas = {"replicas": 2, "fixed_replicas": None, "owned_replicas": range(1)}
+    replicas = {"data_parallel_size": 2, "fixed_replicas": None, "owned_replicas": range(1)}
     model.world = SimpleNamespace(**replicas, size=1, nb_part=1)
     with pytest.raises(BatchError, match=r"3 samples for chunks=4.*drop_last=True"):
         model.train_step(floats(3), None, mean_loss)
