@@ -573,7 +573,8 @@ class Pipeline:
     def stage_summaries(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """Returns for each stage its `layers`, `parameters` and `peak_memory_bytes`.
 
-        On a GPU also `device_memory_bytes`, what its device has. With `compile`, also
+        On a GPU also `device_memory_bytes`, what its device has; on a CPU `microbatch_bytes`, the
+        part of the peak that each micro-batch in flight takes. With `compile`, also
         `compiled_layers`, how many of them are compiled in training. A collective call of the
         pipeline.
         """
@@ -587,7 +588,7 @@ class Pipeline:
                 **(
                     {"device_memory_bytes": accelerator.total_memory(stage.device)}
                     if (accelerator := accelerator_of(stage.device)) is not None
-                    else {}
+                    else {"microbatch_bytes": stage.saved_bytes or 0}
                 ),
                 **({"compiled_layers": self._count_compiled(stage)} if compiles else {}),
             }

@@ -14,6 +14,7 @@ from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import LayerCost
 from hybridtrain.price import ParallelLayout, Prediction, StepWork, predict_step, why_not_priced
+from hybridtrain.schedule import make_schedule, peak_in_flight
 from hybridtrain.world import World
 
 LAYOUT = ParallelLayout(2, chunks=4)
@@ -91,18 +92,31 @@ def summary_of(peaks, nb_part, device_memory):
 
 @pytest.mark.parametrize(("gpus", "peaks"), [({}, [4, 6]), ({"cuda:0": {}}, [3, 4])])
 def test_the_measured_memory_of_a_device_is_that_of_all_its_stages(gpus, peaks):
-    compared = beside_measured(Prediction(), summary_of([1, 2, 3, 4], 2, gpus))
+    summary = summary_of([1, 2, 3, 4], 2, gpus)
+    compared = beside_measured(Prediction(), summary, make_schedule("1f1b", 2, 4, 2))
     assert compared["measured"]["memory_bytes"] == peaks
+
+
+def test_the_stages_of_a_device_are_not_added_at_their_own_peaks():
+    table = make_schedule("v-half", 4, 8, 2)
+    held = peak_in_flight(table)
+    summary = summary_of([100 + n for n in held], 4, {})
+    for stage in summary["stages"]:
+        stage["microbatch_bytes"] = 1
+    measured = beside_measured(Prediction(), summary, table)["measured"]["memory_bytes"]
+    assert measured == [200 + 6] * 4
+    assert max(held[d] + held[7 - d] for d in range(4)) > 6
 
 
 def test_the_last_line_has_predicted_beside_measured():
     summary = summary_of([1024, 2048], 2, {})
     whole = Prediction(12.3, 0.25, (1024, 3072), "measured")
-    assert prediction_in_words(**beside_measured(whole, summary)) == (
+    table = make_schedule("1f1b", 2, 4)
+    assert prediction_in_words(**beside_measured(whole, summary, table)) == (
         "predicted 12.3 ms, measured 13.0 ms per step; idle 25% predicted, 30% measured; "
         "memory of device 1: 3.0 KiB predicted, 2.0 KiB measured; from measured costs"
     )
     nothing = Prediction(reason="compile=true is not priced")
-    assert prediction_in_words(**beside_measured(nothing, summary)) == (
+    assert prediction_in_words(**beside_measured(nothing, summary, table)) == (
         "no prediction: compile=true is not priced"
     )

@@ -137,7 +137,8 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
     summary = trainer.fit({title: text for title, text in texts.items() if text})
     if world.is_main:
         prediction = predict_run(context)  # not earlier, since the first step would wait for it
-        compared = beside_measured(prediction, summary, context.model.options.placement)
+        model = context.model
+        compared = beside_measured(prediction, summary, model.schedule(model.plan.chunks))
         directory.write_summary({**summary, **compared, "environment": environment(world)})
         _log.info("%s", prediction_in_words(**compared))
         for line in summary["advice"]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from operator import mul
 from typing import Any
 
 from hybridtrain._base.construction import default_generators, rewind
@@ -21,7 +22,7 @@ from hybridtrain.loss import LossFn
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import LayerCost, LossOfStep, Plan, recompute_policy
 from hybridtrain.price import ParallelLayout, Prediction, StepWork, predict_step, why_not_priced
-from hybridtrain.schedule import Placement, place_of
+from hybridtrain.schedule import Schedule, fullest_moments, peak_in_flight
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
@@ -129,30 +130,41 @@ def without_errors_of_fake_tensors() -> Iterator[None]:
 
 
 def beside_measured(
-    prediction: Prediction, summary: Mapping[str, Any], placement: Placement = "loop"
+    prediction: Prediction, summary: Mapping[str, Any], table: Schedule
 ) -> dict[str, Any]:
-    """Returns `predicted` and `measured` with the same keys, for `summary.json`."""
+    """Returns `predicted` and `measured` with the same keys, for `summary.json`.
+
+    Args:
+        prediction: of a step.
+        summary: of the run.
+        table: the schedule of a whole batch.
+    """
     measured = {
         "step_ms": summary["step_ms"]["p50"],
         "bubble": summary["bubble_fraction"],
-        "memory_bytes": _by_device(summary, placement),
+        "memory_bytes": _by_device(summary, table),
     }
     return {"predicted": asdict(prediction), "measured": measured}
 
 
-def _by_device(summary: Mapping[str, Any], placement: Placement) -> list[int]:
+def _by_device(summary: Mapping[str, Any], table: Schedule) -> list[int]:
     """Returns the peak bytes of each device.
 
-    Of CPU stages the bytes are counted, and those of a device add up; of a GPU all its stages have
-    the peak of the allocator.
+    Of CPU stages the bytes are counted, each at its own peak; those of a device hold their most at
+    different times, which the table has. Of a GPU all stages have the peak of the allocator.
     """
-    together = max if summary["device_memory"] else sum
-    peaks = [stage["peak_memory_bytes"] for stage in summary["stages"]]
-    nb_part = summary["world"]["nb_part"]
-    by_device: list[list[int]] = [[] for _ in range(nb_part)]
-    for stage, peak in enumerate(peaks):
-        by_device[place_of(stage, nb_part, placement)].append(peak)
-    return [together(peaks_here) for peaks_here in by_device]
+    in_flight, found = peak_in_flight(table), []
+    for device, moments in enumerate(fullest_moments(table)):
+        own = [stage for stage in range(table.stages) if table.lane_of[stage] == device]
+        peaks = [summary["stages"][stage]["peak_memory_bytes"] for stage in own]
+        if summary["device_memory"]:
+            found.append(max(peaks))
+            continue
+        each = [summary["stages"][stage].get("microbatch_bytes", 0) for stage in own]
+        at_peaks = sum(in_flight[stage] * nbytes for stage, nbytes in zip(own, each, strict=True))
+        together = max(sum(map(mul, moment.inputs, each)) for moment in moments)
+        found.append(sum(peaks) - at_peaks + together)
+    return found
 
 
 def prediction_in_words(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
