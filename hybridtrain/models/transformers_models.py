@@ -70,6 +70,8 @@ def transformers_model(
         vocab_size: the size of the data's vocabulary; the default of `config.vocab_size`.
         pad_index: the id of the data's padding token.
         attention: the attention implementation, such as eager or sdpa; None: the model's default.
+            `sdpa_masked` is sdpa with a mask in every batch: transformers leaves it out of a batch
+            without padding, which then takes another kernel, with other last bits.
         dtype: the dtype of the parameters: float32, bfloat16 or float16. float32 keeps small
             updates of the optimizer from being rounded away, whatever the source's dtype.
         classes: the names of the classes, which become `id2label` in `config.json`.
@@ -135,6 +137,7 @@ def transformers_model(
         raise ConfigError(f"{setting('auto', name)}: transformers has no such Auto class")
     options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     if attention is not None:
+        _register_sdpa_masked(transformers)
         options["attn_implementation"] = attention
     try:
         model: nn.Module = kind.from_config(model_config, trust_remote_code=False, **options)
@@ -270,6 +273,17 @@ def _transformers() -> Any:
             "models of transformers need pip install 'hybridtrain[transformers]'"
         ) from error
     return transformers
+
+
+def _register_sdpa_masked(transformers: Any) -> None:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    never = dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip"), False)
+    transformers.AttentionInterface.register("sdpa_masked", sdpa_attention_forward)
+    transformers.AttentionMaskInterface.register(
+        "sdpa_masked", lambda *args, **settings: sdpa_mask(*args, **{**settings, **never})
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -35,6 +35,11 @@ GROUP_KEYS = ("groups", "layer_decay")
 """The keys of `optim` that make parameter groups; the others are arguments of the optimizer."""
 
 
+WRAPPER_KEYS = ("lora",)
+"""The keys of `model` that wrap the model (`hybridtrain.models.WRAPPERS`); the others are arguments
+of the `_target_`."""
+
+
 LOADER_KEYS = ("batch_size", *LOADER_OPTIONS)
 """The keys of `data` that the loader takes; the others are arguments of the data set."""
 
@@ -363,7 +368,8 @@ class Config:
     the run directory."""
     format: str = "safetensors"
     """The form in which `export` writes: `safetensors`; `torch`, a state dict of `torch.save`;
-    `transformers`, a folder for `from_pretrained`; or `torch_export`, the net for inference."""
+    `transformers`, a folder for `from_pretrained`; `torch_export`, the net for inference; or
+    `peft`, a folder with the adapter of `model.lora` alone."""
     push_to: str | None = None
     """The repository of the Hugging Face Hub, such as `me/my-model`, to which `export` sends the
     folder of `format=transformers` with a model card; a new one is private; null: none."""
@@ -371,7 +377,9 @@ class Config:
     """Your packages that a `_target_` may come from, such as `[my_project.models]`; on the command
     line, or in `pyproject.toml`."""
     model: dict[str, Any] = field(default_factory=dict)
-    """The model's `_target_` and arguments; one that is null is taken from the data set."""
+    """The model's `_target_` and arguments; one that is null is taken from the data set. `lora`,
+    true or a mapping such as `{rank: 16, targets: [q_proj, v_proj]}`, trains an adapter on frozen
+    weights."""
     data: dict[str, Any] = field(
         default_factory=lambda: {name: getattr(LoaderOptions, name) for name in LOADER_OPTIONS}
     )

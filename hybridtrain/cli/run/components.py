@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,14 +17,14 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 from hybridtrain import observe
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.keys import unknown_key
-from hybridtrain.cli.config.schema import GROUP_KEYS, Config
+from hybridtrain.cli.config.schema import GROUP_KEYS, WRAPPER_KEYS, Config
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.data import DataSplits
 from hybridtrain.errors import ConfigError, check_choice, naming
 from hybridtrain.loop import CALLBACKS, Callback, Tracker
 from hybridtrain.loss import LOSSES, METRICS, LossFn, direction, metric_of, resolve
 from hybridtrain.model import HybridModel
-from hybridtrain.models import loss_of_model
+from hybridtrain.models import WRAPPERS, loss_of_model
 from hybridtrain.observe import TRACKERS
 from hybridtrain.step import (
     CombinedOptimizer,
@@ -58,9 +58,35 @@ def build_model(config: Config, data: DataSplits) -> nn.Module:
                 + (f"is padded with {of_data}" if is_padding else f"needs {of_data}")
                 + f": leave model.{name}= out to take it from the data"
             )
-    return instantiate.build(
-        "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
+    net = instantiate.build(
+        "model",
+        config.model,
+        nn.Module,
+        config.allow_targets,
+        defaults=data.metadata,
+        ignore=WRAPPER_KEYS,
     )
+    for name, wrap in WRAPPERS.items():
+        if (chosen := config.model.get(name)) not in (None, False):
+            net = _wrapped(net, f"model.{name}", wrap, chosen)
+    return net
+
+
+def _wrapped(net: nn.Module, key: str, wrap: Callable[..., nn.Module], chosen: Any) -> nn.Module:
+    """Returns what a wrapper makes of a model.
+
+    Raises:
+        ConfigError: a setting is unknown, or the wrapper refuses it.
+    """
+    names = list(inspect.signature(wrap).parameters)[1:]
+    if chosen is not True and not isinstance(chosen, Mapping):
+        raise ConfigError(f"{key}={chosen} must be true, or a mapping such as {{{names[0]}: 8}}")
+    settings: Mapping[str, Any] = {} if chosen is True else chosen
+    for name in settings:
+        if name not in names:
+            raise ConfigError(unknown_key(f"{key}.{name}", [f"{key}.{each}" for each in names]))
+    with naming({name: f"{key}.{name}" for name in names}):
+        return wrap(net, **settings)
 
 
 def build_loss(config: Config) -> LossFn:
