@@ -25,8 +25,8 @@ base               the frozen weights that a checkpoint of an adapter leaves out
 init_from          weights from elsewhere
 """
 
-from hybridtrain.checkpoint.broadcast import broadcast_tree
 from hybridtrain.checkpoint.base import Source, checkpoint_weights
+from hybridtrain.checkpoint.broadcast import broadcast_tree
 from hybridtrain.checkpoint.init_from import (
     InitReport,
     init_from,

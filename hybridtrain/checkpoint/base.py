@@ -1,4 +1,4 @@
-"""The base of a checkpoint: frozen weights that it leaves out, because they are where they came from.
+"""The base of a checkpoint: frozen weights that it leaves out, since they are elsewhere.
 
 Only models with an adapter have one (`_base.adapter`), after `init_from`. The checkpoint names the
 source in `state.json`, with a digest of its tensors:

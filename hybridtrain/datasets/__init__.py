@@ -9,6 +9,7 @@ What a sample draws, such as a random part of an image or masked tokens, is draw
 `__getitem__`, of one sample at a time: so that a loader can seed it by the sample.
 """
 
+from hybridtrain.datasets.chat import chat
 from hybridtrain.datasets.cifar10 import cifar10
 from hybridtrain.datasets.digits import digits
 from hybridtrain.datasets.hf_datasets import hf_datasets
@@ -22,6 +23,7 @@ from hybridtrain.datasets.token_files import token_files
 
 __all__ = [
     "STANDARD_INPUT",
+    "chat",
     "cifar10",
     "digits",
     "hf_datasets",

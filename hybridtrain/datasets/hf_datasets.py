@@ -25,8 +25,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from hybridtrain.data import DataSplits, for_trained_models
-from hybridtrain.datasets.held_out import check_share, held_out
-from hybridtrain.datasets.split_names import SPLITS, check_classes, class_numbers, listed
+from hybridtrain.datasets.held_out import check_share
+from hybridtrain.datasets.sample_files import SampleFiles, Samples, check_columns
+from hybridtrain.datasets.split_names import check_classes, class_numbers, listed
 from hybridtrain.datasets.standard_input import STANDARD_INPUT, read_lines
 from hybridtrain.datasets.tables import (
     Table,
@@ -37,14 +38,18 @@ from hybridtrain.datasets.tables import (
     read_table,
 )
 from hybridtrain.datasets.text_files import check_at_least_1
-from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer, vocabulary_digest
+from hybridtrain.datasets.tokenizing import (
+    end_of_text,
+    load_tokenizer,
+    padding_token,
+    special_tokens,
+    vocabulary_digest,
+)
 from hybridtrain.datasets.windows import window_splits
 from hybridtrain.errors import DataError, argument, check_choice, setting
 from hybridtrain.loss import IGNORED
 
 TASKS = ("classification", "regression", "causal_lm", "masked_lm", "seq2seq")
-
-_EVAL_SPLITS = (*SPLITS["validation"], *SPLITS["test"])
 
 # Texts whose lengths a run looks at before it begins.
 _MEASURED_TEXTS = 2000
@@ -99,7 +104,7 @@ def _for_trained_models(
 
 
 def _padded(tokenizer: Any, max_len: int, pad: str) -> Padded:
-    return Padded(_padding(tokenizer) or 0, max_len if pad == "max_len" else None)
+    return Padded(padding_token(tokenizer) or 0, max_len if pad == "max_len" else None)
 
 
 def _texts_to_predict(
@@ -113,7 +118,7 @@ def _texts_to_predict(
         table = read_table("predict_path", path, name)
     check_complete(table, texts, "text")
     alone = table.splits[next(s for s in ("test", *table.splits) if s in table.splits)]
-    _check_columns({"predict": alone}, "text", [encode.text], "text")
+    check_columns({"predict": alone}, "text", [encode.text], "text")
     return Encoded(alone, partial(_alone, encode, task, start), texts)
 
 
@@ -211,7 +216,7 @@ def hf_datasets(
         raise DataError(f"{setting('mask_share', mask_share)} must be above 0 and below 1")
     tok = load_tokenizer(tokenizer)
     targets = [target] if isinstance(target, str) else list(target)
-    files = _Files(path, name, eval_path, train_split, eval_split, eval_share, split_seed)
+    files = SampleFiles(path, name, eval_path, train_split, eval_split, eval_share, split_seed)
     texts = [text, *([text_pair] if text_pair is not None else [])]
     needed = dict.fromkeys(texts, "text")
     if task in ("classification", "regression", "seq2seq"):
@@ -219,12 +224,12 @@ def hf_datasets(
     # a summary may be empty, a class or a number may not
     source = files.read(needed, blank_targets=task == "seq2seq")
     samples = source.samples
-    _check_columns(samples, "text", [text], "text")
+    check_columns(samples, "text", [text], "text")
     if text_pair is not None:
-        _check_columns(samples, "text_pair", [text_pair], "text")
-    pad_id = _padding(tok)
+        check_columns(samples, "text_pair", [text_pair], "text")
+    pad_id = padding_token(tok)
     metadata: dict[str, Any] = {"task": task, "vocab_size": len(tok), "max_len": max_len}
-    metadata |= {"special_tokens": _special_tokens(tok)}
+    metadata |= {"special_tokens": special_tokens(tok)}
     if pad_id is not None:
         metadata |= {"pad_index": pad_id}
     encode = _Encoder(tok, text, text_pair, max_len)
@@ -246,7 +251,7 @@ def hf_datasets(
         others |= {"notes": [f"{len(samples['train']):,} texts", *source.notes]}
         return replace(_packed(samples, tok, text, max_len, metadata), **others)
     if task == "seq2seq":
-        _check_columns(samples, "target", targets[:1], "text")
+        check_columns(samples, "target", targets[:1], "text")
     special = task != "causal_lm"
     lengths, complete = _lengths(samples["train"], tok, texts, special)
     others |= {"notes": [_in_words(lengths, complete, max_len), *source.notes]}
@@ -287,19 +292,6 @@ def hf_datasets(
         metadata=metadata,
         **others,
     )
-
-
-def _padding(tokenizer: Any) -> int | None:
-    """Returns the id that texts are padded with: a token that no text has; None: there is none."""
-    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id)
-    return next((int(token) for token in ids if token is not None), None)
-
-
-def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Returns the tokenizer's special tokens under the names of a configuration of transformers."""
-    roles = ("bos", "eos", "pad", "sep")
-    ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id", None) for role in roles}
-    return {name: int(token) for name, token in ids.items() if token is not None}
 
 
 def _lengths(
@@ -566,107 +558,9 @@ def _joined_ids(samples: Any, tokenizer: Any, column: str) -> NDArray[Any]:
 # Rows
 
 
-@dataclass(frozen=True)
-class _Source:
-    """The samples of the splits `train` and `eval`, and where they come from."""
-
-    samples: dict[str, Any]
-    tables: Sequence[Table]
-    held_out: bool
-    notes: Sequence[str]
-
-    @property
-    def digest(self) -> str | None:
-        """Of all files."""
-        digests = [table.digest for table in self.tables]
-        return None if None in digests else "-".join(map(str, digests))
-
-    @property
-    def numbers_are_texts(self) -> bool:
-        """True if all values are texts, as in CSV."""
-        return all(table.numbers_are_texts for table in self.tables)
-
-
-@dataclass(frozen=True)
-class _Files:
-    """The files of the samples and their division; see `hf_datasets`."""
-
-    path: str
-    name: str | None
-    eval_path: str | None
-    train_split: str
-    eval_split: str | None
-    eval_share: float
-    split_seed: int
-
-    def read(self, columns: Mapping[str, str], blank_targets: bool) -> _Source:
-        """Returns the samples; each has a value in the columns, named by their keys."""
-        table = read_table("path", self.path, self.name)
-        tables = [table]
-        notes = list(table.notes)
-        train = _split_of(table.splits, self.train_split, "train_split", self.path)
-        evaluation = None
-        if self.eval_path is not None:
-            eval_table = read_table("eval_path", self.eval_path, self.name)
-            tables.append(eval_table)
-            notes += eval_table.notes
-            eval_split = self.eval_split or next(iter(eval_table.splits))
-            evaluation = _split_of(eval_table.splits, eval_split, "eval_split", self.eval_path)
-        else:
-            known_splits = (split_name for split_name in _EVAL_SPLITS if split_name in table.splits)
-            eval_split = self.eval_split or next(known_splits, self.train_split)
-            if eval_split != self.train_split:
-                evaluation = _split_of(table.splits, eval_split, "eval_split", self.path)
-                unused = table.splits.keys() - {self.train_split, eval_split}
-                notes += [f"splits not used: {', '.join(sorted(unused))}"] if unused else []
-        for source_table in tables:
-            for column, key in columns.items():
-                check_complete(source_table, [column], key, key == "text" or blank_targets)
-        if evaluation is None:
-            first, second = held_out(len(train), self.eval_share, self.split_seed)
-            parts = (train.select(part, keep_in_memory=True) for part in (first, second))
-            samples = dict(zip(("train", "eval"), parts, strict=True))
-        else:
-            samples = {"train": train, "eval": evaluation}
-        for split, of_split in samples.items():
-            if not len(of_split):
-                raise DataError(f"the {split} split has no samples")
-        return _Source(samples, tables, evaluation is None, notes)
-
-
-def _split_of(whole: Any, split: str, key: str, path: str) -> Any:
-    if split not in whole:
-        raise DataError(
-            f"{setting(key, split)}: {path} has no such split; it has {', '.join(map(str, whole))}"
-        )
-    return whole[split]
-
-
-def _check_columns(
-    samples: Mapping[str, Any], key: str, columns: Sequence[str], kind: str | None = None
-) -> None:
-    """Refuses columns that are not there, or not of a `kind`: `text`, `number`; None: any."""
-    beginnings = {"text": ("string", "large_string"), "number": ("int", "uint", "float")}
-    for split, of_split in samples.items():
-        dtypes = {name: str(getattr(x, "dtype", x)) for name, x in of_split.features.items()}
-        shown = ", ".join(f"{name} ({dtype})" for name, dtype in dtypes.items())
-        for column in columns:
-            if column not in dtypes:
-                raise DataError(
-                    f"{setting(key, column)}: the {split} split has no such column; it has {shown}"
-                )
-            if kind is not None and not dtypes[column].startswith(beginnings[kind]):
-                raise DataError(
-                    f"{setting(key, column)}: the column must have {kind}s, and has "
-                    f"{dtypes[column]}; the columns of the {split} split are {shown}"
-                )
-
-
-def _check_numbers(source: _Source, columns: Sequence[str]) -> None:
+def _check_numbers(source: Samples, columns: Sequence[str]) -> None:
     """Refuses columns that do not have finite numbers; those of CSV are written as texts."""
-    _check_columns(
-        source.samples, "target", columns, None if source.numbers_are_texts else "number"
-    )
+    check_columns(source.samples, "target", columns, None if source.numbers_are_texts else "number")
     for table in source.tables:
         check_finite(table, columns, "target")
 
@@ -689,14 +583,14 @@ class _Numbering:
 
 
 def _classes(
-    source: _Source, targets: Sequence[str], classes: Sequence[str] | None, path: str
+    source: Samples, targets: Sequence[str], classes: Sequence[str] | None, path: str
 ) -> _Numbering:
     """Returns the numbers of the classes; splits are matched by the names where there are names."""
     if len(targets) != 1:
         raise DataError(f"{setting('target', targets)}: a classification has one column")
     (column,) = targets
     samples = source.samples
-    _check_columns(samples, "target", [column])
+    check_columns(samples, "target", [column])
     with quiet():
         values = {split: set(of_split.unique(column)) for split, of_split in samples.items()}
     # by split, the name or the number that each value stands for

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -83,7 +84,7 @@ def _over_heads(
     loss_fn: Callable[[Tensor, Tensor], Tensor], outputs: Any, targets: Tensor
 ) -> Tensor:
     """The loss of the main output, plus the weighted losses of the auxiliary heads."""
-    loss = loss_fn(*classes_in_dim_1(main_output(outputs), targets))
+    loss = loss_fn(*classes_in_dim_1(_in_float(main_output(outputs)), targets))
     fields = getattr(outputs, "_fields", ())
     heads = [getattr(outputs, name) for name in fields if name.startswith("aux_logits")]
     # GoogLeNet, with two such heads, gives each 0.3 (Szegedy et al., Going Deeper with
@@ -91,5 +92,10 @@ def _over_heads(
     # and PyTorch's tutorial on fine-tuning; the paper does not say).
     weight = 0.4 if len(heads) == 1 else 0.3
     for head in heads:
-        loss = loss + weight * loss_fn(*classes_in_dim_1(head, targets))
+        loss = loss + weight * loss_fn(*classes_in_dim_1(_in_float(head), targets))
     return loss
+
+
+def _in_float(logits: Tensor) -> Tensor:
+    """Returns logits of a model in half precision as float32, as autocast has them in a loss."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

@@ -39,7 +39,7 @@ def _output(arguments: Mapping[str, Any]) -> str:
 def transformers_model(
     source: str | None = None,
     config: Mapping[str, Any] | None = None,
-    task: str = "classification",
+    task: str | None = None,
     auto: str | None = None,
     num_classes: int | None = None,
     vocab_size: int | None = None,
@@ -64,7 +64,8 @@ def transformers_model(
             configuration.
         config: instead of `source`, a `model_type` and settings that differ from its defaults, such
             as `{model_type: bert, hidden_size: 256}`.
-        task: classification, regression, image_classification, causal_lm, masked_lm or seq2seq.
+        task: classification, regression, image_classification, causal_lm, masked_lm or seq2seq;
+            None: classification.
         auto: the name of an Auto class of transformers, for other tasks; None: the task's class.
         num_classes: the number of classes, or of predicted numbers in a regression.
         vocab_size: the size of the data's vocabulary; the default of `config.vocab_size`.
@@ -88,6 +89,7 @@ def transformers_model(
             have another size, or it has texts for a model of images or the reverse.
     """
     transformers = _transformers()
+    task = task or "classification"
     check_choice("task", task, list(TASKS))
     check_choice("dtype", dtype, DTYPES)
     if (source is None) == (config is None):
