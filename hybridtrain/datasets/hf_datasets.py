@@ -49,7 +49,19 @@ from hybridtrain.datasets.windows import window_splits
 from hybridtrain.errors import DataError, argument, check_choice, setting
 from hybridtrain.loss import IGNORED
 
-TASKS = ("classification", "regression", "causal_lm", "masked_lm", "seq2seq")
+TASKS = (
+    "classification",
+    "multilabel",
+    "regression",
+    "token_classification",
+    "causal_lm",
+    "masked_lm",
+    "seq2seq",
+)
+
+# Tasks with classes, and those among them whose samples have a list of them.
+_CLASSES = ("classification", "multilabel", "token_classification")
+_LISTS = _CLASSES[1:]
 
 # Texts whose lengths a run looks at before it begins.
 _MEASURED_TEXTS = 2000
@@ -153,6 +165,10 @@ def hf_datasets(
 
     - `classification`: int64, 0-dim, for `cross_entropy`. Classes that are texts are numbered in
       the order of their names.
+    - `multilabel`: float32 of shape (classes,), 1 for each class in a sample's list, for `bce`.
+    - `token_classification`: int64 of shape (tokens,), for `cross_entropy`. The text is a list of
+      words, and the target a list with a class for each; the first token of a word has its class,
+      the others -100.
     - `regression`: float32 of shape (columns,), for `mse`.
     - `causal_lm`: int64 of shape (tokens,), for `cross_entropy`: the label of a place is the token
       after it, so nothing is shifted any more. With `pack` all texts are joined, with the
@@ -169,7 +185,7 @@ def hf_datasets(
     its file and number. Classes of a `ClassLabel` are matched by their names in all splits.
 
     Metadata: `task`, `vocab_size`, `max_len`, `pad_index`, `special_tokens`; `num_classes` and
-    `num_labels` for classification and regression, with `classes`, the names, where there are
+    `num_labels` for the tasks with classes and regression, with `classes`, the names, where there are
     names; `seq_len` for packed texts; `longest`, the tokens of the longest text of all splits,
     where all were measured and a batch is padded to its longest.
 
@@ -178,7 +194,8 @@ def hf_datasets(
             with .gz); several by a pattern, `parts/*.jsonl`; a folder of such files named after
             their splits; a folder that `save_to_disk` wrote; or a name on the Hub.
         tokenizer: a `tokenizer.json`, a folder of a tokenizer, or a name on the Hub.
-        task: classification, regression, causal_lm, masked_lm or seq2seq.
+        task: classification, multilabel, regression, token_classification, causal_lm, masked_lm or
+            seq2seq.
         name: the configuration of a data set on the Hub that has several.
         eval_path: a path like `path` with the evaluation split; None: a split of `path`, or a
             held-out part of it.
@@ -190,7 +207,8 @@ def hf_datasets(
             ClassLabel has them.
         text: the column of the text.
         text_pair: the column of a second text, such as the sentence to compare with.
-        target: the column of the class, the number (several: a list) or, for seq2seq, the text.
+        target: the column of the class, of the list of classes, of the number (several: a list) or,
+            for seq2seq, of the text.
         max_len: the number of tokens after which a sample is cut, or of a window.
         pad: `longest`, or `max_len` for batches of one shape.
         pack: whether to join texts for causal_lm; False: each text is a sample.
@@ -219,12 +237,17 @@ def hf_datasets(
     files = SampleFiles(path, name, eval_path, train_split, eval_split, eval_share, split_seed)
     texts = [text, *([text_pair] if text_pair is not None else [])]
     needed = dict.fromkeys(texts, "text")
-    if task in ("classification", "regression", "seq2seq"):
+    if task in (*_CLASSES, "regression", "seq2seq"):
         needed |= dict.fromkeys(targets, "target")
     # a summary may be empty, a class or a number may not
     source = files.read(needed, blank_targets=task == "seq2seq")
     samples = source.samples
-    check_columns(samples, "text", [text], "text")
+    words = task == "token_classification"
+    check_columns(samples, "text", [text], None if words else "text")
+    if text_pair is not None and words:
+        raise DataError(
+            f"{argument('text_pair')} is a second text, and {setting('task', task)} has words"
+        )
     if text_pair is not None:
         check_columns(samples, "text_pair", [text_pair], "text")
     pad_id = padding_token(tok)
@@ -265,16 +288,19 @@ def hf_datasets(
     if complete and pad == "longest":
         metadata |= {"longest": max(lengths)}
     items: dict[str, Callable[[Mapping[str, Any]], Item]] = {}
-    if task == "classification":
-        numbering = _classes(source, targets, classes, path)
+    labels: Callable[[], Tensor] | None = None
+    if task in _CLASSES:
+        numbering = _classes(source, targets, classes, path, of_lists=task in _LISTS)
         metadata |= {"num_classes": numbering.count, "num_labels": numbering.count}
         if numbering.names is not None:
             metadata |= {"classes": numbering.names}
         others |= {"without_samples": numbering.without_samples}
+        settings = {"multilabel": {"count": numbering.count}}.get(task, {})
         items = {
-            split: partial(_classified, encode, targets[0], numbers)
+            split: partial(_OF_CLASSES[task], encode, targets[0], numbers, **settings)
             for split, numbers in numbering.numbers.items()
         }
+        labels = partial(_labels_of, samples["train"], targets[0], numbering, task)
     elif task == "regression":
         _check_numbers(source, targets)
         metadata |= {"num_classes": len(targets), "num_labels": len(targets)}
@@ -286,7 +312,7 @@ def hf_datasets(
     else:
         items = dict.fromkeys(samples, partial(_translated, encode, targets[0], start))
     return DataSplits(
-        train=Encoded(samples["train"], items["train"], texts),
+        train=Encoded(samples["train"], items["train"], texts, labels),
         eval=Encoded(samples["eval"], items["eval"], texts),
         collate=_padded(tok, max_len, pad),
         metadata=metadata,
@@ -302,8 +328,10 @@ def _lengths(
         return [], True
     step = -(-len(samples) // _MEASURED_TEXTS)
     chosen = samples.select(range(0, len(samples), step), keep_in_memory=True)
-    texts = [[_text(sample, column) for sample in chosen] for column in columns]
-    ids = tokenizer(*texts, add_special_tokens=special, verbose=False)["input_ids"]
+    words = isinstance(chosen[0][columns[0]], list)
+    texts = [[s[c] if words else _text(s, c) for s in chosen] for c in columns]
+    settings = {"add_special_tokens": special, "is_split_into_words": words, "verbose": False}
+    ids = tokenizer(*texts, **settings)["input_ids"]
     return [*map(len, ids)], step == 1
 
 
@@ -323,6 +351,7 @@ class Encoded(Dataset[Any]):
         samples: a `datasets.Dataset`.
         item: makes the item of a sample.
         texts: the columns of its texts.
+        labels: returns the labels of all samples, see `DataSplits`; None: there are no classes.
     """
 
     def __init__(
@@ -330,10 +359,13 @@ class Encoded(Dataset[Any]):
         samples: Any,
         item: Callable[[Mapping[str, Any]], Any],
         texts: Sequence[str] = (),
+        labels: Callable[[], Tensor] | None = None,
     ) -> None:
         self.samples = samples
         self.item = item
         self.texts = texts
+        if labels is not None:
+            self.labels = labels
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -445,6 +477,60 @@ def _classified(
     encode: _Encoder, column: str, classes: Mapping[Any, int], sample: Mapping[str, Any]
 ) -> Item:
     return encode(sample), torch.tensor(classes[sample[column]])
+
+
+def _several(
+    encode: _Encoder,
+    column: str,
+    classes: Mapping[Any, int],
+    sample: Mapping[str, Any],
+    count: int,
+) -> Item:
+    labels = torch.zeros(count)
+    labels[[classes[value] for value in sample[column]]] = 1
+    return encode(sample), labels
+
+
+def _by_word(
+    encode: _Encoder, column: str, classes: Mapping[Any, int], sample: Mapping[str, Any]
+) -> Item:
+    words, values = sample[encode.text], sample[column]
+    if len(words) != len(values):
+        raise DataError(
+            f"a sample has {len(words)} words in {encode.text} and {len(values)} classes in "
+            f"{column}: {' '.join(map(str, words))[:80]}"
+        )
+    encoded = encode.tokenizer(
+        list(words), is_split_into_words=True, truncation=True, max_length=encode.max_len
+    )
+    of_word = encoded.word_ids()
+    labels = [
+        IGNORED if word is None or word == before else classes[values[word]]
+        for word, before in zip(of_word, [None, *of_word], strict=False)
+    ]
+    tensors = {key: torch.tensor(value, dtype=torch.int64) for key, value in encoded.items()}
+    return tensors, torch.tensor(labels)
+
+
+_OF_CLASSES: dict[str, Callable[..., Item]] = {
+    "classification": _classified,
+    "multilabel": _several,
+    "token_classification": _by_word,
+}
+
+
+def _labels_of(samples: Any, column: str, numbering: _Numbering, task: str) -> Tensor:
+    """Returns the labels of all training samples; see `DataSplits`."""
+    numbers = numbering.numbers["train"]
+    if task == "classification":
+        return torch.tensor([numbers[value] for value in samples[column]])
+    lists = [[numbers[value] for value in values] for values in samples[column]]
+    if task == "token_classification":
+        return torch.tensor([number for of_sample in lists for number in of_sample])
+    labels = torch.zeros(len(lists), numbering.count)
+    for row, of_sample in zip(labels, lists, strict=True):
+        row[of_sample] = 1
+    return labels
 
 
 def _valued(encode: _Encoder, columns: Sequence[str], sample: Mapping[str, Any]) -> Item:
@@ -583,21 +669,34 @@ class _Numbering:
 
 
 def _classes(
-    source: Samples, targets: Sequence[str], classes: Sequence[str] | None, path: str
+    source: Samples,
+    targets: Sequence[str],
+    classes: Sequence[str] | None,
+    path: str,
+    of_lists: bool = False,
 ) -> _Numbering:
-    """Returns the numbers of the classes; splits are matched by the names where there are names."""
+    """Returns the numbers of the classes; splits are matched by the names where there are names.
+
+    Args:
+        source: the samples.
+        targets: the column of the classes.
+        classes: the names in the order of their numbers; None: sorted.
+        path: for messages.
+        of_lists: each sample has a list of classes.
+    """
     if len(targets) != 1:
         raise DataError(f"{setting('target', targets)}: a classification has one column")
     (column,) = targets
     samples = source.samples
     check_columns(samples, "target", [column])
-    with quiet():
-        values = {split: set(of_split.unique(column)) for split, of_split in samples.items()}
+    values = {split: _values(of_split, column, of_lists) for split, of_split in samples.items()}
     # by split, the name or the number that each value stands for
     meaning: dict[str, dict[Any, Any]] = {}
     order: list[str] | None = None
     for split, split_values in values.items():
-        names = getattr(samples[split].features[column], "names", None)  # of a ClassLabel
+        feature = samples[split].features[column]
+        # of a ClassLabel, or of a list of them
+        names = getattr(getattr(feature, "feature", feature), "names", None)
         if names and all(
             isinstance(value, int) and 0 <= value < len(names) for value in split_values
         ):
@@ -654,6 +753,31 @@ def _classes(
         },
         [name for name in class_names if name not in used["train"]],
     )
+
+
+def _values(samples: Any, column: str, of_lists: bool) -> set[Any]:
+    """Returns the values in a column, or in its lists.
+
+    Raises:
+        DataError: a value is not a list where it must be one, or is one elsewhere.
+    """
+    if of_lists:
+        values: set[Any] = set()
+        for number, one in enumerate(samples[column]):
+            if not isinstance(one, list):
+                raise DataError(
+                    f"{setting('target', column)}: sample {number + 1} has {one!r}, and each must "
+                    f"have a list of classes"
+                )
+            values.update(one)
+        return values
+    if not hasattr(samples.features[column], "dtype") or "list" in str(samples.features[column]):
+        raise DataError(
+            f"{setting('target', column)} has lists: set {setting('task', 'multilabel')}, or for "
+            f"the classes of words {setting('task', 'token_classification')}"
+        )
+    with quiet():
+        return set(samples.unique(column))
 
 
 def _numbered(

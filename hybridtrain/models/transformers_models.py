@@ -15,7 +15,9 @@ from hybridtrain.models.check import returns
 
 TASKS = {
     "classification": "AutoModelForSequenceClassification",
+    "multilabel": "AutoModelForSequenceClassification",
     "regression": "AutoModelForSequenceClassification",
+    "token_classification": "AutoModelForTokenClassification",
     "image_classification": "AutoModelForImageClassification",
     "causal_lm": "AutoModelForCausalLM",
     "masked_lm": "AutoModelForMaskedLM",
@@ -32,7 +34,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _output(arguments: Mapping[str, Any]) -> str:
-    return "values" if arguments.get("task") == "regression" else "logits"
+    kinds = {"regression": "values", "multilabel": "label_logits"}
+    return kinds.get(arguments.get("task") or "", "logits")
 
 
 @returns(_output)
@@ -64,8 +67,8 @@ def transformers_model(
             configuration.
         config: instead of `source`, a `model_type` and settings that differ from its defaults, such
             as `{model_type: bert, hidden_size: 256}`.
-        task: classification, regression, image_classification, causal_lm, masked_lm or seq2seq;
-            None: classification.
+        task: classification, multilabel, regression, token_classification, image_classification,
+            causal_lm, masked_lm or seq2seq; None: classification.
         auto: the name of an Auto class of transformers, for other tasks; None: the task's class.
         num_classes: the number of classes, or of predicted numbers in a regression.
         vocab_size: the size of the data's vocabulary; the default of `config.vocab_size`.
@@ -97,8 +100,10 @@ def transformers_model(
             f"give either {argument('source')} or {argument('config')}, not both: what model is it?"
         )
     labels: dict[str, Any] = {}
-    if num_classes is not None and task in ("classification", "regression", "image_classification"):
+    if num_classes is not None and task not in ("causal_lm", "masked_lm", "seq2seq"):
         labels["num_labels"] = num_classes
+        if task == "multilabel":
+            labels["problem_type"] = "multi_label_classification"
         if classes is not None and task != "regression" and len(classes) == num_classes:
             labels["id2label"] = dict(enumerate(classes))
             labels["label2id"] = {name: number for number, name in enumerate(classes)}
@@ -124,7 +129,7 @@ def transformers_model(
         )
     _take_special_tokens(model_config, special_tokens or {}, pad_index, set(config or {}))
     if (
-        task in ("classification", "regression")
+        task in ("classification", "multilabel", "regression")
         and getattr(model_config, "pad_token_id", 0) is None
     ):
         raise ConfigError(

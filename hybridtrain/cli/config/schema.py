@@ -183,14 +183,20 @@ class TrainerConfig(Group):
     tf32: bool = False
     """Let GPUs multiply fp32 matrices, and convolve, in TF32."""
     loss: Any = None
-    """`cross_entropy`, `nll`, `mse`; `model_output` for the model's own `output.loss`; or a mapping
-    such as `{_target_: torch.nn.CrossEntropyLoss, label_smoothing: 0.1}`. null: the loss that fits
-    what the model returns: `cross_entropy` for logits, `nll` for log-probabilities, `mse` for the
-    values of a regression."""
+    """`cross_entropy`, `nll`, `bce`, `mse`; `model_output` for the model's own `output.loss`; or a
+    mapping such as `{_target_: torch.nn.MultiMarginLoss, margin: 0.5}`. null: the loss that fits
+    what the model returns: `cross_entropy` for logits, `nll` for log-probabilities, `bce` for the
+    logits of several labels, `mse` for the values of a regression."""
+    label_smoothing: float = 0.0
+    """The share of a target's probability that `cross_entropy` gives to all classes alike."""
+    class_weights: Any = None
+    """Weights of the classes in `cross_entropy` and `nll`, or of the labels that are 1 in `bce`: a
+    list in the order of the classes; `auto`: inverse to their frequency in the training samples."""
     metrics: Any = None
-    """Names of metrics, or a mapping such as `{f1: {_target_:
-    torchmetrics.classification.MulticlassF1Score, num_classes: 10}}`; null: accuracy, where there
-    are classes."""
+    """Names among `accuracy`, `perplexity`, `f1`, `precision`, `recall`, `auc`, `mcc`, `confusion`,
+    and `accuracy_per_class` and the like for each class; or a mapping such as `{kappa: {_target_:
+    torchmetrics.classification.MulticlassCohenKappa, num_classes: 10}}`; null: accuracy, where
+    there are classes."""
 
 
 @dataclass

@@ -125,7 +125,7 @@ def test_a_tokenizer_without_a_template_says_what_to_set(path, llama, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(llama)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "plain")
-    with pytest.raises(DataError, match="has no chat template: .* set chat_template="):
+    with pytest.raises(DataError, match=r"has no chat template: .* set chat_template="):
         chat(path, str(tmp_path / "plain"))
     with pytest.raises(DataError, match="cannot be read"):
         chat(path, llama, chat_template=str(Path(tmp_path) / "nothing.jinja"))
