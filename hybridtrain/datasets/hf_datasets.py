@@ -130,7 +130,8 @@ def _texts_to_predict(
         table = read_table("predict_path", path, name)
     check_complete(table, texts, "text")
     alone = table.splits[next(s for s in ("test", *table.splits) if s in table.splits)]
-    check_columns({"predict": alone}, "text", [encode.text], "text")
+    kind = None if task == "token_classification" else "text"
+    check_columns({"predict": alone}, "text", [encode.text], kind)
     return Encoded(alone, partial(_alone, encode, task, start), texts)
 
 
@@ -185,8 +186,8 @@ def hf_datasets(
     its file and number. Classes of a `ClassLabel` are matched by their names in all splits.
 
     Metadata: `task`, `vocab_size`, `max_len`, `pad_index`, `special_tokens`; `num_classes` and
-    `num_labels` for the tasks with classes and regression, with `classes`, the names, where there are
-    names; `seq_len` for packed texts; `longest`, the tokens of the longest text of all splits,
+    `num_labels` for the tasks with classes and regression, with `classes`, the names, where there
+    are names; `seq_len` for packed texts; `longest`, the tokens of the longest text of all splits,
     where all were measured and a batch is padded to its longest.
 
     Args:
@@ -459,6 +460,18 @@ class _Encoder:
         pair = None if self.text_pair is None else _text(sample, self.text_pair)
         return self.of(_text(sample, self.text), pair)
 
+    def of_words(self, words: Sequence[str]) -> Any:
+        """Returns the tokenizer's encoding of words, cut to `max_len` tokens.
+
+        Raises:
+            DataError: they are not a list.
+        """
+        if not isinstance(words, list):
+            raise DataError(f"column {self.text} has {words!r} here, and must have a list of words")
+        return self.tokenizer(
+            words, is_split_into_words=True, truncation=True, max_length=self.max_len
+        )
+
     def of(self, text: str, pair: str | None = None, **settings: Any) -> dict[str, Tensor]:
         """Returns the tensors of a text, or of two, cut to `max_len` tokens; one at least."""
         encoded = self.tokenizer(text, pair, truncation=True, max_length=self.max_len, **settings)
@@ -495,14 +508,12 @@ def _by_word(
     encode: _Encoder, column: str, classes: Mapping[Any, int], sample: Mapping[str, Any]
 ) -> Item:
     words, values = sample[encode.text], sample[column]
+    encoded = encode.of_words(words)
     if len(words) != len(values):
         raise DataError(
             f"a sample has {len(words)} words in {encode.text} and {len(values)} classes in "
             f"{column}: {' '.join(map(str, words))[:80]}"
         )
-    encoded = encode.tokenizer(
-        list(words), is_split_into_words=True, truncation=True, max_length=encode.max_len
-    )
     of_word = encoded.word_ids()
     labels = [
         IGNORED if word is None or word == before else classes[values[word]]
@@ -569,6 +580,9 @@ def _alone(encode: _Encoder, task: str, start: int, sample: Mapping[str, Any]) -
     if task == "causal_lm":
         inputs, _ = _continued(encode, sample)
         return inputs
+    if task == "token_classification":
+        encoded = encode.of_words(sample[encode.text])
+        return {key: torch.tensor(value, dtype=torch.int64) for key, value in encoded.items()}
     first = {"decoder_input_ids": torch.tensor([start])} if task == "seq2seq" else {}
     return {**encode(sample), **first}
 

@@ -25,7 +25,8 @@ def returns(output: str | Callable[[Mapping[str, Any]], str]) -> Callable[[Model
 
     Args:
         output: `logits`, `log_probabilities`, `label_logits` (of labels of which a sample has
-            several), `values` (of a regression) or `loss` (an output with the model's own loss); or a function of the config's arguments that returns one of them.
+            several), `values` (of a regression) or `loss` (an output with the model's own loss); or
+            a function of the config's arguments that returns one of them.
     """
 
     def decorate(model: Model) -> Model:

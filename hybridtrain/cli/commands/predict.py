@@ -27,6 +27,7 @@ from hybridtrain.cli.run.errors import finite, print_result
 from hybridtrain.data import EvalLoader, is_stream
 from hybridtrain.errors import ConfigError
 from hybridtrain.loop import predict as predict_model
+from hybridtrain.loss import main_output, resolve
 
 _log = logging.getLogger(__name__)
 
@@ -81,8 +82,8 @@ def _predictions(context: RunContext, loader: EvalLoader, outputs: Any) -> Itera
     several = context.data.metadata.get("task") == "multilabel"
     logits = None
     if names:
-        of_classes = partial(_logits, classes=len(names), loss_fn=context.options.loss_fn)
-        logits = main_output(outputs) if several else of_classes(outputs)
+        loss_fn = context.options.loss_fn
+        logits = main_output(outputs) if several else _logits(outputs, len(names), loss_fn)
     scores = None if logits is None else logits.double()
     if scores is not None:
         scores = scores.sigmoid() if several else scores.softmax(1)
