@@ -14,6 +14,7 @@ from hybridtrain.datasets.cifar10 import cifar10
 from hybridtrain.datasets.digits import digits
 from hybridtrain.datasets.hf_datasets import hf_datasets
 from hybridtrain.datasets.image_folder import image_folder
+from hybridtrain.datasets.image_table import image_table
 from hybridtrain.datasets.imdb import imdb
 from hybridtrain.datasets.mnist import mnist
 from hybridtrain.datasets.python_source import python_source
@@ -28,6 +29,7 @@ __all__ = [
     "digits",
     "hf_datasets",
     "image_folder",
+    "image_table",
     "imdb",
     "mnist",
     "python_source",

@@ -291,7 +291,7 @@ def hf_datasets(
     items: dict[str, Callable[[Mapping[str, Any]], Item]] = {}
     labels: Callable[[], Tensor] | None = None
     if task in _CLASSES:
-        numbering = _classes(source, targets, classes, path, of_lists=task in _LISTS)
+        numbering = number_classes(source, targets, classes, path, of_lists=task in _LISTS)
         metadata |= {"num_classes": numbering.count, "num_labels": numbering.count}
         if numbering.names is not None:
             metadata |= {"classes": numbering.names}
@@ -530,7 +530,7 @@ _OF_CLASSES: dict[str, Callable[..., Item]] = {
 }
 
 
-def _labels_of(samples: Any, column: str, numbering: _Numbering, task: str) -> Tensor:
+def _labels_of(samples: Any, column: str, numbering: Numbering, task: str) -> Tensor:
     """Returns the labels of all training samples; see `DataSplits`."""
     numbers = numbering.numbers["train"]
     if task == "classification":
@@ -666,7 +666,7 @@ def _check_numbers(source: Samples, columns: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class _Numbering:
+class Numbering:
     """The numbers of classes.
 
     Attributes:
@@ -682,13 +682,13 @@ class _Numbering:
     without_samples: list[str]
 
 
-def _classes(
+def number_classes(
     source: Samples,
     targets: Sequence[str],
     classes: Sequence[str] | None,
     path: str,
     of_lists: bool = False,
-) -> _Numbering:
+) -> Numbering:
     """Returns the numbers of the classes; splits are matched by the names where there are names.
 
     Args:
@@ -758,7 +758,7 @@ def _classes(
         )
     check_classes(used["train"], class_names, f"{setting('target', column)}", argument("classes"))
     number = {name: i for i, name in enumerate(class_names)}
-    return _Numbering(
+    return Numbering(
         len(class_names),
         class_names,
         {
@@ -796,7 +796,7 @@ def _values(samples: Any, column: str, of_lists: bool) -> set[Any]:
 
 def _numbered(
     column: str, meaning: Mapping[str, Mapping[Any, int]], classes: Sequence[str] | None
-) -> _Numbering:
+) -> Numbering:
     """Returns the classes of data that has numbers alone; `classes` may give them names."""
     values = {number for numbers in meaning.values() for number in numbers.values()}
     count = len(classes) if classes is not None else max(values) + 1
@@ -808,7 +808,7 @@ def _numbered(
             + f" (for other numbers, {setting('task', 'regression')})"
         )
     unused = sorted({*range(count)} - {int(number) for number in meaning["train"].values()})
-    return _Numbering(
+    return Numbering(
         count,
         None if classes is None else list(classes),
         {
