@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from hybridtrain.data import DataSplits, for_trained_models
 from hybridtrain.datasets.hf_datasets import number_classes
