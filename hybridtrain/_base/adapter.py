@@ -62,8 +62,10 @@ class BaseWeights:
         source: as `init_from` was given it.
         digest: of the source's tensors.
         names: the model's own names of the tensors that came from there.
+        prefix: of the names in the source, which the model's do not have.
     """
 
     source: str
     digest: str
     names: frozenset[str]
+    prefix: str = ""

@@ -3,7 +3,7 @@
 Only models with an adapter have one (`_base.adapter`), after `init_from`. The checkpoint names the
 source in `state.json`, with a digest of its tensors:
 
-    "base": {"source": "./llama", "digest": "8a1b..."}
+    "base": {"source": "./llama", "digest": "8a1b...", "prefix": ""}
 """
 
 from __future__ import annotations
@@ -34,13 +34,25 @@ class Source(NamedTuple):
         tensors: by the source's names; those of a base come first.
         extra: other state.
         base: the source of the frozen weights: another one if this is a checkpoint of an adapter.
-        base_tensors: what is there, by its names.
+        base_tensors: what is there, by its names without a prefix.
+        prefix: of these names.
     """
 
     tensors: dict[str, Tensor]
     extra: dict[str, Any]
     base: str
     base_tensors: dict[str, Tensor]
+    prefix: str = ""
+
+    def below(self, prefix: str) -> Source:
+        """Returns the tensors that begin with `prefix`, without it."""
+        if not prefix:
+            return self
+        parts = [
+            {n.removeprefix(prefix): value for n, value in part.items() if n.startswith(prefix)}
+            for part in (self.tensors, self.base_tensors)
+        ]
+        return Source(parts[0], self.extra, self.base, parts[1], prefix)
 
 
 def open_source(located: Path, source: str) -> Source:
@@ -58,7 +70,7 @@ def open_source(located: Path, source: str) -> Source:
     if record is None:
         return Source(tensors, extra, source, tensors)
     base = open_base(located, record)
-    return Source({**base, **tensors}, extra, record["source"], base)
+    return Source({**base, **tensors}, extra, record["source"], base, record["prefix"])
 
 
 def record_of_base(checkpoint: Path) -> dict[str, str] | None:
@@ -90,7 +102,8 @@ def open_base(checkpoint: Path, record: Mapping[str, str]) -> dict[str, Tensor]:
     Raises:
         CheckpointError: they are missing, or other ones than those it was trained on.
     """
-    tensors = open_source(find_base(checkpoint, record["source"]), record["source"]).tensors
+    place = find_base(checkpoint, record["source"])
+    tensors = open_source(place, record["source"]).below(record["prefix"]).tensors
     if digest_of(tensors) != record["digest"]:
         raise CheckpointError(
             f"{checkpoint} has an adapter alone, for the weights of {record['source']}, and these "
@@ -145,4 +158,5 @@ def checkpoint_weights(path: Path, files: Mapping[str, Any]) -> Source:
     record = record_of_base(path)
     if record is None:
         return Source(tensors, extra, "", {})
-    return Source(tensors, extra, record["source"], open_base(path, record))
+    base = open_base(path, record)
+    return Source(tensors, extra, record["source"], base, record["prefix"])

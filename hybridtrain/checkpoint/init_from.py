@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,12 @@ class InitReport:
 
 
 def init_from(
-    model: HybridModel, source: str | Path, *, strict: bool = True, best: bool = False
+    model: HybridModel,
+    source: str | Path,
+    *,
+    strict: bool = True,
+    best: bool = False,
+    prefix: str = "",
 ) -> InitReport:
     """Loads weights alone into `model`; a collective call. Call it before training begins.
 
@@ -71,12 +76,16 @@ def init_from(
         model: whose parameters and buffers are overwritten.
         source: a file of safetensors, or of `torch.save` (`.pt`, `.pth`, `.bin`, `.ckpt`; loaded
             with `weights_only=True`); the directory of a checkpoint or of a run; a folder as on the
-            Hugging Face Hub; or the name of a model there, whose safetensors are fetched into the
-            Hub's cache. Each process reads the tensors of its stages; if not all of them
-            see the same files as rank 0, it sends the tensors one by one.
+            Hugging Face Hub; a folder that Accelerate or torchtune has written, or the Trainer of
+            transformers, or that of their run (the newest checkpoint in it); or the name of a model
+            on the Hub, whose safetensors are fetched into the Hub's cache. Each process reads the
+            tensors of its stages; if not all of them see the same files as rank 0, it sends the
+            tensors one by one.
         strict: a tensor that is missing, unexpected or of another shape is an error. Otherwise the
             others are loaded, and the report is logged.
         best: of a run, the best checkpoint in place of the newest.
+        prefix: the beginning of the names that are loaded, which the model's names do not have,
+            such as `net.` in a checkpoint of Lightning; other tensors are left out.
 
     Returns:
         what was loaded, on every rank.
@@ -91,14 +100,20 @@ def init_from(
     reader = CheckpointReader(world, files_of(folder))
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any], InitReport, BaseWeights | None]:
-        found = open_source(folder, str(source))
+        found = open_source(folder, str(source)).below(prefix)
+        if not found.tensors:
+            raise CheckpointError(
+                f"init_from={source} has no tensor that begins with {prefix!r}: its names begin "
+                f"with {_beginnings(open_source(folder, str(source)).tensors)}"
+            )
         chosen, report = match_weights(model.net, found.tensors, str(source))
         problems = report.problems()
         if not report.loaded:
             raise CheckpointError(
                 f"init_from={source} has no tensor that the model has: it has "
                 f"{', '.join(sorted(found.tensors)[:3])}, ..., and the model has "
-                f"{', '.join(list(model.net.state_dict())[:3])}, ..."
+                f"{', '.join(list(model.net.state_dict())[:3])}, ...; prefix= leaves out the "
+                f"beginning of the source's names"
             )
         if strict and problems:
             shown = "; ".join(problems[:3])
@@ -107,7 +122,7 @@ def init_from(
                 f"init_from={source} does not fit the model: {shown}{more}. With strict=false the "
                 f"other {len(report.loaded)} tensors are loaded"
             )
-        base = base_of(model.net, found.base, found.base_tensors)
+        base = base_of(model.net, found.base, found.base_tensors, found.prefix)
         return chosen, found.extra, report, base
 
     chosen, extra, report, base = reader.read(read) or ({}, {}, None, None)
@@ -125,8 +140,20 @@ def init_from(
     return report
 
 
-def base_of(net: nn.Module, source: str, weights: Mapping[str, Tensor]) -> BaseWeights | None:
+def _beginnings(names: Iterable[str]) -> str:
+    return ", ".join(sorted({f"{name.partition('.')[0]}." for name in names})[:5])
+
+
+def base_of(
+    net: nn.Module, source: str, weights: Mapping[str, Tensor], prefix: str
+) -> BaseWeights | None:
     """Returns what `net` has as its base after loading `weights`; None if it has no adapter.
+
+    Args:
+        net: the model.
+        source: as `init_from` was given it.
+        weights: of the source, by their names without `prefix`.
+        prefix: of the names in the source.
 
     Raises:
         CheckpointError: a frozen parameter is not there.
@@ -144,7 +171,7 @@ def base_of(net: nn.Module, source: str, weights: Mapping[str, Tensor]) -> BaseW
     aliases = without_aliases(split_state(state)[0])[1]
     given = {aliases.get(name, name) for name in chosen}
     names = frozenset(name for name in state if aliases.get(name, name) in given)
-    return BaseWeights(source, digest_of(weights), names)
+    return BaseWeights(source, digest_of(weights), names, prefix)
 
 
 def match_weights(
@@ -236,7 +263,7 @@ def parse_init_from(setting: Any) -> dict[str, Any] | None:
     """Returns the arguments of `init_from` in a config's value, or None if it is null.
 
     Args:
-        setting: a path, or a mapping of `path`, `strict` and `best`.
+        setting: a path, or a mapping of `path`, `strict`, `best` and `prefix`.
 
     Raises:
         CheckpointError: it is neither.
@@ -245,7 +272,8 @@ def parse_init_from(setting: Any) -> dict[str, Any] | None:
         return None
     given = setting if isinstance(setting, Mapping) else {"path": setting}
     path = given.get("path")
-    flags = {key: value for key, value in given.items() if key != "path"}
+    flags = {key: value for key, value in given.items() if key not in ("path", "prefix")}
+    named = {key: value for key, value in given.items() if key == "prefix"}
     if path is None and "path" in given:
         raise CheckpointError(
             "init_from.path is not set: set it, or the key that the recipe takes it from, such as "
@@ -256,9 +284,10 @@ def parse_init_from(setting: Any) -> dict[str, Any] | None:
         or not path
         or flags.keys() - {"strict", "best"}
         or not all(isinstance(value, bool) for value in flags.values())
+        or not all(isinstance(value, str) for value in named.values())
     ):
         raise CheckpointError(
             f"init_from={setting} must be a path, or a mapping such as "
-            f"{{path: weights.safetensors, strict: false, best: false}}"
+            f"{{path: weights.safetensors, strict: false, best: false, prefix: net.}}"
         )
-    return {"source": path, **flags}
+    return {"source": path, **flags, **named}

@@ -140,7 +140,11 @@ def _packed(
     # `draws_step` is what the random numbers of layers such as dropout are drawn for
     saved: dict[str, Any] = {"torch": torch.__version__, "draws_step": model.rng.step}
     if (base := model.base) is not None:
-        saved["base"] = {"source": base.source, "digest": base.digest}
+        saved["base"] = {
+            "source": base.source,
+            "digest": base.digest,
+            "prefix": base.prefix,
+        }
     for name, entry in progress.items():
         own = entry.state_dict()
         if own.keys() & saved.keys():
@@ -193,10 +197,10 @@ def restore_checkpoint(
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any], Any, dict[str, Any], dict[str, Any]]:
         files = (read_manifest(path) if reader.shared else verify(path))["files"]
-        weights, extra, source, of_base = checkpoint_weights(path, files)
+        weights, extra, source, of_base, prefix = checkpoint_weights(path, files)
         base = None
         if source:
-            base = base_of(model.net, source, of_base)
+            base = base_of(model.net, source, of_base, prefix)
             own_names, _ = match_weights(model.net, of_base, source)
             weights = {**own_names, **weights}
         check_fits(path, weights | extra, model.net.state_dict())

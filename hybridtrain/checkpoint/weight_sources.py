@@ -3,6 +3,7 @@ are read."""
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import zipfile
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridtrain._base.files import reading
 from hybridtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.checkpoint.tensor_files import open_tensors, read_tensors
@@ -20,6 +22,11 @@ from hybridtrain.checkpoint.weights import read_weights
 from hybridtrain.errors import CheckpointError
 
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
+# in a folder of Accelerate or torchtune; or an index that names the shards
+_TORCH_WEIGHTS = "pytorch_model.bin"
+_TORCH_INDEX = f"{_TORCH_WEIGHTS}.index.json"
+# the folders of a run of torchtune, of Accelerate and of the Trainer of transformers, by number
+_NUMBERED = re.compile(r"(epoch|checkpoint)[_-](\d+)")
 # where other libraries put the weights in a file
 _KEYS = ("state_dict", "model_state_dict", "model")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
@@ -74,8 +81,10 @@ def locate(source: Path, best: bool) -> Path:
             if path is None:
                 raise CheckpointError(f"init_from={source}: no checkpoint is marked as the best")
             return path  # the store has verified it
-    if _hub_stem(source) is not None:
+    if _hub_stem(source) is not None or _has_torch_weights(source):
         return source
+    if (newest := _newest_numbered(source)) is not None:
+        return locate(newest, best)
     files = sorted(
         file
         for file in source.iterdir()
@@ -90,6 +99,22 @@ def locate(source: Path, best: bool) -> Path:
     )
 
 
+def _has_torch_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (_TORCH_INDEX, _TORCH_WEIGHTS))
+
+
+def _newest_numbered(folder: Path) -> Path | None:
+    """Returns the folder with the largest number of a run of another library, or None."""
+    numbered = {
+        int(match[2]): entry
+        for root in (folder / "checkpoints", folder)
+        if root.is_dir()
+        for entry in root.iterdir()
+        if entry.is_dir() and (match := _NUMBERED.fullmatch(entry.name))
+    }
+    return numbered[max(numbered)] if numbered else None
+
+
 def _hub_stem(folder: Path) -> str | None:
     """Returns the beginning of the files' names in a folder as on the Hub; None if it is none."""
     stems = ("model", "diffusion_pytorch_model", "adapter_model")
@@ -102,7 +127,9 @@ def files_of(located: Path) -> list[Path]:
         return [located]
     if (located / MANIFEST).exists():
         return [located / MANIFEST]
-    return sorted(located.glob(f"{_hub_stem(located)}*.safetensors*"))
+    if (stem := _hub_stem(located)) is not None:
+        return sorted(located.glob(f"{stem}*.safetensors*"))
+    return sorted(located.glob("pytorch_model*.bin*"))
 
 
 def read_source(located: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -110,12 +137,27 @@ def read_source(located: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if located.is_dir():
         if (located / MANIFEST).exists():
             return read_weights(located, read_manifest(located)["files"])
-        stem = _hub_stem(located)
-        assert stem is not None
-        return read_tensors(located, stem), {}
+        if (stem := _hub_stem(located)) is not None:
+            return read_tensors(located, stem), {}
+        return _read_torch_folder(located), {}
     if located.suffix == ".safetensors":
         return open_tensors(located), {}
     return _read_torch_file(located), {}
+
+
+def _read_torch_folder(folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors of `pytorch_model.bin`, or of the shards that its index names."""
+    index = folder / _TORCH_INDEX
+    if not index.is_file():
+        return _read_torch_file(folder / _TORCH_WEIGHTS)
+    with reading(index):
+        names = dict.fromkeys(json.loads(index.read_bytes())["weight_map"].values())
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        if Path(name).name != name:  # nothing elsewhere is read
+            raise CheckpointError(f"{index} names {name!r}, which is not a file of its folder")
+        tensors |= _read_torch_file(folder / name)
+    return tensors
 
 
 def _read_torch_file(path: Path) -> dict[str, Tensor]:

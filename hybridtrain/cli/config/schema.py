@@ -364,8 +364,9 @@ class Config:
     """Go on with a run with another model, other data or another seed than it has."""
     init_from: Any = None
     """The weights that a new run begins with: the path of a file of safetensors or of torch.save,
-    of a checkpoint, a run or a folder of the Hub; the name of a model there; or a mapping of
-    `path`, `strict` and `best`."""
+    of a checkpoint or a run, also of Accelerate, torchtune and transformers, or a folder of the
+    Hub; the name of a model there; or a mapping of `path`, `strict`, `best` and `prefix` (the
+    beginning of the source's names, such as `net.` of Lightning)."""
     ema: bool = True
     """`evaluate`, `predict` and `export` take the average of the weights, where the run evaluates
     with one; false: the weights themselves."""
