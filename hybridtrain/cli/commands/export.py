@@ -5,6 +5,7 @@ torch          the same as a file of `torch.save`, as torchvision and timm have 
 transformers   a folder that `from_pretrained` and `pipeline` load: config, weights in shards, and
                the tokenizer or image processor
 torch_export   the whole net for inference, by `torch.export`, of any number of samples
+onnx           the same as an ONNX file, by `torch.onnx`
 peft           the adapter of `model.lora` alone: a folder that PEFT loads, with the tokenizer
 
 All but `peft` have the effect of an adapter in the base's weights, under the base's names.
@@ -18,6 +19,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,7 @@ FORMATS = {
     "torch": ".pth",
     "transformers": "",
     "torch_export": ".pt2",
+    "onnx": ".onnx",
     "peft": "_adapter",
 }
 """The formats, and the suffixes of what they write."""
@@ -79,7 +82,8 @@ _log = logging.getLogger(__name__)
 def export(settings: Settings) -> dict[str, Any]:
     """Writes a checkpoint's weights into `export/` of the run directory.
 
-    But for `torch_export`, which runs the net once, it needs nothing but the checkpoint's files.
+    But for `torch_export` and `onnx`, which run the net once, it needs nothing but the files of the
+    checkpoint, and of its base if it has an adapter alone.
 
     Raises:
         ConfigError: the format is unknown, or does not fit the model.
@@ -286,18 +290,45 @@ def _image_processor(metadata: Mapping[str, Any]) -> Any:
 
 def _write_program(path: Path, trained: _Trained) -> None:
     """Writes what `torch.export.load` reads; its inputs may have any number of samples."""
+    program = _exported(*_net_and_inputs(trained), "torch_export")
+    with atomic_file(path) as file:
+        torch.export.save(program, file)
+
+
+def _write_onnx(path: Path, trained: _Trained) -> None:
+    """Writes an ONNX file with the weights in it; its inputs may have any number of samples."""
+    if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
+        raise ConfigError(
+            f"format=onnx needs {' and '.join(missing)}: pip install 'hybridtrain[onnx]'"
+        )
+    program = _exported(*_net_and_inputs(trained), "onnx")
+    try:
+        written = torch.onnx.export(program, dynamo=True, verbose=False)
+    except Exception as error:
+        raise ConfigError(
+            f"format=onnx: torch.onnx does not take this model: {_first_line(error)}"
+        ) from error
+    assert written is not None
+    with atomic_file(path) as file:
+        file.write(written.model_proto.SerializeToString())
+
+
+def _net_and_inputs(trained: _Trained) -> tuple[nn.Module, Any]:
+    """Returns the net with its weights, in evaluation mode, and inputs of two samples."""
     config = trained.plain.config
     data = load_data(config, World())
     net = build_model(config, data)
     net.load_state_dict(trained.state)
     inputs, _ = example_batch(data.train, 2, data.collate)
-    program = _exported(net.eval(), inputs)
-    with atomic_file(path) as file:
-        torch.export.save(program, file)
+    return net.eval(), inputs
 
 
-def _exported(net: nn.Module, inputs: Any) -> Any:
-    """Returns the exported net.
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _exported(net: nn.Module, inputs: Any, form: str) -> Any:
+    """Returns the exported net, for a format.
 
     Raises:
         ConfigError: PyTorch cannot export it; with its reason.
@@ -314,8 +345,7 @@ def _exported(net: nn.Module, inputs: Any) -> Any:
         return torch.export.export(net, arguments, named, dynamic_shapes=any_number)
     except Exception as error:
         raise ConfigError(
-            f"format=torch_export: PyTorch cannot export this model: "
-            f"{str(error).strip().partition(chr(10))[0]}"
+            f"format={form}: PyTorch cannot export this model: {_first_line(error)}"
         ) from error
 
 
@@ -324,5 +354,6 @@ _WRITE: dict[str, Callable[[Path, _Trained], None]] = {
     "torch": _write_torch,
     "transformers": _write_transformers,
     "torch_export": _write_program,
+    "onnx": _write_onnx,
     "peft": _write_peft,
 }

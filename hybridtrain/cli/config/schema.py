@@ -375,8 +375,8 @@ class Config:
     the run directory."""
     format: str = "safetensors"
     """The form in which `export` writes: `safetensors`; `torch`, a state dict of `torch.save`;
-    `transformers`, a folder for `from_pretrained`; `torch_export`, the net for inference; or
-    `peft`, a folder with the adapter of `model.lora` alone."""
+    `transformers`, a folder for `from_pretrained`; `torch_export` and `onnx`, the net for
+    inference; or `peft`, a folder with the adapter of `model.lora` alone."""
     push_to: str | None = None
     """The repository of the Hugging Face Hub, such as `me/my-model`, to which `export` sends the
     folder of `format=transformers` with a model card; a new one is private; null: none."""
