@@ -33,7 +33,7 @@ class Adapter(Protocol):
         """Returns the module with the adapter's effect in the base's weights; changes `net`."""
 
     def write(self, folder: Path, net: nn.Module, state: Mapping[str, Tensor], base: str) -> None:
-        """Writes the adapter alone, in the format of its own library.
+        """Writes the adapter alone, in the format that its library reads.
 
         Args:
             folder: to write into, which exists.

@@ -1,5 +1,4 @@
-"""Where weights are: a file, a checkpoint, a run, or a folder or a name of the Hub; and how they
-are read."""
+"""Sources of weights: a file, a checkpoint, a run, a folder or a name of the Hub, found and read."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ class _Renderer:
                     f"{setting('messages', self._column)}: in {where} the chat template writes "
                     f"message {number + 1} otherwise than at the end of a conversation, so that "
                     f"the answers cannot be found: put {{% {_KEYWORD} %}} ... "
-                    f"{{% end{_KEYWORD} %}} around them in a template of your own "
+                    f"{{% end{_KEYWORD} %}} around them in your template "
                     f"({argument('chat_template')}), or set {setting('learn', 'all')}"
                 )
             learnt |= (starts >= len(before)) & (ends <= len(until.rstrip())) & (ends > starts)

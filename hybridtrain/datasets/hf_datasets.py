@@ -539,8 +539,8 @@ def _labels_of(samples: Any, column: str, numbering: Numbering, task: str) -> Te
     if task == "token_classification":
         return torch.tensor([number for of_sample in lists for number in of_sample])
     labels = torch.zeros(len(lists), numbering.count)
-    for row, of_sample in zip(labels, lists, strict=True):
-        row[of_sample] = 1
+    for number, of_sample in enumerate(lists):
+        labels[number, of_sample] = 1
     return labels
 
 

@@ -61,7 +61,7 @@ class ByClass(nn.Module):
 
     @property
     def higher_is_better(self) -> bool | None:
-        """Whether a larger value is better; None for a confusion matrix, which has none."""
+        """True where a larger value is better; None for a confusion matrix, which has none."""
         return None if self._name == "confusion" else True
 
     def to(self, device: Any) -> ByClass:  # type: ignore[override]

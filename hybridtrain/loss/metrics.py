@@ -72,7 +72,7 @@ def named_values(name: str, value: Any, classes: Sequence[str] | None = None) ->
 
     A number has the metric's name. A tensor of one value per class, as metrics of torchmetrics with
     `average=None` return it, has a name for each: `f1/cat`, or `f1/0` where the classes have no
-    names. A square matrix, as of confusions, has `name/row/column`. A mapping, as a
+    names. A square matrix, as of confusions, has `name/true/predicted`. A mapping, as a
     `MetricCollection` returns it, has `name/key`.
 
     Args:
@@ -93,8 +93,8 @@ def named_values(name: str, value: Any, classes: Sequence[str] | None = None) ->
     if isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == value.shape[1] > 1:
         known = classes is not None and len(classes) == len(value)
         labels = classes if known and classes else range(len(value))
-        rows = zip(labels, value, strict=True)
-        parts = [named_values(f"{name}/{label}", row, classes) for label, row in rows]
+        by_class = zip(labels, value, strict=True)
+        parts = [named_values(f"{name}/{label}", line, classes) for label, line in by_class]
         return {key: number for part in parts for key, number in part.items()}
     returned = None
     if isinstance(value, Tensor) and value.numel() != 1:

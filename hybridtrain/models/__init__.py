@@ -24,7 +24,7 @@ from hybridtrain.models.transformer import transformer
 from hybridtrain.models.transformers_models import transformers_model
 
 WRAPPERS: dict[str, Callable[..., nn.Module]] = {"lora": lora}
-"""What may be done to a model after it is made, in this order, by the key of `model`."""
+"""Functions that change a model after it is made, in this order, by the key of `model`."""
 
 __all__ = [
     "basicnet",

@@ -141,7 +141,7 @@ class _Trained:
 
     @cached_property
     def data(self) -> DataSplits:
-        """What the model takes from the data."""
+        """The metadata and the tokenizer that the model takes from the data."""
         return load_for_trained(self._settings, World(), self.checkpoint, samples=False)
 
     @cached_property

@@ -33,7 +33,7 @@ LOWEST, HIGHEST = 1e-7, 10.0
 _DIVERGED = 4.0
 _SMOOTHING = 0.9  # the weight of the earlier losses
 _FIRST, _LAST = 10, 1  # steps at both ends that are not looked at
-_ROWS = 12
+_LINES = 12
 
 
 class Point(NamedTuple):
@@ -72,7 +72,7 @@ class _Recorder(Callback):
 def find_lr(settings: Settings) -> Result:
     """Trains with a rate that rises from 1e-7 to 10, and prints one for `optim.lr`.
 
-    Nothing is saved. Groups with rates of their own rise in proportion.
+    Nothing is saved. Groups with other rates rise in proportion.
 
     Raises:
         ConfigError: the loss never falls.
@@ -108,11 +108,11 @@ def find_lr(settings: Settings) -> Result:
         callbacks=[recorder],
     ).fit()
     best = steepest(recorder.points)
-    rows = [
+    lines = [
         (f"{point.lr:.1e}", f"{point.loss:.4f}", f"{point.smooth:.4f}")
-        for point in recorder.points[:: max(1, len(recorder.points) // _ROWS)]
+        for point in recorder.points[:: max(1, len(recorder.points) // _LINES)]
     ]
-    table = text_table([("learning rate", "loss", "smoothed"), *rows], 3)
+    table = text_table([("learning rate", "loss", "smoothed"), *lines], 3)
     _log.info("%s", Block("\n".join(table)))
     _log.info("the loss falls fastest at optim.lr=%.1e", best)
     print_result({"lr": float(f"{best:.1e}"), "steps": len(recorder.points)})
