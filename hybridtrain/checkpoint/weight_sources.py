@@ -1,4 +1,4 @@
-"""Sources of weights: a file, a checkpoint, a run, a folder or a name of the Hub, found and read."""
+"""Sources of weights: files, checkpoints, runs, folders and names of the Hub."""
 
 from __future__ import annotations
 

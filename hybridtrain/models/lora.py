@@ -146,7 +146,7 @@ class LoraAdapter:
             magnitudes[_ADAPTER] = kept
 
     def merged(self, net: nn.Module) -> nn.Module:
-        """Returns the base with W + alpha / rank B A in place of W, and the trained modules in place of its."""
+        """Returns the base with W + alpha / rank B A in place of W, and the trained modules."""
         for name, module in [*_layers(net)]:
             module.merge()
             net.set_submodule(name, module.get_base_layer())

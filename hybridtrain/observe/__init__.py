@@ -2,6 +2,7 @@
 
 trackers/      TensorBoard, W&B, MLflow, a progress bar, files of metrics
 report/        the page of one or several runs: one HTML file
+confusion      the confusion matrix among the values of an evaluation
 pictures       timelines, curves, plans and time breakdowns, drawn
 timeline       what the stages do when, in files
 notebook       pictures of a run in a notebook
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         Curve,
         NodesPoint,
         draw_accounts,
+        draw_confusion,
         draw_curves,
         draw_plan,
         draw_timelines,
@@ -67,6 +69,7 @@ __all__ = [
     "curves_of",
     "describe_values",
     "draw_accounts",
+    "draw_confusion",
     "draw_curves",
     "draw_plan",
     "draw_timelines",
@@ -78,8 +81,8 @@ __all__ = [
 
 
 _NAMES = {
-    "pictures": "COLOURS CRITICAL PARTS WAITS Curve NodesPoint draw_accounts draw_curves draw_plan "
-    "draw_timelines in_ms",
+    "pictures": "COLOURS CRITICAL PARTS WAITS Curve NodesPoint draw_accounts draw_confusion draw_curves "
+    "draw_plan draw_timelines in_ms",
     "report": "Curves RunRecord RunSettings accounts_of check_installed curves_of that_differ "
     "write_report",
     "timeline": "TimelineFiles spans_of_trace",
