@@ -14,6 +14,7 @@ from hybridtrain._base.registry import on_first_use
 from hybridtrain.observe.trackers import TRACKERS
 
 if TYPE_CHECKING:
+    from hybridtrain.observe.confusion import confusion_of, is_confusion
     from hybridtrain.observe.pictures import (
         COLOURS,
         CRITICAL,
@@ -66,6 +67,7 @@ __all__ = [
     "WandB",
     "accounts_of",
     "check_installed",
+    "confusion_of",
     "curves_of",
     "describe_values",
     "draw_accounts",
@@ -74,6 +76,7 @@ __all__ = [
     "draw_plan",
     "draw_timelines",
     "in_ms",
+    "is_confusion",
     "spans_of_trace",
     "that_differ",
     "write_report",
@@ -81,8 +84,9 @@ __all__ = [
 
 
 _NAMES = {
-    "pictures": "COLOURS CRITICAL PARTS WAITS Curve NodesPoint draw_accounts draw_confusion draw_curves "
-    "draw_plan draw_timelines in_ms",
+    "confusion": "confusion_of is_confusion",
+    "pictures": "COLOURS CRITICAL PARTS WAITS Curve NodesPoint draw_accounts draw_confusion "
+    "draw_curves draw_plan draw_timelines in_ms",
     "report": "Curves RunRecord RunSettings accounts_of check_installed curves_of that_differ "
     "write_report",
     "timeline": "TimelineFiles spans_of_trace",

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from hybridtrain.observe import draw_confusion
-from hybridtrain.observe.confusion import confusion_of, is_confusion
+from hybridtrain.observe import confusion_of, draw_confusion, is_confusion
 
 VALUES = {
     "eval/loss": 0.5,
