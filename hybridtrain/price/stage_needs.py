@@ -244,7 +244,14 @@ def stage_times(
     costs = table.costs_at(layout.samples(work))
     bounds = list(pairwise(accumulate(counts, initial=0)))
     stages = [
-        _stage_ms(hardware, layout, stage, costs[start:end], table.host_ms[start:end])
+        _stage_ms(
+            hardware,
+            layout,
+            stage,
+            costs[start:end],
+            table.host_ms[start:end],
+            _weight_share(table.sizes[start:end]),
+        )
         for stage, (start, end) in enumerate(bounds)
     ]
     recomputed_ms = [
@@ -258,6 +265,17 @@ def stage_times(
     by_name = zip(_OneStage._fields, zip(*stages, strict=True), strict=True)
     recompute = tuple(sum(recomputed_ms[start:end]) for start, end in bounds)
     return StageTimes(**dict(by_name), transfer=tuple(transfer), recompute=recompute)
+
+
+def _weight_share(sizes: Sequence[LayerSize]) -> float:
+    """Returns the part of a stage's backward for gradients of weights: half where all are trained.
+
+    The other part, for gradients of inputs, is as long, and does not get shorter if weights are
+    frozen.
+    """
+    trained, frozen = (sum(getattr(s, name) for s in sizes) for name in ("trained", "frozen"))
+    share = trained / (trained + frozen) if frozen else 1.0
+    return share / (1 + share)
 
 
 class _OneStage(NamedTuple):
@@ -277,6 +295,7 @@ def _stage_ms(
     stage: int,
     costs: Sequence[LayerCost],
     calls: Sequence[tuple[float, float]],
+    weight_share: float,
 ) -> _OneStage:
     """Returns the times of a stage.
 
@@ -286,6 +305,7 @@ def _stage_ms(
         stage: the index of the stage.
         costs: the costs of its layers.
         calls: for each layer, host milliseconds to launch its forward and its backward.
+        weight_share: the part of a backward that computes gradients of weights.
     """
     recomputed = layout.recomputed
     forward_compute = sum([cost.forward_ms for cost in costs])
@@ -310,8 +330,8 @@ def _stage_ms(
             if hardware.device == "cpu"
             else max(backward_compute, backward_calls + action + split_extra)
         )
-    # half of a two-part backward; the first stage's backward is all for the weights
-    weight = (0.5 if stage else 1.0) * split_backward if layout.splits_backwards else 0.0
+    # the first stage's backward is all for the weights
+    weight = (weight_share if stage else 1.0) * split_backward if layout.splits_backwards else 0.0
     host = (1 + recomputed) * forward_calls + backward_calls + 2 * action
     return _OneStage(forward, backward, split_backward, weight, host, split_extra)
 
