@@ -1,21 +1,21 @@
 """LoRA: an adapter trained in stages is the one that plain PEFT trains."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.compare import cpu_world
 from support.small_hub import write_llama
 from torch import nn
 
 from hybridtrain import HybridModel
-from hybridtrain._base.construction import construct_on_meta
+from hybridtrain._base.adapter import adapter_of
 from hybridtrain.checkpoint import CheckpointStore, init_from, restore_checkpoint, save_checkpoint
 from hybridtrain.errors import CheckpointError, ConfigError
 from hybridtrain.loss import cross_entropy
 from hybridtrain.models import lora, transformers_model
-from hybridtrain.partitioning import estimate_costs
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -89,7 +89,7 @@ def trained(parameters):
         pytest.param(2, {"modules_to_save": ["lm_head"]}, {"schedule": "zb-h1"}, id="whole-module"),
     ],
 )
-@pytest.mark.quick_cases("1f1b", "frozen-stages")
+@pytest.mark.quick_cases("frozen-stages")
 def test_steps_in_stages_train_the_adapter_of_plain_peft_and_nothing_else(
     base, nb_part, settings, options
 ):
@@ -122,75 +122,131 @@ def test_steps_in_stages_train_the_adapter_of_plain_peft_and_nothing_else(
     }
 
 
-def test_a_checkpoint_has_the_adapter_alone_and_any_split_finds_its_base_again(base, tmp_path):
-    settings = {"dora": True, "modules_to_save": ["lm_head"]}
-    model = staged(with_values(llama(base, **settings)))
-    init_from(model, base)
-    optimizer = torch.optim.AdamW(model.parameters())
-    inputs, targets = batch()
-    model.train_step(inputs, targets, cross_entropy)
+WIDE = {"targets": ["0", "2"], "modules_to_save": ["4"]}
+
+
+def plain_net(seed=7, **settings):
+    """A chain with an adapter, and other weights than those of `wide`."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)]
+    net = nn.Sequential(*layers)
+    return lora(net, rank=2, **settings) if settings else net
+
+
+@pytest.fixture
+def wide(tmp_path):
+    """The file of a base."""
+    save_file(plain_net(seed=0).state_dict(), tmp_path / "wide.safetensors")
+    return str(tmp_path / "wide.safetensors")
+
+
+def chain(nb_part=2, **settings):
+    return HybridModel(plain_net(**{**WIDE, **settings}), cpu_world(nb_part), chunks=2)
+
+
+def one_step(model, optimizer):
+    torch.manual_seed(1)
+    model.train_step(torch.randn(4, 6), torch.tensor([0, 1, 2, 0]), cross_entropy)
     optimizer.step()
-    store = CheckpointStore(tmp_path)
+    optimizer.zero_grad()
+
+
+def trained_names(model):
+    return {name for name, p in model.net.named_parameters() if p.requires_grad}
+
+
+def assert_same_state(one, other):
+    state = other.net.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in one.net.state_dict().items())
+
+
+def test_a_checkpoint_has_the_adapter_alone_and_any_split_finds_its_base_again(wide, tmp_path):
+    model = chain(dora=True)
+    init_from(model, wide)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    one_step(model, optimizer)
+    store = CheckpointStore(tmp_path / "saved")
     path = save_checkpoint(store, 1, model, optimizer, {}, {})
-    names = {name for name, p in model.net.named_parameters() if p.requires_grad}
+    names = trained_names(model)
     assert set(load_file(path / "model.safetensors")) == names
-    again = staged(llama(base, **settings), nb_part=3)
-    restore_checkpoint(path, again, torch.optim.AdamW(again.parameters()))
-    state = again.net.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in model.net.state_dict().items())
+    again = chain(nb_part=3, dora=True)
+    optimizer_again = torch.optim.AdamW(again.parameters(), lr=0.1)
+    restore_checkpoint(path, again, optimizer_again)
+    assert_same_state(model, again)
+    for each in ((model, optimizer), (again, optimizer_again)):
+        one_step(*each)
+    assert_same_state(model, again)
     # and what is saved from there has the same base
     saved = save_checkpoint(store, 2, again, None, {}, {})
     assert set(load_file(saved / "model.safetensors")) == names
 
 
-def test_a_checkpoint_of_a_base_that_is_gone_or_has_changed_is_refused(base, tmp_path):
-    from transformers import LlamaForCausalLM
-
-    own = tmp_path / "own"
-    net = LlamaForCausalLM.from_pretrained(base)
-    net.save_pretrained(own)
-    model = staged(llama(base))
-    init_from(model, own)
+def test_a_checkpoint_of_a_base_that_is_gone_or_has_changed_is_refused(wide, tmp_path):
+    model = chain()
+    init_from(model, wide)
     path = save_checkpoint(CheckpointStore(tmp_path / "saved"), 1, model, None, {}, {})
-    with torch.no_grad():
-        net.model.norm.weight.add_(1)
-    net.save_pretrained(own)
+    save_file(plain_net(seed=1).state_dict(), wide)
     with pytest.raises(CheckpointError, match="these have changed since"):
-        restore_checkpoint(path, staged(llama(base)))
-    own.rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match=r"for the weights of .*own: put them there again"):
-        restore_checkpoint(path, staged(llama(base)))
+        restore_checkpoint(path, chain())
+    Path(wide).unlink()
+    with pytest.raises(CheckpointError, match=r"for the weights of .*wide.*: put them there again"):
+        restore_checkpoint(path, chain())
 
 
-def test_an_adapter_without_a_source_of_its_base_is_saved_with_all_weights(base, tmp_path):
-    model = staged(llama(base))
+def test_an_adapter_without_a_source_of_its_base_is_saved_with_all_weights(tmp_path):
+    model = chain()
     path = save_checkpoint(CheckpointStore(tmp_path), 1, model, None, {}, {})
     assert set(load_file(path / "model.safetensors")) == set(model.net.state_dict())
 
 
-def test_a_new_run_may_begin_with_the_adapter_of_another(base, tmp_path):
-    first = staged(with_values(llama(base)))
-    init_from(first, base)
-    path = save_checkpoint(CheckpointStore(tmp_path), 1, first, None, {}, {})
-    second = staged(llama(base))
+def test_weights_that_were_trained_at_any_time_are_saved(wide, tmp_path):
+    model = chain()
+    init_from(model, wide)
+    freed = dict(model.net.named_parameters())["0.base_layer.weight"]
+    freed.requires_grad_()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    one_step(model, optimizer)
+    freed.requires_grad_(False)
+    path = save_checkpoint(CheckpointStore(tmp_path), 1, model, optimizer, {}, {})
+    again = chain()
+    restore_checkpoint(path, again, None)
+    assert_same_state(model, again)
+
+
+def test_a_new_run_may_begin_with_the_adapter_of_another(wide, tmp_path):
+    first = chain(dora=True)
+    init_from(first, wide)
+    one_step(first, torch.optim.AdamW(first.parameters(), lr=0.1))
+    path = save_checkpoint(CheckpointStore(tmp_path / "saved"), 1, first, None, {}, {})
+    second = chain(dora=True)
     init_from(second, path)
-    state = second.net.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in first.net.state_dict().items())
-    assert second.base.source == str(base)
+    assert_same_state(first, second)
+    assert second.base.source == wide
 
 
-@pytest.mark.parametrize("settings", [{}, {"dora": True}])
-def test_the_initial_magnitudes_and_whole_modules_are_those_of_the_base(base, settings):
-    model = staged(llama(base, modules_to_save=["lm_head"], **settings))
-    init_from(model, base)
-    use_dora = settings.get("dora", False)
-    plain = plain_peft(base, {}, use_dora=use_dora, modules_to_save=["lm_head"])
-    theirs = plain.state_dict()
+def test_what_a_base_lacks_must_be_trained(wide):
+    weights = load_file(wide)
+    del weights["4.bias"]
+    save_file(weights, wide)
+    with pytest.raises(CheckpointError, match=r"4.bias, which is frozen: .*modules_to_save"):
+        init_from(chain(modules_to_save=["2"], targets=["0"]), wide, strict=False)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_first_magnitudes_and_whole_modules_are_those_of_the_base(wide, dora):
+    model = chain(dora=dora)
+    init_from(model, wide)
+    net = plain_net()
+    net.load_state_dict(load_file(wide))
+    named = {"target_modules": WIDE["targets"], "modules_to_save": WIDE["modules_to_save"]}
+    config = peft.LoraConfig(r=2, lora_alpha=4, use_dora=dora, **named)
+    theirs = peft.get_peft_model(net, config).state_dict()
     for name, value in model.net.state_dict().items():
         if "lora_A" not in name:  # drawn
             assert torch.equal(value, theirs[f"base_model.model.{name}"]), name
 
 
+@pytest.mark.thorough
 def test_an_adapter_in_float32_trains_on_a_base_in_bfloat16(base):
     model = staged(llama(base, dtype="bfloat16"))
     init_from(model, base)
@@ -201,36 +257,18 @@ def test_an_adapter_in_float32_trains_on_a_base_in_bfloat16(base):
     assert torch.isfinite(loss)
 
 
-def test_a_frozen_base_costs_no_gradient_no_state_and_no_weight_backward(base):
-    inputs, _ = batch(16, 32)
-
-    def costs(adapted):
-        net = construct_on_meta(lambda: llama(base, adapted=adapted))
-        layers = [layer for part in staged(net).planned.stages for layer in part]
-        return estimate_costs(layers, inputs, bytes_per_s=1e30)
-
-    whole, adapted = costs(False), costs(True)
-    forward, backward = (
-        [sum(getattr(cost, key) for cost in each) for each in (whole, adapted)]
-        for key in ("forward_ms", "backward_ms")
-    )
-    assert backward[0] == pytest.approx(2 * forward[0], rel=0.05)
-    assert backward[1] < 1.4 * forward[1]
-    parameters = sum(cost.parameters for cost in adapted)
-    adapter = parameters - sum(cost.parameters for cost in whole)
-    state = sum(cost.weight_bytes for cost in adapted)
-    assert state == 4 * (parameters + 3 * adapter)
-
-
-def test_merged_weights_are_those_of_plain_peft(base):
-    from hybridtrain._base.adapter import adapter_of
-
-    model = staged(with_values(llama(base)))
-    init_from(model, base)
-    state = model.net.state_dict()
-    expected = plain_peft(base, state).merge_and_unload().state_dict()
-    net = copy.deepcopy(model.net)
-    merged = adapter_of(net).merged(net).state_dict()
+def test_merged_weights_are_those_of_plain_peft(wide):
+    model = chain()
+    init_from(model, wide)
+    one_step(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    net = plain_net()
+    net.load_state_dict(load_file(wide))
+    named = {"target_modules": WIDE["targets"], "modules_to_save": WIDE["modules_to_save"]}
+    plain = peft.get_peft_model(net, peft.LoraConfig(r=2, lora_alpha=4, **named))
+    state = {f"base_model.model.{name}": v for name, v in model.net.state_dict().items()}
+    plain.load_state_dict(state)
+    expected = plain.merge_and_unload().state_dict()
+    merged = adapter_of(model.net).merged(copy.deepcopy(model.net)).state_dict()
     assert list(merged) == list(expected)
     assert all(torch.equal(value, expected[name]) for name, value in merged.items())
 

@@ -11,7 +11,7 @@ from torch import nn
 from hybridtrain._base.torch_private import TorchDispatchMode
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import ChainBuilder, layers_of
-from hybridtrain.models import gpt, transformer
+from hybridtrain.models import gpt, lora, transformer
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import LayerCost, StageOwners, plan
 from hybridtrain.partitioning.costs import LayerProfiler
@@ -156,3 +156,18 @@ def test_a_layer_whose_control_flow_depends_on_values_is_named():
     message = r"costs='estimated': layer '1' does not run on fake tensors .*: use costs='measured'"
     with pytest.raises(SplitError, match=message):
         estimate_costs(layers_of(nn.Sequential(nn.Tanh(), Either())), torch.randn(2, 2))
+
+
+def test_a_frozen_base_of_an_adapter_has_no_gradient_no_state_and_no_weight_backward():
+    pytest.importorskip("peft")
+    plain, adapted = (
+        nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))) for _ in "ab"
+    )
+    lora(adapted, rank=1, targets=["0", "1", "2", "3"])
+    whole, frozen = (estimated(net, torch.randn(512, 64), **ARITHMETIC) for net in (plain, adapted))
+    for cost, of_base in zip(whole[1:], frozen[1:], strict=True):  # the first input has no gradient
+        assert cost.backward_ms == pytest.approx(2 * cost.forward_ms)
+        assert of_base.backward_ms < 1.1 * of_base.forward_ms
+    base, adapter = 64 * 64, 2 * 64
+    assert {cost.weight_bytes for cost in whole} == {4 * 4 * base}
+    assert {cost.weight_bytes for cost in frozen} == {4 * (base + 4 * adapter)}
