@@ -8,7 +8,7 @@ import torch
 from cli_runs import fail, succeed
 from safetensors.torch import load_file
 from support.launch import forked_command
-from support.small_hub import write_chats, write_llama
+from support.small_hub import write_chats, write_gpt2, write_llama
 
 from hybridtrain import World
 from hybridtrain.data import TrainLoader
@@ -63,9 +63,9 @@ def trained_by_peft(steps):
     loader = TrainLoader(data.train, BATCH, world, seed=0, options=options)
     done = 0
     while done < steps:
-        for batch in loader:
-            logits = net(**batch.inputs).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+        for inputs, targets in loader:
+            logits = net(**inputs).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -83,7 +83,7 @@ def trained_by_peft(steps):
         pytest.param(4, "distributed", id="a-process-for-each-stage"),
     ],
 )
-@pytest.mark.quick_cases("one-process")
+@pytest.mark.thorough
 def test_a_run_that_stops_in_an_epoch_and_goes_on_elsewhere_exports_the_adapter_of_plain_peft(
     processes, engine, capfd
 ):
@@ -145,6 +145,31 @@ def test_a_run_that_stops_in_an_epoch_and_goes_on_elsewhere_exports_the_adapter_
     assert answers.shape[0] == 1
 
 
+def test_peft_loads_the_adapter_that_was_evaluated(capfd):
+    from transformers import AutoModelForCausalLM
+
+    write_gpt2(Path("llama"))  # with tied weights, and layers of Conv1D
+    succeed(capfd, *RUN, "trainer.steps=2", "pipeline.nb_part=2", "data.pack=true")
+    run = Path("outputs/sft_chat")
+    result = json.loads((run / "summary.json").read_text())["eval"]
+    assert result["perplexity"] == pytest.approx(torch.tensor(result["loss"]).exp().item())
+    saved = load_file(run / "checkpoints/step_00000002/model.safetensors")
+    assert saved
+    assert all(".lora_" in name for name in saved)
+    succeed(capfd, "export", "run_name=sft_chat", "format=peft")
+    loaded = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained("./llama", attn_implementation="eager"),
+        run / "export/step_00000002_adapter",
+    ).eval()
+    data = chat("data/chats.jsonl", "./llama", max_len=24, pack=True)
+    inputs, targets = data.collate([data.eval[i] for i in range(len(data.eval))])
+    with torch.no_grad():
+        logits = loaded(**inputs).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    assert loss.item() == pytest.approx(result["loss"], rel=1e-5)
+
+
+@pytest.mark.thorough
 def test_a_price_has_no_gradient_and_no_state_for_a_frozen_base(capfd):
     keys = [key for key in RUN if not key.startswith("world.")]
     plan = ["plan", *keys, "hardware=h100", "world.replicas=null", "trainer.steps=2"]
@@ -167,7 +192,7 @@ def test_a_price_has_no_gradient_and_no_state_for_a_frozen_base(capfd):
         ("data.path=data/reviews.csv", "data.path=data/reviews.csv"),
     ],
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_a_mistake_in_a_setting_is_one_line(change, message, capfd):
     said = fail(capfd, *RUN, "trainer.steps=2", change)
     assert len(said.splitlines()) == 1
@@ -176,6 +201,7 @@ def test_a_mistake_in_a_setting_is_one_line(change, message, capfd):
     assert re.search(message, said), said
 
 
+@pytest.mark.thorough
 def test_a_run_without_an_adapter_has_none_to_export(capfd):
     succeed(capfd, *RUN, "trainer.steps=1", "model.lora=null", "pipeline.nb_part=1")
     assert "model.lora, and this run has none" in fail(

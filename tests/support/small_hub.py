@@ -70,10 +70,36 @@ CHAT = (
 )
 
 
-def write_llama(folder: Path, layers: int = 3, tied: bool = False) -> None:
+def write_llama(folder: Path, layers: int = 3) -> None:
     """Writes a Llama with random weights, and a tokenizer with a chat template."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=_write_chat_tokenizer(folder), hidden_size=32, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=2, eos_token_id=3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def write_gpt2(folder: Path) -> None:
+    """Writes a GPT-2 with random weights, and a tokenizer with a chat template."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=_write_chat_tokenizer(folder), n_embd=32, n_layer=2, n_head=2, n_positions=64,
+        pad_token_id=0, bos_token_id=2, eos_token_id=3,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+
+
+def _write_chat_tokenizer(folder: Path) -> int:
+    """Writes a tokenizer with a chat template; returns the number of its tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     special = ["<pad>", "<unk>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
     words = {word: i for i, word in enumerate([*special, *GOOD, *BAD, *OTHERS])}
@@ -86,13 +112,7 @@ def write_llama(folder: Path, layers: int = 3, tied: bool = False) -> None:
     fast.model_input_names = ["input_ids", "attention_mask"]
     fast.chat_template = CHAT
     fast.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(words), hidden_size=32, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=48, max_position_embeddings=64,
-        tie_word_embeddings=tied, pad_token_id=0, bos_token_id=2, eos_token_id=3,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    return len(words)
 
 
 def write_chats(path: Path, number: int) -> None:
