@@ -32,7 +32,7 @@ LOWEST, HIGHEST = 1e-7, 10.0
 # A loss that many times the smallest one ends the test.
 _DIVERGED = 4.0
 _SMOOTHING = 0.9  # the weight of the earlier losses
-_FIRST, _LAST = 10, 1  # steps at both ends that are not looked at
+_FIRST = 10  # steps whose mean is of few losses
 _LINES = 12
 
 
@@ -123,13 +123,17 @@ def find_lr(settings: Settings) -> Result:
 def steepest(points: list[Point]) -> float:
     """Returns the rate at which the smoothed loss falls fastest, over the logarithm of the rate.
 
+    After its minimum the loss may jump up and fall again, which is not looked at.
+
     Raises:
         ConfigError: it does not fall.
     """
-    looked_at = points[_FIRST:-_LAST]
+    after = points[_FIRST:]
+    lowest = min(range(len(after)), key=lambda number: after[number].smooth, default=0)
+    looked_at = after[: lowest + 1]
     slopes = [
-        (after.smooth - before.smooth, before.lr)
-        for before, after in zip(looked_at, looked_at[2:], strict=False)
+        (second.smooth - first.smooth, first.lr)
+        for first, second in zip(looked_at, looked_at[2:], strict=False)
     ]
     slope, rate = min(slopes, default=(0.0, 0.0))
     if slope >= 0:
