@@ -43,11 +43,15 @@ def cross_entropy(
     return _over_heads(F.cross_entropy, outputs, targets, weight, label_smoothing=label_smoothing)
 
 
-def nll(outputs: Any, targets: Tensor, *, weight: Tensor | None = None) -> Tensor:
+def nll(
+    outputs: Any, targets: Tensor, *, weight: Tensor | None = None, label_smoothing: float = 0.0
+) -> Tensor:
     """Negative log-likelihood of log-probabilities, as `log_softmax` returns them.
 
     The mean over the targets that are not -100, by the weights of their classes.
     """
+    if label_smoothing:  # log-probabilities are logits of the same probabilities
+        return cross_entropy(outputs, targets, weight=weight, label_smoothing=label_smoothing)
     return _over_heads(F.nll_loss, outputs, targets, weight)
 
 

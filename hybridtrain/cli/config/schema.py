@@ -188,7 +188,8 @@ class TrainerConfig(Group):
     what the model returns: `cross_entropy` for logits, `nll` for log-probabilities, `bce` for the
     logits of several labels, `mse` for the values of a regression."""
     label_smoothing: float = 0.0
-    """The share of a target's probability that `cross_entropy` gives to all classes alike."""
+    """The share of a target's probability that `cross_entropy` and `nll` give to all classes
+    alike."""
     class_weights: Any = None
     """Weights of the classes in `cross_entropy` and `nll`, or of the labels that are 1 in `bce`: a
     list in the order of the classes; `auto`: inverse to their frequency in the training samples."""
