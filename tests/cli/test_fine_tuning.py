@@ -187,7 +187,7 @@ def test_a_price_has_no_gradient_and_no_state_for_a_frozen_base(capfd):
     [
         ("model.lora.rank=0", "model.lora.rank=0 must be a number of at least 1"),
         ("model.lora.targets=[q_prj]", "model.lora.targets=q_prj: .* did you mean 'q_proj'?"),
-        ("+model.lora.ranks=4", "model.lora.ranks: .*did you mean model.lora.rank"),
+        ("model.lora.ranks=4", "model.lora.ranks: .*did you mean model.lora.rank"),
         ("model.lora=8", "model.lora=8 must be true, or a mapping such as"),
         ("data.path=data/reviews.csv", "data.path=data/reviews.csv"),
     ],
