@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -50,7 +50,7 @@ def put_adapter(net: nn.Module, adapter: Adapter) -> None:
 
 def adapter_of(net: nn.Module) -> Adapter | None:
     """Returns the adapter of `net`, or None."""
-    adapter: Any = net.__dict__.get(_PLACE)
+    adapter: Adapter | None = net.__dict__.get(_PLACE)
     return adapter
 
 

@@ -30,8 +30,8 @@ from hybridtrain.checkpoint.broadcast import broadcast_tree
 from hybridtrain.checkpoint.init_from import (
     InitReport,
     init_from,
-    match_weights,
     parse_init_from,
+    under_all_names,
 )
 from hybridtrain.checkpoint.manifest import read_manifest, verify
 from hybridtrain.checkpoint.run import find_checkpoint, replay, restore_run, resume_run, save_run
@@ -63,7 +63,6 @@ __all__ = [
     "find_weights",
     "finishing_saves",
     "init_from",
-    "match_weights",
     "parse_init_from",
     "read_manifest",
     "read_tree",
@@ -75,6 +74,7 @@ __all__ = [
     "save_checkpoint",
     "save_run",
     "step_of",
+    "under_all_names",
     "verify",
     "with_average",
     "without_aliases",

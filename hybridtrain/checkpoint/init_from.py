@@ -160,7 +160,7 @@ def base_of(
     """
     if adapter_of(net) is None:
         return None
-    chosen, report = match_weights(net, weights, source)
+    _, report = match_weights(net, weights, source)
     state = net.state_dict(keep_vars=True)
     for name in (*report.missing, *(text.partition(" ")[0] for text in report.reshaped)):
         if isinstance(state[name], nn.Parameter) and not state[name].requires_grad:
@@ -168,10 +168,24 @@ def base_of(
                 f"init_from={source} has no weights for {name}, which is frozen: have it trained, "
                 f"with the module's name in modules_to_save of the adapter"
             )
-    aliases = without_aliases(split_state(state)[0])[1]
-    given = {aliases.get(name, name) for name in chosen}
-    names = frozenset(name for name in state if aliases.get(name, name) in given)
+    names = frozenset(under_all_names(net, weights))
     return BaseWeights(source, digest_of(weights), names, prefix)
+
+
+def under_all_names(net: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns weights of a source under the names of `net`; a tied tensor under each of its names.
+
+    Args:
+        net: the model.
+        weights: of the source.
+    """
+    chosen, _ = match_weights(net, weights, "")
+    tensors = split_state(net.state_dict(keep_vars=True))[0]
+    aliases = without_aliases(tensors)[1]
+    by_first = {aliases.get(name, name): value for name, value in chosen.items()}
+    return {
+        name: by_first[first] for name in tensors if (first := aliases.get(name, name)) in by_first
+    }
 
 
 def match_weights(

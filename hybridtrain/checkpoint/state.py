@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from hybridtrain.checkpoint.base import checkpoint_weights, find_base, record_of_base
 from hybridtrain.checkpoint.host_copies import HostCopies
-from hybridtrain.checkpoint.init_from import base_of, match_weights
+from hybridtrain.checkpoint.init_from import base_of, under_all_names
 from hybridtrain.checkpoint.json_tree import pack
 from hybridtrain.checkpoint.manifest import MANIFEST, FileWriter, read_manifest, verify
 from hybridtrain.checkpoint.read import CheckpointReader
@@ -201,8 +201,7 @@ def restore_checkpoint(
         base = None
         if source:
             base = base_of(model.net, source, of_base, prefix)
-            own_names, _ = match_weights(model.net, of_base, source)
-            weights = {**own_names, **weights}
+            weights = {**under_all_names(model.net, of_base), **weights}
         check_fits(path, weights | extra, model.net.state_dict())
         average = evaluated_average(path, files) if evaluated else {}
         weights = with_average(weights, average)

@@ -196,7 +196,8 @@ def _targets(
 
         kind = getattr(getattr(net, "config", None), "model_type", None)
         if kind in OF_TYPE:
-            return OF_TYPE[kind]  # type: ignore[no-any-return]
+            default: str | list[str] = OF_TYPE[kind]
+            return default
         what = f"a model of type {kind}" if kind else f"a {type(net).__name__}"
         raise ConfigError(
             f"{argument('targets')} has no default for {what}: name some of its layers, "

@@ -42,8 +42,8 @@ from hybridtrain.checkpoint import (
     Source,
     checkpoint_weights,
     evaluated_average,
-    match_weights,
     step_of,
+    under_all_names,
     verify,
     with_average,
     without_aliases,
@@ -151,7 +151,7 @@ class _Trained:
         if all(self._settings.config.model.get(key) in (None, False) for key in WRAPPER_KEYS):
             return own
         net = build_model(self._settings.config, self.data)
-        base, _ = match_weights(net, self._saved.base_tensors, self._saved.base)
+        base = under_all_names(net, self._saved.base_tensors)
         net.load_state_dict({**base, **own})
         adapter = adapter_of(net)
         return dict(net.state_dict() if adapter is None else adapter.merged(net).state_dict())

@@ -149,7 +149,8 @@ def build_loss(config: Config, data: DataSplits | None = None) -> LossFn:
 
 def _with_settings(name: str, config: Config, data: DataSplits | None) -> LossFn:
     """Returns a loss by its name, with the smoothing of its labels and the weights of classes."""
-    loss_fn, given = LOSSES[name], {}
+    loss_fn = LOSSES[name]
+    given: dict[str, Any] = {}
     if config.trainer.label_smoothing:
         if not 0 < config.trainer.label_smoothing < 1:
             raise ConfigError(
