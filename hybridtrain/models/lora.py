@@ -196,8 +196,8 @@ def _targets(
 
         kind = getattr(getattr(net, "config", None), "model_type", None)
         if kind in OF_TYPE:
-            default: str | list[str] = OF_TYPE[kind]
-            return default
+            default: Any = OF_TYPE[kind]
+            return default if isinstance(default, str) else [*default]
         what = f"a model of type {kind}" if kind else f"a {type(net).__name__}"
         raise ConfigError(
             f"{argument('targets')} has no default for {what}: name some of its layers, "

@@ -18,7 +18,8 @@ from hybridtrain.options import LoaderOptions
 
 peft = pytest.importorskip("peft")
 
-STEPS, STOP, BATCH = 13, 6, 8  # of 9 steps in an epoch
+# 9 steps in an epoch. After more steps the adapters of float32 and float64 differ in plain PEFT too
+STEPS, STOP, BATCH = 10, 6, 8
 RUN = [
     *(
         "recipe=sft_chat",
@@ -27,6 +28,8 @@ RUN = [
         "model.dtype=float32",
     ),
     *("world.devices=cpu", f"data.batch_size={BATCH}", "data.max_len=24", "optim.lr=1e-2"),
+    # a gradient that is almost 0 does not make a step of its rounding errors
+    "optim.eps=1e-4",
     *("lr_schedule=constant", "lr_schedule.warmup_steps=0", "trainer.epochs=null"),
     *("trainer.log_every=1", "trainer.eval_every=null", "checkpoint.every_steps=null"),
     *("pipeline.chunks=2", "pipeline.split=uniform", "trainer.clip_norm=null", "world.replicas=2"),
@@ -56,7 +59,7 @@ def trained_by_peft(steps):
     values = {f"base_model.model.{n}": v for n, v in first.state_dict().items() if "lora" in n}
     assert net.load_state_dict(values, strict=False).unexpected_keys == []
     optimizer = torch.optim.AdamW(
-        [p for p in net.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0
+        [p for p in net.parameters() if p.requires_grad], lr=1e-2, eps=1e-4, weight_decay=0.0
     )
     world = World.from_env(devices="cpu")
     options = LoaderOptions(collate=data.collate)
@@ -127,9 +130,9 @@ def test_a_run_that_stops_in_an_epoch_and_goes_on_elsewhere_exports_the_adapter_
     assert list(ours) == list(theirs)
     moved = 0.0
     for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=1e-3, atol=2e-5)
+        torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-5)
         moved = max(moved, value.abs().max().item() if "lora_B" in name else 0)
-    assert moved > 0.02
+    assert moved > 0.01
 
     succeed(capfd, "export", "run_name=sft_chat", "format=transformers")
     merged = run / f"export/step_{STEPS:08d}"
