@@ -13,7 +13,7 @@ from hybridtrain.errors import SplitError
 from hybridtrain.graph import ChainBuilder, layers_of
 from hybridtrain.models import gpt, lora, transformer
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import LayerCost, StageOwners, plan
+from hybridtrain.partitioning import LayerCost, StageOwners, model_flops, plan
 from hybridtrain.partitioning.costs import LayerProfiler
 from hybridtrain.partitioning.estimates import count_chain, estimate_costs
 
@@ -168,6 +168,13 @@ def test_a_frozen_base_of_an_adapter_has_no_gradient_no_state_and_no_weight_back
     for cost, of_base in zip(whole[1:], frozen[1:], strict=True):  # the first input has no gradient
         assert cost.backward_ms == pytest.approx(2 * cost.forward_ms)
         assert of_base.backward_ms < 1.1 * of_base.forward_ms
+    products = 2 * 512 * 64 * 64
+    counted = count_chain(layers_of(adapted), torch.randn(512, 64))
+    flops = model_flops(counted, layers_of(adapted))
+    assert 7 * products < flops < 7.6 * products  # the first input has no gradient
+    assert model_flops(count_chain(layers_of(plain), torch.randn(512, 64)), layers_of(plain)) == (
+        12 * products
+    )
     base, adapter = 64 * 64, 2 * 64
     assert {cost.weight_bytes for cost in whole} == {4 * 4 * base}
     assert {cost.weight_bytes for cost in frozen} == {4 * (base + 4 * adapter)}
