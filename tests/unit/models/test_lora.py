@@ -9,11 +9,15 @@ from safetensors.torch import load_file, save_file
 from support.compare import cpu_world
 from support.small_hub import write_llama
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridModel
 from hybridtrain._base.adapter import adapter_of
 from hybridtrain.checkpoint import CheckpointStore, init_from, restore_checkpoint, save_checkpoint
+from hybridtrain.data import TrainLoader
 from hybridtrain.errors import CheckpointError, ConfigError
+from hybridtrain.loop import Trainer, TrainerOptions
+from hybridtrain.loop.callbacks import EMA
 from hybridtrain.loss import cross_entropy
 from hybridtrain.models import lora, transformers_model
 
@@ -222,6 +226,24 @@ def test_a_new_run_may_begin_with_the_adapter_of_another(wide, tmp_path):
     init_from(second, path)
     assert_same_state(first, second)
     assert second.base.source == wide
+
+
+def test_an_average_is_of_the_adapter_alone(wide):
+    model = chain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(8, 6), torch.arange(8) % 3)
+    average = EMA()
+    trainer = Trainer(
+        model,
+        optimizer,
+        cross_entropy,
+        TrainLoader(data, 4, model.world),
+        TrainerOptions(steps=2),
+        callbacks=[average],
+    )
+    init_from(model, wide)
+    trainer.fit()
+    assert set(average.average()) == trained_names(model)
 
 
 def test_what_a_base_lacks_must_be_trained(wide):
