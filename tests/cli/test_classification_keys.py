@@ -115,6 +115,7 @@ def test_words_have_classes(capfd: pytest.CaptureFixture[str]) -> None:
     assert {"f1_per_class/ADJ", "f1_per_class/ADV", "f1_per_class/NOUN"} <= values.keys()
 
 
+@pytest.mark.thorough
 def test_an_onnx_file_computes_what_the_model_does(
     copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from statistics import pstdev
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ LOWEST, HIGHEST = 1e-7, 10.0
 # A loss that many times the smallest one ends the test.
 _DIVERGED = 4.0
 _SMOOTHING = 0.9  # the weight of the earlier losses
+_CLEAR = 5.0  # a fall is not noise if it is that many times as large
 _FIRST = 10  # steps whose mean is of few losses
 _LINES = 12
 
@@ -126,7 +128,7 @@ def steepest(points: list[Point]) -> float:
     After its minimum the loss may jump up and fall again, which is not looked at.
 
     Raises:
-        ConfigError: it does not fall.
+        ConfigError: it does not fall, by more than its noise.
     """
     after = points[_FIRST:]
     lowest = min(range(len(after)), key=lambda number: after[number].smooth, default=0)
@@ -135,8 +137,11 @@ def steepest(points: list[Point]) -> float:
         (second.smooth - first.smooth, first.lr)
         for first, second in zip(looked_at, looked_at[2:], strict=False)
     ]
-    slope, rate = min(slopes, default=(0.0, 0.0))
-    if slope >= 0:
+    _, rate = min(slopes, default=(0.0, 0.0))
+    # of the mean with these weights, relative to the noise of a single loss
+    share = ((1 - _SMOOTHING) / (1 + _SMOOTHING)) ** 0.5
+    noise = share * pstdev(point.loss - point.smooth for point in points[:_FIRST])
+    if not slopes or looked_at[0].smooth - looked_at[-1].smooth < _CLEAR * noise:
         raise ConfigError(
             f"the loss does not fall at any learning rate from {LOWEST} to {HIGHEST:g}: look at "
             f"the data and the loss first"
