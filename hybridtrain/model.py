@@ -21,6 +21,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from hybridtrain._base import codec
+from hybridtrain._base.adapter import BaseWeights
 from hybridtrain._base.joining import JoinProof, check_same_but_samples
 from hybridtrain._base.microbatch import (
     MicrobatchCut,
@@ -287,6 +288,7 @@ class HybridModel:
         planned: the layers of all stages as they were planned; those of other processes are on the
             meta device.
         changes: how often parameters were frozen or freed since.
+        base: the frozen weights of a model with an adapter, once `init_from` has loaded them.
         rng: seeds the random operations of the layers; its `step` belongs into a checkpoint.
 
     Raises:
@@ -383,6 +385,7 @@ class HybridModel:
         self.world = world
         self.options = options
         self.changes = 0
+        self.base: BaseWeights | None = None
         self.planned = planned
         if world.size > 1:
             codec.allow(codec.classes_around({type(module) for module in net.modules()}))

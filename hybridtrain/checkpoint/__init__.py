@@ -19,11 +19,20 @@ manifest           sizes and sums of all files
 directory          the names of checkpoints, the renames of a save, the mark of the best
 tensor_files       safetensors
 json_tree          JSON for everything else
+weights            the model's tensors in a checkpoint: read, checked, loaded
+weight_sources     files and folders of weights, of this library and of others
+base               the frozen weights that a checkpoint of an adapter leaves out
 init_from          weights from elsewhere
 """
 
+from hybridtrain.checkpoint.base import Source, checkpoint_weights
 from hybridtrain.checkpoint.broadcast import broadcast_tree
-from hybridtrain.checkpoint.init_from import InitReport, find_weights, init_from, parse_init_from
+from hybridtrain.checkpoint.init_from import (
+    InitReport,
+    init_from,
+    parse_init_from,
+    under_all_names,
+)
 from hybridtrain.checkpoint.manifest import read_manifest, verify
 from hybridtrain.checkpoint.run import (
     FixedState,
@@ -36,17 +45,17 @@ from hybridtrain.checkpoint.run import (
     save_step,
 )
 from hybridtrain.checkpoint.saving import check_directory, finishing_saves, save_checkpoint
-from hybridtrain.checkpoint.state import (
+from hybridtrain.checkpoint.state import check_progress, restore_checkpoint
+from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError, step_of
+from hybridtrain.checkpoint.tensor_files import without_aliases, write_weights
+from hybridtrain.checkpoint.weight_sources import find_weights
+from hybridtrain.checkpoint.weights import (
     check_fits,
-    check_progress,
     evaluated_average,
     read_tree,
     read_weights,
-    restore_checkpoint,
     with_average,
 )
-from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError, step_of
-from hybridtrain.checkpoint.tensor_files import without_aliases, write_weights
 
 __all__ = [
     "CheckpointStore",
@@ -54,10 +63,12 @@ __all__ = [
     "InitReport",
     "NoSpaceError",
     "SavableStep",
+    "Source",
     "broadcast_tree",
     "check_directory",
     "check_fits",
     "check_progress",
+    "checkpoint_weights",
     "evaluated_average",
     "find_checkpoint",
     "find_weights",
@@ -75,6 +86,7 @@ __all__ = [
     "save_run",
     "save_step",
     "step_of",
+    "under_all_names",
     "verify",
     "with_average",
     "without_aliases",

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import re
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hybridtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
+from hybridtrain._base.adapter import BaseWeights, adapter_of
+from hybridtrain.checkpoint.base import digest_of, open_source
 from hybridtrain.checkpoint.read import CheckpointReader
-from hybridtrain.checkpoint.state import EXTRA_STATE, load_weights, read_weights, split_state
-from hybridtrain.checkpoint.store import CheckpointStore
-from hybridtrain.checkpoint.tensor_files import open_tensors, read_tensors, without_aliases
+from hybridtrain.checkpoint.tensor_files import without_aliases
+from hybridtrain.checkpoint.weight_sources import files_of, find_weights, locate
+from hybridtrain.checkpoint.weights import EXTRA_STATE, load_weights, split_state
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
 
-_TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
-# the beginnings that wrappers give to names, and where other libraries put the weights in a file
+# the beginnings that wrappers give to names
 _PREFIXES = ("module.", "_orig_mod.", "model.")
-_KEYS = ("state_dict", "model_state_dict", "model")
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-# of a model on the Hub: `name` or `owner/name`
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +63,12 @@ class InitReport:
 
 
 def init_from(
-    model: HybridModel, source: str | Path, *, strict: bool = True, best: bool = False
+    model: HybridModel,
+    source: str | Path,
+    *,
+    strict: bool = True,
+    best: bool = False,
+    prefix: str = "",
 ) -> InitReport:
     """Loads weights alone into `model`; a collective call. Call it before training begins.
 
@@ -78,12 +76,16 @@ def init_from(
         model: whose parameters and buffers are overwritten.
         source: a file of safetensors, or of `torch.save` (`.pt`, `.pth`, `.bin`, `.ckpt`; loaded
             with `weights_only=True`); the directory of a checkpoint or of a run; a folder as on the
-            Hugging Face Hub; or the name of a model there, whose safetensors are fetched into the
-            Hub's cache. Each process reads the tensors of its stages; if not all of them
-            see the same files as rank 0, it sends the tensors one by one.
+            Hugging Face Hub; a folder that Accelerate or torchtune has written, or the Trainer of
+            transformers, or that of their run (the newest checkpoint in it); or the name of a model
+            on the Hub, whose safetensors are fetched into the Hub's cache. Each process reads the
+            tensors of its stages; if not all of them see the same files as rank 0, it sends the
+            tensors one by one.
         strict: a tensor that is missing, unexpected or of another shape is an error. Otherwise the
             others are loaded, and the report is logged.
         best: of a run, the best checkpoint in place of the newest.
+        prefix: the beginning of the names that are loaded, which the model's names do not have,
+            such as `net.` in a checkpoint of Lightning; other tensors are left out.
 
     Returns:
         what was loaded, on every rank.
@@ -94,21 +96,24 @@ def init_from(
     """
 
     world = model.world
-    folder = world.from_main(lambda: _locate(find_weights(source), best))
-    reader = CheckpointReader(world, _files_of(folder))
+    folder = world.from_main(lambda: locate(find_weights(source), best))
+    reader = CheckpointReader(world, files_of(folder))
 
-    def read() -> tuple[dict[str, Tensor], dict[str, Any], InitReport]:
-        weights, extra = _read(folder)
-        # the parameters themselves: a tied one is known by being the same under all its names
-        state = model.net.state_dict(keep_vars=True)
-        base = getattr(model.net, "base_model_prefix", "")  # of transformers
-        chosen, report = _match(state, weights, str(source), base)
+    def read() -> tuple[dict[str, Tensor], dict[str, Any], InitReport, BaseWeights | None]:
+        found = open_source(folder, str(source)).below(prefix)
+        if not found.tensors:
+            raise CheckpointError(
+                f"init_from={source} has no tensor that begins with {prefix!r}: its names begin "
+                f"with {_beginnings(open_source(folder, str(source)).tensors)}"
+            )
+        chosen, report = match_weights(model.net, found.tensors, str(source))
         problems = report.problems()
         if not report.loaded:
             raise CheckpointError(
                 f"init_from={source} has no tensor that the model has: it has "
-                f"{', '.join(sorted(weights)[:3])}, ..., and the model has "
-                f"{', '.join(list(model.net.state_dict())[:3])}, ..."
+                f"{', '.join(sorted(found.tensors)[:3])}, ..., and the model has "
+                f"{', '.join(list(model.net.state_dict())[:3])}, ...; prefix= leaves out the "
+                f"beginning of the source's names"
             )
         if strict and problems:
             shown = "; ".join(problems[:3])
@@ -117,54 +122,124 @@ def init_from(
                 f"init_from={source} does not fit the model: {shown}{more}. With strict=false the "
                 f"other {len(report.loaded)} tensors are loaded"
             )
-        return chosen, extra, report
+        base = base_of(model.net, found.base, found.base_tensors, found.prefix)
+        return chosen, found.extra, report, base
 
-    chosen, extra, report = reader.read(read) or ({}, {}, None)
-    report = world.broadcast(report)
+    chosen, extra, report, base = reader.read(read) or ({}, {}, None, None)
+    report, base = world.broadcast((report, base))
     own, own_extra = split_state(model.net.state_dict())
     known_extra = {name: value for name, value in extra.items() if name in own_extra}
     load_weights(model, reader, {**own, **chosen}, {**own_extra, **known_extra})
     assert report is not None
+    model.base = base
+    adapter = adapter_of(model.net)
+    if adapter is not None and all(adapter.base_name(name) is not None for name in report.loaded):
+        adapter.follow_base(model.net)  # its own values were not there
     if world.is_main:
         _log.info("%s", report)  # with strict=false, the user has accepted what is left out
     return report
 
 
-def _match(
-    own: Mapping[str, Any], weights: Mapping[str, Tensor], source: str, base: str
-) -> tuple[dict[str, Tensor], InitReport]:
-    """Returns the weights under the model's names, and the report.
+def _beginnings(names: Iterable[str]) -> str:
+    return ", ".join(sorted({f"{name.partition('.')[0]}." for name in names})[:5])
+
+
+def base_of(
+    net: nn.Module, source: str, weights: Mapping[str, Tensor], prefix: str
+) -> BaseWeights | None:
+    """Returns what `net` has as its base after loading `weights`; None if it has no adapter.
 
     Args:
-        own: of the model.
+        net: the model.
+        source: as `init_from` was given it.
+        weights: of the source, by their names without `prefix`.
+        prefix: of the names in the source.
+
+    Raises:
+        CheckpointError: a frozen parameter is not there.
+    """
+    if adapter_of(net) is None:
+        return None
+    _, report = match_weights(net, weights, source)
+    state = net.state_dict(keep_vars=True)
+    for name in (*report.missing, *(text.partition(" ")[0] for text in report.reshaped)):
+        if isinstance(state[name], nn.Parameter) and not state[name].requires_grad:
+            raise CheckpointError(
+                f"init_from={source} has no weights for {name}, which is frozen: have it trained, "
+                f"with the module's name in modules_to_save of the adapter"
+            )
+    names = frozenset(under_all_names(net, weights))
+    return BaseWeights(source, digest_of(weights), names, prefix)
+
+
+def under_all_names(net: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns weights of a source under the names of `net`; a tied tensor under each of its names.
+
+    Args:
+        net: the model.
+        weights: of the source.
+    """
+    chosen, _ = match_weights(net, weights, "")
+    tensors = split_state(net.state_dict(keep_vars=True))[0]
+    aliases = without_aliases(tensors)[1]
+    by_first = {aliases.get(name, name): value for name, value in chosen.items()}
+    return {
+        name: by_first[first] for name in tensors if (first := aliases.get(name, name)) in by_first
+    }
+
+
+def match_weights(
+    net: nn.Module, weights: Mapping[str, Tensor], source: str
+) -> tuple[dict[str, Tensor], InitReport]:
+    """Returns the weights under the names of `net`, and the report.
+
+    Args:
+        net: the model.
         weights: of the source.
         source: for the report.
-        base: the name of the part of the model that is there without a head, such as `bert`.
     """
+    # the parameters themselves: a tied one is known by being the same under all its names
+    own = net.state_dict(keep_vars=True)
+    adapter = adapter_of(net)
+    base = getattr(net, "base_model_prefix", "")  # the part without a head, of transformers
     tensors = {name: value for name, value in split_state(own)[0].items() if _is_weight(name)}
-    plain_own = {_plain(name): name for name in tensors}
+    plain_own: dict[str, list[str]] = {}
+    optional = set()  # of an adapter, which begins anew where the source has none
+    for name in tensors:
+        base_name = name if adapter is None else adapter.base_name(name)
+        if base_name is None:
+            optional.add(name)
+        else:
+            plain_own.setdefault(_plain(base_name), []).append(name)
     chosen: dict[str, Tensor] = {}
     reshaped: dict[str, str] = {}
     unexpected, prefixes = [], set()
     for name, value in weights.items():
         if not _is_weight(name):
             continue
-        target = next((plain_own[n] for n in _names(name, base) if n in plain_own), None)
-        target = name if name in tensors else target
-        if target is None:
+        targets = next((plain_own[n] for n in _names(name, base) if n in plain_own), [])
+        targets = [name] if name in tensors else targets
+        if not targets:
             unexpected.append(name)
-        elif value.shape != tensors[target].shape:
-            there, here = list(value.shape), list(tensors[target].shape)
-            reshaped[target] = f"{target} is {there} there and {here} in the model"
-        else:
-            chosen[target] = value
-        if target is not None and target != name:
-            known = (*_PREFIXES, *([f"{base}."] if base else []))
-            prefixes |= {prefix for prefix in known if prefix in name or prefix in target}
+        for target in targets:
+            if value.shape != tensors[target].shape:
+                there, here = list(value.shape), list(tensors[target].shape)
+                reshaped[target] = f"{target} is {there} there and {here} in the model"
+            else:
+                chosen[target] = value
+            if target != name:
+                known = (*_PREFIXES, *([f"{base}."] if base else []))
+                prefixes |= {
+                    prefix for prefix in known if (prefix in name) is not (prefix in target)
+                }
     # a tied tensor has its values if one of its names has
     _, others = without_aliases(tensors)
     given = {others.get(name, name) for name in chosen}
-    missing = [n for n in tensors if others.get(n, n) not in given and n not in reshaped]
+    missing = [
+        name
+        for name in tensors
+        if others.get(name, name) not in given and name not in reshaped and name not in optional
+    ]
     return chosen, InitReport(
         source,
         tuple(chosen),
@@ -198,138 +273,11 @@ def _plain(name: str) -> str:
     return name
 
 
-def find_weights(source: str | Path) -> Path:
-    """Returns the file or directory that `source` names; a model on the Hub is fetched.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    path = Path(source)
-    if path.is_file() or path.is_dir():
-        return path
-    missing = f"init_from={source}: there is no such file or directory"
-    if not _HUB_NAME.fullmatch(str(source)) or path.suffix in (".safetensors", *_TORCH_FILES):
-        raise CheckpointError(missing)
-    try:
-        from huggingface_hub import snapshot_download
-
-        # weights of other formats may run code
-        found = snapshot_download(str(source), allow_patterns=["*.safetensors*"])
-    except Exception as error:  # of the network, of the Hub, or it is not installed
-        reason = f"{type(error).__name__}: {_first_line(error)}"
-        raise CheckpointError(
-            f"{missing}, nor can such a model be had from the Hub ({reason})"
-        ) from error
-    return Path(found)
-
-
-def _locate(source: Path, best: bool) -> Path:
-    """Returns the file, the checkpoint or the folder of the Hub that `source` means.
-
-    A checkpoint is verified.
-    """
-    if source.is_file():
-        if source.suffix == ".safetensors" or source.suffix in _TORCH_FILES:
-            return source
-        raise CheckpointError(
-            f"init_from={source} is not a file of weights: it must end with .safetensors or one of "
-            f"{', '.join(_TORCH_FILES)}"
-        )
-    if (source / MANIFEST).exists():
-        verify(source)
-        return source
-    for root in (source / "checkpoints", source):
-        store = CheckpointStore(root)
-        if store.steps():
-            path = store.best() if best else store.newest()
-            if path is None:
-                raise CheckpointError(f"init_from={source}: no checkpoint is marked as the best")
-            return path  # the store has verified it
-    if _hub_stem(source) is not None:
-        return source
-    files = sorted(
-        file
-        for file in source.iterdir()
-        if file.is_file() and file.suffix in (".safetensors", *_TORCH_FILES)
-    )
-    if len(files) == 1:
-        return files[0]
-    names = ", ".join(file.name for file in files) or "none"
-    raise CheckpointError(
-        f"init_from={source} is not a checkpoint, a run or a folder of the Hub; name one file of "
-        f"weights (found there: {names})"
-    )
-
-
-def _hub_stem(folder: Path) -> str | None:
-    """Returns the beginning of the files' names in a folder as on the Hub; None if it is none."""
-    stems = ("model", "diffusion_pytorch_model", "adapter_model")
-    return next((stem for stem in stems if any(folder.glob(f"{stem}.safetensors*"))), None)
-
-
-def _files_of(located: Path) -> list[Path]:
-    """Returns the files that tell whether two nodes have the same weights."""
-    if not located.is_dir():
-        return [located]
-    if (located / MANIFEST).exists():
-        return [located / MANIFEST]
-    return sorted(located.glob(f"{_hub_stem(located)}*.safetensors*"))
-
-
-def _read(located: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors that `_locate` found, memory-mapped where possible, and other state."""
-    if located.is_dir():
-        if (located / MANIFEST).exists():
-            return read_weights(located, read_manifest(located)["files"])
-        stem = _hub_stem(located)
-        assert stem is not None
-        return read_tensors(located, stem), {}
-    if located.suffix == ".safetensors":
-        return open_tensors(located), {}
-    return _read_torch_file(located), {}
-
-
-def _read_torch_file(path: Path) -> dict[str, Tensor]:
-    options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
-    try:
-        try:
-            content = torch.load(path, mmap=True, **options)
-        except RuntimeError:  # of before PyTorch 1.6, or not a file of torch.save
-            content = torch.load(path, **options)
-    except pickle.UnpicklingError as error:
-        if not zipfile.is_zipfile(path) and not _is_pickle(path):
-            raise CheckpointError(f"init_from={path} is not a file of torch.save") from None
-        raise CheckpointError(
-            f"init_from={path} holds more than tensors, which is not loaded because it could run "
-            f"code: save its state_dict() alone ({_first_line(error)})"
-        ) from None
-    except (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(
-            f"init_from={path} is not a file of torch.save: {_first_line(error)}"
-        ) from None
-    for key in _KEYS:
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            content = content[key]
-    if not isinstance(content, Mapping) or not any(isinstance(v, Tensor) for v in content.values()):
-        raise CheckpointError(f"init_from={path} holds no tensors by name")
-    return {name: value for name, value in content.items() if isinstance(value, Tensor)}
-
-
-def _is_pickle(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(1) == pickle.PROTO
-
-
-def _first_line(error: Exception) -> str:
-    text = _ESCAPES.sub("", str(error))  # PyTorch's messages have colours
-    return next(iter(text.splitlines()), type(error).__name__)
-
-
 def parse_init_from(setting: Any) -> dict[str, Any] | None:
     """Returns the arguments of `init_from` in a config's value, or None if it is null.
 
     Args:
-        setting: a path, or a mapping of `path`, `strict` and `best`.
+        setting: a path, or a mapping of `path`, `strict`, `best` and `prefix`.
 
     Raises:
         CheckpointError: it is neither.
@@ -338,7 +286,8 @@ def parse_init_from(setting: Any) -> dict[str, Any] | None:
         return None
     given = setting if isinstance(setting, Mapping) else {"path": setting}
     path = given.get("path")
-    flags = {key: value for key, value in given.items() if key != "path"}
+    flags = {key: value for key, value in given.items() if key not in ("path", "prefix")}
+    named = {key: value for key, value in given.items() if key == "prefix"}
     if path is None and "path" in given:
         raise CheckpointError(
             "init_from.path is not set: set it, or the key that the recipe takes it from, such as "
@@ -349,9 +298,10 @@ def parse_init_from(setting: Any) -> dict[str, Any] | None:
         or not path
         or flags.keys() - {"strict", "best"}
         or not all(isinstance(value, bool) for value in flags.values())
+        or not all(isinstance(value, str) for value in named.values())
     ):
         raise CheckpointError(
             f"init_from={setting} must be a path, or a mapping such as "
-            f"{{path: weights.safetensors, strict: false, best: false}}"
+            f"{{path: weights.safetensors, strict: false, best: false, prefix: net.}}"
         )
-    return {"source": path, **flags}
+    return {"source": path, **flags, **named}

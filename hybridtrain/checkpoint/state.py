@@ -29,8 +29,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hybridtrain.checkpoint.base import checkpoint_weights, find_base, record_of_base
 from hybridtrain.checkpoint.host_copies import HostCopies
-from hybridtrain.checkpoint.json_tree import pack, unpack
+from hybridtrain.checkpoint.init_from import base_of, under_all_names
+from hybridtrain.checkpoint.json_tree import pack
 from hybridtrain.checkpoint.manifest import MANIFEST, FileWriter, read_manifest, verify
 from hybridtrain.checkpoint.read import CheckpointReader
 from hybridtrain.checkpoint.state_table import (
@@ -42,18 +44,22 @@ from hybridtrain.checkpoint.state_table import (
 from hybridtrain.checkpoint.tensor_files import (
     SHARD_BYTES,
     TensorInfo,
-    read_tensors,
     share_writers,
-    without_aliases,
 )
-from hybridtrain.errors import CheckpointError, phrase, setting
+from hybridtrain.checkpoint.weight_sources import files_of
+from hybridtrain.checkpoint.weights import (
+    check_fits,
+    evaluated_average,
+    load_weights,
+    read_tree,
+    with_average,
+)
+from hybridtrain.errors import CheckpointError, setting
 from hybridtrain.model import HybridModel
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-# the last part of the name that torch gives to get_extra_state()
-EXTRA_STATE = "_extra_state"
 _OWN_FILES = ("model", "model_extra", "optimizer", "state", "manifest")
 
 _log = logging.getLogger(__name__)
@@ -133,6 +139,12 @@ def _packed(
     """Returns the content of the JSON files by name, and the tensors that the table lacks."""
     # `draws_step` is what the random numbers of layers such as dropout are drawn for
     saved: dict[str, Any] = {"torch": torch.__version__, "draws_step": model.rng.step}
+    if (base := model.base) is not None:
+        saved["base"] = {
+            "source": base.source,
+            "digest": base.digest,
+            "prefix": base.prefix,
+        }
     for name, entry in progress.items():
         own = entry.state_dict()
         if own.keys() & saved.keys():
@@ -180,11 +192,16 @@ def restore_checkpoint(
     """
     world = model.world
     path = world.broadcast(path)
-    reader = CheckpointReader(world, [path / MANIFEST])
+    base_files = world.from_main(lambda: _files_of_base(path))
+    reader = CheckpointReader(world, [path / MANIFEST, *base_files])
 
-    def read() -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any], dict[str, Any]]:
+    def read() -> tuple[dict[str, Tensor], dict[str, Any], Any, dict[str, Any], dict[str, Any]]:
         files = (read_manifest(path) if reader.shared else verify(path))["files"]
-        weights, extra = read_weights(path, files)
+        weights, extra, source, of_base, prefix = checkpoint_weights(path, files)
+        base = None
+        if source:
+            base = base_of(model.net, source, of_base, prefix)
+            weights = {**under_all_names(model.net, of_base), **weights}
         check_fits(path, weights | extra, model.net.state_dict())
         average = evaluated_average(path, files) if evaluated else {}
         weights = with_average(weights, average)
@@ -207,13 +224,14 @@ def restore_checkpoint(
                 if name.endswith(".json") and ".safetensors" not in name and name not in known:
                     _log.warning("%s of the checkpoint %s is not in states=: left out", name, path)
         saved = read_tree(path, "state", files)
-        return weights, extra, trees, saved | ({"averaged": bool(average)} if evaluated else {})
+        saved |= {"averaged": bool(average)} if evaluated else {}
+        return weights, extra, base, trees, saved
 
     # From here on every process makes the same calls in the same order: each of them communicates.
     if reader.shared:  # each process a part of the files
         world.on_all(lambda: verify(path, world.rank, world.size))
-    weights, extra, trees, saved = reader.read(read) or ({}, {}, {}, {})
-    saved = world.broadcast(saved)
+    weights, extra, base, trees, saved = reader.read(read) or ({}, {}, None, {}, {})
+    saved, model.base = world.broadcast((saved, base))
     for entry in progress.values():  # first, because it refuses a run of another kind
         entry.load_state_dict(saved)
     load_weights(model, reader, weights, extra)
@@ -225,128 +243,13 @@ def restore_checkpoint(
     return saved
 
 
-def read_weights(path: Path, files: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the model's tensors and its other state in the checkpoint at `path`, memory-mapped.
-
-    Args:
-        path: its directory, verified.
-        files: of its manifest.
-    """
-    extra = read_tree(path, "model_extra", files) if "model_extra.json" in files else {}
-    return read_tensors(path, "model", files), extra
-
-
-def evaluated_average(path: Path, files: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the average of the weights that a run evaluates with, by the parameters' names.
-
-    It is the state of a callback such as `EMA`; empty if the run evaluates with the weights.
-
-    Args:
-        path: of the checkpoint, verified.
-        files: of its manifest.
-    """
-    states = read_tree(path, "callbacks", files) if "callbacks.json" in files else {}
-    for state in states.values():
-        if isinstance(state, Mapping) and {"average", "updates", "evaluates"} <= state.keys():
-            return dict(state["average"]) if state["evaluates"] else {}
-    return {}
-
-
-def with_average(weights: Mapping[str, Tensor], average: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns `weights` with `average` in place of parameters, under all names of a tied one."""
-    aliases = without_aliases(weights)[1] if average else {}
-    first = {name: aliases.get(name, name) for name in weights}
-    moved = {first[name]: value.to(weights[name].dtype) for name, value in average.items()}
-    return {name: moved.get(first[name], value) for name, value in weights.items()}
-
-
-def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors of a module's state dict, and its other entries."""
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return tensors, {name: value for name, value in state.items() if name not in tensors}
-
-
-def check_fits(path: Path, weights: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Checks that `weights` fit the model whose state is `own`.
-
-    Raises:
-        CheckpointError: names the first tensors that are missing, unknown or of another shape.
-    """
-    problems = [f"it lacks {name}" for name in own if name not in weights]
-    problems += [f"the model has no {name}" for name in weights if name not in own]
-    problems += [
-        f"{name} is {_shape(weights[name])} there and {_shape(own[name])} in the model"
-        for name in own
-        if name in weights
-        and _shape(weights[name]) != _shape(own[name])
-        # a module's extra state may be of any shape
-        and not name.endswith(EXTRA_STATE)
-    ]
-    if problems:
-        shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" * (len(problems) > 3))
-        raise CheckpointError(
-            f"the checkpoint {path} is of another model: {shown}. Train the model it was made "
-            f"with, or {phrase('start a new run')}"
-        )
-
-
-def read_tree(path: Path, name: str, files: Mapping[str, Any]) -> Any:
-    """Returns what `pack` was given under `name`; its tensors are memory-mapped.
-
-    Args:
-        path: of the checkpoint.
-        name: such as `optimizer`.
-        files: of its manifest.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    has_tensors = {f"{name}.safetensors", f"{name}.safetensors.index.json"} & files.keys()
-    tensors = read_tensors(path, name, files) if has_tensors else {}
-    file = path / f"{name}.json"
-    try:
-        if file.name not in files:
-            raise ValueError("it is not in the manifest")
-        return unpack(json.loads(file.read_bytes()), tensors)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from None
+def _files_of_base(checkpoint: Path) -> list[Path]:
+    record = record_of_base(checkpoint)
+    return [] if record is None else files_of(find_base(checkpoint, record["source"]))
 
 
 def _write_content(content: bytes, file: BinaryIO) -> None:
     file.write(content)
-
-
-def _shape(value: Any) -> list[int] | None:
-    return list(value.shape) if isinstance(value, Tensor) else None
-
-
-@torch.no_grad()
-def load_weights(
-    model: HybridModel,
-    reader: CheckpointReader,
-    weights: Mapping[str, Tensor],
-    extra: Mapping[str, Any],
-) -> None:
-    """Loads `weights` and other state on every rank; a collective call.
-
-    Args:
-        model: whose parameters and buffers are overwritten.
-        reader: where each process has the values from.
-        weights: as `reader.read` gave them; also those of the model's state that stay.
-        extra: what `reader.read` gave that is not a tensor.
-    """
-    others = {name: value for name, value in weights.items() if name.endswith(EXTRA_STATE)}
-    # copies, since a module may keep what it is given
-    received = reader.tree({**extra, **others})
-    state = model.net.state_dict()
-    given = {name: value for name, value in weights.items() if not value.is_meta}
-    has_files = reader.shared or model.world.is_main
-    if has_files:
-        model.load_state_dict({**weights, **received})
-    for name, whole in reader.sent(given, state, received):
-        state[name].copy_(whole)
-    if not has_files:
-        model.load_state_dict({**state, **received})  # for modules with load hooks
 
 
 def check_progress(saved: Mapping[str, Any], total_steps: int) -> None:

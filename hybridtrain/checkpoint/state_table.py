@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import KeyPath, MappingKey, tree_map_only
 
+from hybridtrain.checkpoint.base import without_base
 from hybridtrain.checkpoint.json_tree import pack
 from hybridtrain.checkpoint.read import CheckpointReader
 from hybridtrain.checkpoint.tensor_files import TensorInfo, check_storable, without_aliases
@@ -222,7 +223,7 @@ class StateTable:
 
     def _describe(self, model: HybridModel, own: dict[str, Any]) -> _Part:
         is_first = self.form == "alone" or model.world.data_parallel_rank == 0
-        state = model.pipeline.local_state_dict()
+        state = without_base(model, model.pipeline.local_state_dict(), own["state"])
         tensors_of_model = {n: value for n, value in state.items() if isinstance(value, Tensor)}
         groups = {
             # between two steps each replica may have other buffers, of which the first's are saved

@@ -157,6 +157,16 @@ COMMANDS = {
         _OF_RUNS,
         of_run=("model", "data"),
     ),
+    "find-lr": Command(
+        "hybridtrain.cli.commands.find_lr:find_lr",
+        _OVERRIDES,
+        "find a learning rate, by how the loss falls while the rate rises",
+        "Trains up to 100 steps from the run's first weights, with a learning rate that rises from "
+        "1e-7 to 10, and prints the rate at which the loss falls fastest. Nothing is saved.",
+        ("hybridtrain find-lr recipe=digits",),
+        _AUTO,
+        _OF_RUNS,
+    ),
     "search": Command(
         "hybridtrain.cli.commands.search:search",
         _OVERRIDES,

@@ -46,7 +46,9 @@ class DataSplits:
     """The data sets of a run.
 
     Both splits are map-style (`__getitem__` and `__len__`) or iterable, can be pickled for loader
-    workers, and yield `(inputs, target)`, where each is a tensor or a pytree of tensors.
+    workers, and yield `(inputs, target)`, where each is a tensor or a pytree of tensors. The method
+    `labels()` of a training split, if it has one, returns the class of each sample, or 0 and 1 for
+    each sample and label, without reading the samples.
     """
 
     train: Dataset[Any] | Iterable[Any]
@@ -230,6 +232,16 @@ class InMemoryDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         return self._length
+
+    def labels(self) -> Tensor:
+        """Returns the targets of all samples, where they are one tensor.
+
+        Raises:
+            DataError: they are several.
+        """
+        if not isinstance(self.targets, Tensor):
+            raise DataError("the targets are several tensors, not the labels of a classification")
+        return self.targets
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         if not -len(self) <= index < len(self):

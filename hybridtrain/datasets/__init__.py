@@ -9,10 +9,12 @@ What a sample draws, such as a random part of an image or masked tokens, is draw
 `__getitem__`, of one sample at a time: so that a loader can seed it by the sample.
 """
 
+from hybridtrain.datasets.chat import chat
 from hybridtrain.datasets.cifar10 import cifar10
 from hybridtrain.datasets.digits import digits
 from hybridtrain.datasets.hf_datasets import hf_datasets
 from hybridtrain.datasets.image_folder import image_folder
+from hybridtrain.datasets.image_table import image_table
 from hybridtrain.datasets.imdb import imdb
 from hybridtrain.datasets.mnist import mnist
 from hybridtrain.datasets.python_source import python_source
@@ -22,10 +24,12 @@ from hybridtrain.datasets.token_files import token_files
 
 __all__ = [
     "STANDARD_INPUT",
+    "chat",
     "cifar10",
     "digits",
     "hf_datasets",
     "image_folder",
+    "image_table",
     "imdb",
     "mnist",
     "python_source",

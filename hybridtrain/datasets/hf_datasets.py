@@ -25,8 +25,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from hybridtrain.data import DataSplits, for_trained_models
-from hybridtrain.datasets.held_out import check_share, held_out
-from hybridtrain.datasets.split_names import SPLITS, check_classes, class_numbers, listed
+from hybridtrain.datasets.held_out import check_share
+from hybridtrain.datasets.sample_files import SampleFiles, Samples, check_columns
+from hybridtrain.datasets.split_names import check_classes, class_numbers, listed
 from hybridtrain.datasets.standard_input import STANDARD_INPUT, read_lines
 from hybridtrain.datasets.tables import (
     Table,
@@ -37,14 +38,30 @@ from hybridtrain.datasets.tables import (
     read_table,
 )
 from hybridtrain.datasets.text_files import check_at_least_1
-from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer, vocabulary_digest
+from hybridtrain.datasets.tokenizing import (
+    end_of_text,
+    load_tokenizer,
+    padding_token,
+    special_tokens,
+    vocabulary_digest,
+)
 from hybridtrain.datasets.windows import window_splits
 from hybridtrain.errors import DataError, argument, check_choice, setting
 from hybridtrain.loss import IGNORED
 
-TASKS = ("classification", "regression", "causal_lm", "masked_lm", "seq2seq")
+TASKS = (
+    "classification",
+    "multilabel",
+    "regression",
+    "token_classification",
+    "causal_lm",
+    "masked_lm",
+    "seq2seq",
+)
 
-_EVAL_SPLITS = (*SPLITS["validation"], *SPLITS["test"])
+# Tasks with classes, and those among them whose samples have a list of them.
+_CLASSES = ("classification", "multilabel", "token_classification")
+_LISTS = _CLASSES[1:]
 
 # Texts whose lengths a run looks at before it begins.
 _MEASURED_TEXTS = 2000
@@ -99,7 +116,7 @@ def _for_trained_models(
 
 
 def _padded(tokenizer: Any, max_len: int, pad: str) -> Padded:
-    return Padded(_padding(tokenizer) or 0, max_len if pad == "max_len" else None)
+    return Padded(padding_token(tokenizer) or 0, max_len if pad == "max_len" else None)
 
 
 def _texts_to_predict(
@@ -113,7 +130,8 @@ def _texts_to_predict(
         table = read_table("predict_path", path, name)
     check_complete(table, texts, "text")
     alone = table.splits[next(s for s in ("test", *table.splits) if s in table.splits)]
-    _check_columns({"predict": alone}, "text", [encode.text], "text")
+    kind = None if task == "token_classification" else "text"
+    check_columns({"predict": alone}, "text", [encode.text], kind)
     return Encoded(alone, partial(_alone, encode, task, start), texts)
 
 
@@ -148,6 +166,10 @@ def hf_datasets(
 
     - `classification`: int64, 0-dim, for `cross_entropy`. Classes that are texts are numbered in
       the order of their names.
+    - `multilabel`: float32 of shape (classes,), 1 for each class in a sample's list, for `bce`.
+    - `token_classification`: int64 of shape (tokens,), for `cross_entropy`. The text is a list of
+      words, and the target a list with a class for each; the first token of a word has its class,
+      the others -100.
     - `regression`: float32 of shape (columns,), for `mse`.
     - `causal_lm`: int64 of shape (tokens,), for `cross_entropy`: the label of a place is the token
       after it, so nothing is shifted any more. With `pack` all texts are joined, with the
@@ -164,8 +186,8 @@ def hf_datasets(
     its file and number. Classes of a `ClassLabel` are matched by their names in all splits.
 
     Metadata: `task`, `vocab_size`, `max_len`, `pad_index`, `special_tokens`; `num_classes` and
-    `num_labels` for classification and regression, with `classes`, the names, where there are
-    names; `seq_len` for packed texts; `longest`, the tokens of the longest text of all splits,
+    `num_labels` for the tasks with classes and regression, with `classes`, the names, where there
+    are names; `seq_len` for packed texts; `longest`, the tokens of the longest text of all splits,
     where all were measured and a batch is padded to its longest.
 
     Args:
@@ -173,7 +195,8 @@ def hf_datasets(
             with .gz); several by a pattern, `parts/*.jsonl`; a folder of such files named after
             their splits; a folder that `save_to_disk` wrote; or a name on the Hub.
         tokenizer: a `tokenizer.json`, a folder of a tokenizer, or a name on the Hub.
-        task: classification, regression, causal_lm, masked_lm or seq2seq.
+        task: classification, multilabel, regression, token_classification, causal_lm, masked_lm or
+            seq2seq.
         name: the configuration of a data set on the Hub that has several.
         eval_path: a path like `path` with the evaluation split; None: a split of `path`, or a
             held-out part of it.
@@ -185,7 +208,8 @@ def hf_datasets(
             ClassLabel has them.
         text: the column of the text.
         text_pair: the column of a second text, such as the sentence to compare with.
-        target: the column of the class, the number (several: a list) or, for seq2seq, the text.
+        target: the column of the class, of the list of classes, of the number (several: a list) or,
+            for seq2seq, of the text.
         max_len: the number of tokens after which a sample is cut, or of a window.
         pad: `longest`, or `max_len` for batches of one shape.
         pack: whether to join texts for causal_lm; False: each text is a sample.
@@ -211,20 +235,25 @@ def hf_datasets(
         raise DataError(f"{setting('mask_share', mask_share)} must be above 0 and below 1")
     tok = load_tokenizer(tokenizer)
     targets = [target] if isinstance(target, str) else list(target)
-    files = _Files(path, name, eval_path, train_split, eval_split, eval_share, split_seed)
+    files = SampleFiles(path, name, eval_path, train_split, eval_split, eval_share, split_seed)
     texts = [text, *([text_pair] if text_pair is not None else [])]
     needed = dict.fromkeys(texts, "text")
-    if task in ("classification", "regression", "seq2seq"):
+    if task in (*_CLASSES, "regression", "seq2seq"):
         needed |= dict.fromkeys(targets, "target")
     # a summary may be empty, a class or a number may not
     source = files.read(needed, blank_targets=task == "seq2seq")
     samples = source.samples
-    _check_columns(samples, "text", [text], "text")
+    words = task == "token_classification"
+    check_columns(samples, "text", [text], None if words else "text")
+    if text_pair is not None and words:
+        raise DataError(
+            f"{argument('text_pair')} is a second text, and {setting('task', task)} has words"
+        )
     if text_pair is not None:
-        _check_columns(samples, "text_pair", [text_pair], "text")
-    pad_id = _padding(tok)
+        check_columns(samples, "text_pair", [text_pair], "text")
+    pad_id = padding_token(tok)
     metadata: dict[str, Any] = {"task": task, "vocab_size": len(tok), "max_len": max_len}
-    metadata |= {"special_tokens": _special_tokens(tok)}
+    metadata |= {"special_tokens": special_tokens(tok)}
     if pad_id is not None:
         metadata |= {"pad_index": pad_id}
     encode = _Encoder(tok, text, text_pair, max_len)
@@ -246,7 +275,7 @@ def hf_datasets(
         others |= {"notes": [f"{len(samples['train']):,} texts", *source.notes]}
         return replace(_packed(samples, tok, text, max_len, metadata), **others)
     if task == "seq2seq":
-        _check_columns(samples, "target", targets[:1], "text")
+        check_columns(samples, "target", targets[:1], "text")
     special = task != "causal_lm"
     lengths, complete = _lengths(samples["train"], tok, texts, special)
     others |= {"notes": [_in_words(lengths, complete, max_len), *source.notes]}
@@ -260,16 +289,19 @@ def hf_datasets(
     if complete and pad == "longest":
         metadata |= {"longest": max(lengths)}
     items: dict[str, Callable[[Mapping[str, Any]], Item]] = {}
-    if task == "classification":
-        numbering = _classes(source, targets, classes, path)
+    labels: Callable[[], Tensor] | None = None
+    if task in _CLASSES:
+        numbering = number_classes(source, targets, classes, path, of_lists=task in _LISTS)
         metadata |= {"num_classes": numbering.count, "num_labels": numbering.count}
         if numbering.names is not None:
             metadata |= {"classes": numbering.names}
         others |= {"without_samples": numbering.without_samples}
+        settings = {"multilabel": {"count": numbering.count}}.get(task, {})
         items = {
-            split: partial(_classified, encode, targets[0], numbers)
+            split: partial(_OF_CLASSES[task], encode, targets[0], numbers, **settings)
             for split, numbers in numbering.numbers.items()
         }
+        labels = partial(_labels_of, samples["train"], targets[0], numbering, task)
     elif task == "regression":
         _check_numbers(source, targets)
         metadata |= {"num_classes": len(targets), "num_labels": len(targets)}
@@ -281,25 +313,12 @@ def hf_datasets(
     else:
         items = dict.fromkeys(samples, partial(_translated, encode, targets[0], start))
     return DataSplits(
-        train=Encoded(samples["train"], items["train"], texts),
+        train=Encoded(samples["train"], items["train"], texts, labels),
         eval=Encoded(samples["eval"], items["eval"], texts),
         collate=_padded(tok, max_len, pad),
         metadata=metadata,
         **others,
     )
-
-
-def _padding(tokenizer: Any) -> int | None:
-    """Returns the id that texts are padded with: a token that no text has; None: there is none."""
-    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id)
-    return next((int(token) for token in ids if token is not None), None)
-
-
-def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Returns the tokenizer's special tokens under the names of a configuration of transformers."""
-    roles = ("bos", "eos", "pad", "sep")
-    ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id", None) for role in roles}
-    return {name: int(token) for name, token in ids.items() if token is not None}
 
 
 def _lengths(
@@ -310,8 +329,10 @@ def _lengths(
         return [], True
     step = -(-len(samples) // _MEASURED_TEXTS)
     chosen = samples.select(range(0, len(samples), step), keep_in_memory=True)
-    texts = [[_text(sample, column) for sample in chosen] for column in columns]
-    ids = tokenizer(*texts, add_special_tokens=special, verbose=False)["input_ids"]
+    words = isinstance(chosen[0][columns[0]], list)
+    texts = [[s[c] if words else _text(s, c) for s in chosen] for c in columns]
+    settings = {"add_special_tokens": special, "is_split_into_words": words, "verbose": False}
+    ids = tokenizer(*texts, **settings)["input_ids"]
     return [*map(len, ids)], step == 1
 
 
@@ -331,6 +352,7 @@ class Encoded(Dataset[Any]):
         samples: a `datasets.Dataset`.
         item: makes the item of a sample.
         texts: the columns of its texts.
+        labels: returns the labels of all samples, see `DataSplits`; None: there are no classes.
     """
 
     def __init__(
@@ -338,10 +360,13 @@ class Encoded(Dataset[Any]):
         samples: Any,
         item: Callable[[Mapping[str, Any]], Any],
         texts: Sequence[str] = (),
+        labels: Callable[[], Tensor] | None = None,
     ) -> None:
         self.samples = samples
         self.item = item
         self.texts = texts
+        if labels is not None:
+            self.labels = labels
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -435,6 +460,18 @@ class _Encoder:
         pair = None if self.text_pair is None else _text(sample, self.text_pair)
         return self.of(_text(sample, self.text), pair)
 
+    def of_words(self, words: Sequence[str]) -> Any:
+        """Returns the tokenizer's encoding of words, cut to `max_len` tokens.
+
+        Raises:
+            DataError: they are not a list.
+        """
+        if not isinstance(words, list):
+            raise DataError(f"column {self.text} has {words!r} here, and must have a list of words")
+        return self.tokenizer(
+            words, is_split_into_words=True, truncation=True, max_length=self.max_len
+        )
+
     def of(self, text: str, pair: str | None = None, **settings: Any) -> dict[str, Tensor]:
         """Returns the tensors of a text, or of two, cut to `max_len` tokens; one at least."""
         encoded = self.tokenizer(text, pair, truncation=True, max_length=self.max_len, **settings)
@@ -453,6 +490,58 @@ def _classified(
     encode: _Encoder, column: str, classes: Mapping[Any, int], sample: Mapping[str, Any]
 ) -> Item:
     return encode(sample), torch.tensor(classes[sample[column]])
+
+
+def _several(
+    encode: _Encoder,
+    column: str,
+    classes: Mapping[Any, int],
+    sample: Mapping[str, Any],
+    count: int,
+) -> Item:
+    labels = torch.zeros(count)
+    labels[[classes[value] for value in sample[column]]] = 1
+    return encode(sample), labels
+
+
+def _by_word(
+    encode: _Encoder, column: str, classes: Mapping[Any, int], sample: Mapping[str, Any]
+) -> Item:
+    words, values = sample[encode.text], sample[column]
+    encoded = encode.of_words(words)
+    if len(words) != len(values):
+        raise DataError(
+            f"a sample has {len(words)} words in {encode.text} and {len(values)} classes in "
+            f"{column}: {' '.join(map(str, words))[:80]}"
+        )
+    of_word = encoded.word_ids()
+    labels = [
+        IGNORED if word is None or word == before else classes[values[word]]
+        for word, before in zip(of_word, [None, *of_word], strict=False)
+    ]
+    tensors = {key: torch.tensor(value, dtype=torch.int64) for key, value in encoded.items()}
+    return tensors, torch.tensor(labels)
+
+
+_OF_CLASSES: dict[str, Callable[..., Item]] = {
+    "classification": _classified,
+    "multilabel": _several,
+    "token_classification": _by_word,
+}
+
+
+def _labels_of(samples: Any, column: str, numbering: Numbering, task: str) -> Tensor:
+    """Returns the labels of all training samples; see `DataSplits`."""
+    numbers = numbering.numbers["train"]
+    if task == "classification":
+        return torch.tensor([numbers[value] for value in samples[column]])
+    lists = [[numbers[value] for value in values] for values in samples[column]]
+    if task == "token_classification":
+        return torch.tensor([number for of_sample in lists for number in of_sample])
+    labels = torch.zeros(len(lists), numbering.count)
+    for number, of_sample in enumerate(lists):
+        labels[number, of_sample] = 1
+    return labels
 
 
 def _valued(encode: _Encoder, columns: Sequence[str], sample: Mapping[str, Any]) -> Item:
@@ -491,6 +580,9 @@ def _alone(encode: _Encoder, task: str, start: int, sample: Mapping[str, Any]) -
     if task == "causal_lm":
         inputs, _ = _continued(encode, sample)
         return inputs
+    if task == "token_classification":
+        encoded = encode.of_words(sample[encode.text])
+        return {key: torch.tensor(value, dtype=torch.int64) for key, value in encoded.items()}
     first = {"decoder_input_ids": torch.tensor([start])} if task == "seq2seq" else {}
     return {**encode(sample), **first}
 
@@ -566,113 +658,15 @@ def _joined_ids(samples: Any, tokenizer: Any, column: str) -> NDArray[Any]:
 # Rows
 
 
-@dataclass(frozen=True)
-class _Source:
-    """The samples of the splits `train` and `eval`, and where they come from."""
-
-    samples: dict[str, Any]
-    tables: Sequence[Table]
-    held_out: bool
-    notes: Sequence[str]
-
-    @property
-    def digest(self) -> str | None:
-        """Of all files."""
-        digests = [table.digest for table in self.tables]
-        return None if None in digests else "-".join(map(str, digests))
-
-    @property
-    def numbers_are_texts(self) -> bool:
-        """True if all values are texts, as in CSV."""
-        return all(table.numbers_are_texts for table in self.tables)
-
-
-@dataclass(frozen=True)
-class _Files:
-    """The files of the samples and their division; see `hf_datasets`."""
-
-    path: str
-    name: str | None
-    eval_path: str | None
-    train_split: str
-    eval_split: str | None
-    eval_share: float
-    split_seed: int
-
-    def read(self, columns: Mapping[str, str], blank_targets: bool) -> _Source:
-        """Returns the samples; each has a value in the columns, named by their keys."""
-        table = read_table("path", self.path, self.name)
-        tables = [table]
-        notes = list(table.notes)
-        train = _split_of(table.splits, self.train_split, "train_split", self.path)
-        evaluation = None
-        if self.eval_path is not None:
-            eval_table = read_table("eval_path", self.eval_path, self.name)
-            tables.append(eval_table)
-            notes += eval_table.notes
-            eval_split = self.eval_split or next(iter(eval_table.splits))
-            evaluation = _split_of(eval_table.splits, eval_split, "eval_split", self.eval_path)
-        else:
-            known_splits = (split_name for split_name in _EVAL_SPLITS if split_name in table.splits)
-            eval_split = self.eval_split or next(known_splits, self.train_split)
-            if eval_split != self.train_split:
-                evaluation = _split_of(table.splits, eval_split, "eval_split", self.path)
-                unused = table.splits.keys() - {self.train_split, eval_split}
-                notes += [f"splits not used: {', '.join(sorted(unused))}"] if unused else []
-        for source_table in tables:
-            for column, key in columns.items():
-                check_complete(source_table, [column], key, key == "text" or blank_targets)
-        if evaluation is None:
-            first, second = held_out(len(train), self.eval_share, self.split_seed)
-            parts = (train.select(part, keep_in_memory=True) for part in (first, second))
-            samples = dict(zip(("train", "eval"), parts, strict=True))
-        else:
-            samples = {"train": train, "eval": evaluation}
-        for split, of_split in samples.items():
-            if not len(of_split):
-                raise DataError(f"the {split} split has no samples")
-        return _Source(samples, tables, evaluation is None, notes)
-
-
-def _split_of(whole: Any, split: str, key: str, path: str) -> Any:
-    if split not in whole:
-        raise DataError(
-            f"{setting(key, split)}: {path} has no such split; it has {', '.join(map(str, whole))}"
-        )
-    return whole[split]
-
-
-def _check_columns(
-    samples: Mapping[str, Any], key: str, columns: Sequence[str], kind: str | None = None
-) -> None:
-    """Refuses columns that are not there, or not of a `kind`: `text`, `number`; None: any."""
-    beginnings = {"text": ("string", "large_string"), "number": ("int", "uint", "float")}
-    for split, of_split in samples.items():
-        dtypes = {name: str(getattr(x, "dtype", x)) for name, x in of_split.features.items()}
-        shown = ", ".join(f"{name} ({dtype})" for name, dtype in dtypes.items())
-        for column in columns:
-            if column not in dtypes:
-                raise DataError(
-                    f"{setting(key, column)}: the {split} split has no such column; it has {shown}"
-                )
-            if kind is not None and not dtypes[column].startswith(beginnings[kind]):
-                raise DataError(
-                    f"{setting(key, column)}: the column must have {kind}s, and has "
-                    f"{dtypes[column]}; the columns of the {split} split are {shown}"
-                )
-
-
-def _check_numbers(source: _Source, columns: Sequence[str]) -> None:
+def _check_numbers(source: Samples, columns: Sequence[str]) -> None:
     """Refuses columns that do not have finite numbers; those of CSV are written as texts."""
-    _check_columns(
-        source.samples, "target", columns, None if source.numbers_are_texts else "number"
-    )
+    check_columns(source.samples, "target", columns, None if source.numbers_are_texts else "number")
     for table in source.tables:
         check_finite(table, columns, "target")
 
 
 @dataclass(frozen=True)
-class _Numbering:
+class Numbering:
     """The numbers of classes.
 
     Attributes:
@@ -688,22 +682,35 @@ class _Numbering:
     without_samples: list[str]
 
 
-def _classes(
-    source: _Source, targets: Sequence[str], classes: Sequence[str] | None, path: str
-) -> _Numbering:
-    """Returns the numbers of the classes; splits are matched by the names where there are names."""
+def number_classes(
+    source: Samples,
+    targets: Sequence[str],
+    classes: Sequence[str] | None,
+    path: str,
+    of_lists: bool = False,
+) -> Numbering:
+    """Returns the numbers of the classes; splits are matched by the names where there are names.
+
+    Args:
+        source: the samples.
+        targets: the column of the classes.
+        classes: the names in the order of their numbers; None: sorted.
+        path: for messages.
+        of_lists: each sample has a list of classes.
+    """
     if len(targets) != 1:
         raise DataError(f"{setting('target', targets)}: a classification has one column")
     (column,) = targets
     samples = source.samples
-    _check_columns(samples, "target", [column])
-    with quiet():
-        values = {split: set(of_split.unique(column)) for split, of_split in samples.items()}
+    check_columns(samples, "target", [column])
+    values = {split: _values(of_split, column, of_lists) for split, of_split in samples.items()}
     # by split, the name or the number that each value stands for
     meaning: dict[str, dict[Any, Any]] = {}
     order: list[str] | None = None
     for split, split_values in values.items():
-        names = getattr(samples[split].features[column], "names", None)  # of a ClassLabel
+        feature = samples[split].features[column]
+        # of a ClassLabel, or of a list of them
+        names = getattr(getattr(feature, "feature", feature), "names", None)
         if names and all(
             isinstance(value, int) and 0 <= value < len(names) for value in split_values
         ):
@@ -751,7 +758,7 @@ def _classes(
         )
     check_classes(used["train"], class_names, f"{setting('target', column)}", argument("classes"))
     number = {name: i for i, name in enumerate(class_names)}
-    return _Numbering(
+    return Numbering(
         len(class_names),
         class_names,
         {
@@ -762,9 +769,34 @@ def _classes(
     )
 
 
+def _values(samples: Any, column: str, of_lists: bool) -> set[Any]:
+    """Returns the values in a column, or in its lists.
+
+    Raises:
+        DataError: a value is not a list where it must be one, or is one elsewhere.
+    """
+    if of_lists:
+        values: set[Any] = set()
+        for number, one in enumerate(samples[column]):
+            if not isinstance(one, list):
+                raise DataError(
+                    f"{setting('target', column)}: sample {number + 1} has {one!r}, and each must "
+                    f"have a list of classes"
+                )
+            values.update(one)
+        return values
+    if not hasattr(samples.features[column], "dtype") or "list" in str(samples.features[column]):
+        raise DataError(
+            f"{setting('target', column)} has lists: set {setting('task', 'multilabel')}, or for "
+            f"the classes of words {setting('task', 'token_classification')}"
+        )
+    with quiet():
+        return set(samples.unique(column))
+
+
 def _numbered(
     column: str, meaning: Mapping[str, Mapping[Any, int]], classes: Sequence[str] | None
-) -> _Numbering:
+) -> Numbering:
     """Returns the classes of data that has numbers alone; `classes` may give them names."""
     values = {number for numbers in meaning.values() for number in numbers.values()}
     count = len(classes) if classes is not None else max(values) + 1
@@ -776,7 +808,7 @@ def _numbered(
             + f" (for other numbers, {setting('task', 'regression')})"
         )
     unused = sorted({*range(count)} - {int(number) for number in meaning["train"].values()})
-    return _Numbering(
+    return Numbering(
         count,
         None if classes is None else list(classes),
         {

@@ -21,6 +21,7 @@ from hybridtrain.datasets.images import (
     normalised,
     read_image,
 )
+from hybridtrain.datasets.mixup import MixedUp
 from hybridtrain.datasets.split_names import check_classes, class_numbers, listed, split_of
 from hybridtrain.datasets.standard_input import STANDARD_INPUT, read_lines
 from hybridtrain.errors import DataError, argument, setting
@@ -50,6 +51,10 @@ class Images(Dataset[Any]):
         path, label = self.files[index]
         return self.transform(read_image(path)), torch.tensor(label)
 
+    def labels(self) -> Tensor:
+        """Returns the classes of all images."""
+        return torch.tensor([label for _, label in self.files])
+
     def describe(self, index: int) -> dict[str, str]:
         """Returns the path of an image, which `predict` writes next to the result."""
         return {"file": self.files[index][0]}
@@ -78,7 +83,7 @@ class UnlabelledImages(Dataset[Any]):
         return {"file": self.files[index]}
 
 
-def _for_trained_models(
+def only_to_predict(
     metadata: Mapping[str, Any],
     image_size: int = 224,
     classes: list[str] | None = None,
@@ -88,17 +93,19 @@ def _for_trained_models(
     """Returns the images of `predict_path` alone; see `for_trained_models`."""
     to_predict = None
     if predict_path is not None:
-        transform = _transform(image_size, augment=False)
+        transform = image_transform(image_size)
         to_predict = UnlabelledImages(_files_to_predict(predict_path), transform)
-    given = _of_images(image_size) | ({"classes": classes} if classes is not None else {})
+    given = image_metadata(image_size) | ({"classes": classes} if classes is not None else {})
     return DataSplits(train=(), eval=None, predict=to_predict, metadata={**metadata, **given})
 
 
-@for_trained_models(_for_trained_models)
+@for_trained_models(only_to_predict)
 def image_folder(
     root: str | Path = "data",
     image_size: int = 224,
     augment: bool = True,
+    rand_augment: int | None = None,
+    mixup: float = 0.0,
     eval_share: float = 0.1,
     split_seed: int = 0,
     classes: list[str] | None = None,
@@ -124,6 +131,10 @@ def image_folder(
         root: the folder.
         image_size: pixels per side.
         augment: draw random parts in training; False: as in evaluation.
+        rand_augment: the magnitude of `torchvision.transforms.v2.RandAugment`, 0 to 30, with two
+            operations for an image; None: none.
+        mixup: mix each training image with another one, see `hybridtrain.datasets.mixup`: alpha;
+            0: do not. Each image takes as long as two.
         eval_share: the part of the images that is held out where there is no folder `train`.
         split_seed: which images are held out is drawn from it.
         classes: the names of the classes in the order of their numbers; None: the folders' names,
@@ -136,8 +147,7 @@ def image_folder(
         DataError: there are no images or classes, the splits have other classes, or a number is
             out of its range. A damaged image is one when it is read, with its path.
     """
-    if image_size < 1:
-        raise DataError(f"{setting('image_size', image_size)} must be at least 1")
+    check_image_size(image_size)
     root = Path(root)
     splits, others = _splits_in(root)
     notes = []
@@ -178,18 +188,18 @@ def image_folder(
     notes.append(", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()))
     folders_text = " and ".join(str(folder) for folder in folders)
     notes[-1] += f" from {folders_text}"
-    plain = _transform(image_size, augment=False)
+    plain = image_transform(image_size)
     to_predict = None
     if predict_path is not None:
         to_predict = UnlabelledImages(_files_to_predict(predict_path), plain)
     return DataSplits(
         predict=to_predict,
-        train=Images(of_train, _transform(image_size, augment=True) if augment else plain),
+        train=training_images(of_train, image_size, augment, rand_augment, mixup, len(names)),
         eval=Images(of_eval, plain) if of_eval else None,
         metadata={
             "num_classes": len(names),
             "classes": names,
-            **_of_images(image_size),
+            **image_metadata(image_size),
         },
         held_out=len(folders) == 1 and bool(of_eval),
         notes=notes,
@@ -198,7 +208,34 @@ def image_folder(
     )
 
 
-def _of_images(image_size: int) -> dict[str, Any]:
+def check_image_size(image_size: int) -> None:
+    """Raises a DataError unless it is a number of pixels."""
+    if image_size < 1:
+        raise DataError(f"{setting('image_size', image_size)} must be at least 1")
+
+
+def training_images(
+    files: Sequence[tuple[str, int]],
+    image_size: int,
+    augment: bool,
+    rand_augment: int | None,
+    mixup: float,
+    classes: int,
+) -> Dataset[Any]:
+    """Returns the training split of images; see `image_folder`.
+
+    Raises:
+        DataError: a number is out of its range.
+    """
+    if rand_augment is not None and not 0 <= rand_augment <= 30:
+        raise DataError(f"{setting('rand_augment', rand_augment)} must be from 0 to 30")
+    if mixup < 0:
+        raise DataError(f"{setting('mixup', mixup)} must be at least 0")
+    images = Images(files, image_transform(image_size, augment, rand_augment))
+    return MixedUp(images, mixup, classes) if mixup else images
+
+
+def image_metadata(image_size: int) -> dict[str, Any]:
     """Returns the metadata of the images as an evaluation prepares them."""
     return {
         "image_size": image_size,
@@ -302,11 +339,13 @@ def _without_samples(names: Sequence[str], files: Sequence[tuple[str, int]]) -> 
     return [name for number, name in enumerate(names) if number not in used]
 
 
-def _transform(image_size: int, augment: bool) -> Any:
+def image_transform(image_size: int, augment: bool = False, rand_augment: int | None = None) -> Any:
     """Returns the preset of torchvision's reference training, or of its evaluation."""
     from torchvision.transforms import v2
 
-    first = [v2.Resize(_resized(image_size)), v2.CenterCrop(image_size)]
+    first: list[Any] = [v2.Resize(_resized(image_size)), v2.CenterCrop(image_size)]
     if augment:
         first = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
+    if rand_augment is not None:
+        first.append(v2.RandAugment(magnitude=rand_augment))
     return v2.Compose([*first, *normalised(IMAGENET_MEAN, IMAGENET_STD)])

@@ -76,3 +76,16 @@ def end_of_text(tokenizer: Any) -> list[int]:
         if token is not None:
             return [int(token)]
     return []
+
+
+def padding_token(tokenizer: Any) -> int | None:
+    """Returns the id that texts are padded with: a token that no text has; None: there is none."""
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id)
+    return next((int(token) for token in ids if token is not None), None)
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Returns the tokenizer's special tokens under the names of a configuration of transformers."""
+    roles = ("bos", "eos", "pad", "sep")
+    ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id", None) for role in roles}
+    return {name: int(token) for name, token in ids.items() if token is not None}

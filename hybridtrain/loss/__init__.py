@@ -8,6 +8,7 @@ proof                compares a loss with its count in the first step,
 captures             by calling a copy of the loss
 replayed_draws       with the same random numbers
 metrics              the metrics of an evaluation
+class_metrics        those of a classification by name, of torchmetrics
 """
 
 from hybridtrain.loss.by_name import (
@@ -21,7 +22,14 @@ from hybridtrain.loss.by_name import (
     nll,
 )
 from hybridtrain.loss.captures import SeenLosses
-from hybridtrain.loss.counted import CountedLoss, MeanLoss, SumLoss, resolve, zero_of
+from hybridtrain.loss.counted import (
+    CountedLoss,
+    MeanLoss,
+    SumLoss,
+    balanced_weights,
+    resolve,
+    zero_of,
+)
 from hybridtrain.loss.metrics import (
     IGNORED,
     Accuracy,
@@ -67,6 +75,7 @@ __all__ = [
     "StepWeights",
     "SumLoss",
     "accuracy",
+    "balanced_weights",
     "check_reported",
     "count_of_output",
     "cross_entropy",

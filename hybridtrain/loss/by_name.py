@@ -8,12 +8,15 @@ a named tuple are outputs of auxiliary heads, whose losses are added with a smal
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hybridtrain.errors import ConfigError, setting
+from hybridtrain.loss.class_metrics import KINDS, ByClass
 from hybridtrain.loss.metrics import (
     Accuracy,
     Metric,
@@ -29,20 +32,37 @@ LossFn = Callable[[Any, Any], Tensor]
 CountFn = Callable[[Any, Any], int | float | Tensor]
 
 
-def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
+def cross_entropy(
+    outputs: Any, targets: Tensor, *, weight: Tensor | None = None, label_smoothing: float = 0.0
+) -> Tensor:
     """Cross-entropy of logits with class indices: (N, C) with (N), (N, T, C) with (N, T).
 
-    The mean over the targets that are not -100.
+    The mean over the targets that are not -100, by the weights of their classes; or with
+    probabilities as targets, (N, C), over the samples.
     """
-    return _over_heads(F.cross_entropy, outputs, targets)
+    return _over_heads(F.cross_entropy, outputs, targets, weight, label_smoothing=label_smoothing)
 
 
-def nll(outputs: Any, targets: Tensor) -> Tensor:
+def nll(
+    outputs: Any, targets: Tensor, *, weight: Tensor | None = None, label_smoothing: float = 0.0
+) -> Tensor:
     """Negative log-likelihood of log-probabilities, as `log_softmax` returns them.
 
-    The mean over the targets that are not -100.
+    The mean over the targets that are not -100, by the weights of their classes.
     """
-    return _over_heads(F.nll_loss, outputs, targets)
+    if label_smoothing:  # log-probabilities are logits of the same probabilities
+        return cross_entropy(outputs, targets, weight=weight, label_smoothing=label_smoothing)
+    return _over_heads(F.nll_loss, outputs, targets, weight)
+
+
+def bce(outputs: Any, targets: Tensor, *, weight: Tensor | None = None) -> Tensor:
+    """Binary cross-entropy of logits with labels 0 or 1, both (N, C): the mean over all of them.
+
+    `weight`, (C), multiplies the loss of each label that is 1.
+    """
+    logits = _in_float(main_output(outputs))
+    weight = None if weight is None else weight.to(logits.device, logits.dtype)
+    return F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), pos_weight=weight)
 
 
 def mse(outputs: Any, targets: Tensor) -> Tensor:
@@ -73,17 +93,31 @@ def accuracy() -> Metric:
 LOSSES: dict[str, LossFn] = {
     "cross_entropy": cross_entropy,
     "nll": nll,
+    "bce": bce,
     "mse": mse,
     "model_output": model_output,
 }
-METRICS: dict[str, Callable[[], Metric]] = {"accuracy": accuracy, "perplexity": Perplexity}
+METRICS: dict[str, Callable[..., Metric]] = {
+    "accuracy": accuracy,
+    "perplexity": Perplexity,
+    **{name: partial(ByClass, name) for name in KINDS},
+}
+"""Metrics by name; those of `hybridtrain.loss.class_metrics` take the classes of the data."""
 
 
 def _over_heads(
-    loss_fn: Callable[[Tensor, Tensor], Tensor], outputs: Any, targets: Tensor
+    function: Callable[..., Tensor],
+    outputs: Any,
+    targets: Tensor,
+    class_weights: Tensor | None,
+    **settings: Any,
 ) -> Tensor:
     """The loss of the main output, plus the weighted losses of the auxiliary heads."""
-    loss = loss_fn(*classes_in_dim_1(main_output(outputs), targets))
+    main = _in_float(main_output(outputs))
+    if class_weights is not None:
+        settings["weight"] = class_weights.to(main.device, main.dtype)
+    loss_fn = partial(function, **settings)
+    loss = loss_fn(*classes_in_dim_1(main, targets))
     fields = getattr(outputs, "_fields", ())
     heads = [getattr(outputs, name) for name in fields if name.startswith("aux_logits")]
     # GoogLeNet, with two such heads, gives each 0.3 (Szegedy et al., Going Deeper with
@@ -91,5 +125,10 @@ def _over_heads(
     # and PyTorch's tutorial on fine-tuning; the paper does not say).
     weight = 0.4 if len(heads) == 1 else 0.3
     for head in heads:
-        loss = loss + weight * loss_fn(*classes_in_dim_1(head, targets))
+        loss = loss + weight * loss_fn(*classes_in_dim_1(_in_float(head), targets))
     return loss
+
+
+def _in_float(logits: Tensor) -> Tensor:
+    """Returns logits of a model in half precision as float32, as autocast has them in a loss."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hybridtrain._base.microbatch import Unread, batch_size, split
 from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import BatchError, ConfigError, UserError, setting
-from hybridtrain.loss.by_name import CountFn, LossFn, cross_entropy, model_output, mse, nll
+from hybridtrain.loss.by_name import CountFn, LossFn, bce, cross_entropy, model_output, mse, nll
 from hybridtrain.loss.metrics import IGNORED
 from hybridtrain.loss.transformers_counts import count_of_output
 
@@ -256,6 +256,26 @@ class TargetCount:
         return self._weights[weight._version]
 
 
+def balanced_weights(labels: Tensor, classes: int) -> Tensor:
+    """Returns a weight for each class, inverse to its frequency, float32 of shape (classes,).
+
+    For class numbers, weight = labels / (classes x labels of the class), so that the mean weight of
+    a label is 1; labels of -100 do not count. For labels 0 or 1 of shape (samples, classes) it is
+    the weight of a 1: the number of zeros / ones. A class without labels has the weight 1.
+
+    Source: G. King and L. Zeng, Logistic Regression in Rare Events Data, 2001; as
+    `class_weight="balanced"` of scikit-learn.
+    """
+    if labels.is_floating_point():
+        ones = labels.sum(0)
+        return torch.where(ones > 0, (len(labels) - ones) / ones.clamp(min=1), 1.0).float()
+    counted = labels[labels != IGNORED]
+    counts = counted.bincount(minlength=classes)
+    present = counts > 0
+    balanced = counted.numel() / (present.sum() * counts.clamp(min=1))
+    return torch.where(present, balanced, 1.0).float()
+
+
 _BY_TARGETS = F.cross_entropy, F.nll_loss, cross_entropy, nll
 
 
@@ -291,7 +311,7 @@ def resolve(loss_fn: Any, net: nn.Module | None = None) -> CountedLoss:
         return CountedLoss(loss_fn, count, is_known_reduction=True)
     in_torch = getattr(F, getattr(function, "__name__", ""), None) is function
     in_torch |= isinstance(function, type) and function.__module__ == _TORCH_LOSSES
-    return CountedLoss(loss_fn, is_known_reduction=in_torch or function is mse)
+    return CountedLoss(loss_fn, is_known_reduction=in_torch or function in (mse, bce))
 
 
 _TORCH_LOSSES = nn.modules.loss.__name__

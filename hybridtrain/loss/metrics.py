@@ -72,7 +72,8 @@ def named_values(name: str, value: Any, classes: Sequence[str] | None = None) ->
 
     A number has the metric's name. A tensor of one value per class, as metrics of torchmetrics with
     `average=None` return it, has a name for each: `f1/cat`, or `f1/0` where the classes have no
-    names. A mapping, as a `MetricCollection` returns it, has `name/key`.
+    names. A square matrix, as of confusions, has `name/true/predicted`. A mapping, as a
+    `MetricCollection` returns it, has `name/key`.
 
     Args:
         name: of the metric.
@@ -89,6 +90,12 @@ def named_values(name: str, value: Any, classes: Sequence[str] | None = None) ->
         known = classes is not None and len(classes) == len(value)
         labels: Sequence[Any] = classes if known and classes else range(len(value))
         return {f"{name}/{x}": number for x, number in zip(labels, value.tolist(), strict=True)}
+    if isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == value.shape[1] > 1:
+        known = classes is not None and len(classes) == len(value)
+        labels = classes if known and classes else range(len(value))
+        by_class = zip(labels, value, strict=True)
+        parts = [named_values(f"{name}/{label}", line, classes) for label, line in by_class]
+        return {key: number for part in parts for key, number in part.items()}
     returned = None
     if isinstance(value, Tensor) and value.numel() != 1:
         returned = f"tensor of shape {tuple(value.shape)}"
@@ -97,7 +104,7 @@ def named_values(name: str, value: Any, classes: Sequence[str] | None = None) ->
     if returned is not None:
         raise ConfigError(
             f"the metric {name!r} returns a {returned}: a metric of an evaluation must "
-            f"return a number, or one number per class"
+            f"return a number, one number per class, or a square matrix of the classes"
         )
     return {name: float(value)}
 

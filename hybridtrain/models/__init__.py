@@ -5,16 +5,26 @@ keys. Those written for this project return an `nn.Sequential`, which the pipeli
 elements: each takes one argument and returns one value; both may be a tuple of tensors, batch
 first. Bad arguments raise `ConfigError` and are named. `returns` declares whether a model returns
 logits, log-probabilities, values or its own loss; the loss of a run follows from it.
+
+A wrapper takes the module of any of them and returns what is trained; its name is a key of `model`.
 """
+
+from collections.abc import Callable
+
+from torch import nn
 
 from hybridtrain.models.basicnet import basicnet
 from hybridtrain.models.check import loss_of_model as loss_of_model
 from hybridtrain.models.check import returns as returns
 from hybridtrain.models.gpt import gpt
+from hybridtrain.models.lora import lora
 from hybridtrain.models.timm_models import timm_model
 from hybridtrain.models.torchvision_models import torchvision_model
 from hybridtrain.models.transformer import transformer
 from hybridtrain.models.transformers_models import transformers_model
+
+WRAPPERS: dict[str, Callable[..., nn.Module]] = {"lora": lora}
+"""Functions that change a model after it is made, in this order, by the key of `model`."""
 
 __all__ = [
     "basicnet",

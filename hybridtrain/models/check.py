@@ -8,6 +8,7 @@ from hybridtrain.errors import ConfigError, argument, check_choice, setting
 LOSS_OF = {
     "logits": "cross_entropy",
     "log_probabilities": "nll",
+    "label_logits": "bce",
     "values": "mse",
     "loss": "model_output",
 }
@@ -23,8 +24,9 @@ def returns(output: str | Callable[[Mapping[str, Any]], str]) -> Callable[[Model
     to return logits.
 
     Args:
-        output: `logits`, `log_probabilities`, `values` (of a regression) or `loss` (an output with
-            the model's own loss); or a function of the config's arguments that returns one of them.
+        output: `logits`, `log_probabilities`, `label_logits` (of labels of which a sample has
+            several), `values` (of a regression) or `loss` (an output with the model's own loss); or
+            a function of the config's arguments that returns one of them.
     """
 
     def decorate(model: Model) -> Model:

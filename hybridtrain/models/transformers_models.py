@@ -15,7 +15,9 @@ from hybridtrain.models.check import returns
 
 TASKS = {
     "classification": "AutoModelForSequenceClassification",
+    "multilabel": "AutoModelForSequenceClassification",
     "regression": "AutoModelForSequenceClassification",
+    "token_classification": "AutoModelForTokenClassification",
     "image_classification": "AutoModelForImageClassification",
     "causal_lm": "AutoModelForCausalLM",
     "masked_lm": "AutoModelForMaskedLM",
@@ -32,14 +34,15 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _output(arguments: Mapping[str, Any]) -> str:
-    return "values" if arguments.get("task") == "regression" else "logits"
+    kinds = {"regression": "values", "multilabel": "label_logits"}
+    return kinds.get(arguments.get("task") or "", "logits")
 
 
 @returns(_output)
 def transformers_model(
     source: str | None = None,
     config: Mapping[str, Any] | None = None,
-    task: str = "classification",
+    task: str | None = None,
     auto: str | None = None,
     num_classes: int | None = None,
     vocab_size: int | None = None,
@@ -64,12 +67,15 @@ def transformers_model(
             configuration.
         config: instead of `source`, a `model_type` and settings that differ from its defaults, such
             as `{model_type: bert, hidden_size: 256}`.
-        task: classification, regression, image_classification, causal_lm, masked_lm or seq2seq.
+        task: classification, multilabel, regression, token_classification, image_classification,
+            causal_lm, masked_lm or seq2seq; None: classification.
         auto: the name of an Auto class of transformers, for other tasks; None: the task's class.
         num_classes: the number of classes, or of predicted numbers in a regression.
         vocab_size: the size of the data's vocabulary; the default of `config.vocab_size`.
         pad_index: the id of the data's padding token.
         attention: the attention implementation, such as eager or sdpa; None: the model's default.
+            `sdpa_masked` is sdpa with a mask in every batch: transformers leaves it out of a batch
+            without padding, which then takes another kernel, with other last bits.
         dtype: the dtype of the parameters: float32, bfloat16 or float16. float32 keeps small
             updates of the optimizer from being rounded away, whatever the source's dtype.
         classes: the names of the classes, which become `id2label` in `config.json`.
@@ -86,6 +92,7 @@ def transformers_model(
             have another size, or it has texts for a model of images or the reverse.
     """
     transformers = _transformers()
+    task = task or "classification"
     check_choice("task", task, list(TASKS))
     check_choice("dtype", dtype, DTYPES)
     if (source is None) == (config is None):
@@ -93,8 +100,10 @@ def transformers_model(
             f"give either {argument('source')} or {argument('config')}, not both: what model is it?"
         )
     labels: dict[str, Any] = {}
-    if num_classes is not None and task in ("classification", "regression", "image_classification"):
+    if num_classes is not None and task not in ("causal_lm", "masked_lm", "seq2seq"):
         labels["num_labels"] = num_classes
+        if task == "multilabel":
+            labels["problem_type"] = "multi_label_classification"
         if classes is not None and task != "regression" and len(classes) == num_classes:
             labels["id2label"] = dict(enumerate(classes))
             labels["label2id"] = {name: number for number, name in enumerate(classes)}
@@ -120,7 +129,7 @@ def transformers_model(
         )
     _take_special_tokens(model_config, special_tokens or {}, pad_index, set(config or {}))
     if (
-        task in ("classification", "regression")
+        task in ("classification", "multilabel", "regression")
         and getattr(model_config, "pad_token_id", 0) is None
     ):
         raise ConfigError(
@@ -135,6 +144,7 @@ def transformers_model(
         raise ConfigError(f"{setting('auto', name)}: transformers has no such Auto class")
     options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     if attention is not None:
+        _register_sdpa_masked(transformers)
         options["attn_implementation"] = attention
     try:
         model: nn.Module = kind.from_config(model_config, trust_remote_code=False, **options)
@@ -270,6 +280,17 @@ def _transformers() -> Any:
             "models of transformers need pip install 'hybridtrain[transformers]'"
         ) from error
     return transformers
+
+
+def _register_sdpa_masked(transformers: Any) -> None:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    never = dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip"), False)
+    transformers.AttentionInterface.register("sdpa_masked", sdpa_attention_forward)
+    transformers.AttentionMaskInterface.register(
+        "sdpa_masked", lambda *args, **settings: sdpa_mask(*args, **{**settings, **never})
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 trackers/      TensorBoard, W&B, MLflow, a progress bar, files of metrics
 report/        the page of one or several runs: one HTML file
+confusion      the confusion matrix among the values of an evaluation
 pictures       timelines, curves, plans and time breakdowns, drawn
 timeline       what the stages do when, in files
 hyperparameters  which keys runs are compared by
@@ -14,6 +15,7 @@ from hybridtrain._base.registry import on_first_use
 from hybridtrain.observe.trackers import TRACKERS
 
 if TYPE_CHECKING:
+    from hybridtrain.observe.confusion import confusion_of, is_confusion
     from hybridtrain.observe.pictures import (
         COLOURS,
         CRITICAL,
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
         Curve,
         NodesPoint,
         draw_accounts,
+        draw_confusion,
         draw_curves,
         draw_plan,
         draw_timelines,
@@ -65,13 +68,16 @@ __all__ = [
     "WandB",
     "accounts_of",
     "check_installed",
+    "confusion_of",
     "curves_of",
     "describe_values",
     "draw_accounts",
+    "draw_confusion",
     "draw_curves",
     "draw_plan",
     "draw_timelines",
     "in_ms",
+    "is_confusion",
     "spans_of_trace",
     "that_differ",
     "write_report",
@@ -79,8 +85,9 @@ __all__ = [
 
 
 _NAMES = {
-    "pictures": "COLOURS CRITICAL PARTS WAITS Curve NodesPoint draw_accounts draw_curves draw_plan "
-    "draw_timelines in_ms",
+    "confusion": "confusion_of is_confusion",
+    "pictures": "COLOURS CRITICAL PARTS WAITS Curve NodesPoint draw_accounts draw_confusion "
+    "draw_curves draw_plan draw_timelines in_ms",
     "report": "Curves RunRecord RunSettings accounts_of check_installed curves_of that_differ "
     "write_report",
     "timeline": "TimelineFiles spans_of_trace",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from PIL import Image, ImageDraw, ImageFont
 
 from hybridtrain._base.text_table import with_unit
+from hybridtrain.observe.confusion import Confusion
 from hybridtrain.schedule import (
     Spans,
     WaitFor,
@@ -77,6 +78,8 @@ _CARD, _CARD_ZOOM = 350, 3
 _WIDTH, _HEAD, _CHART = 1080, 30, 250
 _ACROSS = _WIDTH - _LEFT - _RIGHT
 _SMALLEST_LANE, _LANES = 5, 420
+# of a confusion matrix: the width and the height of a cell, and the letters of a name
+_CELL, _NAME = (58, 26), 20
 
 Curve = Sequence[tuple[int, float]]
 
@@ -468,6 +471,37 @@ def draw_plan(
     _draw_legend(canvas, bottom, "Predicted timeline", entries)
     scale = _ACROSS / longest
     _draw_lanes(canvas, bottom + legend, of_timeline, timeline, longest, scale, lane)
+    return canvas.image
+
+
+def draw_confusion(confusion: Confusion, title: str = "") -> Image.Image:
+    """Returns a matrix with a line for each true and a column for each predicted class.
+
+    A cell is as dark as its share of the samples of its line.
+    """
+    classes, counts = confusion
+    names = [name if len(name) <= _NAME else f"{name[: _NAME - 1]}…" for name in classes]
+    left = 30 + 7 * max(map(len, names))
+    width, height = left + _CELL[0] * len(names) + 20, 70 + _CELL[1] * len(names)
+    canvas = _Canvas(max(width, 320), height)
+    canvas.text(8, 6, title, size=14)
+    canvas.text(8, 28, "a line for each true class, a column for each predicted class", _FAINT)
+    for number, (name, line) in enumerate(zip(names, counts, strict=True)):
+        top = 64 + number * _CELL[1]
+        canvas.text(left + (number + 0.5) * _CELL[0], 50, name[:8], _FAINT, "ma", size=11)
+        canvas.text(left - 8, top + _CELL[1] / 2, name, anchor="rm")
+        total = sum(line) or 1.0
+        for column, count in enumerate(line):
+            x, share = left + column * _CELL[0], count / total
+            red, green, blue = (
+                round(255 + (dark - 255) * share)
+                for dark in (33, 113, 181)  # of COLOURS
+            )
+            box = (x, top, x + _CELL[0] - 1, top + _CELL[1] - 1)
+            canvas.rectangle(box, fill=f"#{red:02x}{green:02x}{blue:02x}")
+            colour = "white" if share > 0.5 else _INK
+            middle = x + _CELL[0] / 2, top + _CELL[1] / 2
+            canvas.text(*middle, f"{count:g}" if count else "", colour, "mm")
     return canvas.image
 
 

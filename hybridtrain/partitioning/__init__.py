@@ -23,6 +23,7 @@ from hybridtrain.partitioning.cost_table import (
 )
 from hybridtrain.partitioning.costs import LayerCost, LayerSize, layer_sizes
 from hybridtrain.partitioning.cut_search import cut_by_costs, every_cut, find_cut, improved_cut
+from hybridtrain.partitioning.estimates import model_flops
 from hybridtrain.partitioning.manual_split import partition, set_partition
 from hybridtrain.partitioning.objective import (
     MEASURED_SPLITS,
@@ -68,6 +69,7 @@ __all__ = [
     "improved_cut",
     "layer_sizes",
     "measured_costs",
+    "model_flops",
     "needs_costs",
     "partition",
     "plan",

@@ -21,7 +21,13 @@ from hybridtrain._base.precision import autocast
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph import Chain, Layer
 from hybridtrain.partitioning.costs import LayerCost, LayerProfiler, LayerSize, layer_sizes
-from hybridtrain.partitioning.estimates import CountedLayer, Rates, Work, count_chain
+from hybridtrain.partitioning.estimates import (
+    CountedLayer,
+    Rates,
+    Work,
+    count_chain,
+    model_flops,
+)
 
 Facts = TypeVar("Facts", LayerCost, Work)
 
@@ -39,8 +45,8 @@ class CostTable:
         no_cut_before: the indices of layers that cannot begin a stage.
         model: the class name of the model.
         flops_per_sample: FLOPs of the matrix products of a forward and a backward, where a backward
-            counts as two forwards (Narayanan et al., arXiv:2104.04473), without recomputation;
-            None: not counted.
+            counts as two forwards, without recomputation, see `estimates.model_flops`; None: not
+            counted.
         contention_at: `contention_at(samples)` returns by which factor a device is slower while all
             other devices of its pipeline compute.
         recomputed: the indices of the layers whose activations are recomputed in these costs.
@@ -182,7 +188,7 @@ def counted_costs(
         host_ms=[rates.host_ms(layer) for layer in small],
         costs_from="estimated",
         no_cut_before=chain.no_cut_before,
-        flops_per_sample=3 * sum(layer.forward.flops for layer in large) / sizes[1],
+        flops_per_sample=model_flops(large, chain.layers) / sizes[1],
     )
 
 

@@ -68,11 +68,13 @@ class LayerSize:
         weights: bytes of all parameters and buffers.
         trained: bytes of the trained parameters.
         parameters: the number of elements of the parameters.
+        frozen: bytes of the parameters that are not trained.
     """
 
     weights: int
     trained: int
     parameters: int = 0
+    frozen: int = 0
 
 
 def layer_sizes(layers: Sequence[Layer]) -> list[LayerSize]:
@@ -85,7 +87,8 @@ def layer_sizes(layers: Sequence[Layer]) -> list[LayerSize]:
         counted.update(map(id, [*parameters, *buffers]))
         weights = sum(map(byte_size, [*parameters, *buffers]))
         trained = sum(byte_size(p) for p in parameters if p.requires_grad)
-        sizes.append(LayerSize(weights, trained, sum(p.numel() for p in parameters)))
+        frozen = sum(map(byte_size, parameters)) - trained
+        sizes.append(LayerSize(weights, trained, sum(p.numel() for p in parameters), frozen))
     return sizes
 
 

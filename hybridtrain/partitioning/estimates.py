@@ -32,6 +32,7 @@ from hybridtrain.partitioning.costs import (
     LayerRun,
     RunLayer,
     copy_of,
+    layer_sizes,
     run_chain,
     run_layer,
     tensors_of,
@@ -244,6 +245,21 @@ def count_chain(
         counted[-1] = replace(counted[-1], cost=replace(cost, temporary_bytes=held))
         received = cost.crossing_bytes
     return counted
+
+
+def model_flops(counted: Sequence[CountedLayer], layers: Sequence[Layer]) -> float:
+    """Returns the FLOPs of a forward and a backward of the model, without recomputation.
+
+    A backward has those of two forwards (Narayanan et al., arXiv:2104.04473), and those that are
+    counted in a layer with frozen weights, for which it computes no gradients.
+    """
+    flops = 0.0
+    for layer, size in zip(counted, layer_sizes(layers), strict=True):
+        backward = 2 * layer.forward.flops
+        if size.frozen:
+            backward = min(backward, layer.backward.flops)
+        flops += layer.forward.flops + backward
+    return flops
 
 
 def _temporary_bytes(counted: CountedLayer, layer: Layer, received: int) -> int:

@@ -307,7 +307,14 @@ def stage_times(
     costs = table.costs_at(layout.samples(work))
     bounds = list(pairwise(accumulate(counts, initial=0)))
     stages = [
-        _stage_ms(hardware, layout, stage, costs[start:end], table.host_ms[start:end])
+        _stage_ms(
+            hardware,
+            layout,
+            stage,
+            costs[start:end],
+            table.host_ms[start:end],
+            _weight_share(table.sizes[start:end]),
+        )
         for stage, (start, end) in enumerate(bounds)
     ]
     recomputed_ms = [
@@ -323,12 +330,24 @@ def stage_times(
     return StageTimes(**by_field, transfer=tuple(transfer), recompute=recompute)
 
 
+def _weight_share(sizes: Sequence[LayerSize]) -> float:
+    """Returns the part of a stage's backward for gradients of weights: half where all are trained.
+
+    The other part, for gradients of inputs, is as long, and does not get shorter if weights are
+    frozen.
+    """
+    trained, frozen = (sum(getattr(s, name) for s in sizes) for name in ("trained", "frozen"))
+    share = trained / (trained + frozen) if frozen else 1.0
+    return share / (1 + share)
+
+
 def _stage_ms(
     hardware: Hardware,
     layout: ParallelLayout,
     stage: int,
     costs: Sequence[LayerCost],
     calls: Sequence[tuple[float, float]],
+    weight_share: float,
 ) -> dict[str, float]:
     """Returns the times of a stage in milliseconds, by the field of `StageTimes`.
 
@@ -338,6 +357,7 @@ def _stage_ms(
         stage: the index of the stage.
         costs: the costs of its layers.
         calls: for each layer, host milliseconds to launch its forward and its backward.
+        weight_share: the part of a backward that computes gradients of weights.
     """
     recomputed = layout.recomputed
     forward_compute = sum([cost.forward_ms for cost in costs])
@@ -362,8 +382,8 @@ def _stage_ms(
             if hardware.device == "cpu"
             else max(backward_compute, backward_calls + action + split_extra)
         )
-    # half of a two-part backward; the first stage's backward is all for the weights
-    weight = (0.5 if stage else 1.0) * split_backward if layout.splits_backwards else 0.0
+    # the first stage's backward is all for the weights
+    weight = (weight_share if stage else 1.0) * split_backward if layout.splits_backwards else 0.0
     host = (1 + recomputed) * forward_calls + backward_calls + 2 * action
     return {
         "forward": forward,

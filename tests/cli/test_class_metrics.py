@@ -79,7 +79,9 @@ def test_a_value_that_the_metric_does_not_have_is_refused_before_the_first_step(
     assert not list(Path("outputs/digits").glob("checkpoints/step_*"))
 
 
-def test_a_metric_that_returns_a_matrix_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    matrix = "{_target_: torchmetrics.classification.MulticlassConfusionMatrix, num_classes: 10}"
-    said = fail(capfd, *SMALL, f"trainer.metrics={{m: {matrix}}}")
-    assert "the metric 'm' returns a tensor of shape (10, 10)" in said
+def test_a_metric_that_returns_several_tensors_is_one_line(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    curve = "{_target_: torchmetrics.classification.MulticlassROC, num_classes: 10}"
+    said = fail(capfd, *SMALL, f"trainer.metrics={{m: {curve}}}")
+    assert "the metric 'm' returns a tuple: a metric of an evaluation must return a number" in said

@@ -325,3 +325,11 @@ def test_a_recipe_cannot_allow_packages_by_itself(tmp_path: Path) -> None:
         compose_config([f"recipe={recipe}"])
     allowed = compose_config([f"recipe={recipe}", "allow_targets=[subprocess]"])
     assert allowed.allow_targets == ["subprocess"]
+
+
+def test_a_setting_of_an_adapter_needs_no_mapping_before_it() -> None:
+    config = compose_config(["recipe=bert_classifier", "model.lora.rank=4", "model.lora.dora=true"])
+    assert config.model["lora"] == {"rank": 4, "dora": True}
+    config = compose_config(["recipe=sft_chat", "model.lora.rank=4"])
+    assert config.model["lora"]["rank"] == 4
+    assert config.model["lora"]["targets"] == "all-linear"

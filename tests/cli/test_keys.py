@@ -8,10 +8,17 @@ import pytest
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.cli.config.compose import compose_settings
 from hybridtrain.cli.config.keys import KEYS, NAMING, OTHER_NAMES
-from hybridtrain.cli.config.schema import LOADER_KEYS, Config, HardwareConfig, arguments_of
+from hybridtrain.cli.config.schema import (
+    LOADER_KEYS,
+    WRAPPER_KEYS,
+    Config,
+    HardwareConfig,
+    arguments_of,
+)
 from hybridtrain.cli.config.tree import flat_keys
 from hybridtrain.data.fetch import worker_hangs
 from hybridtrain.errors import ConfigError, argument, naming, phrase, setting
+from hybridtrain.models import WRAPPERS
 from hybridtrain.options import PipelineOptions, TrainerOptions
 
 
@@ -83,3 +90,7 @@ def test_a_key_has_the_name_and_the_default_of_the_option_that_it_sets(options: 
     assert given.keys() == defaults.keys() - of_the_run
     for name, value in given.items():
         assert value == defaults[name] or defaults[name] is dataclasses.MISSING
+
+
+def test_every_wrapper_of_models_has_a_key() -> None:
+    assert list(WRAPPER_KEYS) == list(WRAPPERS)

@@ -16,7 +16,7 @@ from support.small_data import (
     write_mnist,
     write_texts,
 )
-from support.small_hub import write_bert, write_reviews, write_t5
+from support.small_hub import write_bert, write_chats, write_gpt2, write_reviews, write_t5
 
 ROOT = Path(__file__).resolve().parents[2]
 HUB = ["data.path=data/reviews.jsonl", "data.max_len=16"]
@@ -51,6 +51,10 @@ TINY = {
         "model.config.n_embd=16",
     ],
     "t5_summaries": [*HUB, "model.source=./data/t5"],
+    "sft_chat": [
+        *("data.path=data/chats.jsonl", "data.max_len=32", "model.source=./data/gpt2"),
+        "lr_schedule.warmup_steps=0",
+    ],
 }
 
 CLASSES = {
@@ -59,6 +63,7 @@ CLASSES = {
     "image_folder_vit": 3,
     "gpt2_text": 19,
     "t5_summaries": 19,
+    "sft_chat": 21,
     **dict.fromkeys(("python_source_gpt", "gpt_text_files", "gpt_token_files"), 256),
 }
 
@@ -86,13 +91,18 @@ def write_data(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
         write_bert(Path("data/bert"))
         if recipe == "t5_summaries":
             write_t5(Path("data/t5"), Path("data/bert"))
+    elif recipe == "sft_chat":
+        pytest.importorskip("peft")
+        write_gpt2(Path("data/gpt2"))
+        write_chats(Path("data/chats.jsonl"), 60)
 
 
 # test_hub trains t5_summaries too, until it writes the right texts
-QUICK = [recipe for recipe in TINY if recipe != "t5_summaries"]
+# test_fine_tuning trains sft_chat too
+QUICK = [recipe for recipe in TINY if recipe not in ("sft_chat", "t5_summaries")]
 
 
-@pytest.mark.parametrize("recipe", [*QUICK, *thorough(["t5_summaries"])])
+@pytest.mark.parametrize("recipe", [*QUICK, *thorough(["t5_summaries", "sft_chat"])])
 @pytest.mark.quick_cases("digits", "gpt_token_files", "mnist_basicnet")
 def test_every_recipe_trains_a_few_steps_on_small_data(
     recipe: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -110,7 +120,7 @@ def test_every_recipe_trains_a_few_steps_on_small_data(
     # untrained, a model knows about as much as one that guesses
     assert losses[0] == pytest.approx(math.log(CLASSES.get(recipe, 10)), rel=0.5)
     assert summary["eval"]["samples"] > 0
-    assert 0 <= summary["eval"]["accuracy"] <= 1
+    assert 0 <= summary["eval"].get("accuracy", 0) <= 1
     if recipe == "python_source_gpt":
         assert summary["eval"]["perplexity"] == pytest.approx(math.exp(summary["eval"]["loss"]))
         for line in metrics(run):

@@ -27,6 +27,7 @@ ERRORS = ("docs/errors-in-runs.md", "docs/troubleshooting.md")
 NOT_RUN = {
     "docs/dashboard.md": "a server; cli/test_dashboard.py starts it",
     **dict.fromkeys(ERRORS, "test_readme.py compares the message with the page"),
+    "docs/fine-tuning.md": "needs a chat model; cli/test_fine_tuning.py has a small one",
     "docs/recipes.md": "needs Fashion-MNIST and novels; cli/test_recipes.py has small data",
 }
 

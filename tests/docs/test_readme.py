@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from pages import PAGES, ROOT, blocks, name
-from support.cases import thinned
 
 from hybridtrain.cli import main
 from hybridtrain.cli.command_table import COMMANDS
@@ -77,7 +76,7 @@ def test_the_python_blocks_of_a_page_run_in_order(
 
 @pytest.mark.parametrize(
     "page",
-    thinned([p for p in PAGES if p not in ERRORS and blocks(p, "bash", "sh")], 2),
+    [p for p in PAGES if p not in ERRORS and blocks(p, "bash", "sh")],
     ids=name,
 )
 @pytest.mark.quick_cases("docs/monitoring.md", "docs/dashboard.md")

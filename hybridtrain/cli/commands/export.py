@@ -5,6 +5,10 @@ torch          the same as a file of `torch.save`, as torchvision and timm have 
 transformers   a folder that `from_pretrained` and `pipeline` load: config, weights in shards, and
                the tokenizer or image processor
 torch_export   the whole net for inference, by `torch.export`, of any number of samples
+onnx           the same as an ONNX file, by `torch.onnx`
+peft           the adapter of `model.lora` alone: a folder that PEFT loads, with the tokenizer
+
+All but `peft` have the effect of an adapter in the base's weights, under the base's names.
 """
 
 from __future__ import annotations
@@ -13,6 +17,9 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain import __version__
+from hybridtrain._base.adapter import adapter_of
 from hybridtrain._base.files import (
     atomic_file,
     atomic_folder,
@@ -31,9 +39,11 @@ from hybridtrain._base.files import (
 )
 from hybridtrain.checkpoint import (
     CheckpointStore,
+    Source,
+    checkpoint_weights,
     evaluated_average,
-    read_weights,
     step_of,
+    under_all_names,
     verify,
     with_average,
     without_aliases,
@@ -41,7 +51,7 @@ from hybridtrain.checkpoint import (
 )
 from hybridtrain.cli.commands.trained_run import AVERAGED
 from hybridtrain.cli.config.resolve import Settings
-from hybridtrain.cli.config.schema import Config
+from hybridtrain.cli.config.schema import WRAPPER_KEYS, Config
 from hybridtrain.cli.run.components import build_model
 from hybridtrain.cli.run.directory import RunDirectory, checkpoint_to_read
 from hybridtrain.cli.run.errors import print_result
@@ -51,7 +61,7 @@ from hybridtrain.cli.run.run_data import (
     load_data,
     load_for_trained,
 )
-from hybridtrain.data import example_batch
+from hybridtrain.data import DataSplits, example_batch
 from hybridtrain.errors import CheckpointError, ConfigError, check_choice
 from hybridtrain.launch import detect
 from hybridtrain.world import World
@@ -61,6 +71,8 @@ FORMATS = {
     "torch": ".pth",
     "transformers": "",
     "torch_export": ".pt2",
+    "onnx": ".onnx",
+    "peft": "_adapter",
 }
 """The formats, and the suffixes of what they write."""
 
@@ -70,7 +82,8 @@ _log = logging.getLogger(__name__)
 def export(settings: Settings) -> dict[str, Any]:
     """Writes a checkpoint's weights into `export/` of the run directory.
 
-    But for `torch_export`, which runs the net once, it needs nothing but the checkpoint's files.
+    But for `torch_export` and `onnx`, which run the net once, it needs nothing but the files of the
+    checkpoint, and of its base if it has an adapter alone.
 
     Raises:
         ConfigError: the format is unknown, or does not fit the model.
@@ -87,14 +100,14 @@ def export(settings: Settings) -> dict[str, Any]:
         _log.info("%s", note)
     checkpoint = checkpoint_to_read(config.resume, CheckpointStore(directory.checkpoints), World())
     files = verify(checkpoint)["files"]
-    weights, others = read_weights(checkpoint, files)
+    saved = checkpoint_weights(checkpoint, files)
     evaluated = evaluated_average(checkpoint, files)
     average = evaluated if config.ema else {}
-    state = {**with_average(weights, average), **others}
+    saved = saved._replace(tensors=with_average(saved.tensors, average))
     path = directory.path / "export" / f"{checkpoint.name}{FORMATS[config.format]}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _WRITE[config.format](path, state, settings, checkpoint)
+        _WRITE[config.format](path, _Trained(settings, checkpoint, saved))
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error}") from error
     if average:
@@ -105,6 +118,59 @@ def export(settings: Settings) -> dict[str, Any]:
         values = {} if evaluated and not config.ema else _evaluation(directory, checkpoint)
         _push(path, config.push_to, _card(checkpoint, config, values))
     return {}
+
+
+class _Trained:
+    """The weights of a checkpoint, with an adapter or without.
+
+    Args:
+        settings: of the command.
+        checkpoint: that is exported.
+        saved: its weights, without its base's.
+
+    Attributes:
+        checkpoint: as given.
+        plain: the settings without an adapter.
+    """
+
+    def __init__(self, settings: Settings, checkpoint: Path, saved: Source) -> None:
+        self.checkpoint = checkpoint
+        self._settings, self._saved = settings, saved
+        model = {k: v for k, v in settings.config.model.items() if k not in WRAPPER_KEYS}
+        self.plain = replace(settings, config=replace(settings.config, model=model))
+
+    @cached_property
+    def data(self) -> DataSplits:
+        """The metadata and the tokenizer that the model takes from the data."""
+        return load_for_trained(self._settings, World(), self.checkpoint, samples=False)
+
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """The state of the model without an adapter, whose effect is in the weights."""
+        own = {**self._saved.tensors, **self._saved.extra}
+        if all(self._settings.config.model.get(key) in (None, False) for key in WRAPPER_KEYS):
+            return own
+        net = build_model(self._settings.config, self.data)
+        base = under_all_names(net, self._saved.base_tensors)
+        net.load_state_dict({**base, **own})
+        adapter = adapter_of(net)
+        return dict(net.state_dict() if adapter is None else adapter.merged(net).state_dict())
+
+    def write_adapter(self, folder: Path) -> None:
+        """Writes the adapter's own files.
+
+        Raises:
+            ConfigError: the model has none.
+        """
+        with torch.device("meta"):
+            net = build_model(self._settings.config, self.data)
+        adapter = adapter_of(net)
+        if adapter is None:
+            raise ConfigError(
+                "format=peft writes the adapter of model.lora, and this run has none: take "
+                "format=transformers or safetensors"
+            )
+        adapter.write(folder, net, self._saved.tensors, self._saved.base)
 
 
 def _evaluation(directory: RunDirectory, checkpoint: Path) -> dict[str, Any]:
@@ -155,35 +221,31 @@ def _push(folder: Path, name: str, card: str) -> None:
     _log.info("sent to %s", made)
 
 
-def _write_safetensors(
-    path: Path, state: Mapping[str, Any], settings: Settings, checkpoint: Path
-) -> None:
+def _write_safetensors(path: Path, trained: _Trained) -> None:
     """Writes all names of a tied tensor, so that `load_state_dict(load_file(path))` has them.
 
     The metadata has the names of the classes in the order of their numbers, as a JSON list.
     """
+    state = trained.state
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     aliases = without_aliases(tensors)[1]
-    names = classes_of(checkpoint)
+    names = classes_of(trained.checkpoint)
     metadata = {} if names is None else {"classes": json.dumps(names)}
     write_weights(path, {**state, **{name: state[name].clone() for name in aliases}}, metadata)
 
 
-def _write_torch(
-    path: Path, state: Mapping[str, Any], settings: Settings, checkpoint: Path
-) -> None:
+def _write_torch(path: Path, trained: _Trained) -> None:
+    state = trained.state
     with atomic_file(path) as file:
-        torch.save(dict(state), file)
+        torch.save(state, file)
 
 
-def _write_transformers(
-    folder: Path, state: Mapping[str, Any], settings: Settings, checkpoint: Path
-) -> None:
+def _write_transformers(folder: Path, trained: _Trained) -> None:
     """Writes config.json, safetensors in shards, and the tokenizer or image processor."""
-    data = load_for_trained(settings, World(), checkpoint, samples=False)
-    check_same_classes(checkpoint, data)
+    data, state = trained.data, trained.state
+    check_same_classes(trained.checkpoint, data)
     with torch.device("meta"):
-        net: Any = build_model(settings.config, data)
+        net: Any = build_model(trained.plain.config, data)
     if not hasattr(net, "save_pretrained"):
         raise ConfigError(
             f"format=transformers is for models of transformers, and this is a "
@@ -197,6 +259,16 @@ def _write_transformers(
             data.tokenizer.save_pretrained(new)
         if {"image_size", "image_mean", "image_std"} <= data.metadata.keys():
             _image_processor(data.metadata).save_pretrained(new)
+
+
+def _write_peft(folder: Path, trained: _Trained) -> None:
+    """Writes adapter_config.json, adapter_model.safetensors and the tokenizer."""
+    data = trained.data
+    check_same_classes(trained.checkpoint, data)
+    with atomic_folder(folder) as new:
+        trained.write_adapter(new)
+        if data.tokenizer is not None:
+            data.tokenizer.save_pretrained(new)
 
 
 def _image_processor(metadata: Mapping[str, Any]) -> Any:
@@ -216,21 +288,47 @@ def _image_processor(metadata: Mapping[str, Any]) -> Any:
     )
 
 
-def _write_program(
-    path: Path, state: Mapping[str, Any], settings: Settings, checkpoint: Path
-) -> None:
+def _write_program(path: Path, trained: _Trained) -> None:
     """Writes what `torch.export.load` reads; its inputs may have any number of samples."""
-    data = load_data(settings.config, World())
-    net = build_model(settings.config, data)
-    net.load_state_dict(dict(state))
-    inputs, _ = example_batch(data.train, 2, data.collate)
-    program = _exported(net.eval(), inputs)
+    program = _exported(*_net_and_inputs(trained), "torch_export")
     with atomic_file(path) as file:
         torch.export.save(program, file)
 
 
-def _exported(net: nn.Module, inputs: Any) -> Any:
-    """Returns the exported net.
+def _write_onnx(path: Path, trained: _Trained) -> None:
+    """Writes an ONNX file with the weights in it; its inputs may have any number of samples."""
+    if missing := [name for name in ("onnx", "onnxscript") if find_spec(name) is None]:
+        raise ConfigError(
+            f"format=onnx needs {' and '.join(missing)}: pip install 'hybridtrain[onnx]'"
+        )
+    program = _exported(*_net_and_inputs(trained), "onnx")
+    try:
+        written = torch.onnx.export(program, dynamo=True, verbose=False)
+    except Exception as error:
+        raise ConfigError(
+            f"format=onnx: torch.onnx does not take this model: {_first_line(error)}"
+        ) from error
+    assert written is not None
+    with atomic_file(path) as file:
+        file.write(written.model_proto.SerializeToString())
+
+
+def _net_and_inputs(trained: _Trained) -> tuple[nn.Module, Any]:
+    """Returns the net with its weights, in evaluation mode, and inputs of two samples."""
+    config = trained.plain.config
+    data = load_data(config, World())
+    net = build_model(config, data)
+    net.load_state_dict(trained.state)
+    inputs, _ = example_batch(data.train, 2, data.collate)
+    return net.eval(), inputs
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _exported(net: nn.Module, inputs: Any, form: str) -> Any:
+    """Returns the exported net, for a format.
 
     Raises:
         ConfigError: PyTorch cannot export it; with its reason.
@@ -247,14 +345,15 @@ def _exported(net: nn.Module, inputs: Any) -> Any:
         return torch.export.export(net, arguments, named, dynamic_shapes=any_number)
     except Exception as error:
         raise ConfigError(
-            f"format=torch_export: PyTorch cannot export this model: "
-            f"{str(error).strip().partition(chr(10))[0]}"
+            f"format={form}: PyTorch cannot export this model: {_first_line(error)}"
         ) from error
 
 
-_WRITE: dict[str, Callable[[Path, Mapping[str, Any], Settings, Path], None]] = {
+_WRITE: dict[str, Callable[[Path, _Trained], None]] = {
     "safetensors": _write_safetensors,
     "torch": _write_torch,
     "transformers": _write_transformers,
     "torch_export": _write_program,
+    "onnx": _write_onnx,
+    "peft": _write_peft,
 }

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.files import atomic_file
@@ -27,7 +27,7 @@ from hybridtrain.cli.run.errors import finite, print_result
 from hybridtrain.data import EvalLoader, is_stream
 from hybridtrain.errors import ConfigError
 from hybridtrain.loop import predict as predict_model
-from hybridtrain.loss import LOSSES
+from hybridtrain.loss import main_output, resolve
 
 _log = logging.getLogger(__name__)
 
@@ -72,22 +72,33 @@ def check_output(path: str) -> None:
 def _predictions(context: RunContext, loader: EvalLoader, outputs: Any) -> Iterator[dict[str, Any]]:
     """Yields a line for each sample: its number, what the data says of it, and its result.
 
-    The result is the class and the probability of each, by name; without names of classes it is
-    the model's output.
+    The result is the class and the probability of each, by name, or the labels with more than one
+    half; without names of classes it is the model's output.
     """
     dataset = loader.dataset
     numbered = not is_stream(dataset) or context.world.data_parallel_size == 1
     describe = getattr(dataset, "describe", None)
     names: Sequence[str] = context.data.metadata.get("classes") or ()
-    logits = _logits(outputs, len(names), context.options.loss_fn) if names else None
-    values = _by_sample(outputs if logits is None else torch.softmax(logits.double(), 1))
+    several = context.data.metadata.get("task") == "multilabel"
+    logits = None
+    if names:
+        loss_fn = context.options.loss_fn
+        logits = main_output(outputs) if several else _logits(outputs, len(names), loss_fn)
+    scores = None if logits is None else logits.double()
+    if scores is not None:
+        scores = scores.sigmoid() if several else scores.softmax(1)
+    values = _by_sample(outputs if scores is None else scores)
     for number, value in enumerate(values):
         line: dict[str, Any] = {"sample": number} if numbered else {}
         if describe is not None:
             line |= describe(number)
         if logits is not None:
-            name = names[max(range(len(value)), key=value.__getitem__)]
-            line |= {"class": name, "probabilities": dict(zip(names, value, strict=True))}
+            by_name = dict(zip(names, value, strict=True))
+            if several:
+                line |= {"labels": [name for name, p in by_name.items() if p > 0.5]}
+            else:
+                line |= {"class": max(by_name, key=by_name.__getitem__)}
+            line |= {"probabilities": by_name}
         else:
             line |= value if isinstance(value, dict) else {"output": value}
         yield line
@@ -99,8 +110,7 @@ def _logits(outputs: Any, classes: int, loss_fn: Any) -> Tensor | None:
     Log-probabilities are such outputs too. None: the model was trained with another loss, or has
     outputs of another shape.
     """
-    kinds = (nn.CrossEntropyLoss, nn.NLLLoss)
-    if not isinstance(loss_fn, kinds) and loss_fn not in (LOSSES["cross_entropy"], LOSSES["nll"]):
+    if not resolve(loss_fn).has_class_targets:
         return None
     logits = outputs
     if not isinstance(outputs, Tensor):

@@ -27,6 +27,7 @@ from hybridtrain.cli.config.overrides import (
     hydra_quoted,
     parse_overrides,
     with_texts,
+    with_wrappers,
 )
 from hybridtrain.cli.config.run_name import default_run_name
 from hybridtrain.cli.config.schema import Config
@@ -82,7 +83,7 @@ def compose_settings(
     """
     register()
     recipe = given_recipe(overrides)
-    wanted = [register_file(override) for override in with_texts(overrides)]
+    wanted = [register_file(override) for override in with_wrappers(with_texts(overrides))]
     if base is not None:
         # an option that is chosen replaces the group as a whole
         kept = {name: values for name, values in base.items() if name not in given_keys(overrides)}

@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from hybridtrain.cli.config.overrides import given_keys
-from hybridtrain.cli.config.schema import GROUP_KEYS, LOADER_KEYS, OPEN_GROUPS
+from hybridtrain.cli.config.schema import GROUP_KEYS, LOADER_KEYS, OPEN_GROUPS, WRAPPER_KEYS
 from hybridtrain.cli.config.targets import not_taken
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def leave_out_leftovers(settings: Settings) -> None:
     allow = settings.config.allow_targets
     for group, leftovers in settings.leftovers.items():
         values: dict[str, Any] = getattr(settings.config, group)
-        kept = (*LOADER_KEYS, *GROUP_KEYS, "warmup_steps")
+        kept = (*LOADER_KEYS, *GROUP_KEYS, *WRAPPER_KEYS, "warmup_steps")
         if "warmup_steps" in leftovers and (warmup := values.get("warmup_steps")):
             settings.notes.append(
                 f"{group}.warmup_steps={warmup} is kept, in front of {values['_target_']}: to "

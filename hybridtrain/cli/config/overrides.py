@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from hybridtrain._base.files import reading
-from hybridtrain.cli.config.schema import text_keys
+from hybridtrain.cli.config.schema import WRAPPER_KEYS, text_keys
 from hybridtrain.errors import ConfigError
 
 
@@ -82,6 +82,15 @@ def with_texts(overrides: Sequence[str]) -> list[str]:
     return [
         _with_text(o) if o.partition("=")[0].lstrip("+") in text_keys() else o for o in overrides
     ]
+
+
+def with_wrappers(overrides: Sequence[str]) -> list[str]:
+    """Returns overrides in which a setting of a wrapper, as in `model.lora.rank=8`, may be new.
+
+    The wrapper is null unless a recipe has it, and Hydra sets no key of what is null.
+    """
+    begins = re.compile(rf"model\.({'|'.join(WRAPPER_KEYS)})\.")
+    return [f"++{override}" if begins.match(override) else override for override in overrides]
 
 
 def _with_text(override: str) -> str:

@@ -35,6 +35,11 @@ GROUP_KEYS = ("groups", "layer_decay")
 """The keys of `optim` that make parameter groups; the others are arguments of the optimizer."""
 
 
+WRAPPER_KEYS = ("lora",)
+"""The keys of `model` that wrap the model (`hybridtrain.models.WRAPPERS`); the others are arguments
+of the `_target_`."""
+
+
 LOADER_KEYS = ("batch_size", *LOADER_OPTIONS)
 """The keys of `data` that the loader takes; the others are arguments of the data set."""
 
@@ -179,14 +184,21 @@ class TrainerConfig(Group):
     tf32: bool = False
     """Let GPUs multiply fp32 matrices, and convolve, in TF32."""
     loss: Any = None
-    """`cross_entropy`, `nll`, `mse`; `model_output` for the model's own `output.loss`; or a mapping
-    such as `{_target_: torch.nn.CrossEntropyLoss, label_smoothing: 0.1}`. null: the loss that fits
-    what the model returns: `cross_entropy` for logits, `nll` for log-probabilities, `mse` for the
-    values of a regression."""
+    """`cross_entropy`, `nll`, `bce`, `mse`; `model_output` for the model's own `output.loss`; or a
+    mapping such as `{_target_: torch.nn.MultiMarginLoss, margin: 0.5}`. null: the loss that fits
+    what the model returns: `cross_entropy` for logits, `nll` for log-probabilities, `bce` for the
+    logits of several labels, `mse` for the values of a regression."""
+    label_smoothing: float = 0.0
+    """The share of a target's probability that `cross_entropy` and `nll` give to all classes
+    alike."""
+    class_weights: Any = None
+    """Weights of the classes in `cross_entropy` and `nll`, or of the labels that are 1 in `bce`: a
+    list in the order of the classes; `auto`: inverse to their frequency in the training samples."""
     metrics: Any = None
-    """Names of metrics, or a mapping such as `{f1: {_target_:
-    torchmetrics.classification.MulticlassF1Score, num_classes: 10}}`; null: accuracy, where there
-    are classes."""
+    """Names among `accuracy`, `perplexity`, `f1`, `precision`, `recall`, `auc`, `mcc`, `confusion`,
+    and `accuracy_per_class` and the like for each class; or a mapping such as `{kappa: {_target_:
+    torchmetrics.classification.MulticlassCohenKappa, num_classes: 10}}`; null: accuracy, where
+    there are classes."""
 
 
 @dataclass
@@ -355,8 +367,9 @@ class Config:
     """Go on with a run with another model, other data or another seed than it has."""
     init_from: Any = None
     """The weights that a new run begins with: the path of a file of safetensors or of torch.save,
-    of a checkpoint, a run or a folder of the Hub; the name of a model there; or a mapping of
-    `path`, `strict` and `best`."""
+    of a checkpoint or a run, also of Accelerate, torchtune and transformers, or a folder of the
+    Hub; the name of a model there; or a mapping of `path`, `strict`, `best` and `prefix` (the
+    beginning of the source's names, such as `net.` of Lightning)."""
     ema: bool = True
     """`evaluate`, `predict` and `export` take the average of the weights, where the run evaluates
     with one; false: the weights themselves."""
@@ -365,7 +378,8 @@ class Config:
     the run directory."""
     format: str = "safetensors"
     """The form in which `export` writes: `safetensors`; `torch`, a state dict of `torch.save`;
-    `transformers`, a folder for `from_pretrained`; or `torch_export`, the net for inference."""
+    `transformers`, a folder for `from_pretrained`; `torch_export` and `onnx`, the net for
+    inference; or `peft`, a folder with the adapter of `model.lora` alone."""
     push_to: str | None = None
     """The repository of the Hugging Face Hub, such as `me/my-model`, to which `export` sends the
     folder of `format=transformers` with a model card; a new one is private; null: none."""
@@ -373,7 +387,9 @@ class Config:
     """Your packages that a `_target_` may come from, such as `[my_project.models]`; on the command
     line, or in `pyproject.toml`."""
     model: dict[str, Any] = field(default_factory=dict)
-    """The model's `_target_` and arguments; one that is null is taken from the data set."""
+    """The model's `_target_` and arguments; one that is null is taken from the data set. `lora`,
+    true or a mapping such as `{rank: 16, targets: [q_proj, v_proj]}`, trains an adapter on frozen
+    weights."""
     data: dict[str, Any] = field(
         default_factory=lambda: {name: getattr(LoaderOptions, name) for name in LOADER_OPTIONS}
     )

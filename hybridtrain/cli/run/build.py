@@ -149,8 +149,11 @@ def prepare_run(
     config = with_auto_chosen(settings, agreed_config, data, joined, agreed_options)
     is_divided = settings.config.pipeline.nb_part == AUTO
     world = joined.divided(config.pipeline.nb_part, config.world.devices) if is_divided else joined
+    loss_fn = build_loss(config, data)
     options = replace(
         agreed_options,
+        loss_fn=loss_fn,
+        metrics=build_metrics(config, loss_fn, data.metadata),
         pipeline=replace(agreed_options.pipeline, **arguments_of(config, PipelineOptions)),
         loader=replace(agreed_options.loader, collate=data.collate),
     )

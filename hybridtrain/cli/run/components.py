@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,14 +17,22 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 from hybridtrain import observe
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.keys import unknown_key
-from hybridtrain.cli.config.schema import GROUP_KEYS, Config
+from hybridtrain.cli.config.schema import AUTO, GROUP_KEYS, WRAPPER_KEYS, Config
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.data import DataSplits
 from hybridtrain.errors import ConfigError, check_choice, naming
 from hybridtrain.loop import CALLBACKS, Callback, Tracker
-from hybridtrain.loss import LOSSES, METRICS, LossFn, direction, metric_of, resolve
+from hybridtrain.loss import (
+    LOSSES,
+    METRICS,
+    LossFn,
+    balanced_weights,
+    direction,
+    metric_of,
+    resolve,
+)
 from hybridtrain.model import HybridModel
-from hybridtrain.models import loss_of_model
+from hybridtrain.models import WRAPPERS, loss_of_model
 from hybridtrain.observe import TRACKERS
 from hybridtrain.step import (
     CombinedOptimizer,
@@ -58,20 +66,48 @@ def build_model(config: Config, data: DataSplits) -> nn.Module:
                 + (f"is padded with {of_data}" if is_padding else f"needs {of_data}")
                 + f": leave model.{name}= out to take it from the data"
             )
-    return instantiate.build(
-        "model", config.model, nn.Module, config.allow_targets, defaults=data.metadata
+    net = instantiate.build(
+        "model",
+        config.model,
+        nn.Module,
+        config.allow_targets,
+        defaults=data.metadata,
+        ignore=WRAPPER_KEYS,
     )
+    for name, wrap in WRAPPERS.items():
+        if (chosen := config.model.get(name)) not in (None, False):
+            net = _wrapped(net, f"model.{name}", wrap, chosen)
+    return net
 
 
-def build_loss(config: Config) -> LossFn:
+def _wrapped(net: nn.Module, key: str, wrap: Callable[..., nn.Module], chosen: Any) -> nn.Module:
+    """Returns what a wrapper makes of a model.
+
+    Raises:
+        ConfigError: a setting is unknown, or the wrapper refuses it.
+    """
+    names = list(inspect.signature(wrap).parameters)[1:]
+    if chosen is not True and not isinstance(chosen, Mapping):
+        raise ConfigError(f"{key}={chosen} must be true, or a mapping such as {{{names[0]}: 8}}")
+    settings: Mapping[str, Any] = {} if chosen is True else chosen
+    for name in settings:
+        if name not in names:
+            raise ConfigError(unknown_key(f"{key}.{name}", [f"{key}.{each}" for each in names]))
+    with naming({name: f"{key}.{name}" for name in names}):
+        return wrap(net, **settings)
+
+
+def build_loss(config: Config, data: DataSplits | None = None) -> LossFn:
     """Returns the loss function that `trainer.loss` names or describes.
 
     Without one it is the loss for what the model returns, see `hybridtrain.models.returns`.
+    `trainer.label_smoothing` and `trainer.class_weights` are settings of a loss by its name.
     A `_target_` is a class, such as `torch.nn.CrossEntropyLoss`; a function that makes a loss
     function; or itself a `loss_fn(output, targets)`, whose other arguments are the other keys.
 
     Raises:
-        ConfigError: the name is unknown, or the target is not allowed or does not fit its keys.
+        ConfigError: the name is unknown, or the target is not allowed or does not fit its keys; or
+            the loss has no such setting, or the weights do not fit the data.
     """
     chosen = config.trainer.loss
     if chosen is None:
@@ -79,7 +115,13 @@ def build_loss(config: Config) -> LossFn:
         chosen = loss_of_model(model, config.model)
     if not isinstance(chosen, Mapping):
         check_choice("trainer.loss", chosen, LOSSES)
-        return LOSSES[chosen]
+        return _with_settings(chosen, config, data)
+    for key in ("label_smoothing", "class_weights"):
+        if getattr(config.trainer, key):
+            raise ConfigError(
+                f"trainer.{key} is for a loss by its name, and trainer.loss has a _target_: give "
+                f"it there, among its arguments"
+            )
     settings = {
         key: torch.tensor(value, dtype=torch.float32)
         if key in _TENSORS and isinstance(value, list)
@@ -105,6 +147,50 @@ def build_loss(config: Config) -> LossFn:
     return loss_fn
 
 
+def _with_settings(name: str, config: Config, data: DataSplits | None) -> LossFn:
+    """Returns a loss by its name, with the smoothing of its labels and the weights of classes."""
+    loss_fn = LOSSES[name]
+    given: dict[str, Any] = {}
+    if config.trainer.label_smoothing:
+        if not 0 < config.trainer.label_smoothing < 1:
+            raise ConfigError(
+                f"trainer.label_smoothing={config.trainer.label_smoothing} must be from 0 to 1"
+            )
+        given["label_smoothing"] = config.trainer.label_smoothing
+    weights = config.trainer.class_weights
+    if weights is not None:
+        if weights != AUTO and not (
+            isinstance(weights, list) and all(isinstance(w, int | float) for w in weights)
+        ):
+            raise ConfigError(
+                f"trainer.class_weights={weights} must be auto, or a number for each class"
+            )
+        given["weight"] = None if data is None else _class_weights(weights, data)
+    takes = inspect.signature(loss_fn).parameters
+    for key, argument in (("label_smoothing",) * 2, ("weight", "class_weights")):
+        if key in given and key not in takes:
+            raise ConfigError(f"trainer.loss={name} has no trainer.{argument}: leave it out")
+    return partial(loss_fn, **given) if given else loss_fn
+
+
+def _class_weights(weights: Any, data: DataSplits) -> Tensor:
+    """Returns a weight for each class: as given, or by their frequency in the training samples."""
+    classes = data.metadata.get("num_classes")
+    if weights != AUTO:
+        if isinstance(classes, int) and len(weights) != classes:
+            raise ConfigError(
+                f"trainer.class_weights has {len(weights)} numbers, and the data {classes} classes"
+            )
+        return torch.tensor(weights, dtype=torch.float32)
+    labels = getattr(data.train, "labels", None)
+    if labels is None or not isinstance(classes, int):
+        raise ConfigError(
+            "trainer.class_weights=auto needs a data set that knows its labels without reading its "
+            "samples (a method labels()), and this one does not: give a list"
+        )
+    return balanced_weights(labels(), classes)
+
+
 def _output_and_targets(target: Any, settings: Mapping[str, Any]) -> list[str]:
     """Returns the two arguments that a loss function itself needs besides its settings."""
     needed = [
@@ -120,8 +206,12 @@ def _output_and_targets(target: Any, settings: Mapping[str, Any]) -> list[str]:
 _log = logging.getLogger(__name__)
 
 
-def build_metrics(config: Config, loss_fn: LossFn) -> dict[str, Any]:
+def build_metrics(
+    config: Config, loss_fn: LossFn, metadata: Mapping[str, Any] = {}
+) -> dict[str, Any]:
     """Returns the metrics that `trainer.metrics` names; by default those that fit the loss.
+
+    `metadata` is the data's, which has the number of classes.
 
     Raises:
         ConfigError: a name is unknown, or the target is not allowed or does not fit its keys.
@@ -144,9 +234,19 @@ def build_metrics(config: Config, loss_fn: LossFn) -> dict[str, Any]:
     return {
         name: instantiate.build(f"trainer.metrics.{name}", metric, object, config.allow_targets)
         if isinstance(metric, Mapping)
-        else METRICS[metric]()
+        else _metric_by_name(metric, metadata)
         for name, metric in chosen.items()
     }
+
+
+def _metric_by_name(name: str, metadata: Mapping[str, Any]) -> Any:
+    """Returns a metric, with what the data says of its classes if it takes that."""
+    known = {
+        "num_classes": metadata.get("num_classes"),
+        "several": metadata.get("task") == "multilabel",
+    }
+    takes = inspect.signature(METRICS[name]).parameters
+    return METRICS[name](**{key: value for key, value in known.items() if key in takes})
 
 
 def direction_of(

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 _PLACES = ("root", "path", "file", "files", "folder", "data_dir", "eval_path")
 
 # Packages whose versions decide results, beside Python and hybridtrain.
-_PACKAGES = ("torch", "torchvision", "transformers", "datasets", "timm", "numpy")
+_PACKAGES = ("torch", "torchvision", "transformers", "datasets", "peft", "timm", "numpy")
 
 # Names of that many classes are in a message.
 _MOST_CLASSES = 8

@@ -12,7 +12,7 @@ from hybridtrain.cli.run.hardware import hardware_of
 from hybridtrain.cli.run.prediction import without_errors_of_fake_tensors
 from hybridtrain.data import Batch
 from hybridtrain.loop import Callback, Mfu
-from hybridtrain.partitioning import count_layers
+from hybridtrain.partitioning import count_layers, model_flops
 
 if TYPE_CHECKING:
     from hybridtrain.loop import Trainer
@@ -34,8 +34,9 @@ def utilization(context: RunContext) -> list[Callback]:
     """Returns what logs the MFU of a run with a `hardware`, on rank 0; elsewhere nothing.
 
     The FLOPs are counted on fake tensors, for the first micro-batch, and those of a backward are
-    twice the forward's. Where samples have a length, they count per token, since batches that are
-    padded to their longest sample differ in it. Nothing that goes wrong here ends the run.
+    twice the forward's, or less where weights are frozen. Where samples have a length, they count
+    per token, since batches that are padded to their longest sample differ in it. Nothing that goes
+    wrong here ends the run.
     """
     hardware, options = context.config.hardware, context.model.options
     if hardware is None or not context.world.is_main:
@@ -55,7 +56,7 @@ def utilization(context: RunContext) -> list[Callback]:
         try:
             with without_errors_of_fake_tensors():
                 costs = count_layers(layers, microbatch, options.precision)
-            flops = 3 * sum(layer_cost.forward.flops for layer_cost in costs)
+            flops = model_flops(costs, layers)
             if tokens := Batch(microbatch, None, sizes[0], sizes[0]).tokens:
                 return [_MfuByTokens(flops / tokens, peak)]
             return [Mfu(flops / sizes[0], peak)]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hybridtrain._base.adapter import adapter_of
 from hybridtrain.errors import CheckpointError, ConfigError, setting
 from hybridtrain.loop.callbacks.base import Callback
 from hybridtrain.options import names_checked
@@ -22,7 +23,8 @@ class EMA(Callback):
     """Keeps an exponential moving average of the parameters, and evaluates with it.
 
     After each step, average = decay * average + (1 - decay) * parameters, in fp32 for parameters in
-    half precision, in which so small a part would be rounded away. Buffers, such as running
+    half precision, in which so small a part would be rounded away. The frozen weights of a model
+    with an adapter are left out. Buffers, such as running
     statistics, are the model's. `trainer.evaluate`, `predict` and `test` use the average as well;
     a checkpoint has both, and the commands `evaluate`, `predict` and `export` take the average.
 
@@ -127,7 +129,13 @@ class EMA(Callback):
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the averages and their parameters; a new parameter begins its average."""
         assert self._model is not None
-        parameters = dict(self._model.named_parameters())
+        # the frozen base of an adapter stays, and a checkpoint leaves it out
+        all_change = adapter_of(self._model.net) is None
+        parameters = {
+            name: parameter
+            for name, parameter in self._model.named_parameters()
+            if all_change or parameter.requires_grad
+        }
         for name, parameter in parameters.items():
             known = self._average.get(name)
             if known is None or known.shape != parameter.shape:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridtrain._base.text_table import with_unit
+from hybridtrain.observe.confusion import Confusion, is_confusion
 from hybridtrain.observe.pictures import COLOURS, CRITICAL, PARTS, WAITS
 from hybridtrain.observe.report.record import RunRecord
 from hybridtrain.schedule import WORDS, Action, Spans, critical_path, waits, window
@@ -52,7 +53,9 @@ def curves(records: Sequence[RunRecord]) -> list[Figure]:
     Several runs have the colours `RUN_COLOURS`, in their order; the figures do not repeat them.
     """
     tags = [tag for record in records for tag in record.curves]
-    metrics = dict.fromkeys(t for t in tags if t.startswith("eval/") and t != "eval/loss")
+    metrics = dict.fromkeys(
+        t for t in tags if t.startswith("eval/") and t != "eval/loss" and not is_confusion(t)
+    )
     rates = dict.fromkeys(t for t in tags if t.endswith("_per_second") or t.endswith("/mfu"))
     shown: dict[str, Sequence[str]] = {"loss": ("train/loss", "eval/loss")}
     shown |= {f"{tag.removeprefix('eval/')}, evaluation": (tag,) for tag in metrics}
@@ -93,6 +96,37 @@ def _curve(title: str, records: Sequence[RunRecord], tags: Sequence[str]) -> Fig
                     },
                 )
             )
+    return figure
+
+
+def confusion(matrix: Confusion) -> Figure:
+    """Returns the matrix of the last evaluation; a cell is coloured by its share of its line."""
+    from plotly.graph_objects import Heatmap
+
+    classes, counts = matrix
+    shares = [[count / (sum(line) or 1) for count in line] for line in counts]
+    figure = _figure(
+        "true class (lines) and predicted class (columns), samples of the evaluation",
+        180 + _BAR * len(classes),
+        showlegend=False,
+    )
+    names = [str(name) for name in classes]
+    figure.add_trace(
+        Heatmap(
+            z=shares,
+            x=names,
+            y=names,
+            zmin=0,
+            zmax=1,
+            text=[[f"{count:g}" if count else "" for count in line] for line in counts],
+            texttemplate="%{text}",
+            colorscale="Blues",
+            showscale=False,
+            hovertemplate="true %{y}, predicted %{x}: %{text} (%{z:.1%})<extra></extra>",
+        )
+    )
+    figure.update_xaxes(type="category")
+    figure.update_yaxes(type="category", autorange="reversed")
     return figure
 
 

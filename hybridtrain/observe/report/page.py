@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hybridtrain._base.files import reading, write_atomically
 from hybridtrain._base.text_table import with_unit
 from hybridtrain.errors import ConfigError
+from hybridtrain.observe.confusion import MOST_CLASSES, confusion_of, is_confusion
 from hybridtrain.observe.report import charts
 from hybridtrain.observe.report.record import RunRecord
 from hybridtrain.observe.report.settings import that_differ
@@ -161,6 +162,10 @@ def _of_summary(record: RunRecord, timeline: Figure | None) -> dict[str, Any]:
         figures["account_over_steps"] = charts.account_over_steps(record)
     if timeline is not None:
         figures["timeline"] = timeline
+    last = {tag: curve[-1][1] for tag, curve in record.curves.items()}
+    matrix = confusion_of(last)
+    if matrix is not None and len(matrix.classes) <= MOST_CLASSES:
+        figures["confusion"] = charts.confusion(matrix)
     if peaks := _peaks(summary):
         limits = {
             device: memory["total"]
@@ -192,10 +197,11 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
     evaluation = {
         tag.removeprefix("eval/"): curve[-1][1]
         for tag, curve in record.curves.items()
-        if tag.startswith("eval/")
+        if tag.startswith("eval/") and not is_confusion(tag)
     }
     if record.done:
         evaluation = {k: v for k, v in (summary["eval"] or {}).items() if k != "samples"}
+        evaluation = {k: v for k, v in evaluation.items() if not is_confusion(f"eval/{k}")}
     loss = summary["train_loss"] if record.done else record.last("train/loss")
     facts = [("state", "done" if record.done else "not done"), ("steps", f"{record.steps:,}")]
     facts += [("training loss", _number(loss))] if loss is not None else []

@@ -17,8 +17,9 @@ from PIL import Image
 
 from hybridtrain._base.text_table import markdown_table
 from hybridtrain.loop import Run, Tracker, parts_of_account
+from hybridtrain.observe.confusion import MOST_CLASSES, confusion_of, is_confusion
 from hybridtrain.observe.hyperparameters import is_hyperparameter
-from hybridtrain.observe.pictures import MOST_BARS, draw, draw_accounts
+from hybridtrain.observe.pictures import MOST_BARS, draw, draw_accounts, draw_confusion
 from hybridtrain.observe.trackers.queued import flat
 from hybridtrain.schedule import COMPUTING, Spans
 
@@ -149,8 +150,12 @@ class TensorBoard(Tracker):
             self._add(step, "1_overview/used_device_memory_percent", max(memory), "peak memory of "
                       "the fullest device, in percent of what it has")  # fmt: skip
         for tag, value in values.items():
-            if not tag.startswith("account/"):
+            if not tag.startswith("account/") and not is_confusion(tag):
                 self._add(step, *shown(tag, value))
+        confusion = confusion_of(values)
+        if confusion is not None and len(confusion.classes) <= MOST_CLASSES:
+            picture = draw_confusion(confusion, f"evaluation at step {step}")
+            self._add_picture(step, "5_pictures/confusion", picture)
 
     def on_timeline(self, run: Run, predicted: Spans, measured: Spans) -> None:
         """Adds pictures in the tab of images, and a table of the account in that of texts."""

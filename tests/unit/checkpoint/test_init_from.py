@@ -281,3 +281,53 @@ def test_the_weights_of_a_name_on_the_hub_are_fetched_without_files_that_run_cod
         with pytest.raises(CheckpointError, match=r"no such file or directory$"):
             init_from(model, place)
     assert len(asked) == 2
+
+
+def test_folders_of_other_libraries_are_read_as_they_are(tmp_path, weights):
+    accelerate = tmp_path / "accelerate" / "checkpoints"
+    for number in (2, 10):  # not in the order of their names
+        (accelerate / f"checkpoint_{number}").mkdir(parents=True)
+        torch.save(
+            {name: value + number for name, value in weights.items()},
+            accelerate / f"checkpoint_{number}" / "pytorch_model.bin",
+        )
+        torch.save({"lr": 1}, accelerate / f"checkpoint_{number}" / "optimizer.bin")
+    names = list(weights)
+    torchtune = tmp_path / "torchtune" / "epoch_0"
+    torchtune.mkdir(parents=True)
+    shards = {"model-00001-of-00002.bin": names[:2], "model-00002-of-00002.bin": names[2:]}
+    for file, part in shards.items():
+        torch.save({name: weights[name] for name in part}, torchtune / file)
+    weight_map = {name: file for file, part in shards.items() for name in part}
+    index = torchtune / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    torch.save({"recipe": 1}, torchtune / "recipe_state.pt")
+    for folder, added in (("accelerate", 10), ("torchtune", 0)):
+        model = fresh()
+        init_from(model, tmp_path / folder)
+        state = model.net.state_dict()
+        assert all(torch.equal(state[name], value + added) for name, value in weights.items())
+    weight_map[names[0]] = "../accelerate/other.bin"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match="is not a file of its folder"):
+        init_from(fresh(), torchtune)
+
+
+def test_a_prefix_chooses_the_part_of_a_larger_module(tmp_path, weights):
+    lightning = {f"net.{name}": value for name, value in weights.items()}
+    torch.save(
+        {"state_dict": {**lightning, "criterion.weight": torch.ones(2)}, "epoch": 1},
+        tmp_path / "last.ckpt",
+    )
+    with pytest.raises(CheckpointError, match="prefix= leaves out the beginning"):
+        init_from(fresh(), tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointError, match=r"begins with 'model\.': .*criterion\., net\."):
+        init_from(fresh(), tmp_path / "last.ckpt", prefix="model.")
+    model = fresh()
+    init_from(model, tmp_path / "last.ckpt", prefix="net.")
+    state = model.net.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in weights.items())
+    assert parse_init_from({"path": "a.ckpt", "prefix": "net."}) == {
+        "source": "a.ckpt",
+        "prefix": "net.",
+    }

@@ -11,9 +11,9 @@ from torch import nn
 from hybridtrain._base.torch_private import TorchDispatchMode
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import ChainBuilder, layers_of
-from hybridtrain.models import gpt, transformer
+from hybridtrain.models import gpt, lora, transformer
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import LayerCost, StageOwners, plan
+from hybridtrain.partitioning import LayerCost, StageOwners, model_flops, plan
 from hybridtrain.partitioning.costs import LayerProfiler
 from hybridtrain.partitioning.estimates import count_chain, estimate_costs
 
@@ -156,3 +156,25 @@ def test_a_layer_whose_control_flow_depends_on_values_is_named():
     message = r"costs='estimated': layer '1' does not run on fake tensors .*: use costs='measured'"
     with pytest.raises(SplitError, match=message):
         estimate_costs(layers_of(nn.Sequential(nn.Tanh(), Either())), torch.randn(2, 2))
+
+
+def test_a_frozen_base_of_an_adapter_has_no_gradient_no_state_and_no_weight_backward():
+    pytest.importorskip("peft")
+    plain, adapted = (
+        nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))) for _ in "ab"
+    )
+    lora(adapted, rank=1, targets=["0", "1", "2", "3"])
+    whole, frozen = (estimated(net, torch.randn(512, 64), **ARITHMETIC) for net in (plain, adapted))
+    for cost, of_base in zip(whole[1:], frozen[1:], strict=True):  # the first input has no gradient
+        assert cost.backward_ms == pytest.approx(2 * cost.forward_ms)
+        assert of_base.backward_ms < 1.1 * of_base.forward_ms
+    products = 2 * 512 * 64 * 64
+    counted = count_chain(layers_of(adapted), torch.randn(512, 64))
+    flops = model_flops(counted, layers_of(adapted))
+    assert 7 * products < flops < 7.6 * products  # the first input has no gradient
+    assert model_flops(count_chain(layers_of(plain), torch.randn(512, 64)), layers_of(plain)) == (
+        12 * products
+    )
+    base, adapter = 64 * 64, 2 * 64
+    assert {cost.weight_bytes for cost in whole} == {4 * 4 * base}
+    assert {cost.weight_bytes for cost in frozen} == {4 * (base + 4 * adapter)}

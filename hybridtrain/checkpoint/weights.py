@@ -1,0 +1,140 @@
+"""The weights of a model in the files of a checkpoint: read, checked against a model, loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtrain.checkpoint.json_tree import unpack
+from hybridtrain.checkpoint.read import CheckpointReader
+from hybridtrain.checkpoint.tensor_files import read_tensors, without_aliases
+from hybridtrain.errors import CheckpointError, phrase
+from hybridtrain.model import HybridModel
+
+# the last part of the name that torch gives to get_extra_state()
+EXTRA_STATE = "_extra_state"
+
+
+def read_weights(path: Path, files: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns the model's tensors and its other state in the checkpoint at `path`, memory-mapped.
+
+    Args:
+        path: its directory, verified.
+        files: of its manifest.
+    """
+    extra = read_tree(path, "model_extra", files) if "model_extra.json" in files else {}
+    return read_tensors(path, "model", files), extra
+
+
+def evaluated_average(path: Path, files: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the average of the weights that a run evaluates with, by the parameters' names.
+
+    It is the state of a callback such as `EMA`; empty if the run evaluates with the weights.
+
+    Args:
+        path: of the checkpoint, verified.
+        files: of its manifest.
+    """
+    states = read_tree(path, "callbacks", files) if "callbacks.json" in files else {}
+    for state in states.values():
+        if isinstance(state, Mapping) and {"average", "updates", "evaluates"} <= state.keys():
+            return dict(state["average"]) if state["evaluates"] else {}
+    return {}
+
+
+def with_average(weights: Mapping[str, Tensor], average: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns `weights` with `average` in place of parameters, under all names of a tied one."""
+    aliases = without_aliases(weights)[1] if average else {}
+    first = {name: aliases.get(name, name) for name in weights}
+    moved = {first[name]: value.to(weights[name].dtype) for name, value in average.items()}
+    return {name: moved.get(first[name], value) for name, value in weights.items()}
+
+
+def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns the tensors of a module's state dict, and its other entries."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in state.items() if name not in tensors}
+
+
+def check_fits(path: Path, weights: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Checks that `weights` fit the model whose state is `own`.
+
+    Raises:
+        CheckpointError: names the first tensors that are missing, unknown or of another shape.
+    """
+    problems = [f"it lacks {name}" for name in own if name not in weights]
+    problems += [f"the model has no {name}" for name in weights if name not in own]
+    problems += [
+        f"{name} is {_shape(weights[name])} there and {_shape(own[name])} in the model"
+        for name in own
+        if name in weights
+        and _shape(weights[name]) != _shape(own[name])
+        # a module's extra state may be of any shape
+        and not name.endswith(EXTRA_STATE)
+    ]
+    if problems:
+        shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" * (len(problems) > 3))
+        raise CheckpointError(
+            f"the checkpoint {path} is of another model: {shown}. Train the model it was made "
+            f"with, or {phrase('start a new run')}"
+        )
+
+
+def read_tree(path: Path, name: str, files: Mapping[str, Any]) -> Any:
+    """Returns what `pack` was given under `name`; its tensors are memory-mapped.
+
+    Args:
+        path: of the checkpoint.
+        name: such as `optimizer`.
+        files: of its manifest.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    has_tensors = {f"{name}.safetensors", f"{name}.safetensors.index.json"} & files.keys()
+    tensors = read_tensors(path, name, files) if has_tensors else {}
+    file = path / f"{name}.json"
+    try:
+        if file.name not in files:
+            raise ValueError("it is not in the manifest")
+        return unpack(json.loads(file.read_bytes()), tensors)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+
+
+def _shape(value: Any) -> list[int] | None:
+    return list(value.shape) if isinstance(value, Tensor) else None
+
+
+@torch.no_grad()
+def load_weights(
+    model: HybridModel,
+    reader: CheckpointReader,
+    weights: Mapping[str, Tensor],
+    extra: Mapping[str, Any],
+) -> None:
+    """Loads `weights` and other state on every rank; a collective call.
+
+    Args:
+        model: whose parameters and buffers are overwritten.
+        reader: where each process has the values from.
+        weights: as `reader.read` gave them; also those of the model's state that stay.
+        extra: what `reader.read` gave that is not a tensor.
+    """
+    others = {name: value for name, value in weights.items() if name.endswith(EXTRA_STATE)}
+    # copies, since a module may keep what it is given
+    received = reader.tree({**extra, **others})
+    state = model.net.state_dict()
+    given = {name: value for name, value in weights.items() if not value.is_meta}
+    has_files = reader.shared or model.world.is_main
+    if has_files:
+        model.load_state_dict({**weights, **received})
+    for name, whole in reader.sent(given, state, received):
+        state[name].copy_(whole)
+    if not has_files:
+        model.load_state_dict({**state, **received})  # for modules with load hooks

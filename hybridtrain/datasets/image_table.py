@@ -1,0 +1,113 @@
+"""A table of image files and their classes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hybridtrain.data import DataSplits, for_trained_models
+from hybridtrain.datasets.hf_datasets import number_classes
+from hybridtrain.datasets.image_folder import (
+    Images,
+    check_image_size,
+    image_metadata,
+    image_transform,
+    only_to_predict,
+    training_images,
+)
+from hybridtrain.datasets.sample_files import SampleFiles, check_columns
+from hybridtrain.errors import DataError, argument, setting
+
+
+@for_trained_models(only_to_predict)
+def image_table(
+    path: str,
+    root: str | None = None,
+    image: str = "image",
+    target: str = "label",
+    image_size: int = 224,
+    augment: bool = True,
+    rand_augment: int | None = None,
+    mixup: float = 0.0,
+    eval_path: str | None = None,
+    eval_share: float = 0.1,
+    split_seed: int = 0,
+    classes: list[str] | None = None,
+    predict_path: str | None = None,
+) -> DataSplits:
+    """Returns the images that a table names, with their classes.
+
+    Items, metadata and transforms are those of `image_folder`. Classes that are texts are numbered
+    in the order of their names.
+
+    Args:
+        path: a .csv, .tsv, .jsonl or .parquet file with a line for each image; a pattern, or a
+            folder of such files named after their splits.
+        root: the folder that relative paths begin at; None: that of the table.
+        image: the column of the paths.
+        target: the column of the classes.
+        image_size: pixels per side.
+        augment: draw random parts in training; False: as in evaluation.
+        rand_augment: see `image_folder`.
+        mixup: see `image_folder`.
+        eval_path: a path like `path` with the evaluation split; None: a split of `path`, or a
+            held-out part of it.
+        eval_share: the share that is held out if there is no such split, 0 to 1.
+        split_seed: the seed of the choice of held-out images.
+        classes: the names of the classes in the order of their numbers; None: sorted.
+        predict_path: see `image_folder`.
+
+    Raises:
+        DataError: the table, a column or an image file is missing, the splits have other classes,
+            or a number is out of its range.
+    """
+    if not path:
+        raise DataError(f"{argument('path')} is not set: name a table of images and classes")
+    check_image_size(image_size)
+    files = SampleFiles(path, None, eval_path, "train", None, eval_share, split_seed)
+    source = files.read({image: "image", target: "target"}, blank_targets=False)
+    check_columns(source.samples, "image", [image], "text")
+    numbering = number_classes(source, [target], classes, path)
+    listed: dict[str, list[tuple[str, int]]] = {}
+    places = {"train": path, "eval": path if eval_path is None else eval_path}
+    for split, samples in source.samples.items():
+        folder = Path(root) if root is not None else _folder_of(places[split])
+        names = [os.path.join(folder, name) for name in samples[image]]
+        numbers = numbering.numbers[split]
+        missing = next((name for name in names if not os.path.isfile(name)), None)
+        if missing is not None:
+            raise DataError(
+                f"{setting('image', image)}: there is no file {missing}; set {argument('root')} to "
+                f"the folder that the paths of {places[split]} begin at"
+            )
+        listed[split] = [
+            (name, numbers[value]) for name, value in zip(names, samples[target], strict=True)
+        ]
+    metadata = {"num_classes": numbering.count, **image_metadata(image_size)}
+    if numbering.names is not None:
+        metadata["classes"] = numbering.names
+    alone = only_to_predict({}, image_size=image_size, predict_path=predict_path)
+    return DataSplits(
+        predict=alone.predict,
+        train=training_images(
+            listed["train"], image_size, augment, rand_augment, mixup, numbering.count
+        ),
+        eval=Images(listed["eval"], image_transform(image_size)),
+        metadata=metadata,
+        held_out=source.held_out,
+        notes=source.notes,
+        digest=source.digest,
+        without_samples=numbering.without_samples,
+    )
+
+
+def _folder_of(path: str) -> Path:
+    """Returns the folder of a table, or the folder itself; of a pattern, its part without signs."""
+    place = Path(path).expanduser()
+    if place.is_dir():
+        return place
+    while any(sign in str(place) for sign in "*?["):
+        place = place.parent
+        if place.is_dir():
+            return place
+    return place.parent

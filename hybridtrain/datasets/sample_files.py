@@ -1,0 +1,110 @@
+"""The samples of files, divided into a training and an evaluation split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridtrain.datasets.held_out import held_out
+from hybridtrain.datasets.split_names import SPLITS
+from hybridtrain.datasets.tables import Table, check_complete, read_table
+from hybridtrain.errors import DataError, setting
+
+_EVAL_SPLITS = (*SPLITS["validation"], *SPLITS["test"])
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of the splits `train` and `eval`, and where they come from."""
+
+    samples: dict[str, Any]
+    tables: Sequence[Table]
+    held_out: bool
+    notes: Sequence[str]
+
+    @property
+    def digest(self) -> str | None:
+        """Of all files."""
+        digests = [table.digest for table in self.tables]
+        return None if None in digests else "-".join(map(str, digests))
+
+    @property
+    def numbers_are_texts(self) -> bool:
+        """True if all values are texts, as in CSV."""
+        return all(table.numbers_are_texts for table in self.tables)
+
+
+@dataclass(frozen=True)
+class SampleFiles:
+    """The files of the samples and their division; see `hf_datasets`."""
+
+    path: str
+    name: str | None
+    eval_path: str | None
+    train_split: str
+    eval_split: str | None
+    eval_share: float
+    split_seed: int
+
+    def read(self, columns: Mapping[str, str], blank_targets: bool) -> Samples:
+        """Returns the samples; each has a value in the columns, named by their keys."""
+        table = read_table("path", self.path, self.name)
+        tables = [table]
+        notes = list(table.notes)
+        train = _split_of(table.splits, self.train_split, "train_split", self.path)
+        evaluation = None
+        if self.eval_path is not None:
+            eval_table = read_table("eval_path", self.eval_path, self.name)
+            tables.append(eval_table)
+            notes += eval_table.notes
+            eval_split = self.eval_split or next(iter(eval_table.splits))
+            evaluation = _split_of(eval_table.splits, eval_split, "eval_split", self.eval_path)
+        else:
+            known_splits = (split_name for split_name in _EVAL_SPLITS if split_name in table.splits)
+            eval_split = self.eval_split or next(known_splits, self.train_split)
+            if eval_split != self.train_split:
+                evaluation = _split_of(table.splits, eval_split, "eval_split", self.path)
+                unused = table.splits.keys() - {self.train_split, eval_split}
+                notes += [f"splits not used: {', '.join(sorted(unused))}"] if unused else []
+        for source_table in tables:
+            for column, key in columns.items():
+                check_complete(source_table, [column], key, key == "text" or blank_targets)
+        if evaluation is None:
+            first, second = held_out(len(train), self.eval_share, self.split_seed)
+            parts = (train.select(part, keep_in_memory=True) for part in (first, second))
+            samples = dict(zip(("train", "eval"), parts, strict=True))
+        else:
+            samples = {"train": train, "eval": evaluation}
+        for split, of_split in samples.items():
+            if not len(of_split):
+                raise DataError(f"the {split} split has no samples")
+        return Samples(samples, tables, evaluation is None, notes)
+
+
+def _split_of(whole: Any, split: str, key: str, path: str) -> Any:
+    if split not in whole:
+        raise DataError(
+            f"{setting(key, split)}: {path} has no such split; it has {', '.join(map(str, whole))}"
+        )
+    return whole[split]
+
+
+def check_columns(
+    samples: Mapping[str, Any], key: str, columns: Sequence[str], kind: str | None = None
+) -> None:
+    """Refuses columns that are not there, or not of a `kind`: `text`, `number`; None: any."""
+    beginnings = {"text": ("string", "large_string"), "number": ("int", "uint", "float")}
+    for split, of_split in samples.items():
+        dtypes = {name: str(getattr(x, "dtype", x)) for name, x in of_split.features.items()}
+        shown = ", ".join(f"{name} ({dtype})" for name, dtype in dtypes.items())
+        for column in columns:
+            if column not in dtypes:
+                raise DataError(
+                    f"{setting(key, column)}: the {split} split has no such column; it has {shown}"
+                )
+            if kind is not None and not dtypes[column].startswith(beginnings[kind]):
+                raise DataError(
+                    f"{setting(key, column)}: the column must have {kind}s, and has "
+                    f"{dtypes[column]}; the columns of the {split} split are {shown}"
+                )

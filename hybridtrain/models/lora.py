@@ -1,0 +1,268 @@
+"""LoRA by the library PEFT: low-rank matrices are trained beside frozen weights.
+
+Source: E. Hu et al., LoRA, 2021 (arXiv:2106.09685); DoRA: S. Liu et al., 2024 (arXiv:2402.09353).
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hybridtrain._base.adapter import put_adapter
+from hybridtrain.errors import ConfigError, argument, check_choice, closest, setting
+
+INITS: dict[str, bool | str] = {
+    "default": True,
+    "gaussian": "gaussian",
+    "orthogonal": "orthogonal",
+}
+"""Initial values of the matrices, as PEFT calls them. Those that change the base's weights (pissa,
+olora) are left out: an adapter would no longer fit the base that it names."""
+
+ALL_LINEAR = "all-linear"
+
+_ADAPTER = "default"  # PEFT's name of the only one
+# Names that PEFT gives: of modules around the base's, and of what is the adapter's alone.
+_WRAPPED = re.compile(rf"\.(base_layer|original_module|modules_to_save\.{_ADAPTER})(?=\.)")
+_ADDED = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\.")
+# PEFT's task by the end of a class's name in transformers.
+_TASKS = {
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+}
+# The heads that a pretrained base lacks, as PEFT knows them.
+_HEADS = ("classifier", "score")
+
+
+def lora(
+    net: nn.Module,
+    rank: int = 8,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+    targets: str | Sequence[str] | None = None,
+    modules_to_save: Sequence[str] | None = None,
+    dora: bool = False,
+    init: str = "default",
+) -> nn.Module:
+    """Returns `net` with LoRA in some of its layers; everything else is frozen.
+
+    Modules and parameters have the names that PEFT gives them. Matrices of a base in half precision
+    are float32, as PEFT makes them.
+
+    Args:
+        net: a model of transformers, or any other; it is changed.
+        rank: the rank of the matrices.
+        alpha: the matrices' product is multiplied by alpha / rank; None: 2 x rank.
+        dropout: the dropout probability before the matrices.
+        targets: names of linear layers, convolutions or embeddings, or the last parts of their
+            names, such as `[q_proj, v_proj]`; `all-linear`: all linear layers but the output's;
+            None: PEFT's choice for the model type.
+        modules_to_save: names of modules that are trained as a whole, or their last parts; None:
+            the head of a classifier.
+        dora: train the magnitudes of the weights as well.
+        init: `default`, `gaussian` or `orthogonal`; see `INITS`.
+
+    Raises:
+        ConfigError: PEFT is not installed, a number is out of its range, or a name is not one of
+            the model's modules.
+    """
+    peft = _peft()
+    for name, value, low in (("rank", rank, 1), ("dropout", dropout, 0)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < low:
+            raise ConfigError(f"{setting(name, value)} must be a number of at least {low}")
+    if not isinstance(rank, int):
+        raise ConfigError(f"{setting('rank', rank)} must be a whole number")
+    if dropout >= 1:
+        raise ConfigError(f"{setting('dropout', dropout)} must be below 1")
+    alpha = 2 * rank if alpha is None else alpha
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or alpha <= 0:
+        raise ConfigError(f"{setting('alpha', alpha)} must be a number above 0")
+    check_choice("init", init, INITS)
+    chosen = _targets(peft, net, targets)
+    whole = _whole_modules(net, modules_to_save)
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=chosen,
+        modules_to_save=whole or None,
+        use_dora=dora,
+        init_lora_weights=INITS[init],
+        task_type=next((t for end, t in _TASKS.items() if type(net).__name__.endswith(end)), None),
+    )
+    with warnings.catch_warnings():
+        # fan_in_fan_out follows from the layers
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
+        try:
+            net = peft.inject_adapter_in_model(config, net, _ADAPTER)
+        except (ValueError, NotImplementedError, TypeError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"{argument('targets')}: {reason}") from error
+    for name, parameter in net.named_parameters():
+        if _ADDED.search(name) and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+    put_adapter(net, LoraAdapter(config))
+    return net
+
+
+@dataclass(frozen=True)
+class LoraAdapter:
+    """The names of PEFT's tensors in a model, and its files; see `Adapter`.
+
+    Attributes:
+        config: PEFT's `LoraConfig`.
+    """
+
+    config: Any
+
+    def base_name(self, name: str) -> str | None:
+        """Returns the name of a tensor in the base alone, or None."""
+        return None if _ADDED.search(f".{name}") else _WRAPPED.sub("", f".{name}")[1:]
+
+    @torch.no_grad()
+    def follow_base(self, net: nn.Module) -> None:
+        """Sets the magnitudes of DoRA to those of the base's weights."""
+        for _, module in _layers(net):
+            if _ADAPTER not in getattr(module, "lora_variant", {}):
+                continue
+            if any(parameter.is_meta for parameter in module.parameters()):
+                continue  # of another process
+            magnitudes = module.lora_magnitude_vector
+            kept = magnitudes[_ADAPTER]  # the parameter that the optimizer has
+            module.lora_variant[_ADAPTER].init(module, adapter_name=_ADAPTER)
+            kept.weight.copy_(magnitudes[_ADAPTER].weight)
+            magnitudes[_ADAPTER] = kept
+
+    def merged(self, net: nn.Module) -> nn.Module:
+        """Returns the base with W + alpha / rank B A in place of W, and the trained modules."""
+        for name, module in [*_layers(net)]:
+            module.merge()
+            net.set_submodule(name, module.get_base_layer())
+        for name, module in [*_saved_whole(net)]:
+            net.set_submodule(name, module.modules_to_save[_ADAPTER])
+        return net
+
+    def write(self, folder: Path, net: nn.Module, state: Mapping[str, Tensor], base: str) -> None:
+        """Writes `adapter_model.safetensors` and `adapter_config.json`, as PEFT does."""
+        peft = _peft()
+        config = copy(self.config)
+        config.base_model_name_or_path = base or None
+        config.inference_mode = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the base is not looked up on the Hub
+            tensors = peft.get_peft_model_state_dict(
+                net, state_dict=dict(state), adapter_name=_ADAPTER, save_embedding_layers=False
+            )
+        save_file(
+            {f"base_model.model.{name}": value.contiguous() for name, value in tensors.items()},
+            folder / "adapter_model.safetensors",
+            metadata={"format": "pt"},
+        )
+        config.save_pretrained(str(folder))
+
+
+def _layers(net: nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+
+    return ((name, module) for name, module in net.named_modules() if isinstance(module, LoraLayer))
+
+
+def _saved_whole(net: nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.utils import ModulesToSaveWrapper
+
+    modules = net.named_modules()
+    return ((name, module) for name, module in modules if isinstance(module, ModulesToSaveWrapper))
+
+
+def _targets(
+    peft: Any, net: nn.Module, targets: str | Sequence[str] | None
+) -> str | list[str] | None:
+    """Returns the target modules, each of which the model has."""
+    linear = _linear_names(net)
+    if targets is None:
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as OF_TYPE
+
+        kind = getattr(getattr(net, "config", None), "model_type", None)
+        if kind in OF_TYPE:
+            default: Any = OF_TYPE[kind]
+            return default if isinstance(default, str) else [*default]
+        what = f"a model of type {kind}" if kind else f"a {type(net).__name__}"
+        raise ConfigError(
+            f"{argument('targets')} has no default for {what}: name some of its layers, "
+            + (f"such as {', '.join(linear[:6])}, or {ALL_LINEAR}" if linear else "by their names")
+        )
+    if targets == ALL_LINEAR:
+        if not linear:
+            raise ConfigError(
+                f"{setting('targets', targets)}: a {type(net).__name__} has no linear layer"
+            )
+        if hasattr(net, "get_output_embeddings"):
+            return ALL_LINEAR
+        names = [name for name, module in net.named_modules() if _is_linear(module)]
+        return names[:-1] or names
+    names = [targets] if isinstance(targets, str) else [*targets]
+    if not names:
+        raise ConfigError(f"{argument('targets')}[] names no layer")
+    for name in names:
+        _check_name("targets", name, net, linear)
+    return names
+
+
+def _whole_modules(net: nn.Module, names: Sequence[str] | None) -> list[str]:
+    if names is None:
+        if not type(net).__name__.endswith("Classification"):
+            return []
+        return [name for name in _HEADS if any(True for _ in _matching(net, name))]
+    names = [names] if isinstance(names, str) else [*names]
+    for name in names:
+        _check_name("modules_to_save", name, net, [name for name, _ in net.named_children()])
+    return names
+
+
+def _check_name(key: str, name: str, net: nn.Module, examples: Sequence[str]) -> None:
+    if any(True for _ in _matching(net, name)):
+        return
+    parts = {module.rpartition(".")[2] for module, _ in net.named_modules() if module}
+    close = closest(str(name), parts)
+    raise ConfigError(
+        f"{setting(key, name)}: a {type(net).__name__} has no such module; "
+        + (f"did you mean {close!r}?" if close else f"it has {', '.join(examples[:8])}")
+    )
+
+
+def _matching(net: nn.Module, name: str) -> Iterator[str]:
+    """Yields the modules with this name, or with this end of a name, as PEFT matches them."""
+    for module, _ in net.named_modules():
+        if module and (module == name or module.endswith(f".{name}")):
+            yield module
+
+
+def _linear_names(net: nn.Module) -> list[str]:
+    """Returns the last parts of the names of linear layers, each once."""
+    names = (name for name, module in net.named_modules() if _is_linear(module))
+    return [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    # Conv1D of transformers is a linear layer, of GPT-2
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(f"LoRA needs PEFT: pip install 'hybridtrain[peft]' ({error})") from error
+    return peft
