@@ -35,6 +35,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # The exception that ends the recomputation of torch.utils.checkpoint early.
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
+# Knows the worker processes of all loaders.
+from torch.utils.data._utils import signal_handling
+
 from hybridtrain.errors import UserError, setting
 
 __all__ = [
@@ -734,6 +737,8 @@ def loader_workers(iterator: Any) -> list[Any]:
 def end_loader(iterator: Any, kill: bool) -> None:
     """Ends the worker processes of a DataLoader's iterator, and another thread's wait for a batch.
 
+    `_remove_worker_pids`: torch's handler of SIGCHLD, which another loader may have installed,
+    otherwise raises for the killed workers wherever the main thread is.
     `_worker_result_queue`: a wait otherwise lasts until the loader's timeout.
     `_shutdown_workers`: otherwise only called when the iterator is collected, which is late if a
     traceback holds it, and may happen in a process forked later, which waits for them in vain.
@@ -746,6 +751,9 @@ def end_loader(iterator: Any, kill: bool) -> None:
     if not hasattr(iterator, "_shutdown_workers"):
         return
     if kill:
+        if iterator._worker_pids_set:
+            signal_handling._remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False
         for worker in iterator._workers:
             worker.kill()
         iterator._worker_result_queue.put(None)  # not a pair of a number and a batch: raises there
