@@ -39,14 +39,20 @@ torch.optim.AdamW(model(10, 8, 1).parameters())
 """
 # The lines of a step go to the file that `recovery` reads.
 RAW = """
-import json, time
+import json, os, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from scripts.soak import model
 
-dist.init_process_group("gloo")
+# Keys of its own for each start: with torch 2.14, init_process_group("gloo") alone finds the
+# addresses of the processes before the restart, and fails or waits in most restarts.
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+store = dist.PrefixStore("start " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+dist.init_process_group(
+    "gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+)
 net = DistributedDataParallel(model(10, 8, 1))
 optimizer = torch.optim.AdamW(net.parameters())
 checkpoint, metrics, step = Path("checkpoint.pt"), Path("run/metrics.jsonl"), 0
