@@ -22,7 +22,13 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 # Tensors with shapes but without data, on which torch.export runs a forward.
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.autograd import Variable, profiler
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,6 +44,7 @@ from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 from hybridtrain.errors import UserError, setting
 
 __all__ = [
+    "FAKE_TENSOR_LIMITS",
     "GRAD_MODE_SETTER",
     "CallerModes",
     "FakeTensorMode",
@@ -90,6 +97,15 @@ __all__ = [
     "without_torch_function",
     "write_cuda_memory",
 ]
+
+FAKE_TENSOR_LIMITS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+"""The errors of operators that need values, and so do not run on fake tensors."""
+
 
 # --- profiling
 

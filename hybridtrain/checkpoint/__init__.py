@@ -23,8 +23,14 @@ init_from          weights from elsewhere
 """
 
 from hybridtrain.checkpoint.broadcast import broadcast_tree
-from hybridtrain.checkpoint.init_from import InitReport, find_weights, init_from, parse_init_from
-from hybridtrain.checkpoint.manifest import read_manifest, verify
+from hybridtrain.checkpoint.init_from import (
+    InitReport,
+    check_init_from,
+    find_weights,
+    init_from,
+    parse_init_from,
+)
+from hybridtrain.checkpoint.manifest import check_sizes, read_manifest, verify
 from hybridtrain.checkpoint.run import (
     FixedState,
     SavableStep,
@@ -57,7 +63,9 @@ __all__ = [
     "broadcast_tree",
     "check_directory",
     "check_fits",
+    "check_init_from",
     "check_progress",
+    "check_sizes",
     "evaluated_average",
     "find_checkpoint",
     "find_weights",

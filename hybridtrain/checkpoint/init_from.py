@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
 from hybridtrain.checkpoint.read import CheckpointReader
@@ -98,26 +98,7 @@ def init_from(
     reader = CheckpointReader(world, _files_of(folder))
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any], InitReport]:
-        weights, extra = _read(folder)
-        # the parameters themselves: a tied one is known by being the same under all its names
-        state = model.net.state_dict(keep_vars=True)
-        base = getattr(model.net, "base_model_prefix", "")  # of transformers
-        chosen, report = _match(state, weights, str(source), base)
-        problems = report.problems()
-        if not report.loaded:
-            raise CheckpointError(
-                f"init_from={source} has no tensor that the model has: it has "
-                f"{', '.join(sorted(weights)[:3])}, ..., and the model has "
-                f"{', '.join(list(model.net.state_dict())[:3])}, ..."
-            )
-        if strict and problems:
-            shown = "; ".join(problems[:3])
-            more = f"; and {len(problems) - 3} more" * (len(problems) > 3)
-            raise CheckpointError(
-                f"init_from={source} does not fit the model: {shown}{more}. With strict=false the "
-                f"other {len(report.loaded)} tensors are loaded"
-            )
-        return chosen, extra, report
+        return _matched(model.net, folder, source, strict)
 
     chosen, extra, report = reader.read(read) or ({}, {}, None)
     report = world.broadcast(report)
@@ -128,6 +109,61 @@ def init_from(
     if world.is_main:
         _log.info("%s", report)  # with strict=false, the user has accepted what is left out
     return report
+
+
+def check_init_from(
+    net: nn.Module, source: str | Path, *, strict: bool = True, best: bool = False
+) -> InitReport | None:
+    """Checks that `init_from` would load `source` into `net`, which may be on the meta device.
+
+    Nothing is loaded or fetched.
+
+    Returns:
+        what would be loaded; None: a model on the Hub, which is there, but was not fetched.
+
+    Raises:
+        CheckpointError: as of `init_from`.
+    """
+    path = _local(source)
+    if path is not None:
+        return _matched(net, _locate(path, best), source, strict)[2]
+    try:
+        from huggingface_hub import HfApi
+
+        HfApi().model_info(str(source), timeout=10)
+    except Exception as error:  # of the network, of the Hub, or it is not installed
+        raise _not_on_hub(source, error) from error
+    return None
+
+
+def _matched(
+    net: nn.Module, folder: Path, source: str | Path, strict: bool
+) -> tuple[dict[str, Tensor], dict[str, Any], InitReport]:
+    """Returns the tensors in `folder` by the names of `net`, other state, and the report.
+
+    Raises:
+        CheckpointError: they do not fit.
+    """
+    weights, extra = _read(folder)
+    # the parameters themselves: a tied one is known by being the same under all its names
+    state = net.state_dict(keep_vars=True)
+    base = getattr(net, "base_model_prefix", "")  # of transformers
+    chosen, report = _match(state, weights, str(source), base)
+    problems = report.problems()
+    if not report.loaded:
+        raise CheckpointError(
+            f"init_from={source} has no tensor that the model has: it has "
+            f"{', '.join(sorted(weights)[:3])}, ..., and the model has "
+            f"{', '.join(list(net.state_dict())[:3])}, ..."
+        )
+    if strict and problems:
+        shown = "; ".join(problems[:3])
+        more = f"; and {len(problems) - 3} more" * (len(problems) > 3)
+        raise CheckpointError(
+            f"init_from={source} does not fit the model: {shown}{more}. With strict=false the "
+            f"other {len(report.loaded)} tensors are loaded"
+        )
+    return chosen, extra, report
 
 
 def _match(
@@ -204,23 +240,39 @@ def find_weights(source: str | Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    path = Path(source)
-    if path.is_file() or path.is_dir():
+    path = _local(source)
+    if path is not None:
         return path
-    missing = f"init_from={source}: there is no such file or directory"
-    if not _HUB_NAME.fullmatch(str(source)) or path.suffix in (".safetensors", *_TORCH_FILES):
-        raise CheckpointError(missing)
     try:
         from huggingface_hub import snapshot_download
 
         # weights of other formats may run code
         found = snapshot_download(str(source), allow_patterns=["*.safetensors*"])
     except Exception as error:  # of the network, of the Hub, or it is not installed
-        reason = f"{type(error).__name__}: {_first_line(error)}"
-        raise CheckpointError(
-            f"{missing}, nor can such a model be had from the Hub ({reason})"
-        ) from error
+        raise _not_on_hub(source, error) from error
     return Path(found)
+
+
+def _local(source: str | Path) -> Path | None:
+    """Returns the file or directory that `source` names; None: the name of a model on the Hub.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    path = Path(source)
+    if path.is_file() or path.is_dir():
+        return path
+    if not _HUB_NAME.fullmatch(str(source)) or path.suffix in (".safetensors", *_TORCH_FILES):
+        raise CheckpointError(f"init_from={source}: there is no such file or directory")
+    return None
+
+
+def _not_on_hub(source: str | Path, error: Exception) -> CheckpointError:
+    reason = f"{type(error).__name__}: {_first_line(error)}"
+    return CheckpointError(
+        f"init_from={source}: there is no such file or directory, nor can such a model be had from "
+        f"the Hub ({reason})"
+    )
 
 
 def _locate(source: Path, best: bool) -> Path:

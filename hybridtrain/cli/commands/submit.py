@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parameter import Parameter
 
 from hybridtrain._base.files import write_atomically
+from hybridtrain.cli.commands.check import check_job
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.keys import NAMING
 from hybridtrain.cli.config.leftovers import leave_out_leftovers
@@ -50,6 +51,7 @@ def submit(
     *,
     multirun: bool = False,
     dry_run: bool = False,
+    check: bool = False,
 ) -> int:
     """Sends a run, or an array of runs, to Slurm, or prints what starts it elsewhere.
 
@@ -58,6 +60,7 @@ def submit(
         config_dir: a folder with more groups and options.
         multirun: one job of an array for each combination of `overrides`.
         dry_run: print the script, write nothing and send nothing.
+        check: check all parts of the job, write nothing and send nothing; see `check_job`.
 
     Raises:
         ConfigError: a value is wrong, as `train` would find, or does not fit the nodes.
@@ -66,15 +69,17 @@ def submit(
     launch = detect(os.environ)
     if launch.size > 1 and launch.problem is None:  # the shell of a job may send another one
         raise ConfigError("submit is one process: start it without torchrun or srun")
+    if check:
+        if multirun:
+            raise ConfigError("--check goes with one run: use it without --multirun")
+        return check_job(overrides, config_dir, layout_of, _script_of)
     if multirun:
         run, config, layout, lines = _array(overrides, config_dir)
     else:
         settings = resolve_settings("train", overrides, config_dir)
         check_run(settings)
         layout, config, lines = layout_of(settings.config), settings.config.submit, []
-        folder = RunDirectory(settings.config).path
-        wanted = [*overrides, *_on_gpus(settings, overrides)]
-        run = JobRun(str(settings.config.run_name), folder, wanted, config_dir)
+        run = _run_of(settings)
     if config.to != "slurm":
         if multirun:
             raise ConfigError(f"submit.to={config.to} prints one run: use it without --multirun")
@@ -98,6 +103,16 @@ def submit(
         return 0
     _send(run, script, lines, layout)
     return 0
+
+
+def _run_of(settings: Settings) -> JobRun:
+    config, overrides = settings.config, settings.overrides
+    wanted = [*overrides, *_on_gpus(settings, overrides)]
+    return JobRun(str(config.run_name), RunDirectory(config).path, wanted, settings.config_dir)
+
+
+def _script_of(settings: Settings, layout: JobLayout) -> str:
+    return batch_script(_run_of(settings), settings.config.submit, layout)
 
 
 def _on_gpus(settings: Settings, overrides: Sequence[str]) -> list[str]:
