@@ -25,9 +25,10 @@ init_from          weights from elsewhere
 from hybridtrain.checkpoint.broadcast import broadcast_tree
 from hybridtrain.checkpoint.init_from import (
     InitReport,
-    check_init_from,
+    check_weights,
     find_weights,
     init_from,
+    locate_weights,
     parse_init_from,
 )
 from hybridtrain.checkpoint.manifest import check_sizes, read_manifest, verify
@@ -63,14 +64,15 @@ __all__ = [
     "broadcast_tree",
     "check_directory",
     "check_fits",
-    "check_init_from",
     "check_progress",
     "check_sizes",
+    "check_weights",
     "evaluated_average",
     "find_checkpoint",
     "find_weights",
     "finishing_saves",
     "init_from",
+    "locate_weights",
     "parse_init_from",
     "read_manifest",
     "read_tree",

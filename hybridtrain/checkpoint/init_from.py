@@ -111,22 +111,17 @@ def init_from(
     return report
 
 
-def check_init_from(
-    net: nn.Module, source: str | Path, *, strict: bool = True, best: bool = False
-) -> InitReport | None:
-    """Checks that `init_from` would load `source` into `net`, which may be on the meta device.
+def locate_weights(source: str | Path, best: bool = False) -> Path | None:
+    """Returns the file or folder whose tensors `init_from` would load; nothing is fetched.
 
-    Nothing is loaded or fetched.
-
-    Returns:
-        what would be loaded; None: a model on the Hub, which is there, but was not fetched.
+    None: a model on the Hub, which is there.
 
     Raises:
         CheckpointError: as of `init_from`.
     """
     path = _local(source)
     if path is not None:
-        return _matched(net, _locate(path, best), source, strict)[2]
+        return _locate(path, best)
     try:
         from huggingface_hub import HfApi
 
@@ -134,6 +129,21 @@ def check_init_from(
     except Exception as error:  # of the network, of the Hub, or it is not installed
         raise _not_on_hub(source, error) from error
     return None
+
+
+def check_weights(net: nn.Module, located: Path, source: str, *, strict: bool = True) -> InitReport:
+    """Returns what `init_from` would load into `net`, which may be on the meta device.
+
+    Args:
+        net: the model.
+        located: by `locate_weights`.
+        source: for messages.
+        strict: as of `init_from`.
+
+    Raises:
+        CheckpointError: the tensors do not fit.
+    """
+    return _matched(net, located, source, strict)[2]
 
 
 def _matched(

@@ -35,9 +35,11 @@ from hybridtrain._base.text_table import counted, printable, with_unit
 from hybridtrain.checkpoint import (
     CheckpointStore,
     check_fits,
-    check_init_from,
     check_sizes,
+    check_weights,
+    locate_weights,
     parse_init_from,
+    read_manifest,
     read_weights,
 )
 from hybridtrain.cli.config.leftovers import leave_out_leftovers
@@ -90,7 +92,7 @@ from hybridtrain.partitioning import (
 )
 from hybridtrain.pipeline import message_formats, messages_of, with_sync_batch_norm
 from hybridtrain.price import why_not_priced
-from hybridtrain.schedule import make_schedule
+from hybridtrain.schedule import Schedule, make_schedule
 from hybridtrain.world import World
 
 ScriptOf = Callable[[Settings, JobLayout], str]
@@ -147,14 +149,16 @@ def check_job(
     data = say("data", _data, config)
     batches = say("batches", _batches, settings, data, worlds, pipeline, loader)
     say("learning rate", _learning_rate, config, batches, trainer)
-    model = say("model", _model, config, data, worlds, pipeline)
-    say("init_from", _init_from, config, model)
-    say("checkpoint", _checkpoint, config, data, model)
+    model = say("model", _model, config, data)
+    initial = say("init_from", _init_from, config)
+    checkpoint = say("checkpoint", _checkpoint, config)
+    say("weights", _weights, config, data, model, initial, checkpoint)
 
+    schedule = say("schedule", _schedule, worlds, pipeline)
+    say("order", _order, worlds, batches, schedule)
     with without_errors_of_fake_tensors():
-        cut = say("plan", _plan, settings, data, worlds, pipeline, model)
+        cut = say("plan", _plan, settings, data, worlds, pipeline, model, schedule)
         say("messages", _messages, config, data, loss, pipeline, batches, cut)
-        say("order", _order, worlds, pipeline, batches)
         say("memory", _memory, config, data, worlds, pipeline, loss, batches, cut)
     return report.end()
 
@@ -218,7 +222,9 @@ class Report:
         return UserError.exit_code if self._problems else 0
 
     def _line(self, name: str, verdict: str, text: str) -> None:
-        print(printable(f"{name:<13}  {verdict:<11}  {' '.join(text.split())}").rstrip(), flush=True)
+        print(
+            printable(f"{name:<13}  {verdict:<11}  {' '.join(text.split())}").rstrip(), flush=True
+        )
 
 
 def _settings(report: Report, overrides: Sequence[str], config_dir: str | None) -> Part:
@@ -246,22 +252,23 @@ def _usable_settings(
 ) -> Part:
     """Reports each override that cannot be composed with the others, which are used."""
     usable: list[str] = []
-    problems = 0
+    wrong: list[str] = []
     # groups first: other keys may be arguments of what they choose
     for override in sorted(overrides, key=lambda word: "." in word.partition("=")[0]):
         try:
             composed([*usable, override])
         except UserError as problem:
             report.problem("config", problem)
-            problems += 1
+            wrong.append(override)
             if "." not in override.partition("=")[0]:
                 return Part("config")  # a recipe or a group: nothing is known of the run
         else:
             usable.append(override)
-    if not problems:  # each alone is right
+    if not wrong:  # each alone is right
         report.problem("config", error)
         return Part("config")
-    return report.part("config", lambda: composed(usable))
+    found, settings = composed(usable)
+    return report.part("config", lambda: (f"{found}, without {' '.join(wrong)}", settings))
 
 
 def _keys(settings: Settings) -> tuple[str, Config]:
@@ -471,9 +478,7 @@ def _batches(
         of_replica = []
         for replica in range(replicas):
             share = share_of(total, replica, replicas)
-            of_replica.append(
-                tuple(chunk_sizes(max(1, share.stop - share.start), pipeline.chunks))
-            )
+            of_replica.append(tuple(chunk_sizes(max(1, share.stop - share.start), pipeline.chunks)))
         cuts |= dict.fromkeys(of_replica)
         for world in worlds:
             chunks[sum(len(of_replica[replica]) for replica in world.owned_replicas)] = None
@@ -508,13 +513,8 @@ class Model:
     nbytes: int
 
 
-def _model(
-    config: Config, data: DataSplits, worlds: Sequence[World], pipeline: PipelineOptions
-) -> tuple[str, Model]:
-    def build() -> nn.Module:
-        net = build_model(config, data)
-        return with_sync_batch_norm(net, worlds[0]) if pipeline.sync_batch_norm else net
-
+def _model(config: Config, data: DataSplits) -> tuple[str, Model]:
+    build = partial(build_model, config, data)
     draws, how = default_generators(), "without values"
     try:
         net = construct_on_meta(build)
@@ -529,28 +529,43 @@ def _model(
     return text, Model(net, build, nbytes)
 
 
-def _init_from(config: Config, model: Model) -> tuple[str, bool]:
+def _init_from(config: Config) -> tuple[str, Path | bool]:
+    """Finds the weights of `init_from`; False: there are none to load."""
     initial = parse_init_from(config.init_from)
     if initial is None:
-        return "none", True
+        return "none", False
     if CheckpointStore(RunDirectory(config).checkpoints).steps():
-        return "the run goes on from its own checkpoint", True
-    found = check_init_from(model.net, **initial)
+        return "the run goes on from its own checkpoint", False
+    found = locate_weights(initial["source"], initial.get("best", False))
     if found is None:
         raise NotCheckedError(f"init_from={initial['source']} is on the Hub; it was not fetched")
-    return f"{len(found.loaded)} tensors of {found.source} fit the model", True
+    return str(found), found
 
 
-def _checkpoint(config: Config, data: DataSplits, model: Model) -> tuple[str, bool]:
-    """Finds the checkpoint that the job goes on from, and compares it with model and data."""
+def _checkpoint(config: Config) -> tuple[str, Path | bool]:
+    """Finds the checkpoint that the job goes on from; False: there is none."""
     path = _checkpoint_to_resume(config)
     if path is None:
-        return "none: a new run", True
-    manifest = check_sizes(path)
-    weights, extra = read_weights(path, manifest["files"])
-    check_fits(path, weights | extra, model.net.state_dict())
-    refuse_other_data(path, data, config.allow_changes)
-    return f"{path}, step {manifest['step']}: sizes of files compared, not their bytes", True
+        return "none: a new run", False
+    step = check_sizes(path)["step"]
+    return f"{path}, step {step}: the sizes of its files are right, bytes were not read", path
+
+
+def _weights(
+    config: Config, data: DataSplits, model: Model, initial: Path | bool, checkpoint: Path | bool
+) -> tuple[str, bool]:
+    """Compares the model, and the data of a checkpoint, with what is to be loaded."""
+    if isinstance(checkpoint, Path):
+        weights, extra = read_weights(checkpoint, read_manifest(checkpoint)["files"])
+        check_fits(checkpoint, weights | extra, model.net.state_dict())
+        refuse_other_data(checkpoint, data, config.allow_changes)
+        return f"{counted(len(weights), 'tensor')} of the checkpoint fit the model", True
+    if isinstance(initial, Path):
+        arguments = parse_init_from(config.init_from) or {}
+        strict = arguments.get("strict", True)
+        found = check_weights(model.net, initial, arguments["source"], strict=strict)
+        return f"{counted(len(found.loaded), 'tensor')} of init_from= fit the model", True
+    return "initial values", True
 
 
 def _checkpoint_to_resume(config: Config) -> Path | None:
@@ -599,13 +614,18 @@ def _plan(
     worlds: Sequence[World],
     pipeline: PipelineOptions,
     model: Model,
+    schedule: Callable[[int], Schedule],
 ) -> tuple[str, Cut]:
-    """Cuts the model for the job's devices, with estimated costs in place of measured ones."""
+    """Cuts the model for the job's devices, with estimated costs in place of measured ones.
+
+    The `schedule` has a table, which the plan holds.
+    """
     config = without_auto(settings)
     world = worlds[0]
     example = example_of_run(config, data, world)
 
     def cut(net: nn.Module) -> Cut:
+        net = with_sync_batch_norm(net, world) if pipeline.sync_batch_norm else net
         make = partial(Planner, net, pipeline, owners=world.stage_owners, costs="estimated")
         planner = make(example_inputs=example[0])
         plan = planner.plan()
@@ -672,27 +692,35 @@ def _bytes_of(form: Any) -> int:
     return sum(n * t.dtype.itemsize for n, t in zip(elements, form.tensors, strict=True))
 
 
-def _order(
-    worlds: Sequence[World], pipeline: PipelineOptions, batches: Batches
-) -> tuple[str, bool]:
-    """Proves the table of each kind of step, and that both ends of each message agree."""
-    world = worlds[0]
-    counts = []
-    for chunks in batches.chunks:
-        table = make_schedule(
+def _schedule(
+    worlds: Sequence[World], pipeline: PipelineOptions
+) -> tuple[str, Callable[[int], Schedule]]:
+    """Makes the table of a full batch; returns the function that makes one for other batches."""
+
+    def table(chunks: int) -> Schedule:
+        return make_schedule(
             pipeline.schedule,
-            world.nb_part,
+            worlds[0].nb_part,
             chunks,
             pipeline.stages_per_device,
             pipeline.max_inflight,
         )
-        counts.append(messages_of(table))
-    steps = f"{' and '.join(map(str, batches.chunks))} micro-batches"
-    text = f"{pipeline.schedule} of {steps}: complete, in order, no circle"
-    if world.processes_per_replica > 1:
-        messages = " and ".join(map(str, counts))
-        text += f"; {messages} messages per replica, named alike at both ends, for all "
-        text += counted(world.size, "rank")
+
+    full = table(pipeline.chunks)
+    return f"{pipeline.schedule} of {counted(full.stages, 'stage')}", table
+
+
+def _order(
+    worlds: Sequence[World],
+    batches: Batches,
+    table: Callable[[int], Schedule],
+) -> tuple[str, bool]:
+    """Proves the order of each process in each kind of step, and both ends of each message."""
+    messages = [messages_of(table(chunks)) for chunks in batches.chunks]
+    text = f"{' and '.join(map(str, batches.chunks))} micro-batches: complete, in order, no circle"
+    if worlds[0].processes_per_replica > 1:
+        text += f"; {' and '.join(map(str, messages))} messages per replica, named alike at both "
+        text += f"ends, for all {counted(len(worlds), 'rank')}"
     return text, True
 
 
@@ -754,5 +782,5 @@ def _with_hardware(config: Config, world: World) -> tuple[Config, bool]:
         return config, True
     if device == "cpu" and limit is None:
         return config, world.size == 1 or world.nb_part == world.size
-    hardware = HardwareConfig(device=device, memory_gib=limit or 1024.0)
+    hardware = HardwareConfig(device=device, memory_gib=limit or 1024.0, reserved_gib=0.0)
     return replace(config, hardware=hardware), limit is not None
