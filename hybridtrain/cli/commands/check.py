@@ -159,7 +159,18 @@ def check_job(
     with without_errors_of_fake_tensors():
         cut = say("plan", _plan, settings, data, worlds, pipeline, model, schedule)
         say("messages", _messages, config, data, loss, pipeline, batches, cut)
-        say("memory", _memory, config, data, worlds, pipeline, loss, batches, cut)
+        is_here = script_of is None
+        say(
+            "memory",
+            partial(_memory, is_here=is_here),
+            config,
+            data,
+            worlds,
+            pipeline,
+            loss,
+            batches,
+            cut,
+        )
     return report.end()
 
 
@@ -459,7 +470,8 @@ def _batches(
         raise NotCheckedError("data.batch_size=auto is chosen by the job")
     if size < replicas:
         raise ConfigError(
-            f"data.batch_size={size} is less than a sample for each of {replicas} replicas: set "
+            f"data.batch_size={size} is less than a sample for each of {replicas} replicas, and "
+            f"{replicas - size} of them would compute padding alone in every step: set "
             f"data.batch_size={replicas} or more, a larger pipeline.nb_part=, or fewer processes"
         )
     options = replace(loader, collate=data.collate)
@@ -717,7 +729,8 @@ def _order(
 ) -> tuple[str, bool]:
     """Proves the order of each process in each kind of step, and both ends of each message."""
     messages = [messages_of(table(chunks)) for chunks in batches.chunks]
-    text = f"{' and '.join(map(str, batches.chunks))} micro-batches: complete, in order, no circle"
+    steps = " and ".join(counted(chunks, "micro-batch", "es") for chunks in batches.chunks)
+    text = f"{steps}: complete, in order, no circle"
     if worlds[0].processes_per_replica > 1:
         text += f"; {' and '.join(map(str, messages))} messages per replica, named alike at both "
         text += f"ends, for all {counted(len(worlds), 'rank')}"
@@ -732,12 +745,13 @@ def _memory(
     loss_fn: LossFn,
     batches: Batches,
     cut: Cut,
+    is_here: bool,
 ) -> tuple[str, bool]:
     """Compares the predicted peak of each device with what it may use."""
     world = worlds[0]
     if (reason := why_not_priced(pipeline)) is not None:
         raise NotCheckedError(reason)
-    priced, is_known = _with_hardware(config, world)
+    priced, is_known = _with_hardware(config, worlds, is_here)
     try:
         prediction = predict_step_of_run(
             priced,
@@ -774,13 +788,13 @@ def _memory(
     return text, True
 
 
-def _with_hardware(config: Config, world: World) -> tuple[Config, bool]:
+def _with_hardware(config: Config, worlds: Sequence[World], is_here: bool) -> tuple[Config, bool]:
     """Returns the config with the job's hardware, and whether the memory of a device is known."""
-    limit = config.pipeline.memory_limit_gib
-    device = world.devices[0].type
+    limit, device = config.pipeline.memory_limit_gib, worlds[0].devices[0].type
     if config.hardware is not None:
         return config, True
-    if device == "cpu" and limit is None:
-        return config, world.size == 1 or world.nb_part == world.size
+    is_one_node = worlds[-1].local_rank == len(worlds) - 1
+    if limit is None and is_here and is_one_node and (device == "cpu" or torch.cuda.is_available()):
+        return config, True  # of this machine
     hardware = HardwareConfig(device=device, memory_gib=limit or 1024.0, reserved_gib=0.0)
     return replace(config, hardware=hardware), limit is not None
