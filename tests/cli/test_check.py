@@ -146,7 +146,7 @@ PLANTED: dict[str, tuple[list[str], str, str]] = {
     "memory": (
         [*DIGITS, "submit=2x8", "pipeline.memory_limit_gib=0.0002"],
         "memory",
-        "that may be used (pipeline.memory_limit_gib=)",
+        "that may be used (pipeline.memory_limit_gib=0.0002)",
     ),
 }
 
@@ -256,6 +256,24 @@ def test_a_run_goes_on_from_the_checkpoint_that_was_checked(
     assert code == 0, parts
     assert "step_00000006, step 6" in parts["checkpoint"]
     assert "tensors of the checkpoint fit the model" in parts["weights"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("code", [0, 1])
+def test_slurm_is_asked_about_the_script_and_gets_no_job(
+    code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = tmp_path / "bin" / "sbatch"
+    stub.parent.mkdir()
+    script = f'echo "$@" > called; cat > script; echo "Invalid account" >&2; exit {code}'
+    stub.write_text(f"#!/bin/bash\n{script}\n")
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{stub.parent}:/usr/bin:/bin")
+    found, parts, _ = checked(capfd, "submit", "--check", *DIGITS, "submit=2x8", "submit.account=x")
+    assert Path("called").read_text() == "--test-only\n"
+    assert "#SBATCH --account=x" in Path("script").read_text()
+    assert found == 2 * code
+    assert ("Invalid account" in parts["sbatch"]) == bool(code)
 
 
 def test_check_goes_with_submit_only(capfd: pytest.CaptureFixture[str]) -> None:
