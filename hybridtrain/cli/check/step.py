@@ -219,8 +219,9 @@ def memory(
         if pipeline.memory_limit_gib is not None:
             source = f"pipeline.memory_limit_gib={pipeline.memory_limit_gib:g}"
         raise SplitError(
-            f"{shown} of {with_unit(round(usable))} that may be used ({source}): raise pipeline.nb_part= or pipeline.chunks=, set pipeline.recompute=always, or "
-            f"lower data.batch_size="
+            f"{shown} of {with_unit(round(usable))} that may be used ({source}): raise "
+            f"pipeline.nb_part= or pipeline.chunks=, set pipeline.recompute=always, or lower "
+            f"data.batch_size="
         )
     text += f", of {with_unit(round(usable))}"
     if prediction.step_ms is not None:
