@@ -122,6 +122,12 @@ PLANTED: dict[str, tuple[list[str], str, str]] = {
         "init_from",
         "init_from=nothing.safetensors: there is no such file",
     ),
+    "weights without a path": (
+        [*DIGITS, "init_from={path:null}"],
+        "init_from",
+        "init_from.path is not set",
+    ),
+    "single key": ([*DIGITS, "world.timeout_s=0"], "keys", "world.timeout_s=0"),
     "other classes": ([*DIGITS, "model.num_classes=4"], "model", "model.num_classes=4 does not"),
     "model for other inputs": (net("narrow"), "messages", "layer '1'"),
     "model that cannot be traced": (net("Listed"), "plan", "Listed"),

@@ -78,16 +78,21 @@ def _usable_settings(
     return report.part("config", lambda: (f"{found}, without {' '.join(wrong)}", settings))
 
 
-def keys(settings: Settings) -> tuple[str, Config]:
-    """Checks single keys; returns the config with defaults in the place of `auto`."""
+def without_auto_keys(settings: Settings) -> tuple[str, Config]:
+    """Returns the config without leftovers, and with defaults in the place of `auto`."""
     leave_out_leftovers(settings)
     config = without_auto(settings)
+    auto = auto_keys(settings.config.pipeline)
+    if not auto:
+        return "none", config
+    defaults = ", ".join(f"pipeline.{key}={getattr(config.pipeline, key)}" for key in auto)
+    return f"chosen by the job; checked here with {defaults}", config
+
+
+def keys(config: Config) -> tuple[str, bool]:
+    """Checks the keys that no object of the library checks."""
     check_choices(config)
-    chosen = [f"pipeline.{key}" for key in auto_keys(settings.config.pipeline)]
-    if not chosen:
-        return "", config
-    defaults = ", ".join(f"{key}={getattr(config.pipeline, key[9:])}" for key in chosen)
-    return f"{', '.join(chosen)}: auto, chosen by the job; checked with {defaults}", config
+    return "", True
 
 
 def loss(config: Config) -> tuple[str, LossFn]:

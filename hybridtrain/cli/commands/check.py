@@ -49,7 +49,8 @@ def check_job(
     say, is_here = report.part, script_of is None
 
     resolved = settings.composed(report, overrides, config_dir)
-    config = say("keys", settings.keys, resolved)
+    config = say("auto keys", settings.without_auto_keys, resolved)
+    say("keys", settings.keys, config)
     loss = say("loss", settings.loss, config)
     say("metrics", settings.metrics, config, loss)
     say("callbacks", settings.callbacks, config)

@@ -65,6 +65,7 @@ def build_options(config: Config) -> RunOptions:
         UserError: a value of the config is wrong.
     """
     check_choices(config)
+    parse_init_from(config.init_from)
     loss_fn = build_loss(config)
     metrics = build_metrics(config, loss_fn)
     callbacks = build_callbacks(config, RunDirectory(config))
@@ -85,7 +86,6 @@ def check_choices(config: Config) -> None:
         UserError: a value is wrong.
     """
     check_config(config)
-    parse_init_from(config.init_from)
     check_choice("world.engine", config.world.engine, ENGINES)
     check_choice("world.inner", config.world.inner, ("pp", "dp"))
 
