@@ -13,6 +13,7 @@ written.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -21,6 +22,8 @@ from hybridtrain.cli.check.report import Report
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.run.job import JobLayout
 from hybridtrain.cli.run.prediction import without_errors_of_fake_tensors
+from hybridtrain.errors import ConfigError
+from hybridtrain.launch import detect
 
 
 def check(overrides: Sequence[str], config_dir: str | None = None) -> int:
@@ -28,7 +31,15 @@ def check(overrides: Sequence[str], config_dir: str | None = None) -> int:
 
     Returns 2 if there is a problem, else 0.
     """
+    refuse_launcher("check")
     return check_job(overrides, config_dir, cluster.layout_here)
+
+
+def refuse_launcher(command: str) -> None:
+    """Raises a ConfigError in one of several processes; the shell of a job is none of them."""
+    launch = detect(os.environ)
+    if launch.size > 1 and launch.problem is None:
+        raise ConfigError(f"{command} is one process: start it without torchrun or srun")
 
 
 def check_job(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shlex
 import shutil
 import subprocess
@@ -17,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import Parameter
 
 from hybridtrain._base.files import write_atomically
-from hybridtrain.cli.commands.check import check_job
+from hybridtrain.cli.commands.check import check_job, refuse_launcher
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.keys import NAMING
 from hybridtrain.cli.config.leftovers import leave_out_leftovers
@@ -40,7 +39,6 @@ from hybridtrain.cli.run.run_table import SWEEP_FILE, read_sweep
 from hybridtrain.cli.run.sweep import sweep_of
 from hybridtrain.data import DataSplits
 from hybridtrain.errors import ConfigError, UserError, naming
-from hybridtrain.launch import detect
 
 _SCRIPT = Path("slurm") / "job.sh"
 
@@ -66,9 +64,7 @@ def submit(
         ConfigError: a value is wrong, as `train` would find, or does not fit the nodes.
         UserError: there is no Slurm here, or it refuses the job.
     """
-    launch = detect(os.environ)
-    if launch.size > 1 and launch.problem is None:  # the shell of a job may send another one
-        raise ConfigError("submit is one process: start it without torchrun or srun")
+    refuse_launcher("submit")
     if check:
         if multirun:
             raise ConfigError("--check goes with one run: use it without --multirun")
