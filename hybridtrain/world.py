@@ -161,28 +161,58 @@ class World:
             raise WorldError(launch.problem)
         if nb_part is None:
             nb_part = launch.nb_part
-        per_replica, own_devices = _shape(launch, nb_part, devices, engine, inner)
+        gpus = torch.cuda.device_count()
+        world = cls.of_launch(launch, gpus, nb_part, devices, backend, engine, inner, replicas)
+        world.timeout_s, world.stall_s = timeout_s, stall_s
+        end_with_parent()
+        if world.size > 1:
+            world._object_group = _join(launch, world.backend, world.devices, timeout_s)
+        return world._with_pipeline_groups()._watched()
+
+    @classmethod
+    def of_launch(
+        cls,
+        launch: Launch,
+        gpus: int,
+        nb_part: int,
+        devices: DeviceSpec = None,
+        backend: str | None = None,
+        engine: str = "local",
+        inner: str = "pp",
+        replicas: int | None = None,
+    ) -> World:
+        """Returns the World of a process that need not run here, without process groups.
+
+        It knows the ranks, devices and stage owners; its collective calls fail.
+
+        Args:
+            launch: the launcher's facts about the process.
+            gpus: the number of GPUs that the process sees.
+            nb_part: as of `from_env`, and so are the others.
+            devices: see there.
+            backend: see there.
+            engine: see there.
+            inner: see there.
+            replicas: see there.
+
+        Raises:
+            WorldError: the devices, the backend or the number of processes do not fit.
+        """
+        per_replica, own_devices = _shape(launch, gpus, nb_part, devices, engine, inner)
         chosen = choose_backend(backend, own_devices)
         check_logical_replicas(replicas, launch.size // per_replica)
-        end_with_parent()
-        world = cls(
+        return cls(
             launcher=launch.launcher,
             rank=launch.rank,
             size=launch.size,
             local_rank=launch.local_rank,
             devices=own_devices,
             backend=chosen,
-            timeout_s=timeout_s,
-            stall_s=stall_s,
             engine=engine,
             processes_per_replica=per_replica,
             inner=inner,
             fixed_replicas=replicas,
-            _object_group=_join(launch, chosen, own_devices, timeout_s)
-            if launch.size > 1
-            else None,
         )
-        return world._with_pipeline_groups()._watched()
 
     def divided(self, nb_part: int, devices: DeviceSpec = None) -> World:
         """Returns a World of the same processes, with pipelines of `nb_part` devices.
@@ -197,9 +227,8 @@ class World:
         Raises:
             WorldError: the devices or the number of processes do not fit.
         """
-        per_replica, own_devices = _shape(
-            detect(os.environ), nb_part, devices, self.engine, self.inner
-        )
+        launch, gpus = detect(os.environ), torch.cuda.device_count()
+        per_replica, own_devices = _shape(launch, gpus, nb_part, devices, self.engine, self.inner)
         check_logical_replicas(self.fixed_replicas, self.size // per_replica)
         if own_devices[0].type == "cuda":
             torch.cuda.set_device(own_devices[0])
@@ -543,7 +572,7 @@ def check_logical_replicas(replicas: int | None, copies: int) -> None:
 
 
 def _shape(
-    launch: Launch, nb_part: int, devices: DeviceSpec, engine: str, inner: str
+    launch: Launch, gpus: int, nb_part: int, devices: DeviceSpec, engine: str, inner: str
 ) -> tuple[int, tuple[torch.device, ...]]:
     """Returns the number of processes of a replica, and the devices of this one."""
     check_nb_part(nb_part)
@@ -556,7 +585,6 @@ def _shape(
             f"{setting('nb_part', per_replica)} processes: start a multiple of {per_replica}, or "
             f"set {setting('engine', 'local')}"
         )
-    gpus = torch.cuda.device_count()
     return per_replica, choose_devices(nb_part // per_replica, devices, launch, gpus)
 
 

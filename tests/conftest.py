@@ -39,6 +39,7 @@ LONG = (
     "test_output_loss",
     "test_monitors",
     "test_submit",
+    "test_check",
     "test_plan_answers",
     "test_compose",
     "test_commands",

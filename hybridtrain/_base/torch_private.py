@@ -22,7 +22,13 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 # Tensors with shapes but without data, on which torch.export runs a forward.
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.autograd import Variable, profiler
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,12 +41,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # The exception that ends the recomputation of torch.utils.checkpoint early.
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
-# Knows the worker processes of all loaders.
-from torch.utils.data._utils import signal_handling
-
 from hybridtrain.errors import UserError, setting
 
 __all__ = [
+    "FAKE_TENSOR_LIMITS",
     "GRAD_MODE_SETTER",
     "CallerModes",
     "FakeTensorMode",
@@ -93,6 +97,15 @@ __all__ = [
     "without_torch_function",
     "write_cuda_memory",
 ]
+
+FAKE_TENSOR_LIMITS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+"""The errors of operators that need values, and so do not run on fake tensors."""
+
 
 # --- profiling
 
@@ -752,7 +765,7 @@ def end_loader(iterator: Any, kill: bool) -> None:
         return
     if kill:
         if iterator._worker_pids_set:
-            signal_handling._remove_worker_pids(id(iterator))
+            torch._C._remove_worker_pids(id(iterator))
             iterator._worker_pids_set = False
         for worker in iterator._workers:
             worker.kill()

@@ -29,11 +29,12 @@ from hybridtrain.checkpoint.base import Source, checkpoint_weights
 from hybridtrain.checkpoint.broadcast import broadcast_tree
 from hybridtrain.checkpoint.init_from import (
     InitReport,
+    check_weights,
     init_from,
     parse_init_from,
     under_all_names,
 )
-from hybridtrain.checkpoint.manifest import read_manifest, verify
+from hybridtrain.checkpoint.manifest import check_sizes, read_manifest, verify
 from hybridtrain.checkpoint.run import (
     FixedState,
     SavableStep,
@@ -48,7 +49,7 @@ from hybridtrain.checkpoint.saving import check_directory, finishing_saves, save
 from hybridtrain.checkpoint.state import check_progress, restore_checkpoint
 from hybridtrain.checkpoint.store import CheckpointStore, NoSpaceError, step_of
 from hybridtrain.checkpoint.tensor_files import without_aliases, write_weights
-from hybridtrain.checkpoint.weight_sources import find_weights
+from hybridtrain.checkpoint.weight_sources import find_weights, locate_weights
 from hybridtrain.checkpoint.weights import (
     check_fits,
     evaluated_average,
@@ -68,12 +69,15 @@ __all__ = [
     "check_directory",
     "check_fits",
     "check_progress",
+    "check_sizes",
+    "check_weights",
     "checkpoint_weights",
     "evaluated_average",
     "find_checkpoint",
     "find_weights",
     "finishing_saves",
     "init_from",
+    "locate_weights",
     "parse_init_from",
     "read_manifest",
     "read_tree",

@@ -99,31 +99,8 @@ def init_from(
     folder = world.from_main(lambda: locate(find_weights(source), best))
     reader = CheckpointReader(world, files_of(folder))
 
-    def read() -> tuple[dict[str, Tensor], dict[str, Any], InitReport, BaseWeights | None]:
-        found = open_source(folder, str(source)).below(prefix)
-        if not found.tensors:
-            raise CheckpointError(
-                f"init_from={source} has no tensor that begins with {prefix!r}: its names begin "
-                f"with {_beginnings(open_source(folder, str(source)).tensors)}"
-            )
-        chosen, report = match_weights(model.net, found.tensors, str(source))
-        problems = report.problems()
-        if not report.loaded:
-            raise CheckpointError(
-                f"init_from={source} has no tensor that the model has: it has "
-                f"{', '.join(sorted(found.tensors)[:3])}, ..., and the model has "
-                f"{', '.join(list(model.net.state_dict())[:3])}, ...; prefix= leaves out the "
-                f"beginning of the source's names"
-            )
-        if strict and problems:
-            shown = "; ".join(problems[:3])
-            more = f"; and {len(problems) - 3} more" * (len(problems) > 3)
-            raise CheckpointError(
-                f"init_from={source} does not fit the model: {shown}{more}. With strict=false the "
-                f"other {len(report.loaded)} tensors are loaded"
-            )
-        base = base_of(model.net, found.base, found.base_tensors, found.prefix)
-        return chosen, found.extra, report, base
+    def read() -> _Matched:
+        return _matched(model.net, folder, str(source), strict, prefix)
 
     chosen, extra, report, base = reader.read(read) or ({}, {}, None, None)
     report, base = world.broadcast((report, base))
@@ -138,6 +115,59 @@ def init_from(
     if world.is_main:
         _log.info("%s", report)  # with strict=false, the user has accepted what is left out
     return report
+
+
+def check_weights(
+    net: nn.Module, located: Path, source: str, *, strict: bool = True, prefix: str = ""
+) -> InitReport:
+    """Returns what `init_from` would load into `net`, which may be on the meta device.
+
+    Args:
+        net: the model.
+        located: by `locate_weights`.
+        source: for messages.
+        strict: as of `init_from`.
+        prefix: as of `init_from`.
+
+    Raises:
+        CheckpointError: the tensors do not fit.
+    """
+    return _matched(net, located, source, strict, prefix)[2]
+
+
+_Matched = tuple[dict[str, Tensor], dict[str, Any], InitReport, BaseWeights | None]
+
+
+def _matched(net: nn.Module, located: Path, source: str, strict: bool, prefix: str) -> _Matched:
+    """Returns the tensors by the names of `net`, other state, the report, and the base.
+
+    Raises:
+        CheckpointError: the tensors do not fit.
+    """
+    found = open_source(located, source).below(prefix)
+    if not found.tensors:
+        raise CheckpointError(
+            f"init_from={source} has no tensor that begins with {prefix!r}: its names begin "
+            f"with {_beginnings(open_source(located, source).tensors)}"
+        )
+    chosen, report = match_weights(net, found.tensors, source)
+    problems = report.problems()
+    if not report.loaded:
+        raise CheckpointError(
+            f"init_from={source} has no tensor that the model has: it has "
+            f"{', '.join(sorted(found.tensors)[:3])}, ..., and the model has "
+            f"{', '.join(list(net.state_dict())[:3])}, ...; prefix= leaves out the "
+            f"beginning of the source's names"
+        )
+    if strict and problems:
+        shown = "; ".join(problems[:3])
+        more = f"; and {len(problems) - 3} more" * (len(problems) > 3)
+        raise CheckpointError(
+            f"init_from={source} does not fit the model: {shown}{more}. With strict=false the "
+            f"other {len(report.loaded)} tensors are loaded"
+        )
+    base = base_of(net, found.base, found.base_tensors, found.prefix)
+    return chosen, found.extra, report, base
 
 
 def _beginnings(names: Iterable[str]) -> str:

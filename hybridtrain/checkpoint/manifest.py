@@ -73,11 +73,37 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
         size, crc32 = expected["size"], expected["crc32"]
         if actual["size"] != size:
-            raise CheckpointError(f"{file} has {actual['size']:,} bytes; {size:,} were saved")
+            raise _other_size(file, actual["size"], size)
         if actual["crc32"] != crc32:
             altered = f"its crc32 is {actual['crc32']}, not {crc32}"
             raise CheckpointError(f"{file} was altered after it was saved: {altered}")
     return manifest
+
+
+def check_sizes(path: Path) -> dict[str, Any]:
+    """Checks that the files of a checkpoint are there, and as large as they were saved.
+
+    Returns:
+        the manifest, see `verify`, which reads every byte.
+
+    Raises:
+        CheckpointError: names the first file that is missing or has another size.
+    """
+    manifest = read_manifest(path)
+    for name, expected in manifest["files"].items():
+        try:
+            size = (path / name).lstat().st_size
+        except FileNotFoundError:
+            raise CheckpointError(f"{path / name} is missing") from None
+        except OSError as error:
+            raise CheckpointError(f"{path / name} cannot be read: {error}") from error
+        if size != expected["size"]:
+            raise _other_size(path / name, size, expected["size"])
+    return manifest
+
+
+def _other_size(file: Path, size: int, saved: int) -> CheckpointError:
+    return CheckpointError(f"{file} has {size:,} bytes; {saved:,} were saved")
 
 
 def step_of(path: Path) -> int:

@@ -39,23 +39,59 @@ def find_weights(source: str | Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    path = Path(source)
-    if path.is_file() or path.is_dir():
+    path = _local(source)
+    if path is not None:
         return path
-    missing = f"init_from={source}: there is no such file or directory"
-    if not _HUB_NAME.fullmatch(str(source)) or path.suffix in (".safetensors", *_TORCH_FILES):
-        raise CheckpointError(missing)
     try:
         from huggingface_hub import snapshot_download
 
         # weights of other formats may run code
         found = snapshot_download(str(source), allow_patterns=["*.safetensors*"])
     except Exception as error:  # of the network, of the Hub, or it is not installed
-        reason = f"{type(error).__name__}: {_first_line(error)}"
-        raise CheckpointError(
-            f"{missing}, nor can such a model be had from the Hub ({reason})"
-        ) from error
+        raise _not_on_hub(source, error) from error
     return Path(found)
+
+
+def locate_weights(source: str | Path, best: bool = False) -> Path | None:
+    """Returns the file or folder whose tensors `init_from` would load; nothing is fetched.
+
+    None: a model on the Hub, which is there.
+
+    Raises:
+        CheckpointError: as of `init_from`.
+    """
+    path = _local(source)
+    if path is not None:
+        return locate(path, best)
+    try:
+        from huggingface_hub import HfApi
+
+        HfApi().model_info(str(source), timeout=10)
+    except Exception as error:  # of the network, of the Hub, or it is not installed
+        raise _not_on_hub(source, error) from error
+    return None
+
+
+def _local(source: str | Path) -> Path | None:
+    """Returns the file or directory that `source` names; None: the name of a model on the Hub.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    path = Path(source)
+    if path.is_file() or path.is_dir():
+        return path
+    if not _HUB_NAME.fullmatch(str(source)) or path.suffix in (".safetensors", *_TORCH_FILES):
+        raise CheckpointError(f"init_from={source}: there is no such file or directory")
+    return None
+
+
+def _not_on_hub(source: str | Path, error: Exception) -> CheckpointError:
+    reason = f"{type(error).__name__}: {_first_line(error)}"
+    return CheckpointError(
+        f"init_from={source}: there is no such file or directory, nor can such a model be had from "
+        f"the Hub ({reason})"
+    )
 
 
 def locate(source: Path, best: bool) -> Path:

@@ -53,7 +53,9 @@ def _dispatch(arguments: list[str]) -> int:
         code: int = _loaded(arguments[0])(arguments[1:])
         return code
     dry_run, quiet = "--dry-run" in arguments, bool({"--quiet", "-q"} & set(arguments))
-    arguments = [word for word in arguments if word not in ("--dry-run", "--quiet", "-q")]
+    checks = "--check" in arguments
+    own_flags = ("--dry-run", "--quiet", "-q", "--check")
+    arguments = [word for word in arguments if word not in own_flags]
     from hydra._internal.utils import get_args_parser
 
     parsed = get_args_parser().parse_intermixed_args(arguments)
@@ -70,7 +72,7 @@ def _dispatch(arguments: list[str]) -> int:
             overrides.append("hydra.hydra_logging.root=null")
         return _show([*overrides, *flags])
     _refuse_what_has_no_effect(parsed, overrides)
-    _refuse_flags(command, parsed.multirun, dry_run, quiet)
+    _refuse_flags(command, parsed.multirun, dry_run, quiet, checks)
     if COMMANDS[command].takes == "words":
         raise ConfigError(
             f"{command} comes first and takes no overrides: hybridtrain {command} "
@@ -88,7 +90,7 @@ def _dispatch(arguments: list[str]) -> int:
         composed = compose_settings(overrides, config_dir)
         return _print_on_main(config_text(composed, parsed.resolve, parsed.package))
     if COMMANDS[command].takes == "overrides":
-        flags_given = {"--multirun": parsed.multirun, "--dry-run": dry_run}
+        flags_given = {"--multirun": parsed.multirun, "--dry-run": dry_run, "--check": checks}
         return _run_on_overrides(command, overrides, config_dir, flags_given)
     if parsed.multirun:
         from hybridtrain.cli.run.sweep import run_sweep
@@ -122,9 +124,9 @@ def _print_on_main(text: str) -> int:
     return 0
 
 
-def _refuse_flags(command: str, multirun: bool, dry_run: bool, quiet: bool) -> None:
+def _refuse_flags(command: str, multirun: bool, dry_run: bool, quiet: bool, checks: bool) -> None:
     """Refuses flags that a command does not follow."""
-    given = {"--multirun": multirun, "--dry-run": dry_run, "--quiet": quiet}
+    given = {"--multirun": multirun, "--dry-run": dry_run, "--quiet": quiet, "--check": checks}
     for flag in compress(given, given.values()):
         if flag not in COMMANDS[command].flags:
             goes_with = [name for name, entry in COMMANDS.items() if flag in entry.flags]

@@ -55,6 +55,7 @@ class Command:
 FLAGS = {
     "--multirun": "one run for each combination of values, as in optim.lr=1e-3,1e-2 (-m)",
     "--dry-run": "try it without leaving anything behind",
+    "--check": "check the whole job here, every rank, and send nothing",
     "--quiet": "print warnings, errors and the result only (-q); the run's log has everything",
     "--cfg job": "print the config that the command would use, with comments, and stop",
     "--config-dir DIR": "add a folder with your options",
@@ -187,13 +188,31 @@ COMMANDS = {
         "send a run to Slurm, or print what starts it elsewhere",
         "Checks a run here and sends it to Slurm as a job that saves and requeues itself before "
         "its time limit. submit.to=torchrun and submit.to=kubernetes print what starts the run. "
-        "--dry-run prints the script.",
+        "--dry-run prints the script. --check checks all parts of the job here, as `hybridtrain "
+        "check` does, and exits with code 2 if there is a problem.",
         (
             "hybridtrain submit recipe=digits submit.nodes=2 submit.gpus_per_node=4 submit.time=4h",
             "hybridtrain submit recipe=digits submit.to=torchrun",
+            "hybridtrain submit recipe=digits submit=2x8 --check",
         ),
         ("submit", "resume", *_AUTO),
-        ("--multirun", "--dry-run", *_COMMON),
+        ("--multirun", "--dry-run", "--check", *_COMMON),
+        "overrides",
+    ),
+    "check": Command(
+        "hybridtrain.cli.commands.check:check",
+        _OVERRIDES,
+        "check a whole run, every rank, on one CPU before it starts",
+        "Checks the config, the data, the checkpoint, the model, the plan, the messages between "
+        "stages, the order of every rank and the memory, and prints a line for each. It starts no "
+        "process and writes nothing. submit.nodes= and submit.gpus_per_node= describe a machine "
+        "other than this one. Exit code 2: there is a problem.",
+        (
+            "hybridtrain check recipe=digits",
+            "hybridtrain check recipe=python_source_gpt submit=2x8 hardware=h100",
+        ),
+        ("submit", "resume", *_AUTO),
+        _COMMON,
         "overrides",
     ),
     "results": Command(

@@ -23,7 +23,7 @@ from hybridtrain.partitioning.cost_table import (
 )
 from hybridtrain.partitioning.costs import LayerCost, LayerSize, layer_sizes
 from hybridtrain.partitioning.cut_search import cut_by_costs, every_cut, find_cut, improved_cut
-from hybridtrain.partitioning.estimates import model_flops
+from hybridtrain.partitioning.estimates import NotOnFakesError, chain_inputs, model_flops
 from hybridtrain.partitioning.manual_split import partition, set_partition
 from hybridtrain.partitioning.objective import (
     MEASURED_SPLITS,
@@ -50,6 +50,7 @@ __all__ = [
     "LayerCost",
     "LayerSize",
     "LossOfStep",
+    "NotOnFakesError",
     "Objective",
     "Plan",
     "PlannedLayers",
@@ -59,6 +60,7 @@ __all__ = [
     "StagePlan",
     "balance_by_size",
     "balance_by_time",
+    "chain_inputs",
     "count_layers",
     "counted_costs",
     "counted_costs_of_one_size",

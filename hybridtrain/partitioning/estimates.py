@@ -23,10 +23,16 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.tensors import byte_size, count_saved, storage_id
-from hybridtrain._base.torch_private import FakeTensorMode, TorchDispatchMode, adds_up_gradients
+from hybridtrain._base.torch_private import (
+    FAKE_TENSOR_LIMITS,
+    FakeTensorMode,
+    TorchDispatchMode,
+    adds_up_gradients,
+)
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer, Segment
 from hybridtrain.partitioning.costs import (
+    Clock,
     LayerCost,
     LayerInput,
     LayerRun,
@@ -214,22 +220,9 @@ def count_chain(
         work[-1].append(work_done)
         return result, 0.0
 
-    def run(layer: Layer, layer_input: LayerInput) -> tuple[LayerRun, dict[int, int]]:
+    def run(layer: Layer, layer_input: LayerInput) -> tuple[LayerRun, Mapping[int, int]]:
         work.append([])
-        try:
-            module = copy_of(layer, _fake)
-            for part in module.modules():
-                if isinstance(part, Segment):  # the model may be on the meta device
-                    part.put_constants_on(torch.device("cpu"))
-            with count_saved(module) as saved:
-                ran = run_layer(module, layer_input, precision or nullcontext, clock)
-        except Exception as error:
-            raise SplitError(
-                f"costs='estimated': layer {layer.name!r} does not run on fake tensors "
-                f"({type(error).__name__}: {str(error).partition(chr(10))[0]}): use "
-                f"costs='measured', or give a function that returns the costs"
-            ) from error
-        return ran, saved.storages
+        return _run_on_fakes(layer, layer_input, precision, clock)
 
     with undisturbed(layers, torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = tree_map_only(Tensor, _fake, inputs)
@@ -260,6 +253,76 @@ def model_flops(counted: Sequence[CountedLayer], layers: Sequence[Layer]) -> flo
             backward = min(backward, layer.backward.flops)
         flops += layer.forward.flops + backward
     return flops
+
+
+class NotOnFakesError(SplitError):
+    """A layer does not run on fake tensors; the error of the layer is the cause.
+
+    Attributes:
+        layer: the name of the layer.
+        needs_values: whether the layer needs values, rather than being wrong for these shapes.
+        reason: the error of the layer, in one line.
+    """
+
+    def __init__(self, layer: str, error: Exception) -> None:
+        self.layer = layer
+        self.needs_values = isinstance(error, FAKE_TENSOR_LIMITS)
+        self.reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        super().__init__(
+            f"costs='estimated': layer {layer!r} does not run on fake tensors ({self.reason}): use "
+            f"costs='measured', or give a function that returns the costs"
+        )
+
+
+def _run_on_fakes(
+    layer: Layer,
+    layer_input: LayerInput,
+    precision: Callable[[], AbstractContextManager[object]] | None,
+    clock: Clock,
+) -> tuple[LayerRun, Mapping[int, int]]:
+    """Runs a copy of a layer in a fake mode; also returns what autograd saves, see `RunLayer`.
+
+    Raises:
+        NotOnFakesError: the layer fails.
+    """
+    try:
+        module = copy_of(layer, _fake)
+        for part in module.modules():
+            if isinstance(part, Segment):  # the model may be on the meta device
+                part.put_constants_on(torch.device("cpu"))
+        with count_saved(module) as saved:
+            ran = run_layer(module, layer_input, precision or nullcontext, clock)
+    except Exception as error:
+        raise NotOnFakesError(layer.name, error) from error
+    return ran, saved.storages
+
+
+def chain_inputs(
+    layers: Sequence[Layer],
+    inputs: Any,
+    *,
+    precision: Callable[[], AbstractContextManager[object]] | None = None,
+) -> list[LayerInput]:
+    """Returns the fake input of each layer, from a forward and backward on fake tensors.
+
+    Args:
+        layers: the layers of the chain, also on the meta device.
+        inputs: the inputs of a micro-batch; only shapes and types matter.
+        precision: returns the context of forwards.
+
+    Raises:
+        NotOnFakesError: a layer does not run on fake tensors.
+    """
+    received: list[LayerInput] = []
+    run_once = _RunOnce(partial(_run_on_fakes, precision=precision, clock=lambda run: (run(), 0.0)))
+
+    def run(layer: Layer, layer_input: LayerInput) -> tuple[LayerRun, Mapping[int, int]]:
+        received.append(layer_input)
+        return run_once(layer, layer_input)
+
+    with undisturbed(layers, torch.device("cpu")), FakeTensorMode(allow_non_fake_inputs=True):
+        run_chain(layers, tree_map_only(Tensor, _fake, inputs), run)
+    return received
 
 
 def _temporary_bytes(counted: CountedLayer, layer: Layer, received: int) -> int:

@@ -16,6 +16,7 @@ recompute              what a backward computes again instead of keeping it
 links                  what crosses a border, and what a stage passes on
 engine                 what an engine is, and the step that it runs
 engines/               who runs which actions in which order, over one of two wires
+message_formats        what will cross the borders, from a run on fake tensors
 transfer, messages     values on their way to another device, to another process
 reducer                one stage's DDP, told when to average; the norm of gradients, fp16's scale
 ties, batch_norm       parameters of several stages; statistics of several micro-batches
@@ -27,6 +28,7 @@ from hybridtrain.pipeline.agreement import BatchCheck, batch_digest, check_repli
 from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
 from hybridtrain.pipeline.engine import Head, HeadOutput
 from hybridtrain.pipeline.engines import ENGINES, InlineEngine
+from hybridtrain.pipeline.engines.processes import messages_of
 from hybridtrain.pipeline.engines.threads import threads_per_lane
 from hybridtrain.pipeline.layer_rng import (
     DrawsOf,
@@ -34,6 +36,7 @@ from hybridtrain.pipeline.layer_rng import (
     default_generator_lock,
     seed_of,
 )
+from hybridtrain.pipeline.message_formats import message_formats
 from hybridtrain.pipeline.own_stages import construct_own_stages, plan_without_values
 from hybridtrain.pipeline.pipeline import Pipeline
 from hybridtrain.pipeline.reducer import unscale_
@@ -57,6 +60,8 @@ __all__ = [
     "construct_own_stages",
     "default_generator_lock",
     "measured_ms",
+    "message_formats",
+    "messages_of",
     "plan_without_values",
     "read_timelines",
     "remove_aliases",

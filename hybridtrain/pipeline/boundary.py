@@ -236,7 +236,7 @@ class OutputBoundary:
             message = tuple(
                 [output if name == PRIMARY_OUTPUT else skipped[name] for name in link.names]
             )
-            self._check_sendable(message, link)
+            check_sendable(message, link, self._last_layer)
             refuse_overlaps(message, changer)
             message = self._with_copies_of_buffers(message)
             if not torch.is_grad_enabled():
@@ -263,20 +263,21 @@ class OutputBoundary:
 
         return map_tensors(own, message)  # type: ignore[no-any-return]
 
-    def _check_sendable(self, message: Message, link: Link) -> None:
-        """Raises a SplitError if there is more in a message than tensors and constants."""
-        if all(type(part) is Tensor for part in message):
-            return
-        for name, part in zip(link.names, message, strict=True):
-            if found := find_unknown(part, repr(name) if name else "its output"):
-                place, leaf = found
-                kind = type(leaf)
-                raise SplitError(
-                    f"layer {self._last_layer!r} passes a {kind.__name__} to a later stage "
-                    f"({place}), where only tensors, constants, and tuples, lists, dicts or "
-                    f"dataclasses of them can go: {as_base(kind)}, or cut elsewhere (for models "
-                    f"of transformers, set config.use_cache=False)"
-                )
+
+def check_sendable(message: Message, link: Link, last_layer: str) -> None:
+    """Raises a SplitError if there is more in a message than tensors and constants."""
+    if all(type(part) is Tensor for part in message):
+        return
+    for name, part in zip(link.names, message, strict=True):
+        if found := find_unknown(part, repr(name) if name else "its output"):
+            place, leaf = found
+            kind = type(leaf)
+            raise SplitError(
+                f"layer {last_layer!r} passes a {kind.__name__} to a later stage "
+                f"({place}), where only tensors, constants, and tuples, lists, dicts or "
+                f"dataclasses of them can go: {as_base(kind)}, or cut elsewhere (for models "
+                f"of transformers, set config.use_cache=False)"
+            )
 
 
 class _NonLeafIdentity(torch.autograd.Function):

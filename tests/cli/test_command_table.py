@@ -42,6 +42,7 @@ TYPED = {
         "digits-search/trial_000",
     ),
     "submit": (["recipe=digits", "submit.nodes=2", "--dry-run"], "#SBATCH --nodes=2"),
+    "check": (["recipe=digits", "submit=2x8"], "no problem found"),
     "results": (["digits"], "accuracy"),
     "report": (["digits", "output=page.html"], "page.html"),
     "new": (["my_project"], "my_project"),

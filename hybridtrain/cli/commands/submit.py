@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shlex
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import Parameter
 
 from hybridtrain._base.files import write_atomically
+from hybridtrain.cli.commands.check import check_job, refuse_launcher
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.keys import NAMING
 from hybridtrain.cli.config.leftovers import leave_out_leftovers
@@ -39,7 +39,6 @@ from hybridtrain.cli.run.run_table import SWEEP_FILE, read_sweep
 from hybridtrain.cli.run.sweep import sweep_of
 from hybridtrain.data import DataSplits
 from hybridtrain.errors import ConfigError, UserError, naming
-from hybridtrain.launch import detect
 
 _SCRIPT = Path("slurm") / "job.sh"
 
@@ -50,6 +49,7 @@ def submit(
     *,
     multirun: bool = False,
     dry_run: bool = False,
+    check: bool = False,
 ) -> int:
     """Sends a run, or an array of runs, to Slurm, or prints what starts it elsewhere.
 
@@ -58,23 +58,24 @@ def submit(
         config_dir: a folder with more groups and options.
         multirun: one job of an array for each combination of `overrides`.
         dry_run: print the script, write nothing and send nothing.
+        check: check all parts of the job, write nothing and send nothing; see `check_job`.
 
     Raises:
         ConfigError: a value is wrong, as `train` would find, or does not fit the nodes.
         UserError: there is no Slurm here, or it refuses the job.
     """
-    launch = detect(os.environ)
-    if launch.size > 1 and launch.problem is None:  # the shell of a job may send another one
-        raise ConfigError("submit is one process: start it without torchrun or srun")
+    refuse_launcher("submit")
+    if check:
+        if multirun:
+            raise ConfigError("--check goes with one run: use it without --multirun")
+        return check_job(overrides, config_dir, layout_of, _script_of)
     if multirun:
         run, config, layout, lines = _array(overrides, config_dir)
     else:
         settings = resolve_settings("train", overrides, config_dir)
         check_run(settings)
         layout, config, lines = layout_of(settings.config), settings.config.submit, []
-        folder = RunDirectory(settings.config).path
-        wanted = [*overrides, *_on_gpus(settings, overrides)]
-        run = JobRun(str(settings.config.run_name), folder, wanted, config_dir)
+        run = _run_of(settings)
     if config.to != "slurm":
         if multirun:
             raise ConfigError(f"submit.to={config.to} prints one run: use it without --multirun")
@@ -98,6 +99,16 @@ def submit(
         return 0
     _send(run, script, lines, layout)
     return 0
+
+
+def _run_of(settings: Settings) -> JobRun:
+    config, overrides = settings.config, settings.overrides
+    wanted = [*overrides, *_on_gpus(settings, overrides)]
+    return JobRun(str(config.run_name), RunDirectory(config).path, wanted, settings.config_dir)
+
+
+def _script_of(settings: Settings, layout: JobLayout) -> str:
+    return batch_script(_run_of(settings), settings.config.submit, layout)
 
 
 def _on_gpus(settings: Settings, overrides: Sequence[str]) -> list[str]:

@@ -64,28 +64,54 @@ def build_options(config: Config) -> RunOptions:
     Raises:
         UserError: a value of the config is wrong.
     """
-    check_config(config)
-    register_schedules(config)
+    check_choices(config)
     parse_init_from(config.init_from)
-    check_choice("world.engine", config.world.engine, ENGINES)
-    check_choice("world.inner", config.world.inner, ("pp", "dp"))
     loss_fn = build_loss(config)
     metrics = build_metrics(config, loss_fn)
     callbacks = build_callbacks(config, RunDirectory(config))
-    pipeline_options = PipelineOptions(
+    return RunOptions(
+        pipeline_options(config),
+        trainer_options(config),
+        loader_options(config),
+        loss_fn,
+        metrics,
+        callbacks,
+    )
+
+
+def check_choices(config: Config) -> None:
+    """Checks the keys that no options of the library check.
+
+    Raises:
+        UserError: a value is wrong.
+    """
+    check_config(config)
+    check_choice("world.engine", config.world.engine, ENGINES)
+    check_choice("world.inner", config.world.inner, ("pp", "dp"))
+
+
+def pipeline_options(config: Config) -> PipelineOptions:
+    """Returns the options of the model; registers the user's schedules first."""
+    register_schedules(config)
+    return PipelineOptions(
         **arguments_of(config, PipelineOptions),
         seed=config.seed,
         optimizer_tensors_per_param=optimizer_tensors_per_param(config.optim, config.allow_targets),
     )
+
+
+def trainer_options(config: Config) -> TrainerOptions:
+    """Returns the options of the trainer."""
     arguments = arguments_of(config, TrainerOptions)
     arguments["checkpoint_every_steps"] = config.checkpoint.every_steps or None  # 0: no store
-    trainer_options = TrainerOptions(**arguments)
+    return TrainerOptions(**arguments)
+
+
+def loader_options(config: Config) -> LoaderOptions:
+    """Returns the options of the loaders."""
     with naming({name: f"data.{name}" for name in LOADER_OPTIONS}):
         settings = {name: config.data[name] for name in LOADER_OPTIONS if name in config.data}
-        loader_options = LoaderOptions(**settings)
-    return RunOptions(
-        pipeline_options, trainer_options, loader_options, loss_fn, metrics, callbacks
-    )
+        return LoaderOptions(**settings)
 
 
 def join_processes(config: Config) -> World:
@@ -159,7 +185,7 @@ def prepare_run(
     )
     set_numerics(config.trainer.deterministic, config.trainer.tf32)
     torch.manual_seed(config.seed)
-    inputs, targets = _example(config, data, world)
+    inputs, targets = example_of_run(config, data, world)
     build = partial(build_model, config, data)
     return PreparedRun(
         settings, config, directory, store, world, data, build, inputs, targets, options
@@ -246,7 +272,7 @@ def _describe_data(data: DataSplits) -> None:
         _log.warning("no training sample has the class %s", ", ".join(data.without_samples[:8]))
 
 
-def _example(config: Config, data: DataSplits, world: World) -> tuple[Any, Any]:
+def example_of_run(config: Config, data: DataSplits, world: World) -> tuple[Any, Any]:
     """Returns inputs and targets of a replica's batch, the same samples on every replica."""
     share = -(-config.data["batch_size"] // world.logical_replicas)
     if share < config.pipeline.chunks:

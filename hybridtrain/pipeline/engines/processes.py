@@ -30,8 +30,9 @@ others ahead of the step. The first step of a kind sends the formats of its mess
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridtrain._base.values import leaves_of
-from hybridtrain.errors import SplitError, setting
+from hybridtrain.errors import ScheduleError, SplitError, setting
 from hybridtrain.launch import LaneActivity, activity
 from hybridtrain.pipeline.engine import Step
 from hybridtrain.pipeline.engines.actions import ActionRunner
@@ -327,6 +328,32 @@ def order_of(schedule: Schedule, lane: int) -> list[tuple[bool, Action]]:
         elif (to := receiver_of(action, schedule.stages)) and schedule.lane_of[to.stage] == lane:
             order.append((False, to))
     return order
+
+
+def messages_of(schedule: Schedule) -> int:
+    """Returns the number of messages between the processes of a pipeline in one step.
+
+    Raises:
+        ScheduleError: two processes do not name the same messages in the same order.
+    """
+    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)  # by sender and receiver
+    received: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for lane in range(len(schedule.lanes)):
+        for is_own, action in order_of(schedule, lane):
+            to = receiver_of(action, schedule.stages) if is_own else None
+            if to is not None and (peer := schedule.lane_of[to.stage]) != lane:
+                sent[lane, peer].append(to)
+            elif not is_own:
+                sender = action.stage - 1 if action.kind == "F" else action.stage + 1
+                received[schedule.lane_of[sender], lane].append(action)
+    for pair in sent.keys() | received.keys():
+        for ends in zip_longest(sent[pair], received[pair]):
+            if ends[0] != ends[1]:
+                raise ScheduleError(
+                    f"{schedule.name}: device {pair[0]} sends the message to {ends[0]} where "
+                    f"device {pair[1]} receives {ends[1]}"
+                )
+    return sum(map(len, sent.values()))
 
 
 def _kind(step: Step) -> Hashable:

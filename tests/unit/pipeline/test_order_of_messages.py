@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 
-from hybridtrain.pipeline.engines.processes import order_of
+from hybridtrain.pipeline.engines.processes import messages_of, order_of
 from hybridtrain.schedule import forward_only, make_schedule, receiver_of
 
 SHAPES = [("gpipe", 2, 1), ("gpipe", 3, 3), ("1f1b", 4, 1), ("1f1b", 2, 2), ("1f1b", 3, 3)]
@@ -66,3 +66,4 @@ def test_no_process_waits_in_a_circle_even_if_sends_wait_for_their_receives(
         for stage in range(schedule.stages - 1)
     )
     assert met == 5 * borders * (1 if name == "forward_only" else 2)
+    assert messages_of(schedule) == met

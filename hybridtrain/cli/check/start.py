@@ -1,0 +1,228 @@
+"""The parts of a check that concern the start of a run: data, model, weights, checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parameter import Parameter
+
+from hybridtrain._base.construction import construct_on_meta, default_generators, rewind
+from hybridtrain._base.microbatch import chunk_sizes
+from hybridtrain._base.tensors import byte_size
+from hybridtrain._base.text_table import counted
+from hybridtrain.checkpoint import (
+    CheckpointStore,
+    check_fits,
+    check_sizes,
+    check_weights,
+    checkpoint_weights,
+    locate_weights,
+    parse_init_from,
+    read_manifest,
+    under_all_names,
+)
+from hybridtrain.cli.check.report import NotCheckedError
+from hybridtrain.cli.config.resolve import Settings
+from hybridtrain.cli.config.schema import AUTO, Config
+from hybridtrain.cli.run.components import (
+    build_lr_schedule,
+    build_model,
+    build_optimizer,
+)
+from hybridtrain.cli.run.directory import RunDirectory
+from hybridtrain.cli.run.run_data import load_data, refuse_other_data
+from hybridtrain.data import (
+    DataSplits,
+    StreamLoader,
+    TrainLoader,
+    is_stream,
+    length_of,
+    share_of,
+)
+from hybridtrain.errors import CheckpointError, ConfigError, UserError
+from hybridtrain.options import LoaderOptions, PipelineOptions, TrainerOptions
+from hybridtrain.world import World
+
+
+def data_set(config: Config) -> tuple[str, DataSplits]:
+    """Loads the data set here; one that is to be downloaded is not."""
+    download = bool(config.data.get("download"))
+    if "download" in config.data:
+        config = replace(config, data={**config.data, "download": False})
+    try:
+        data = load_data(config, World())
+    except UserError as error:
+        if download:
+            raise NotCheckedError(f"data.download=true: the job fetches it ({error})") from error
+        raise
+    return f"{data}; here, not on the nodes", data
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of an epoch.
+
+    Attributes:
+        per_epoch: how many; None: not known.
+        samples: of a full batch.
+        cuts: the sizes of a share's micro-batches, for each kind of share and batch.
+        chunks: the numbers of micro-batches that a process runs in a step.
+    """
+
+    per_epoch: int | None
+    samples: int
+    cuts: list[tuple[int, ...]]
+    chunks: list[int]
+
+
+def batches(
+    settings: Settings,
+    data: DataSplits,
+    worlds: Sequence[World],
+    pipeline: PipelineOptions,
+    loader: LoaderOptions,
+) -> tuple[str, Batches]:
+    """Divides the full and the short last batch over replicas and micro-batches."""
+    config, replicas = settings.config, worlds[0].logical_replicas
+    size = config.data["batch_size"]
+    if size == AUTO:
+        raise NotCheckedError("data.batch_size=auto is chosen by the job")
+    if size < replicas:
+        raise ConfigError(
+            f"data.batch_size={size} is less than a sample for each of {replicas} replicas, and "
+            f"{replicas - size} of them would compute padding alone in every step: set "
+            f"data.batch_size={replicas} or more, a larger pipeline.nb_part=, or fewer processes"
+        )
+    options = replace(loader, collate=data.collate)
+    per_epoch: int | None
+    if is_stream(data.train):
+        per_epoch = StreamLoader(data.train, size, worlds[0], options=options).batches_per_epoch
+        samples = length_of(data.train)
+    else:
+        made = TrainLoader(data.train, size, World(), options=options)
+        per_epoch, samples = made.batches_per_epoch, made.samples
+    full = size if samples is None else min(size, samples)
+    short = 0 if samples is None or options.drop_last else samples % size
+    cuts: dict[tuple[int, ...], None] = {}
+    chunks: dict[int, None] = {}
+    for total in filter(None, (full, short)):
+        of_replica = []
+        for replica in range(replicas):
+            share = share_of(total, replica, replicas)
+            of_replica.append(tuple(chunk_sizes(max(1, share.stop - share.start), pipeline.chunks)))
+        cuts |= dict.fromkeys(of_replica)
+        for world in worlds:
+            chunks[sum(len(of_replica[replica]) for replica in world.owned_replicas)] = None
+    text = f"{size} samples over {counted(replicas, 'replica')}, micro-batches of "
+    text += " or ".join(str(size) for size in sorted({n for cut in cuts for n in cut}))
+    if len(next(iter(cuts))) < pipeline.chunks:
+        text += f"; fewer than pipeline.chunks={pipeline.chunks}: raise data.batch_size="
+    if short and full == size:
+        text += f"; the last batch of an epoch has {short}"
+    return text, Batches(per_epoch, full, list(cuts), list(chunks))
+
+
+def learning_rate(config: Config, batches: Batches, trainer: TrainerOptions) -> tuple[str, bool]:
+    """Builds the learning-rate schedule for all steps of the run."""
+    steps = trainer.total_steps(batches.per_epoch)
+    optimizer = build_optimizer(config.optim, [Parameter(torch.zeros(1))], config.allow_targets)
+    schedule = build_lr_schedule(config.lr_schedule, optimizer, steps, config.allow_targets)
+    return f"{type(schedule).__name__} over {counted(steps, 'step')}", True
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model of a run.
+
+    Attributes:
+        net: without values, if its constructor can do that.
+        build: makes it with values.
+        nbytes: of its parameters and buffers.
+    """
+
+    net: nn.Module
+    build: Callable[[], nn.Module]
+    nbytes: int
+
+
+def model(config: Config, data: DataSplits) -> tuple[str, Model]:
+    """Constructs the model on meta tensors, or with values where its constructor needs them."""
+    build = partial(build_model, config, data)
+    draws, how = default_generators(), "without values"
+    try:
+        net = construct_on_meta(build)
+    except UserError:
+        raise
+    except Exception:  # a constructor that needs values, or is wrong with them too
+        rewind(draws)
+        net, how = build(), "with values, which its constructor needs"
+    nbytes = sum(map(byte_size, [*net.parameters(), *net.buffers()]))
+    parameters = sum(parameter.numel() for parameter in net.parameters())
+    text = f"{type(net).__name__}, {parameters:,} parameters, built {how}"
+    return text, Model(net, build, nbytes)
+
+
+def init_from(config: Config) -> tuple[str, Path | bool]:
+    """Finds the weights of `init_from`; False: there are none to load."""
+    initial = parse_init_from(config.init_from)
+    if initial is None:
+        return "none", False
+    if CheckpointStore(RunDirectory(config).checkpoints).steps():
+        return "the run goes on from its own checkpoint", False
+    found = locate_weights(initial["source"], initial.get("best", False))
+    if found is None:
+        raise NotCheckedError(f"init_from={initial['source']} is on the Hub; it was not fetched")
+    return str(found), found
+
+
+def checkpoint(config: Config) -> tuple[str, Path | bool]:
+    """Finds the checkpoint that the job goes on from; False: there is none."""
+    path = _checkpoint_to_resume(config)
+    if path is None:
+        return "none: a new run", False
+    step = check_sizes(path)["step"]
+    return f"{path}, step {step}: the sizes of its files are right, bytes were not read", path
+
+
+def _checkpoint_to_resume(config: Config) -> Path | None:
+    store, resume = CheckpointStore(RunDirectory(config).checkpoints), config.resume
+    if resume is None:
+        return None
+    if resume not in ("auto", "last", "best"):
+        path = Path(resume)
+        if not path.is_dir():
+            raise CheckpointError(f"resume={resume}: there is no such checkpoint directory")
+        stores = [CheckpointStore(folder) for folder in (path / "checkpoints", path)]
+        of_run = next((store for store in stores if store.steps()), None)
+        return path if of_run is None else of_run.newest_up_to(of_run.steps()[-1])
+    mark = store.best_mark() if resume == "best" else None
+    if resume == "best" and mark is None:
+        raise CheckpointError(f"resume=best: no checkpoint in {store.root} is marked as the best")
+    if not store.steps():
+        if resume == "auto":
+            return None
+        raise CheckpointError(f"resume={resume}: there is no checkpoint in {store.root}")
+    return store.newest_up_to(store.steps()[-1] if mark is None else mark.step)
+
+
+def weights(
+    config: Config, data: DataSplits, model: Model, initial: Path | bool, checkpoint: Path | bool
+) -> tuple[str, bool]:
+    """Compares the model, and the data of a checkpoint, with what is to be loaded."""
+    if isinstance(checkpoint, Path):
+        saved = checkpoint_weights(checkpoint, read_manifest(checkpoint)["files"])
+        weights = {**under_all_names(model.net, saved.base_tensors), **saved.tensors}
+        check_fits(checkpoint, weights | saved.extra, model.net.state_dict())
+        refuse_other_data(checkpoint, data, config.allow_changes)
+        return f"{counted(len(weights), 'tensor')} of the checkpoint fit the model", True
+    if isinstance(initial, Path):
+        arguments = parse_init_from(config.init_from) or {}
+        flags = {key: value for key, value in arguments.items() if key in ("strict", "prefix")}
+        found = check_weights(model.net, initial, arguments["source"], **flags)
+        return f"{counted(len(found.loaded), 'tensor')} of init_from= fit the model", True
+    return "initial values", True
