@@ -46,6 +46,8 @@ from datetime import datetime
 from pathlib import Path
 
 import psutil
+import torch
+from safetensors.torch import load_file
 from torch import nn
 
 FAULTS = (
@@ -217,15 +219,25 @@ class Run:
         return max((int(re.split(r"[_.]", path.name)[1]) for path in found), default=0)
 
     def checkpoints(self) -> dict[str, str]:
-        """Returns the digests of the files of the last and the best checkpoint."""
+        """Returns the digests of the tensors and files of the last and the best checkpoint.
+
+        Tensors by their names: with `engine=distributed` their files depend on the processes.
+        """
         folder = self.directory / "checkpoints"
-        kept = [folder / f"step_{self.steps:08d}", *folder.glob("best*")]
-        return {
-            str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-            for directory in kept
-            for path in sorted(directory.rglob("*"))
-            if path.is_file()
-        }
+        digests: dict[str, str] = {}
+        for directory in (folder / f"step_{self.steps:08d}", *folder.glob("best*")):
+            for path in filter(Path.is_file, directory.rglob("*")):
+                if path.suffix == ".safetensors":
+                    stem = path.name.partition(".")[0].partition("-")[0]
+                    for name, tensor in load_file(path).items():
+                        values = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+                        layout = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
+                        key = f"{directory.name}/{stem}: {name}"
+                        digests[key] = hashlib.sha256(layout + values).hexdigest()
+                elif path.name != "manifest.json" and not path.name.endswith(".index.json"):
+                    key = f"{directory.name}/{path.name}"
+                    digests[key] = hashlib.sha256(path.read_bytes()).hexdigest()
+        return digests
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Returns losses and evaluations by step, without what depends on the clock."""
