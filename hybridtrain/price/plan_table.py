@@ -346,12 +346,14 @@ def choice_in_words(prices: Sequence[Price], names: Sequence[str], costs_from: s
         f"{values(best, setting)}: {best.step_ms:.1f} ms per step, predicted from {costs_from} "
         f"costs; idle {best.bubble:.0%}, {with_unit(best.peak_bytes)} per device"
     )
+    if best.step_ms > min(price.step_ms for price in prices):
+        line += "; the simplest of about equal ones"
     by_values: dict[str, float] = {}
     for price in sorted(prices, key=lambda price: price.step_ms):
         by_values.setdefault(values(price, lambda name, value: f"{name}={value}"), price.step_ms)
     del by_values[values(best, lambda name, value: f"{name}={value}")]
     following = [f"{ms:.1f} ms ({text})" for text, ms in list(by_values.items())[:_NEXT]]
-    return line + ("; the next best: " + " and ".join(following) if following else "")
+    return line + ("; the next two: " + " and ".join(following) if following else "")
 
 
 def in_words(price: Price) -> str:

@@ -254,7 +254,7 @@ def test_one_line_says_what_was_chosen_and_what_the_next_two_would_have_cost():
     assert "\n" not in line
     assert line.startswith(f"schedule={best.layout.schedule}, recompute=")
     assert f"chunks={best.layout.chunks}: {best.step_ms:.1f} ms per step, predicted from " in line
-    following = line.split("; the next best: ")[1].split(" and ")
+    following = line.split("; the next two: ")[1].split(" and ")
     assert len(following) == 2
     times = [f"{other.step_ms:.1f} ms" for other in others]
     assert all(text.split(" (")[0] in times for text in following)
@@ -263,4 +263,4 @@ def test_one_line_says_what_was_chosen_and_what_the_next_two_would_have_cost():
 def test_a_choice_without_an_alternative_says_nothing_of_others():
     choices = Choices(nb_part=[2], engine=["local"], schedule=["1f1b"], stages_per_device=[1])
     found = find_layouts(table_of(), machine(10), StepWork(8), choices)
-    assert "next best" not in choice_in_words(found, ["schedule"], "measured")
+    assert "next two" not in choice_in_words(found, ["schedule"], "measured")
