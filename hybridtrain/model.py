@@ -551,11 +551,11 @@ class HybridModel:
         """
         if loss.is_known_reduction and not loss.takes_log_probabilities:
             return None
-        if not self._batch_check.has_targets(targets):
-            targets = None
         is_one = is_whole or sum(sizes) == 1
         if not self._seen_losses.is_new(loss, divided=not is_one):
             return None
+        if not self._batch_check.has_targets(targets):
+            targets = None
         if is_one and is_of_model(loss, targets):
             return None
         if loss.is_known_reduction or is_one:

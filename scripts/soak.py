@@ -13,7 +13,7 @@ time something happens to it after a random delay:
     restart        SIGKILL to one process under `torchrun --max-restarts`: torchrun starts again
 
 When it is complete, its last and its best checkpoint (weights, buffers, optimizer state, position)
-must be those of the reference, byte for byte, with the same lines in metrics.jsonl, and no process
+must be bitwise those of the reference, with the same lines in metrics.jsonl, and no process
 may be left. The exit status is 1 otherwise.
 
 With `--replicas 3` the run has `world.replicas=3`, and each start draws its number of processes

@@ -143,7 +143,7 @@ def have_same_values(first: Tensor, second: Tensor) -> bool:
 def resident_bytes(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
     """Returns the bytes of the parameters, gradients and buffers of `module`.
 
-    With an `optimizer`, also those of its state for these parameters.
+    An `optimizer` adds its state of these parameters.
     """
     # one walk over the modules, since it takes longer than the sums
     modules = list(module.modules())

@@ -31,7 +31,7 @@ class Source(NamedTuple):
     """The weights of a source.
 
     Attributes:
-        tensors: by the source's names; those of a base come first.
+        tensors: by the source's names; a base's tensors come first.
         extra: other state.
         base: the source of the frozen weights: another one if this is a checkpoint of an adapter.
         base_tensors: what is there, by its names without a prefix.

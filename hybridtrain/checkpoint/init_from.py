@@ -77,7 +77,7 @@ def init_from(
         source: a file of safetensors, or of `torch.save` (`.pt`, `.pth`, `.bin`, `.ckpt`; loaded
             with `weights_only=True`); the directory of a checkpoint or of a run; a folder as on the
             Hugging Face Hub; a folder that Accelerate or torchtune has written, or the Trainer of
-            transformers, or that of their run (the newest checkpoint in it); or the name of a model
+            transformers, or the folder of such a run (its newest checkpoint); or a model's name
             on the Hub, whose safetensors are fetched into the Hub's cache. Each process reads the
             tensors of its stages; if not all of them see the same files as rank 0, it sends the
             tensors one by one.
@@ -229,10 +229,10 @@ def match_weights(
         source: for the report.
     """
     # the parameters themselves: a tied one is known by being the same under all its names
-    own = net.state_dict(keep_vars=True)
+    state = net.state_dict(keep_vars=True)
     adapter = adapter_of(net)
     base = getattr(net, "base_model_prefix", "")  # the part without a head, of transformers
-    tensors = {name: value for name, value in split_state(own)[0].items() if _is_weight(name)}
+    tensors = {name: value for name, value in split_state(state)[0].items() if _is_weight(name)}
     plain_own: dict[str, list[str]] = {}
     optional = set()  # of an adapter, which begins anew where the source has none
     for name in tensors:

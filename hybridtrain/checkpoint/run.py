@@ -219,11 +219,11 @@ def find_checkpoint(
     Args:
         path: a checkpoint, or the directory of all.
         world: the processes; rank 0 looks.
-        missing_ok: if there is none, return None.
+        missing_ok: return None if no checkpoint is found.
         choose: the one of a directory to take, in place of the newest.
 
     Raises:
-        CheckpointError: there is none, unless that is `missing_ok`.
+        CheckpointError: no checkpoint is found, unless `missing_ok`.
     """
     path = Path(path)
     checkpoint = world.from_main(

@@ -37,7 +37,7 @@ def find_weights(source: str | Path) -> Path:
     """Returns the file or directory that `source` names; a model on the Hub is fetched.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: nothing has that name.
     """
     path = _local(source)
     if path is not None:
@@ -151,7 +151,7 @@ def _newest_numbered(folder: Path) -> Path | None:
 
 
 def _hub_stem(folder: Path) -> str | None:
-    """Returns the beginning of the files' names in a folder as on the Hub; None if it is none."""
+    """Returns the stem of the files' names in a Hub folder; None for another folder."""
     stems = ("model", "diffusion_pytorch_model", "adapter_model")
     return next((stem for stem in stems if any(folder.glob(f"{stem}.safetensors*"))), None)
 

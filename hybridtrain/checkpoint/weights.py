@@ -123,7 +123,7 @@ def load_weights(
     Args:
         model: whose parameters and buffers are overwritten.
         reader: where each process has the values from.
-        weights: as `reader.read` gave them; also those of the model's state that stay.
+        weights: from `reader.read`, completed by the model's tensors that stay.
         extra: what `reader.read` gave that is not a tensor.
     """
     others = {name: value for name, value in weights.items() if name.endswith(EXTRA_STATE)}

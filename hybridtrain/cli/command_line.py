@@ -126,8 +126,8 @@ def _print_on_main(text: str) -> int:
 
 def _refuse_flags(command: str, multirun: bool, dry_run: bool, quiet: bool, checks: bool) -> None:
     """Refuses flags that a command does not follow."""
-    given = {"--multirun": multirun, "--dry-run": dry_run, "--quiet": quiet, "--check": checks}
-    for flag in compress(given, given.values()):
+    flags = {"--multirun": multirun, "--dry-run": dry_run, "--quiet": quiet, "--check": checks}
+    for flag in compress(flags, flags.values()):
         if flag not in COMMANDS[command].flags:
             goes_with = [name for name, entry in COMMANDS.items() if flag in entry.flags]
             raise ConfigError(f"{flag} goes with {', '.join(goes_with)}, not with {command}")

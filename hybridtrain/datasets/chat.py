@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 from hybridtrain.data import DataSplits, for_trained_models
 from hybridtrain.datasets.held_out import check_share
 from hybridtrain.datasets.hf_datasets import Padded
-from hybridtrain.datasets.sample_files import SampleFiles, check_columns
+from hybridtrain.datasets.sample_files import SampleFiles, check_columns, check_named
 from hybridtrain.datasets.text_files import check_at_least_1
 from hybridtrain.datasets.tokenizing import (
     load_tokenizer,
@@ -108,11 +108,7 @@ def chat(
         DataError: the data, the column or the tokenizer is missing or of another kind, the template
             is missing or refuses a sample, or nothing is left to learn.
     """
-    for key, value in (("path", path), ("tokenizer", tokenizer)):
-        if not value:
-            raise DataError(
-                f"{argument(key)} is not set: name a file, a folder, or a name on the Hub"
-            )
+    check_named(path=path, tokenizer=tokenizer)
     check_choice("learn", learn, LEARNT)
     check_choice("pad", pad, ("longest", "max_len"))
     check_at_least_1(max_len=max_len)
@@ -251,7 +247,7 @@ class _Renderer:
             for message in messages or []
             if isinstance(message, dict)
         ]
-        if not good or len(plain) < len(messages) or not all("role" in one for one in plain):
+        if not good or len(plain) < len(messages) or not all("role" in turn for turn in plain):
             raise DataError(
                 f"{setting('messages', self._column)}: {where} must have a list of messages such "
                 f'as {{"role": "user", "content": "..."}}, and has {str(messages)[:80]}'
@@ -299,8 +295,8 @@ def _cut(chats: Sequence[Chat], max_len: int, split: str) -> tuple[list[Chat], l
         DataError: nothing is left to learn.
     """
     kept = []
-    for one in chats:
-        cut = Chat(one.ids[: max_len + 1], one.learnt[: max_len + 1], one.full)
+    for chat in chats:
+        cut = Chat(chat.ids[: max_len + 1], chat.learnt[: max_len + 1], chat.full)
         if cut.learnt.any():
             kept.append(cut)
     purpose = "to train on" if split == "train" else "to evaluate"
@@ -309,8 +305,8 @@ def _cut(chats: Sequence[Chat], max_len: int, split: str) -> tuple[list[Chat], l
             f"none of the {len(chats):,} conversations {purpose} has an answer in its first "
             f"{setting('max_len', max_len)} tokens"
         )
-    lengths = [one.full[0] for one in chats]
-    answers, learnt = sum(one.full[1] for one in chats), sum(int(c.learnt.sum()) for c in kept)
+    lengths = [chat.full[0] for chat in chats]
+    answers, learnt = sum(chat.full[1] for chat in chats), sum(int(c.learnt.sum()) for c in kept)
     share = sum(length > max_len + 1 for length in lengths) / len(lengths)
     notes = [
         f"conversations {purpose} of {median(lengths):g} tokens (median), {max(lengths)} (longest);"
@@ -375,15 +371,15 @@ def stacked(items: Sequence[tuple[dict[str, Tensor], Tensor]]) -> tuple[dict[str
     return inputs, torch.stack([labels for _, labels in items])
 
 
-def _shifted(one: Chat) -> tuple[Tensor, Tensor]:
+def _shifted(chat: Chat) -> tuple[Tensor, Tensor]:
     """Returns the inputs, and for each the next token, or -100 where it is not learnt."""
-    ids = torch.from_numpy(one.ids.astype(np.int64))
-    learnt = torch.from_numpy(one.learnt)
+    ids = torch.from_numpy(chat.ids.astype(np.int64))
+    learnt = torch.from_numpy(chat.learnt)
     return ids[:-1], ids[1:].masked_fill(~learnt[1:], IGNORED)
 
 
 def _tokens(chats: Sequence[Chat]) -> int:
-    return sum(len(one.ids) - 1 for one in chats)
+    return sum(len(chat.ids) - 1 for chat in chats)
 
 
 def _packed(chats: Sequence[Chat], length: int) -> list[list[int]]:

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 
 from hybridtrain.data import DataSplits, for_trained_models
 from hybridtrain.datasets.held_out import check_share
-from hybridtrain.datasets.sample_files import SampleFiles, Samples, check_columns
+from hybridtrain.datasets.sample_files import SampleFiles, Samples, check_columns, check_named
 from hybridtrain.datasets.split_names import check_classes, class_numbers, listed
 from hybridtrain.datasets.standard_input import STANDARD_INPUT, read_lines
 from hybridtrain.datasets.tables import (
@@ -222,11 +222,7 @@ def hf_datasets(
         DataError: the data, a split, a column or the tokenizer is missing, damaged or of another
             kind, a library is not installed, or an argument is out of its range.
     """
-    for key, value in (("path", path), ("tokenizer", tokenizer)):
-        if not value:
-            raise DataError(
-                f"{argument(key)} is not set: name a file, a folder, or a name on the Hub"
-            )
+    check_named(path=path, tokenizer=tokenizer)
     check_choice("task", task, TASKS)
     check_choice("pad", pad, ("longest", "max_len"))
     check_at_least_1(max_len=max_len)
@@ -777,13 +773,13 @@ def _values(samples: Any, column: str, of_lists: bool) -> set[Any]:
     """
     if of_lists:
         values: set[Any] = set()
-        for number, one in enumerate(samples[column]):
-            if not isinstance(one, list):
+        for number, classes in enumerate(samples[column], 1):
+            if not isinstance(classes, list):
                 raise DataError(
-                    f"{setting('target', column)}: sample {number + 1} has {one!r}, and each must "
+                    f"{setting('target', column)}: sample {number} has {classes!r}, and each must "
                     f"have a list of classes"
                 )
-            values.update(one)
+            values.update(classes)
         return values
     if not hasattr(samples.features[column], "dtype") or "list" in str(samples.features[column]):
         raise DataError(

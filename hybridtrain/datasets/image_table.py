@@ -43,7 +43,7 @@ def image_table(
     Args:
         path: a .csv, .tsv, .jsonl or .parquet file with a line for each image; a pattern, or a
             folder of such files named after their splits.
-        root: the folder that relative paths begin at; None: that of the table.
+        root: the folder of relative paths; None: the folder of the table.
         image: the column of the paths.
         target: the column of the classes.
         image_size: pixels per side.

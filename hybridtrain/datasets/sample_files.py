@@ -9,7 +9,7 @@ from typing import Any
 from hybridtrain.datasets.held_out import held_out
 from hybridtrain.datasets.split_names import SPLITS
 from hybridtrain.datasets.tables import Table, check_complete, read_table
-from hybridtrain.errors import DataError, setting
+from hybridtrain.errors import DataError, argument, setting
 
 _EVAL_SPLITS = (*SPLITS["validation"], *SPLITS["test"])
 
@@ -88,6 +88,15 @@ def _split_of(whole: Any, split: str, key: str, path: str) -> Any:
             f"{setting(key, split)}: {path} has no such split; it has {', '.join(map(str, whole))}"
         )
     return whole[split]
+
+
+def check_named(**values: str | None) -> None:
+    """Raises a DataError that names the first argument without a value."""
+    for key, value in values.items():
+        if not value:
+            raise DataError(
+                f"{argument(key)} is not set: name a file, a folder, or a name on the Hub"
+            )
 
 
 def check_columns(

@@ -232,8 +232,8 @@ class BatchWeight:
         losses: list[ShareLoss] = []
         first = 0
         for share in self._shares:
-            own = values[first : first + share.microbatches]
-            losses.append(ShareLoss(share.replica, share.mean(own), share.counted))
+            of_share = values[first : first + share.microbatches]
+            losses.append(ShareLoss(share.replica, share.mean(of_share), share.counted))
             first += share.microbatches
         return losses
 

@@ -213,8 +213,9 @@ class Pipeline:
         It does with the first or the last stage, and where the graphs of traced layers depend on
         the inputs.
         """
-        own = {stage.index for stage in self.stages}
-        return bool(own & {0, len(self.planned.stages) - 1}) or self._variants is not None
+        ends = {0, len(self.planned.stages) - 1}
+        has_end = any(stage.index in ends for stage in self.stages)
+        return has_end or self._variants is not None
 
     def variants_of(self, parts: Sequence[Any]) -> list[int] | None:
         """Returns the variant of the graphs for each of some micro-batches; see `Variants`.

@@ -338,8 +338,8 @@ def choice_in_words(prices: Sequence[Price], names: Sequence[str], costs_from: s
     """
 
     def values(price: Price, form: Callable[[str, object], str]) -> str:
-        own = {"recompute": _recomputed_in_words(price)}
-        return ", ".join(form(n, own.get(n) or getattr(price.layout, n)) for n in names)
+        texts = {"recompute": _recomputed_in_words(price)}
+        return ", ".join(form(n, texts.get(n) or getattr(price.layout, n)) for n in names)
 
     best = prices[0]
     line = (

@@ -168,7 +168,7 @@ def model(config: Config, data: DataSplits) -> tuple[str, Model]:
 
 
 def init_from(config: Config) -> tuple[str, Path | bool]:
-    """Finds the weights of `init_from`; False: there are none to load."""
+    """Finds the weights of `init_from`; returns False if nothing is to be loaded."""
     initial = parse_init_from(config.init_from)
     if initial is None:
         return "none", False
@@ -181,7 +181,7 @@ def init_from(config: Config) -> tuple[str, Path | bool]:
 
 
 def checkpoint(config: Config) -> tuple[str, Path | bool]:
-    """Finds the checkpoint that the job goes on from; False: there is none."""
+    """Finds the checkpoint that the job resumes; returns False for a new run."""
     path = _checkpoint_to_resume(config)
     if path is None:
         return "none: a new run", False

@@ -36,7 +36,7 @@ def check(overrides: Sequence[str], config_dir: str | None = None) -> int:
 
 
 def refuse_launcher(command: str) -> None:
-    """Raises a ConfigError in one of several processes; the shell of a job is none of them."""
+    """Raises a ConfigError in one of several processes; a job's shell does not count."""
     launch = detect(os.environ)
     if launch.size > 1 and launch.problem is None:
         raise ConfigError(f"{command} is one process: start it without torchrun or srun")

@@ -147,12 +147,12 @@ class _Trained:
     @cached_property
     def state(self) -> dict[str, Any]:
         """The state of the model without an adapter, whose effect is in the weights."""
-        own = {**self._saved.tensors, **self._saved.extra}
+        saved = {**self._saved.tensors, **self._saved.extra}
         if all(self._settings.config.model.get(key) in (None, False) for key in WRAPPER_KEYS):
-            return own
+            return saved
         net = build_model(self._settings.config, self.data)
         base = under_all_names(net, self._saved.base_tensors)
-        net.load_state_dict({**base, **own})
+        net.load_state_dict({**base, **saved})
         adapter = adapter_of(net)
         return dict(net.state_dict() if adapter is None else adapter.merged(net).state_dict())
 
