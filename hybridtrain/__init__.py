@@ -43,7 +43,7 @@ __all__ = [
     "verify",
 ]
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 _MODULE_OF = {
     "Callback": "hybridtrain.loop.callbacks.base",
