@@ -215,6 +215,9 @@ def schema(all_keys: list[tuple[str, str, Any, str]]) -> str:
             at = root["properties"].setdefault(group, made)
             at.setdefault("properties", {})
         at["properties"][name] = {**json_type(kind), "description": text.replace("`", "")}
+    for name, text in texts_of(Config).items():
+        if name in groups():
+            root["properties"][name]["description"] = text.replace("`", "")
     return (
         json.dumps({"$schema": "http://json-schema.org/draft-07/schema#", **root}, indent=1) + "\n"
     )
