@@ -68,7 +68,7 @@ FIRST = ("model", "data", "optim", "lr_schedule", "trainer", "pipeline", "world"
 MORE = {
     "run_name": "[Names](configuration.md#names)",
     "resume": "[Resuming](checkpoints.md#resuming)",
-    "init_from": "[Initial weights](weights.md#initial-weights)",
+    "init_from": "[Initial weights](checkpoints.md#initial-weights)",
     "callbacks": "[Callbacks](callbacks.md)",
     "allow_targets": "[Own models](project.md)",
     "pipeline.schedule": "[Schedules](schedules.md)",

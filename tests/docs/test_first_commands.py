@@ -131,7 +131,7 @@ GIVEN: dict[str, Callable[[], None]] = {
     "docs/own-schedules.md": a_schedule,
     "docs/smp-config.md": a_distribution,
     "docs/smp.md": a_script_of_smp,
-    "docs/weights.md": the_run_of_the_page_on_checkpoints,
+    "docs/export.md": the_run_of_the_page_on_checkpoints,
 }
 
 

@@ -55,7 +55,8 @@ def commands(text: str) -> list[list[str]]:
     "docs/trainer.md",
     "docs/tutorials/bert.md",
     "docs/verify.md",
-    "docs/weights.md",
+    "docs/checkpoints.md",
+    "docs/export.md",
 )
 def test_the_python_blocks_of_a_page_run_in_order(
     page: Path, monkeypatch: pytest.MonkeyPatch
