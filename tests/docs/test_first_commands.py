@@ -85,7 +85,7 @@ def a_script() -> None:
 
 def a_schedule() -> None:
     Path("my_project").mkdir()
-    source = python_block("docs/own-schedules.md", '@schedule("early"').partition("forward, ")[0]
+    source = python_block("docs/schedules.md", '@schedule("early"').partition("forward, ")[0]
     Path("my_project/__init__.py").write_text(source)
 
 
@@ -118,7 +118,7 @@ GIVEN: dict[str, Callable[[], None]] = {
     "docs/data-sets.md": texts_and_a_bert,
     "docs/guide.md": a_script,
     "docs/monitoring.md": finished_runs("digits", "a", "b", "c"),
-    "docs/own-schedules.md": a_schedule,
+    "docs/schedules.md": a_schedule,
     "docs/smp.md": a_script_of_smp,
     "docs/export.md": the_run_of_the_page_on_checkpoints,
 }
@@ -158,7 +158,7 @@ PROGRAMS = ("cd", "hybridtrain", "python", "sed", "tensorboard", "torchrun")
 def test_the_first_commands_of_a_page_have_configs(
     page: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if page == "docs/own-schedules.md":
+    if page == "docs/schedules.md":
         a_schedule()
     for line in FIRST[page].splitlines():
         program = next((word for word in line.split() if "=" not in word), "#")
