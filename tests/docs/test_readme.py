@@ -18,7 +18,7 @@ from hybridtrain.world import World
 
 RECIPE = ROOT / "recipes" / "python_source_gpt.yaml"
 RECIPE_OF = {"bert": ["recipe=bert_classifier"]}
-ERRORS = [ROOT / "docs" / f"{name}.md" for name in ("troubleshooting", "errors-in-runs")]
+ERRORS = [ROOT / "docs/troubleshooting.md"]
 
 
 def commands(text: str) -> list[list[str]]:
