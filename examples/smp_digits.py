@@ -1,15 +1,15 @@
-"""A script of SageMaker's model parallel library 1.x on the digits of the package.
+"""A script for SageMaker's model parallel library 1.x on the digits of the package.
 
-As AWS's documentation writes it, with one changed import and another data set. The configuration is
-here and not in SM_HP_MP_PARAMETERS, so that the commands are whole:
+It follows AWS's documentation, with one changed import and another data set. The configuration is in
+the script instead of SM_HP_MP_PARAMETERS, so that the commands are complete:
 
 python examples/smp_digits.py
 torchrun --standalone --nproc-per-node 2 examples/smp_digits.py
 
-With one process there is one stage, with two a pipeline of two.
+One process runs one stage, two processes a pipeline of two.
 
-Result: accuracy 0.9662 of the digits held out, and 0.0129 as the last loss, with one process and
-with two: PyTorch 2.14.1, two cores of a CPU. Numbers: this project's own.
+Result: accuracy 0.9662 on the held-out digits and a last loss of 0.0129, with one process and with
+two: PyTorch 2.14.1, two cores of a CPU. Numbers: chosen by this project.
 """
 
 import os

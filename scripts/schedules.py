@@ -6,7 +6,7 @@
 
 The devices are threads that sleep (`scripts/bench/schedule_efficiency.py`), so that four of them
 fit on any number of cores. Of several steps the one with the median time is recorded, in
-docs/assets/schedules.json. The code of docs/own-schedules.md draws that page's picture.
+docs/assets/schedules.json. The code of "Your own schedule" draws that section's picture.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hybridtrain.schedule import (
 )
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE, OWN_PAGE = DOCS / "schedules.md", DOCS / "own-schedules.md"
+PAGE = DOCS / "schedules.md"
 RECORD = DOCS / "assets" / "schedules.json"
 
 # By the name of a section: the schedule, and its stages per device.
@@ -154,11 +154,11 @@ def pictures() -> Iterator[tuple[Path, Image.Image]]:
 
 
 def own_picture() -> Image.Image:
-    """Returns the picture that the code of docs/own-schedules.md draws."""
-    code = re.search(r"^```python\n(.*?)^```$", OWN_PAGE.read_text(), re.M | re.S)
+    """Returns the picture that the code of "Your own schedule" draws."""
+    code = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     assert code is not None
     with tempfile.TemporaryDirectory() as folder, chdir(folder), redirect_stdout(io.StringIO()):
-        exec(compile(code[1], str(OWN_PAGE), "exec"), {"__name__": "own_schedule"})
+        exec(compile(code[1], str(PAGE), "exec"), {"__name__": "own_schedule"})
         with Image.open("own-schedule.png") as picture:
             return picture.copy()
 

@@ -186,7 +186,7 @@ _PAGE = """\
 hide: [toc]  # wide tables
 ---
 
-# The models that were tried
+# Models that were tested: the table
 
 Written by `{command}` ({versions}; one process on a CPU, fp32).
 

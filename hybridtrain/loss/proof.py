@@ -543,7 +543,7 @@ class _Calls:
                 "If it averages over something else, pass MeanLoss(loss_fn, lambda inputs, "
                 "targets: ...) with a count of that, such as (targets != -100).sum() or "
                 "weight[targets].sum(); a loss that compares samples sees those of its "
-                "micro-batch alone (see docs/contrastive.md)"
+                "micro-batch alone (see docs/losses.md)"
             )
         text = "%s is treated as a mean over samples, but it is not one: %s mean of parts of %s. %s"
         self._warn(text, setting("loss_fn", name), result, of_parts, remedy)

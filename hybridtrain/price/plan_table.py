@@ -42,7 +42,7 @@ _LARGE = 10e9
 _VERY_LARGE = 30e9
 
 # On more devices, published steps with fully sharded data parallelism took 2 to 4 times as long as
-# predicted (docs/published-runs.md).
+# predicted (docs/planning-details.md).
 _MOST_SHARDED = 512
 
 # How many of the layouts that were not chosen are shown with their times.

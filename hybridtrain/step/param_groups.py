@@ -240,7 +240,7 @@ def _needs_closure(key: str) -> str:
     return (
         f"{key}: its step computes the loss again, by a closure, and a step here has one forward "
         f'and backward. In your own loop over model.train_step it works, see "Optimizers that '
-        f'compute the loss again" in docs/own-loop.md; or choose another optimizer'
+        f'compute the loss again" in docs/custom-steps.md; or choose another optimizer'
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -20,12 +19,11 @@ from hybridtrain.cli import main
 from hybridtrain.cli.command_table import COMMANDS
 from hybridtrain.cli.config.sweeps import sweep_choices
 
-# The commands of these pages fail, as they should.
-ERRORS = ("docs/errors-in-runs.md", "docs/troubleshooting.md")
+# The commands of this page fail, as they should.
+ERRORS = ("docs/troubleshooting.md",)
 
 # Pages whose first block is not run here, and why.
 NOT_RUN = {
-    "docs/dashboard.md": "a server; cli/test_dashboard.py starts it",
     **dict.fromkeys(ERRORS, "test_readme.py compares the message with the page"),
     "docs/fine-tuning.md": "needs a chat model; cli/test_fine_tuning.py has a small one",
     "docs/recipes.md": "needs Fashion-MNIST and novels; cli/test_recipes.py has small data",
@@ -38,7 +36,6 @@ OVERRIDES: dict[str, list[str]] = {
     "docs/checkpoints.md": [],  # 23 steps an epoch
     "docs/data-sets.md": [*FEW_STEPS, "lr_schedule.warmup_steps=0", "data.batch_size=8"],
     "docs/project.md": [],
-    "docs/step-time.md": [*FEW_STEPS, "monitor.profile={steps: [1, 2]}"],
     "docs/sweeps.md": [],
 }
 
@@ -83,20 +80,13 @@ def python_block(page: str, containing: str) -> str:
 
 
 def a_script() -> None:
-    Path("script.py").write_text(python_block("docs/guide.md", "class Masked"))
+    Path("script.py").write_text(python_block("docs/data-loading.md", "class Masked"))
 
 
 def a_schedule() -> None:
     Path("my_project").mkdir()
-    source = python_block("docs/own-schedules.md", '@schedule("early"').partition("forward, ")[0]
+    source = python_block("docs/schedules.md", '@schedule("early"').partition("forward, ")[0]
     Path("my_project/__init__.py").write_text(source)
-
-
-def a_distribution() -> None:
-    smp = {"parameters": {"partitions": 2, "ddp": True}, "enabled": True}
-    mpi = {"enabled": True, "processes_per_host": 4}
-    distribution = {"smdistributed": {"modelparallel": smp}, "mpi": mpi}
-    Path("distribution.json").write_text(json.dumps(distribution))
 
 
 def a_script_of_smp() -> None:
@@ -128,10 +118,9 @@ GIVEN: dict[str, Callable[[], None]] = {
     "docs/data-sets.md": texts_and_a_bert,
     "docs/guide.md": a_script,
     "docs/monitoring.md": finished_runs("digits", "a", "b", "c"),
-    "docs/own-schedules.md": a_schedule,
-    "docs/smp-config.md": a_distribution,
+    "docs/schedules.md": a_schedule,
     "docs/smp.md": a_script_of_smp,
-    "docs/weights.md": the_run_of_the_page_on_checkpoints,
+    "docs/export.md": the_run_of_the_page_on_checkpoints,
 }
 
 
@@ -163,14 +152,13 @@ PROGRAMS = ("cd", "hybridtrain", "python", "sed", "tensorboard", "torchrun")
     "README.md",
     "docs/getting-started.md",
     "docs/index.md",
-    "docs/step-time.md",
-    "docs/dashboard.md",
+    "docs/monitoring.md",
     "docs/guide.md",
 )
 def test_the_first_commands_of_a_page_have_configs(
     page: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if page == "docs/own-schedules.md":
+    if page == "docs/schedules.md":
         a_schedule()
     for line in FIRST[page].splitlines():
         program = next((word for word in line.split() if "=" not in word), "#")

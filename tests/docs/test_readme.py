@@ -18,7 +18,7 @@ from hybridtrain.world import World
 
 RECIPE = ROOT / "recipes" / "python_source_gpt.yaml"
 RECIPE_OF = {"bert": ["recipe=bert_classifier"]}
-ERRORS = [ROOT / "docs" / f"{name}.md" for name in ("troubleshooting", "errors-in-runs")]
+ERRORS = [ROOT / "docs/troubleshooting.md"]
 
 
 def commands(text: str) -> list[list[str]]:
@@ -36,26 +36,22 @@ def commands(text: str) -> list[list[str]]:
 @pytest.mark.quick_cases(
     "docs/callbacks.md",
     "docs/checkpoint-files.md",
-    "docs/contrastive.md",
-    "docs/errors-in-training.md",
+    "docs/custom-steps.md",
+    "docs/data-loading.md",
     "docs/guide.md",
     "docs/index.md",
-    "docs/loaders.md",
-    "docs/memory-replicas.md",
+    "docs/losses.md",
     "docs/memory.md",
-    "docs/own-loop.md",
-    "docs/own-models-and-data.md",
-    "docs/own-schedules.md",
     "docs/planning.md",
     "docs/project.md",
-    "docs/session.md",
+    "docs/schedules.md",
     "docs/smp.md",
     "docs/splitting.md",
-    "docs/trackers.md",
-    "docs/trainer.md",
+    "docs/troubleshooting.md",
     "docs/tutorials/bert.md",
     "docs/verify.md",
-    "docs/weights.md",
+    "docs/checkpoints.md",
+    "docs/export.md",
 )
 def test_the_python_blocks_of_a_page_run_in_order(
     page: Path, monkeypatch: pytest.MonkeyPatch
@@ -79,7 +75,7 @@ def test_the_python_blocks_of_a_page_run_in_order(
     [p for p in PAGES if p not in ERRORS and blocks(p, "bash", "sh")],
     ids=name,
 )
-@pytest.mark.quick_cases("docs/monitoring.md", "docs/dashboard.md")
+@pytest.mark.quick_cases("docs/monitoring.md", "docs/getting-started.md")
 def test_the_commands_of_a_page_compose(page: Path) -> None:
     Path("my_recipe.yaml").write_text(RECIPE.read_text())
     for block in blocks(page, "bash", "sh"):

@@ -1,4 +1,4 @@
-"""The script of docs/smp.md runs as the page says; smp-names.md and smp-config.md are complete."""
+"""The script of docs/smp.md runs as the page says; its keys and smp-names.md are complete."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def test_the_page_has_the_names_that_a_test_calls_with_their_arguments_and_no_ot
 
 
 def test_the_page_has_every_key_of_the_configuration():
-    text = (DOCS / "smp-config.md").read_text()
+    text = PAGE.read_text()
     on_page = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \| ", text, re.M))))
     keys = {option.name for option in fields(SmpConfig)} - {"own"}
     assert keys | NO_MEANING.keys() | REFUSED_KEYS.keys() | CONFIG.keys() <= on_page

@@ -1,4 +1,4 @@
-"""The scripts of examples/heights as functions, and a small Session."""
+"""The scripts of examples/levels as functions, and a small Session."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from hybridtrain import Session, World
 from hybridtrain.loss import cross_entropy
 from support.training import data, rich_net
 
-FOLDER = Path(__file__).parents[2] / "examples" / "heights"
+FOLDER = Path(__file__).parents[2] / "examples" / "levels"
 NAMES = ("own_loop", "with_session", "with_trainer")
 
 

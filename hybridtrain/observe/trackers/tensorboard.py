@@ -140,7 +140,7 @@ class TensorBoard(Tracker):
             tag = f"2_time/{name}_percent"
             if value or tag in self._described:  # a run without recomputation has no such curve
                 self._add(step, tag, 100 * value / total, "of a step, the mean of all devices; "
-                          "docs/step-time.md says what it is")  # fmt: skip
+                          "docs/monitoring.md explains it")  # fmt: skip
         if account:
             computing = 100 * sum(account[name] for name in COMPUTING) / total
             self._add(step, "1_overview/used_device_time_percent", computing, "of a step, in "

@@ -1,7 +1,7 @@
 """The tutorial's network with its own loop: `World`, `HybridModel`, `OptimizerStep`.
 
-python examples/heights/own_loop.py
-HYBRIDTRAIN_NB_PART=2 torchrun --standalone --nproc-per-node 2 examples/heights/own_loop.py
+python examples/levels/own_loop.py
+HYBRIDTRAIN_NB_PART=2 torchrun --standalone --nproc-per-node 2 examples/levels/own_loop.py
 """
 
 import torch

@@ -1,7 +1,7 @@
 """The tutorial's network with `Trainer`: the loop is the library's.
 
-python examples/heights/with_trainer.py
-HYBRIDTRAIN_NB_PART=2 torchrun --standalone --nproc-per-node 2 examples/heights/with_trainer.py
+python examples/levels/with_trainer.py
+HYBRIDTRAIN_NB_PART=2 torchrun --standalone --nproc-per-node 2 examples/levels/with_trainer.py
 """
 
 import torch

@@ -1,7 +1,7 @@
 """The tutorial's network with `Session`: no process, device or stage in the script.
 
-python examples/heights/with_session.py
-HYBRIDTRAIN_NB_PART=2 torchrun --standalone --nproc-per-node 2 examples/heights/with_session.py
+python examples/levels/with_session.py
+HYBRIDTRAIN_NB_PART=2 torchrun --standalone --nproc-per-node 2 examples/levels/with_session.py
 """
 
 import torch
