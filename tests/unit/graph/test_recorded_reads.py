@@ -182,7 +182,7 @@ def output_of(model, net, x):
         return torch.equal(model(x), whole)
     except ConfigError as error:
         assert "\n" not in str(error)
-        assert "since the model was traced: change it back, or" in str(error)
+        assert "since the model was traced: undo the change, or" in str(error)
         return None
 
 
