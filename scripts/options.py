@@ -52,7 +52,7 @@ the samples of all replicas; `auto`: [the largest batch that fits](memory.md#the
 [Data sets](data-sets.md) says what files they read.""",
     "model": """A key that is null is taken from the data set, as is an argument of that name
 that has no key.""",
-    "optim": """The arguments of the class in `torch.optim`; beside them `optim.groups` and
+    "optim": """The arguments of the class in `torch.optim`, and in addition `optim.groups` and
 `optim.layer_decay`, see
 [Parameter groups](callbacks.md#parameter-groups-and-several-optimizers).""",
     "lr_schedule": """The arguments of the class in `torch.optim.lr_scheduler`. `T_max` and

@@ -175,17 +175,17 @@ class StepInUse:
 
     @property
     def at_last_batch(self) -> bool:
-        """Whether the batch in use is the last one."""
+        """True if the batch in use is the last one."""
         return self.index + 1 >= len(self.batches)
 
     @property
     def has_partial_grads(self) -> bool:
-        """Whether gradients of only some of its batches are accumulated."""
+        """True if gradients of only some of its batches are accumulated."""
         return self.training is not None and not self.training.is_trained
 
     @property
     def has_unapplied_grads(self) -> bool:
-        """Whether there are gradients that no optimizer has applied."""
+        """True if there are gradients that no optimizer has applied."""
         return self.training is not None and not self.optimizer_stepped
 
 
@@ -514,7 +514,7 @@ class Session:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the batch in use is the last one of its step."""
+        """True if the batch in use is the last one of its step."""
         return self.in_use.at_last_batch
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: LossFn) -> TrainStepResult:

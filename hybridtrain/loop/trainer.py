@@ -447,7 +447,7 @@ class Trainer:
             "step": self.step,
             "samples": self.samples,
             "epoch": self.epoch,
-            "row": self.train.sample,  # the files' key; words: ok
+            "row": self.train.sample,  # the files' key
             "rows_per_step": self._samples_per_step,
             "scaler": step["scaler"],
             "evaluated_step": self._evaluated[0],
@@ -475,7 +475,7 @@ class Trainer:
                 f"{phrase('start a new run')}"
             )
         self.samples = state_dict["samples"]
-        self.train.seek(state_dict["epoch"], state_dict["row"])  # words: ok
+        self.train.seek(state_dict["epoch"], state_dict["row"])
         self._step.load_state_dict(state_dict)
         self._best.load_state_dict(state_dict)
         self._evaluated = state_dict["evaluated_step"], None

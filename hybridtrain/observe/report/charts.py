@@ -228,7 +228,7 @@ def timeline(predicted: Spans, measured: Spans, bytes_of: Mapping[Action, int]) 
     from plotly.subplots import make_subplots
 
     figure = make_subplots(
-        rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.1,  # words: ok
+        rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.1,
         subplot_titles=("measured", "predicted"),
     )  # fmt: skip
     height = 220 + 2 * 40 * len(measured)
@@ -237,7 +237,7 @@ def timeline(predicted: Spans, measured: Spans, bytes_of: Mapping[Action, int]) 
     figure.update_annotations(x=0, xanchor="left")  # subplot titles
     _add_lanes(figure, 1, measured, bytes_of, marks=True)
     _add_lanes(figure, 2, predicted, bytes_of, marks=False)
-    figure.update_xaxes(title_text="ms", row=2)  # words: ok
+    figure.update_xaxes(title_text="ms", row=2)
     figure.update_yaxes(autorange="reversed")
     return figure
 

@@ -150,5 +150,5 @@ class CSVFile(MetricsFile):
 
 def _comma_separated(cells: list[Any]) -> str:
     line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(cells)  # words: ok
+    csv.writer(line, lineterminator="\n").writerow(cells)
     return line.getvalue()
