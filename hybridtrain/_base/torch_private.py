@@ -1,7 +1,7 @@
 """Wrappers for the private APIs of PyTorch that this project uses.
 
-Each docstring names the private API, and says why no public one suffices. Check a new PyTorch
-release here first. Two private names are used elsewhere: `torch.utils._pytree`, which has no public
+Each docstring names the private API, and why no public API suffices. Check a new PyTorch release
+here first. Two private names are used elsewhere: `torch.utils._pytree`, which has no public
 counterpart, and `nn.Module._apply`, which `graph.segment.Segment` overrides because `nn.Module.to`
 calls it.
 """
@@ -411,8 +411,8 @@ def noting_saved(note: Callable[[Tensor], None]) -> Iterator[None]:
 def operator_schema(function: Callable[..., Any] | str) -> torch.FunctionSchema | None:
     """Returns the schema of an operator of an exported graph; None for any other function.
 
-    Uses `torch._ops.OpOverload._schema`: no public API tells which arguments an operator writes,
-    and of which its result is a view.
+    Uses `torch._ops.OpOverload._schema`: no public API lists the arguments that an operator
+    modifies or returns a view of.
     """
     return function._schema if isinstance(function, torch._ops.OpOverload) else None
 

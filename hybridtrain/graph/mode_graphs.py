@@ -70,7 +70,7 @@ class ModeGraphs:
     def layers(self, signature: CallSignature | None = None) -> list[Layer]:
         """Returns the segments between the starts, named after the modules that they begin with.
 
-        `signature` says which arguments the inputs of a batch are, if the model begins here.
+        `signature` maps the inputs of a batch to arguments, if the model begins here.
         """
         names = self.names
         training = cut(self.training, [node for node, _ in self.starts], names)

@@ -127,7 +127,7 @@ def cut(
     Args:
         traced: the graph.
         starts: the first node of each segment; None for an empty segment.
-        names: the names of the segments, with which the names of their skip values begin.
+        names: the names of the segments, which prefix the names of their skip values.
     """
     graph, find = traced.graph, traced.find
     segment_of = assign_segments(graph, starts)

@@ -15,7 +15,7 @@ read rank 0's. A process on a host that is cut off gets no answer, and detects t
     rank 1    no answer from the store for too long   ->  ends
 
 If the run stalls, each process derives from its stacks what it is doing and whether it waits for
-others (`report`). The failure names the process that waits for nobody.
+others (`report`). The failure names the process that is not waiting for another.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _load_ahead(step: RecordedStep) -> Proposal | None:
         max(rest, loading / workers),
         f"waiting for data takes {_share(step, 'data')} of a step: with "
         f"{setting('workers', workers)} a step would take "
-        f"{_times(step, max(rest, loading / workers))}, given that many free cores",
+        f"{_times(step, max(rest, loading / workers))}, assuming as many free cores",
     )
 
 

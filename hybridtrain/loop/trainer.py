@@ -191,8 +191,8 @@ class Trainer:
         overridden = type(self).compute_loss is not Trainer.compute_loss
         if (loss_fn is None) is not overridden:
             raise ConfigError(
-                f"specify one loss: pass {argument('loss_fn')}, or override compute_loss and pass "
-                f"{setting('loss_fn', None)}"
+                f"specify exactly one loss: pass {argument('loss_fn')}, or override compute_loss "
+                f"and pass {setting('loss_fn', None)}"
             )
         return loss_fn if loss_fn is not None else self.compute_loss
 

@@ -156,7 +156,7 @@ class SelfCheck:
         """Checks the micro-batches of an example batch, in training and in evaluation mode.
 
         Raises:
-            NotExactError: the stages do not compute what the module computes.
+            NotExactError: the stages compute something other than the module.
         """
         if isinstance(example_inputs, Microbatch):
             inputs, sizes = example_inputs.inputs, [batch_size(example_inputs.inputs)]
@@ -182,7 +182,7 @@ class SelfCheck:
             trains: whether a backward follows.
 
         Raises:
-            NotExactError: the stages do not compute what the module computes.
+            NotExactError: the stages compute something other than the module.
         """
         if self._is_off:
             return
@@ -407,7 +407,7 @@ class _Run:
     def _run_cut(
         self, sample: _Sample, calls: Calls | None = None
     ) -> tuple[_Numbers, Sequence[int], set[str]]:
-        """Runs a copy cut as planned.
+        """Runs a copy that is cut into stages as planned.
 
         Returns:
             the results; the seeds of the random draws, in order; and the names of the gradients

@@ -160,7 +160,7 @@ def test_what_is_not_a_run_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty/metrics.jsonl is not there"):
+    with pytest.raises(DataError, match=r"empty/metrics\.jsonl does not exist"):
         RunRecord.read(tmp_path / "empty")
     assert main(["report", "nothing"]) != 0
     assert "neither a folder nothing nor a run outputs/nothing" in capsys.readouterr().err

@@ -283,7 +283,7 @@ def test_a_micro_batch_whose_condition_raises_an_error_takes_no_graph_of_another
     net.b = nn.Sequential(net.b, layer)  # torch.export is not used for a batch norm
     model = hybrid(net, 2, example_inputs=samples(count=6))
     model.train_step(samples(count=6), None, loss_of)
-    with pytest.raises(BatchError, match="cannot be traced for it"):
+    with pytest.raises(BatchError, match="cannot be traced for these inputs"):
         model.train_step(samples(count=9), None, loss_of)
 
 

@@ -271,9 +271,9 @@ def test_a_list_of_devices_is_for_each_process_or_for_all_of_the_node():
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        (["cpu"] * 3, r"names 3 devices; give \S*nb_part=2, or 4 for the 2 processes"),
-        (["cpu"], r"names 1 devices; give \S*nb_part=2"),
-        ([], r"names 0 devices"),
+        (["cpu"] * 3, r"3 devices; list \S*nb_part=2, or 4 for the 2 processes"),
+        (["cpu"], r"1 devices; list \S*nb_part=2"),
+        ([], r"0 devices; list"),
         (["cuda:0", "cpu"], r"mixes device types"),
         (["cuda:0", "cuda:9"], r"devices=cuda:9 .*: this machine has 4 GPUs"),
         ([0, 7], r"devices=cuda:7 .*: this machine has 4 GPUs"),

@@ -454,7 +454,7 @@ def test_mistakes_name_the_argument(tmp_path):
     trainer(callbacks=[ema])
     average = {name: value + 1 for name, value in ema.average().items()}
     del average["2.weight"]
-    with pytest.raises(CheckpointError, match=r"2\.weight, of shape .* is not there"):
+    with pytest.raises(CheckpointError, match=r"2\.weight, of shape .* is missing"):
         ema.load_state_dict({"average": average, "updates": 1})
     assert_same(ema.average(), dict(plain_net().named_parameters()), "nothing was loaded")
 
