@@ -72,7 +72,7 @@ class TracedGraph:
 
 
 def operations(traced: TracedGraph, tensor: Callable[[Any], Any] = id) -> list[Any]:
-    """Returns the operations of a graph, comparable with those of another graph.
+    """Returns the operations of a graph in a form that can be compared with another graph's.
 
     `tensor` returns the comparison key of a module, parameter or constant that the graph reads.
     """

@@ -193,8 +193,8 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 def write_error_file(line: str, at: float | None = None) -> None:
     """Writes `line` to torchrun's error file; torchrun reports the earliest error of all.
 
-    The format is that of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`, which
-    itself only writes whole tracebacks. Does nothing without torchrun.
+    Uses the format of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`, which itself
+    writes only whole tracebacks. Does nothing without torchrun.
 
     Args:
         line: the error message.

@@ -45,7 +45,7 @@ def raise_on_signals() -> None:
 def ignore_signals() -> None:
     """Ignores the signals of `raise_on_signals`, while an error is being reported before the end.
 
-    A launcher sends SIGTERM to all remaining processes, including one that is reporting the error.
+    A launcher sends SIGTERM to all remaining processes, including the one reporting the error.
     """
     if threading.current_thread() is threading.main_thread():
         for number in _previous:
