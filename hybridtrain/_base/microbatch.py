@@ -46,7 +46,8 @@ class Microbatch:
 class Unread:
     """A placeholder for the inputs or targets of a batch in a process that uses neither.
 
-    With `engine="distributed"`, these are the processes without the first or last stage.
+    With `engine="distributed"`, these are the processes that run neither the first nor the last
+    stage.
 
     Attributes:
         samples: the number of samples of the batch.

@@ -23,7 +23,7 @@ class RankFacts:
     """The facts of one rank, by name, with its host.
 
     Attributes:
-        facts: short values, which are compared and shown in messages; None: unknown.
+        facts: short values, which are compared and shown in messages; None if unknown.
         host: the name of the rank's host.
     """
 

@@ -355,7 +355,7 @@ class _Tracer(fx.Tracer):
         return callable(self.values.get(value.node))
 
     def check_is_tensor(self, value: fx.Proxy) -> bool:
-        """Returns True for an input that every batch must give as a tensor.
+        """Returns True for an input that every batch must pass as a tensor.
 
         Raises:
             Untraceable: the value may be something else.
@@ -368,7 +368,7 @@ class _Tracer(fx.Tracer):
         return isinstance(example, Tensor)
 
     def is_input_tensor(self, value: fx.Proxy) -> bool:
-        """Returns whether `value` is an input that every batch must give as a tensor."""
+        """Returns whether `value` is an input that every batch must pass as a tensor."""
         return value.node.op == "placeholder" and value.node.target in self._signature.tensors
 
     @property

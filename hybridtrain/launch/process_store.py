@@ -48,7 +48,7 @@ class Report:
 
     Attributes:
         what: the current work, as text.
-        blame: 0: waits for other processes; 1: may wait for them; 2: is busy itself.
+        blame: 0 if it waits for other processes, 1 if it may wait for them, 2 if it is busy.
         progress: the number of steps begun.
     """
 

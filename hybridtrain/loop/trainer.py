@@ -403,7 +403,7 @@ class Trainer:
         saved = self._checkpoints.step == self.step
         if again or not saved:
             activity.now(Phase.SAVE, self.step)
-            # the weights may be the reason why the last step failed
+            # the weights may have caused the last step to fail
             prune = not self._finite.skipping
             required = required and not saved
             with self._step.evaluation_weights():

@@ -2,8 +2,8 @@
 
 There are two placements of stages on the devices of a pipeline:
 
-loop    device 0: stages 0, P, ...      the stages go round the devices
-v       device 0: stages 0 and 2P-1     the second half comes back, so that the first device
+loop    device 0: stages 0, P, ...      round robin over the devices
+v       device 0: stages 0 and 2P-1     the second half runs backwards, so the first device
                                         has the last stage as well
 """
 
