@@ -142,7 +142,7 @@ def test_a_run_that_has_not_ended_has_a_page_of_what_there_is(
     (run / "metrics.jsonl").write_text(whole + '{"step": 7, "time')  # as it is being written
     shown = words(write_report([run]).read_text())
     assert (run / "report.html").exists()
-    assert "state not done" in shown
+    assert "state not finished" in shown
     assert "steps 6" in shown
 
 
