@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from hybridtrain._base.microbatch import WAY_OUT, output_place
+from hybridtrain._base.microbatch import ADVICE, output_place
 from hybridtrain._base.values import leaves_of, same_constant
 from hybridtrain.errors import BatchError
 
@@ -67,7 +67,7 @@ def check_same_but_samples(
     if spec != other_spec:
         raise BatchError(
             "the structure of the model's output depends on the number of samples, for example a "
-            f"list with one entry per sample, but only tensors are joined, along dim 0. {WAY_OUT}"
+            f"list with one entry per sample, but only tensors are joined, along dim 0. {ADVICE}"
         )
     for number, (leaf, other_leaf) in enumerate(zip(leaves, other_leaves, strict=True)):
         if isinstance(leaf, Tensor) and isinstance(other_leaf, Tensor):
@@ -95,5 +95,5 @@ def check_same_but_samples(
             ]
         raise BatchError(
             f"{output_place(output, number)} {values}, but micro-batches are joined along dim 0, "
-            f"which must be the sample dimension. {WAY_OUT}"
+            f"which must be the sample dimension. {ADVICE}"
         )

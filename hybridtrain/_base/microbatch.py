@@ -328,7 +328,7 @@ def merge(outputs: Sequence[Any]) -> Any:
         if other_spec != spec:
             raise BatchError(
                 f"micro-batches returned outputs of different structure: {spec}, {other_spec}. "
-                f"{WAY_OUT}"
+                f"{ADVICE}"
             )
         columns.append(leaves)
     joined = [
@@ -338,7 +338,7 @@ def merge(outputs: Sequence[Any]) -> Any:
     return tree_unflatten(joined, spec)
 
 
-WAY_OUT = (
+ADVICE = (
     "To get the output of each micro-batch, use map_outputs(inputs, None, lambda output, _: output)"
 )
 
@@ -361,7 +361,7 @@ def check_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> None:
             raise BatchError(
                 f"{place} is a {type(leaf).__name__}, but only tensors, constants, and tuples, "
                 "lists, dicts or dataclasses of them can be joined over micro-batches: "
-                f"{as_base(type(leaf))} in the model. {WAY_OUT}"
+                f"{as_base(type(leaf))} in the model. {ADVICE}"
             )
     # `merge` rejects other structures
     for number, column in enumerate(zip(*map(leaves_of, outputs), strict=False)):
@@ -391,13 +391,13 @@ def _join(output: Any, number: int, column: tuple[Any, ...]) -> Any:
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in column)
             raise BatchError(
                 f"{output_place(output, number)} has the shapes {shapes} in the micro-batches, "
-                f"which cannot be joined along dim 0. {WAY_OUT}"
+                f"which cannot be joined along dim 0. {ADVICE}"
             )
         try:
             return torch.cat(column) if first.dim() else torch.stack(column)
         except (RuntimeError, NotImplementedError) as error:  # raised for sparse and nested tensors
             raise BatchError(
-                f"{output_place(output, number)} cannot be joined along dim 0. {WAY_OUT}"
+                f"{output_place(output, number)} cannot be joined along dim 0. {ADVICE}"
             ) from error
     if len(column) == 1 or all(same_constant(leaf, first) for leaf in column[1:]):
         return first
@@ -408,7 +408,7 @@ def _join(output: Any, number: int, column: tuple[Any, ...]) -> Any:
         description = f"a {type(different if is_constant(first) else first).__name__}"
     raise BatchError(
         f"{output_place(output, number)} is {description}: only tensors (along dim 0) and equal "
-        f"constants can be joined. {WAY_OUT}"
+        f"constants can be joined. {ADVICE}"
     )
 
 
