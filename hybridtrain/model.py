@@ -164,9 +164,9 @@ def check_loss_function(loss_fn: Any, net: nn.Module, world: World) -> None:
         )
     if world.data_parallel_size > 1 and (trained := trained_by_loss(loss_fn, net)):
         raise ConfigError(
-            f"the loss has trainable parameters ({', '.join(trained[:3])}), and only those of the "
-            f"model are averaged over the replicas: make them part of the model, whose forward may "
-            f"return them beside its output, or freeze them with requires_grad_(False)"
+            f"the loss has trainable parameters ({', '.join(trained[:3])}), but only the model's "
+            "parameters are averaged over the replicas: make them part of the model, and let its "
+            "forward return them with its output, or freeze them with requires_grad_(False)"
         )
 
 

@@ -1,4 +1,4 @@
-"""Registries of plug-ins: the classes of a package, imported when they are first used."""
+"""Registries of plug-ins: the classes of a package, imported on first use."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ def on_first_use(package: str, name: str, paths: Iterable[str]) -> Any:
 
     Args:
         package: the name of the package.
-        name: the attribute that is looked up.
-        paths: of objects, as `module:name`.
+        name: the attribute to look up.
+        paths: the objects, as `module:name`.
 
     Raises:
-        AttributeError: none of them has this name.
+        AttributeError: no object has this name.
     """
     for path in paths:
         if path.endswith(f":{name}"):

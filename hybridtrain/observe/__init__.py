@@ -1,11 +1,11 @@
-"""Looking at a run: trackers, pictures and pages.
+"""Observing a run: trackers, pictures and report pages.
 
 trackers/      TensorBoard, W&B, MLflow, a progress bar, files of metrics
-report/        the page of one or several runs: one HTML file
-confusion      the confusion matrix among the values of an evaluation
-pictures       timelines, curves, plans and time breakdowns, drawn
-timeline       what the stages do when, in files
-hyperparameters  which keys runs are compared by
+report/        the report of one or several runs: one HTML file
+confusion      the confusion matrix of an evaluation
+pictures       drawings of timelines, curves, plans and time breakdowns
+timeline       timelines of a step, in files
+hyperparameters  the keys by which runs are compared
 notebook       pictures of a run in a notebook
 """
 
@@ -94,11 +94,11 @@ _NAMES = {
     "trackers": "CSVFile MLflow MetricsFile Progress QueuedTracker TensorBoard Tracker WandB",
     "trackers.progress": "describe_values",
 }
-"""The names of each module, which is imported when one of them is first used."""
+"""The names of each module; a module is imported when one of its names is first used."""
 
 
 def __getattr__(name: str) -> Any:
-    # on first use: a run without pictures or a page imports neither PIL nor what draws them
+    # on first use: a run without pictures or a report imports neither PIL nor drawing modules
     paths = [
         f"{__name__}.{module}:{exported}"
         for module, names in _NAMES.items()

@@ -21,9 +21,9 @@ from hybridtrain.partitioning.recompute import recomputes_stages
 _HEADER = """\
 # Where a model is cut into stages, and what its layers cost for one micro-batch.
 # To cut it like this again: split=<path of this file>
-# Layers may be moved from the end of a stage to the beginning of the next one, and back. Of the
-# rest, `expand` (modules that are cut inside) is used; the costs are shown and kept.
-# To run its `actions` in the order that they have here, a line per device, edited or not:
+# You may move layers between the end of a stage and the beginning of the next one. The key `expand`
+# (modules that are cut inside) is used too; the costs are informative.
+# To run the `actions` in the order given here, one line per device, edited or not:
 # schedule=<path of this file>. F3@1 is the forward of micro-batch 3 on stage 1, B a backward, I its
 # part to the input of the stage and W that to the weights.
 """

@@ -146,9 +146,9 @@ def check_replicas(net: nn.Module, world: World) -> None:
         ]
         if ranks:
             raise UserError(
-                f"the replicas are apart: {name} of rank{'s' * (len(ranks) > 1)} "
-                f"{', '.join(map(str, ranks))} differs from replica 0's. Each rank must take the "
-                f"same optimizer steps, and change no weight by itself"
+                f"the replicas have diverged: {name} of rank{'s' * (len(ranks) > 1)} "
+                f"{', '.join(map(str, ranks))} differs from replica 0's. All ranks must take the "
+                "same optimizer steps, and no rank may change weights on its own"
             )
 
 

@@ -539,8 +539,9 @@ class Pipeline:
         """Returns the peak bytes of each device and all that it has.
 
         `allocated` is for tensors, `reserved` what is held for them, `total` all of the device's.
-        Of all processes of the pipeline, which call it together; nothing of CPUs. The difference of
-        the two is what the allocator holds beside the tensors.
+        Covers all processes of the pipeline, which call it together; CPUs are left out. The
+        difference between `reserved` and `allocated` is memory that the allocator holds in addition
+        to the tensors.
         """
         rank = self._world.rank
         several = self._world.pipeline_group is not None

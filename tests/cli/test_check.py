@@ -87,7 +87,7 @@ PLANTED: dict[str, tuple[list[str], str, str]] = {
     "list of devices": (
         [*DIGITS, "submit=2x8", "world.devices=[cuda:0,cuda:9]"],
         "devices",
-        "cuda:9 is not there",
+        "cuda:9 does not exist",
     ),
     "port": ([*DIGITS, "submit=2x8"], "ports", "MASTER_PORT=http is not a port"),
     "run directory": ([*DIGITS, "output_dir=book.txt"], "run directory", "book.txt is a file"),

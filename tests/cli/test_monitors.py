@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -240,7 +241,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     capfd: pytest.CaptureFixture[str], own: list[str]
 ) -> None:
     said = succeed(capfd, *QUICK, *own, "+monitor.mine.fails=true")
-    assert said.count("Told has stopped, and training goes on without it: OSError") == 1
+    assert len(re.findall(r"Told .*OSError", said)) == 1
     assert metrics(RUN)[-1]["step"] == 2
 
 

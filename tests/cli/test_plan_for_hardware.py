@@ -32,7 +32,7 @@ def test_plan_for_a_cluster_writes_what_train_takes(tmp_path, monkeypatch, capfd
     told = succeed(capfd, "plan", *SMALL, *keys, "pipeline.nb_part=2", "world.engine=local")
     assert "step ms" in told
     assert "predicted, from estimated costs" in told
-    assert "plan.png beside it" in told
+    assert "plan.png next to it" in told
     assert Image.open(tmp_path / "outputs/priced/plan.png").format == "PNG"
     trained = succeed(capfd, *words_of(told), "world.devices=cpu", "run_name=run")
     assert "done: " in trained

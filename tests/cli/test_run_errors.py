@@ -28,7 +28,7 @@ from hybridtrain.cli.run import build
                 ["world.devices=[cpu,cpu,cpu]"],
                 "world.devices=['cpu', 'cpu', 'cpu'] names 3 devices",
             ),
-            (["world.devices=cuda"], "need 2 GPUs, and there are 0"),
+            (["world.devices=cuda"], "need 2 GPUs, but there are 0"),
             (["world.backend=mpi"], "world.backend=mpi is not available"),
             (
                 ["init_from=nowhere.pt"],

@@ -159,7 +159,7 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
         plans.plan().write(path)
         with atomic_file(path.with_suffix(".png")) as file:
             _picture(plans, choices).save(file, format="PNG")
-    _log.info("wrote %s, and %s beside it", path, path.with_suffix(".png").name)
+    _log.info("wrote %s, and %s next to it", path, path.with_suffix(".png").name)
     keys = [f"pipeline.split={path}", *overrides_of(best.layout, plans.recompute())]
     _log.info("to train with it:\n  %s", _command(settings, hardware, best.layout, keys))
     return {"step_ms": round(best.step_ms, 3), "memory_bytes": best.peak_bytes}
@@ -226,7 +226,7 @@ def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
 
 
 def overrides_of(layout: ParallelLayout, recompute: str | list[str]) -> list[str]:
-    """Returns the overrides that a run of this layout needs, beside the split."""
+    """Returns the overrides that a run of this layout needs in addition to the split."""
     if not isinstance(recompute, str):
         recompute = f"[{','.join(map(hydra_quoted, recompute))}]"
     values = {

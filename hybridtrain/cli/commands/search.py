@@ -49,8 +49,8 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
     """Tries settings until the study has `search.trials`; returns the exit code.
 
     Args:
-        overrides: the command line's; those with several values or an interval are searched for,
-            beside those of `search.space`.
+        overrides: the overrides of the command line; keys with several values or an interval are
+            searched, in addition to `search.space`.
         config_dir: a folder with more groups and options.
 
     Raises:
@@ -106,8 +106,8 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
             failures = 0 if ended else failures + 1
             if failures == _MOST_FAILURES:
                 raise UserError(
-                    f"{failures} trials have failed one after the other, the last with "
-                    f"{shlex.join(own)}: mend what it says, and give the same command again"
+                    f"{failures} consecutive trials have failed, the last with {shlex.join(own)}: "
+                    "fix that error and rerun the same command"
                 )
     runs = runs_of([str(folder)])
     print(table_of(lines_of(runs)), flush=True)

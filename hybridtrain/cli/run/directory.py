@@ -287,7 +287,7 @@ def checkpoint_to_resume(context: RunContext) -> Path | None:
             _check_others_steps(everyones, store)
         if restarts and not store.steps():
             _log.warning(
-                "the job has been started again, and there is no checkpoint in %s: it begins anew "
+                "the job was restarted, but there is no checkpoint in %s: it starts over "
                 "(checkpoint.every_steps=%s)",
                 store.root,
                 context.config.checkpoint.every_steps,

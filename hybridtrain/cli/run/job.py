@@ -44,7 +44,8 @@ class Container:
         image: as the runtime names it, a path or an address with a tag.
         runtime: one of `RUNTIMES`; None for Kubernetes, which has its own.
         gpus: whose GPUs the processes see, one of `GPU_VENDORS`; `none` adds no argument for them.
-        mounts: folders beside the working directory, as the runtime takes them: `/data:/in`.
+        mounts: folders to mount in addition to the working directory, in the runtime's syntax:
+            `/data:/in`.
         args: more arguments of the runtime, verbatim.
     """
 

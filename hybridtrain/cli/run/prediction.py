@@ -150,8 +150,9 @@ def beside_measured(
 def _by_device(summary: Mapping[str, Any], table: Schedule) -> list[int]:
     """Returns the peak bytes of each device.
 
-    Of CPU stages the bytes are counted, each at its own peak; those of a device hold their most at
-    different times, which the table has. Of a GPU all stages have the peak of the allocator.
+    For CPU stages the bytes are counted, each stage at its own peak; the stages of a device peak at
+    different times, which the table takes into account. All stages of a GPU have the allocator's
+    peak.
     """
     in_flight, found = peak_in_flight(table), []
     for device, moments in enumerate(fullest_moments(table)):

@@ -1,9 +1,9 @@
-"""Callbacks of a `Trainer`, and the names that a config has for them.
+"""Callbacks of a `Trainer`, and their names in a config.
 
-base               `Callback`, the hooks of a run; the states of callbacks in a checkpoint
-tracker            `Tracker`, the callback that reports a run and cannot end it
+base               `Callback`, the hooks of a run; callback states in a checkpoint
+tracker            `Tracker`, a callback that reports a run and cannot end it
 
-Every other module has one callback of `CALLBACKS`. The trackers are in `hybridtrain.observe`.
+Every other module defines one callback of `CALLBACKS`. The trackers are in `hybridtrain.observe`.
 """
 
 from typing import TYPE_CHECKING, Any

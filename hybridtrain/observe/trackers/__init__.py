@@ -1,9 +1,9 @@
-"""Trackers of a run: callbacks that report it, and cannot end it.
+"""Trackers: callbacks that report a run and cannot end it.
 
 tensorboard        scalars, texts and pictures for TensorBoard
-files              files of metrics, a line for each logged step
-queued             a thread for services that may be slow or away: `wandb`, `mlflow`
-progress           a bar or lines
+files              metrics files with one line per logged step
+queued             a thread for services that may be slow or unreachable: `wandb`, `mlflow`
+progress           a progress bar, or lines
 """
 
 from typing import TYPE_CHECKING, Any

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 
 import pytest
@@ -353,7 +354,7 @@ def test_the_evaluation_says_that_its_loss_is_not_finite(caplog):
     ours.model.net[4].bias.data.fill_(math.nan)
     with caplog.at_level(logging.WARNING):
         ours.evaluate()
-    assert "the evaluation's loss is nan: the model has diverged, or the data" in caplog.text
+    assert re.search("evaluation.* loss is nan: the model has diverged", caplog.text)
 
 
 @pytest.mark.parametrize(("settings", "message"), [({"max_skipped": 0}, "max_skipped=0 must be a")])

@@ -274,7 +274,7 @@ def test_a_loop_inside_of_a_step_that_trains_too_is_refused():
     for inputs, targets in other:
         session.train_step(inputs, targets, cross_entropy)
         break
-    with pytest.raises(BatchError, match="another loop has trained"):
+    with pytest.raises(BatchError, match="another loop trained between the batches"):
         session.train_step(*next(batches), cross_entropy)
 
 
