@@ -137,9 +137,11 @@ class TensorBoard(Tracker):
         total = sum(account.values()) or 1.0
         for name, value in account.items():
             tag = f"2_time/{name}_percent"
-            if value or tag in self._described:  # a run without recomputation has no such curve
-                self._add(step, tag, 100 * value / total, "of a step, the mean of all devices; "
-                          "docs/monitoring.md explains it")  # fmt: skip
+            if value or tag in self._described:  # no curve in a run without recomputation
+                self._add(
+                    step, tag, 100 * value / total,
+                    "of a step, mean over all devices; defined in docs/monitoring.md",
+                )  # fmt: skip
         if account:
             computing = 100 * sum(account[name] for name in COMPUTING) / total
             self._add(
