@@ -1,7 +1,7 @@
 """A script for SageMaker's model parallel library 1.x on the digits of the package.
 
-It follows AWS's documentation, with one changed import and another data set. The configuration is in
-the script instead of SM_HP_MP_PARAMETERS, so that the commands are complete:
+It follows AWS's documentation, with one changed import and another data set. The configuration is
+in the script instead of SM_HP_MP_PARAMETERS, so that the commands are complete:
 
 python examples/smp_digits.py
 torchrun --standalone --nproc-per-node 2 examples/smp_digits.py
