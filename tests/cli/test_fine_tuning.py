@@ -191,6 +191,17 @@ def test_init_from_says_where_the_base_of_a_run_was_moved(copied, capfd):
 
 
 @pytest.mark.thorough
+def test_a_run_with_the_adapter_of_another_has_its_base(copied, capfd):
+    adapted = [*SMALL, "model.lora.targets=all-linear"]
+    succeed(capfd, *adapted, "run_name=first", "init_from=outputs/digits", "trainer.steps=1")
+    for steps in (1, 2):
+        second = ("run_name=second", "init_from=outputs/first", f"trainer.steps={steps}")
+        succeed(capfd, *adapted, *second)
+    state = json.loads(Path("outputs/second/checkpoints/step_00000002/state.json").read_text())
+    assert state["base"]["source"] == "outputs/digits"
+
+
+@pytest.mark.thorough
 def test_the_key_that_named_a_base_says_where_it_was_moved(capfd):
     write_gpt2(Path("llama"))
     short = [*RUN, "pipeline.nb_part=1"]

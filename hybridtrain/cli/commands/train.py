@@ -145,7 +145,8 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
         _log.info("%s", prediction_in_words(**compared))
         for line in summary["advice"]:
             _log.info("%s", line)
-        _log.info("run directory: %s", directory.path.resolve())
+        if not settings.dry_run:  # which removes it
+            _log.info("run directory: %s", directory.path.resolve())
         if config.monitor.report and not settings.dry_run:
             _write_page(directory)
         if config.monitor.tensorboard and not settings.dry_run:

@@ -30,7 +30,7 @@ def follow_moved_base(
     Returns:
         the keys that name the base, or none if the command line gives it no other place.
     """
-    initial = _given_source(config, keys)
+    initial = _other_source(config, of_run, keys)
     if not initial and not any(key.startswith(_GROUPS) for key in keys):
         return set()
     source = _source(checkpoints)
@@ -53,13 +53,16 @@ def follow_moved_base(
     return {"init_from", *(f"{group}.{name}" for group, name in named)}
 
 
-def _given_source(config: Config, keys: Collection[str]) -> str | None:
+def _other_source(config: Config, of_run: Config, keys: Collection[str]) -> str | None:
+    """Returns the source of an `init_from` with which the run has not begun."""
     from hybridtrain.checkpoint import parse_init_from  # imports torch
 
     if "init_from" not in {key.partition(".")[0] for key in keys}:
         return None
     arguments = parse_init_from(config.init_from)
-    return None if arguments is None else str(arguments["source"])
+    if arguments is None or arguments == parse_init_from(of_run.init_from):
+        return None
+    return str(arguments["source"])
 
 
 def _source(checkpoints: Path) -> str | None:
