@@ -62,9 +62,9 @@ COMMON = [
 ]
 BASE = [
     *("model.source=./random", "data.path=first.jsonl", "model.lora=null", "data.learn=all"),
-    *("optim.lr=2e-3", "trainer.steps=300", "run_name=base"),
+    *("optim.lr=2e-3", "trainer.steps=200", "run_name=base"),
 ]
-ADAPTER = ["model.source=./base", "data.path=second.jsonl", "optim.lr=2e-3", "trainer.steps=300"]
+ADAPTER = ["model.source=./base", "data.path=second.jsonl", "optim.lr=2e-3", "trainer.steps=200"]
 
 
 def prepare() -> None:
