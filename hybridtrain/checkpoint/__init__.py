@@ -25,7 +25,7 @@ base               the frozen weights that a checkpoint of an adapter leaves out
 init_from          weights from elsewhere
 """
 
-from hybridtrain.checkpoint.base import Source, checkpoint_weights
+from hybridtrain.checkpoint.base import Source, checkpoint_weights, is_moved, source_of_base
 from hybridtrain.checkpoint.broadcast import broadcast_tree
 from hybridtrain.checkpoint.init_from import (
     InitReport,
@@ -77,6 +77,7 @@ __all__ = [
     "find_weights",
     "finishing_saves",
     "init_from",
+    "is_moved",
     "locate_weights",
     "parse_init_from",
     "read_manifest",
@@ -89,6 +90,7 @@ __all__ = [
     "save_checkpoint",
     "save_run",
     "save_step",
+    "source_of_base",
     "step_of",
     "under_all_names",
     "verify",

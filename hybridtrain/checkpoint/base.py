@@ -70,7 +70,14 @@ def open_source(located: Path, source: str) -> Source:
     if record is None:
         return Source(tensors, extra, source, tensors)
     base = open_base(located, record)
-    return Source({**base, **tensors}, extra, record["source"], base, record["prefix"])
+    merged = {**base.tensors, **tensors}
+    return Source(merged, extra, base.source, base.tensors, record["prefix"])
+
+
+def source_of_base(checkpoint: Path) -> str | None:
+    """Returns where the base of a checkpoint was when it was saved; None: it has no base."""
+    record = record_of_base(checkpoint)
+    return None if record is None else record["source"]
 
 
 def record_of_base(checkpoint: Path) -> dict[str, str] | None:
@@ -81,35 +88,66 @@ def record_of_base(checkpoint: Path) -> dict[str, str] | None:
     return state.get("base")  # type: ignore[no-any-return]
 
 
-def find_base(checkpoint: Path, source: str) -> Path:
-    """Returns the place of a checkpoint's base.
+class Base(NamedTuple):
+    """The base of a checkpoint, found.
+
+    Attributes:
+        source: as `init_from` takes it.
+        place: the file or folder.
+        tensors: by their names without a prefix.
+    """
+
+    source: str
+    place: Path
+    tensors: dict[str, Tensor]
+
+
+def open_base(checkpoint: Path, record: Mapping[str, str], now: str | None = None) -> Base:
+    """Returns the base of a checkpoint.
+
+    Args:
+        checkpoint: its directory.
+        record: of `record_of_base`.
+        now: where the base is, if it was moved; None or not the same weights: where it was.
 
     Raises:
-        CheckpointError: it is not there.
+        CheckpointError: it is at neither place, or its weights have changed.
     """
+    problems = []
+    for source in dict.fromkeys([now or record["source"], record["source"]]):
+        try:
+            place = locate(find_weights(source), False)
+            found = open_source(place, source)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        tensors = (found if found.prefix else found.below(record["prefix"])).base_tensors
+        if digest_of(tensors) == record["digest"]:
+            return Base(found.base, place, tensors)
+        problems.append(f"init_from={source} has other weights now")
+    raise CheckpointError(
+        f"{checkpoint} holds an adapter only, which was trained on the weights of "
+        f"{record['source']}, and these are not there: {'; '.join(problems)}. If they were moved, "
+        f"set init_from= to their place, or the key that the recipe takes it from, such as "
+        f"model.source="
+    )
+
+
+def is_moved(checkpoint: Path, now: str) -> bool:
+    """Returns whether a checkpoint has a base, it is not where it was, and `now` is another place.
+
+    Args:
+        checkpoint: its directory.
+        now: a source, as `init_from` takes it.
+    """
+    record = record_of_base(checkpoint)
+    if record is None or record["source"] == now:
+        return False
     try:
-        return locate(find_weights(source), False)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{checkpoint} has an adapter alone, for the weights of {source}: put them there again "
-            f"({error})"
-        ) from error
-
-
-def open_base(checkpoint: Path, record: Mapping[str, str]) -> dict[str, Tensor]:
-    """Returns the tensors of a checkpoint's base.
-
-    Raises:
-        CheckpointError: they are missing, or other ones than those it was trained on.
-    """
-    place = find_base(checkpoint, record["source"])
-    tensors = open_source(place, record["source"]).below(record["prefix"]).tensors
-    if digest_of(tensors) != record["digest"]:
-        raise CheckpointError(
-            f"{checkpoint} has an adapter alone, for the weights of {record['source']}, and these "
-            f"have changed since: put back what was there"
-        )
-    return tensors
+        open_base(checkpoint, record)
+    except CheckpointError:
+        return True
+    return False
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
@@ -147,16 +185,20 @@ def _is_trained(value: Any) -> bool:
     return not isinstance(value, torch.nn.Parameter) or value.requires_grad
 
 
-def checkpoint_weights(path: Path, files: Mapping[str, Any]) -> Source:
+def checkpoint_weights(path: Path, files: Mapping[str, Any], now: str | None = None) -> Source:
     """Returns the weights in a checkpoint, without its base's, which are apart.
 
     Args:
         path: its directory, verified.
         files: of its manifest.
+        now: where its base is, if it was moved; see `open_base`.
+
+    Raises:
+        CheckpointError: it cannot be read, or the base is missing or has changed.
     """
     tensors, extra = read_weights(path, files)
     record = record_of_base(path)
     if record is None:
         return Source(tensors, extra, "", {})
-    base = open_base(path, record)
-    return Source(tensors, extra, record["source"], base, record["prefix"])
+    base = open_base(path, record, now)
+    return Source(tensors, extra, base.source, base.tensors, record["prefix"])

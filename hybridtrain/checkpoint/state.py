@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hybridtrain.checkpoint.base import checkpoint_weights, find_base, record_of_base
+from hybridtrain.checkpoint.base import checkpoint_weights, open_base, record_of_base
 from hybridtrain.checkpoint.host_copies import HostCopies
 from hybridtrain.checkpoint.init_from import base_of, under_all_names
 from hybridtrain.checkpoint.json_tree import pack
@@ -178,7 +178,8 @@ def restore_checkpoint(
 
     Args:
         path: its directory.
-        model: gets its weights, buffers and random state.
+        model: gets its weights, buffers and random state. If the base of an adapter's checkpoint
+            was moved, call `init_from` with its new place before.
         optimizer: gets its state.
         progress: what `state.json` is for.
         states: as of `checkpoint_files`.
@@ -192,12 +193,13 @@ def restore_checkpoint(
     """
     world = model.world
     path = world.broadcast(path)
-    base_files = world.from_main(lambda: _files_of_base(path))
+    now = None if model.base is None else model.base.source
+    base_files = world.from_main(lambda: _files_of_base(path, now))
     reader = CheckpointReader(world, [path / MANIFEST, *base_files])
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any], Any, dict[str, Any], dict[str, Any]]:
         files = (read_manifest(path) if reader.shared else verify(path))["files"]
-        weights, extra, source, of_base, prefix = checkpoint_weights(path, files)
+        weights, extra, source, of_base, prefix = checkpoint_weights(path, files, now)
         base = None
         if source:
             base = base_of(model.net, source, of_base, prefix)
@@ -243,9 +245,9 @@ def restore_checkpoint(
     return saved
 
 
-def _files_of_base(checkpoint: Path) -> list[Path]:
+def _files_of_base(checkpoint: Path, now: str | None) -> list[Path]:
     record = record_of_base(checkpoint)
-    return [] if record is None else files_of(find_base(checkpoint, record["source"]))
+    return [] if record is None else files_of(open_base(checkpoint, record, now).place)
 
 
 def _write_content(content: bytes, file: BinaryIO) -> None:

@@ -7,6 +7,8 @@ one line with the sample and the line of the user's code.
 
 from __future__ import annotations
 
+import logging
+import os
 import queue
 import random
 import signal
@@ -16,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from hybridtrain._base import torch_private as private
 from hybridtrain._base.microbatch import Unread
+from hybridtrain._base.text_table import counted
 from hybridtrain.data.splits import InMemoryDataset, already_batched
 from hybridtrain.errors import DataError, argument, setting
 from hybridtrain.options import LoaderOptions
@@ -38,6 +42,8 @@ def _shared_memory_is_full() -> str:
     fewer = f"lower {argument('workers')}"
     return f"shared memory is full: {fewer}, or give the container a larger /dev/shm"
 
+
+_log = logging.getLogger(__name__)
 
 _LIBRARIES = {Path(torch.__file__).parent, Path(__file__).parents[1]}
 
@@ -124,6 +130,21 @@ def fetch(
     return prefetch(watched)
 
 
+class _Loader(DataLoader[Any]):
+    def check_worker_number_rationality(self) -> None:
+        """Says once, in a line, what PyTorch says in six lines for each loader and epoch."""
+        if self.num_workers > len(os.sched_getaffinity(0)):
+            _say_too_many(self.num_workers)
+
+
+@cache
+def _say_too_many(workers: int) -> None:
+    _log.warning(
+        "%s starts more processes than there are cores for this process (%s), which can be slower",
+        setting("workers", workers), counted(len(os.sched_getaffinity(0)), "core"),
+    )  # fmt: skip
+
+
 class WatchedLoader:
     """A DataLoader whose worker processes may die or hang.
 
@@ -154,7 +175,7 @@ class WatchedLoader:
         # The workers' seeds come from this generator instead of the default one.
         generator = torch.Generator()
         generator.manual_seed(world.data_parallel_rank)
-        self._loader: DataLoader[Any] = DataLoader(
+        self._loader = _Loader(
             dataset,
             num_workers=options.workers,
             timeout=options.timeout_s if options.workers else 0,

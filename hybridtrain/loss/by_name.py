@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridtrain.errors import ConfigError, setting
+from hybridtrain.errors import ConfigError, check_choice, setting
 from hybridtrain.loss.class_metrics import KINDS, ByClass
 from hybridtrain.loss.metrics import (
     Accuracy,
@@ -103,6 +103,29 @@ METRICS: dict[str, Callable[..., Metric]] = {
     **{name: partial(ByClass, name) for name in KINDS},
 }
 """Metrics by name; those of `hybridtrain.loss.class_metrics` take the classes of the data."""
+
+# Scores of whole texts, by the beginnings of their names.
+_OF_TEXTS = ("rouge", "bleu", "sacrebleu", "chrf", "meteor", "bertscore")
+
+
+def check_metric(key: str, name: Any) -> None:
+    """Checks that a metric has a name.
+
+    Args:
+        key: of the setting, for messages.
+        name: of the metric.
+
+    Raises:
+        ConfigError: the name is unknown, or the metric compares generated texts.
+    """
+    if str(name).lower().startswith(_OF_TEXTS):
+        raise ConfigError(
+            f"{setting(key, name)} compares generated texts, and an evaluation generates none: it "
+            f"predicts each token from the correct ones before it. Use accuracy or perplexity "
+            f"during training; to score texts, run `hybridtrain export format=transformers`, "
+            f"generate with transformers, and score the result (docs/export.md, 'Generate text')"
+        )
+    check_choice(key, name, METRICS)
 
 
 def _over_heads(

@@ -152,8 +152,8 @@ def test_a_model_that_cannot_be_made_is_one_line(
 def test_a_format_that_does_not_fit_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe=digits", "world.devices=cpu", "trainer.epochs=1"]) == 0
     capsys.readouterr()
-    assert main(["export", "run_name=digits", "format=onnx"]) == 2
-    assert "format" in capsys.readouterr().err
+    assert main(["export", "run_name=digits", "format=gguf"]) == 2
+    assert "format=gguf" in capsys.readouterr().err
     assert main(["export", "run_name=digits", "format=transformers"]) == 2
     assert "format=transformers is for models of transformers" in capsys.readouterr().err
 

@@ -1,5 +1,7 @@
 """The scripts of CI and of pre-commit: what they run, with a fake Python, pip, uv and tools."""
 
+import ast
+import importlib
 import os
 import re
 import shutil
@@ -12,6 +14,19 @@ import yaml
 import hybridtrain
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "script", [str(path.relative_to(ROOT)) for path in sorted((ROOT / "scripts").rglob("*.py"))]
+)
+def test_what_a_script_imports_of_the_library_is_there(script: str) -> None:
+    """Most scripts run for minutes, so that no test runs them."""
+    for node in ast.walk(ast.parse((ROOT / script).read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hybridtrain"):
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                if not hasattr(module, alias.name):  # a module of the package
+                    importlib.import_module(f"{module.__name__}.{alias.name}")
 
 
 def program(path: Path, text: str) -> None:

@@ -35,6 +35,7 @@ from hybridtrain.cli.run.components import (
     build_optimizer,
 )
 from hybridtrain.cli.run.directory import RunDirectory
+from hybridtrain.cli.run.moved_base import place_of_base
 from hybridtrain.cli.run.run_data import load_data, refuse_other_data
 from hybridtrain.data import (
     DataSplits,
@@ -215,7 +216,8 @@ def weights(
 ) -> tuple[str, bool]:
     """Compares the model, and the data of a checkpoint, with what is to be loaded."""
     if isinstance(checkpoint, Path):
-        saved = checkpoint_weights(checkpoint, read_manifest(checkpoint)["files"])
+        files = read_manifest(checkpoint)["files"]
+        saved = checkpoint_weights(checkpoint, files, place_of_base(config))
         weights = {**under_all_names(model.net, saved.base_tensors), **saved.tensors}
         check_fits(checkpoint, weights | saved.extra, model.net.state_dict())
         refuse_other_data(checkpoint, data, config.allow_changes)

@@ -31,6 +31,7 @@ from hybridtrain.cli.config.changes import (
     in_words,
 )
 from hybridtrain.cli.config.compose import Composition, compose_settings
+from hybridtrain.cli.config.moved_base import follow_moved_base
 from hybridtrain.cli.config.overrides import given_keys, parse_overrides
 from hybridtrain.cli.config.run_name import (
     check_run_name,
@@ -68,6 +69,7 @@ class Settings:
         of_run: the config of the run, where that was the base.
         changes: what the command line changes in the config of the run.
         kept: what the recipe on the command line says otherwise than the run.
+        moved: keys that say where the base of the run's adapter is now.
         notes: lines for the log.
         config_dir: of the command line, a folder with more groups and options.
         quiet: the terminal shows warnings, errors and the result only.
@@ -81,6 +83,7 @@ class Settings:
     of_run: Config | None = None
     changes: list[Change] = field(default_factory=list)
     kept: list[Change] = field(default_factory=list)
+    moved: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     config_dir: str | None = None
     quiet: bool = False
@@ -147,15 +150,20 @@ def resolve_settings(
     if command == "train" and not begun:
         for key in {"resume", "init_from"} - set(keys):  # it has not got further than its start
             setattr(settings.config, key, getattr(of_run, key))
-    if command == "train" and begun and "init_from" in {key.partition(".")[0] for key in keys}:
+    if begun:
+        checkpoints = run / "checkpoints"
+        settings.moved = follow_moved_base(settings.config, of_run, checkpoints, keys)
+        settings.changes = list(differences(of_run, settings.config))
+    gives_weights = "init_from" in {key.partition(".")[0] for key in keys} - settings.moved
+    if command == "train" and begun and gives_weights:
         _refuse_other_weights(run, of_run.init_from, settings.config.init_from)
     changed = {change.key: as_yaml(change.of_run) for change in settings.changes}
-    if "init_from" in keys and settings.config.init_from != of_run.init_from:
+    if gives_weights and settings.config.init_from != of_run.init_from:
         changed["init_from"] = as_yaml(of_run.init_from)
     check_changes(command, changed)
     if begun and not settings.config.allow_changes:
-        other_samples = EVALUATED if command in ("evaluate", "predict") else ()
-        _refuse_another_identity(run, [c for c in settings.changes if c.key not in other_samples])
+        allowed = {*settings.moved, *(EVALUATED if command in ("evaluate", "predict") else ())}
+        _refuse_another_identity(run, [c for c in settings.changes if c.key not in allowed])
     if (
         composed is not None
         and "recipe" in keys

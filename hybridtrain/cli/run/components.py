@@ -27,6 +27,7 @@ from hybridtrain.loss import (
     METRICS,
     LossFn,
     balanced_weights,
+    check_metric,
     direction,
     metric_of,
     resolve,
@@ -230,7 +231,7 @@ def build_metrics(
                 f"trainer.metrics={metric} names a class, which goes with a _target_: "
                 f"trainer.metrics={{{str(name).rpartition('.')[2]}: {{_target_: {metric}}}}}"
             )
-        check_choice("trainer.metrics", metric, METRICS)
+        check_metric("trainer.metrics", metric)
     return {
         name: instantiate.build(f"trainer.metrics.{name}", metric, object, config.allow_targets)
         if isinstance(metric, Mapping)

@@ -233,3 +233,14 @@ def test_worker_processes_are_started_by_the_method_that_python_is_set_to(method
 def test_a_data_set_that_cannot_be_pickled_works_in_worker_processes():
     dataset = Failing(lambda: (INPUTS[7], 7))  # a lambda
     assert sum(len(inputs) for inputs, _ in evaluation(dataset, workers=1)) == 12
+
+
+def test_more_workers_than_cores_are_one_warning_of_a_line(caplog, monkeypatch, recwarn):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    for _ in range(2):
+        assert sum(
+            len(inputs) for inputs, _ in evaluation(TensorDataset(INPUTS, INPUTS), workers=2)
+        )
+    (said,) = [r.getMessage() for r in caplog.records if "workers=2" in r.getMessage()]
+    assert "1 core" in said
+    assert not [warning for warning in recwarn if "DataLoader" in str(warning.message)]
