@@ -74,7 +74,7 @@ def predict_step_of_run(
     measured: Sequence[LayerCost] | None = None,
 ) -> Prediction:
     """Predicts a step with batches of `samples`, of which `example` is a replica's share."""
-    sizes = chunk_sizes(-(-samples // world.logical_replicas), options.chunks)
+    sizes = chunk_sizes(max(world.samples_by_replica(samples)), options.chunks)
     layout = ParallelLayout(
         nb_part=world.nb_part,
         replicas=world.data_parallel_size,
