@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -179,6 +179,10 @@ _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
 }
 
 
+# Keys that plans of earlier versions lack, and those of equal devices.
+_OPTIONAL = ("actions", "speed")
+
+
 def _parsed(kind: Any, value: Any, place: str) -> Any:
     """Returns `value`, from a YAML file, as a `kind`; a mapping may have other keys too."""
     if get_origin(kind) is list:
@@ -197,12 +201,9 @@ def _parsed(kind: Any, value: Any, place: str) -> Any:
             f"{argument('split')}: {place} must have the keys {keys} of a plan; {_new_plan()}"
         )
     values = {}
-    optional = {
-        f.name for f in fields(kind) if (f.default, f.default_factory) != (MISSING, MISSING)
-    }
     for name, kind_of_value in kinds.items():
         if name not in value:
-            if name in optional:
+            if name in _OPTIONAL:
                 continue
             raise SplitError(f"{argument('split')}: {place} lacks the key {name!r}; {_new_plan()}")
         values[name] = _parsed(kind_of_value, value[name], f"{place}: {name}")
