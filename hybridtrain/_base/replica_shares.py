@@ -16,6 +16,9 @@ from fractions import Fraction
 
 def samples_by_replica(total: int, shares: Sequence[float]) -> list[int]:
     """Returns how many of `total` samples each replica gets."""
+    if len(set(shares)) == 1:
+        small, larger = divmod(total, len(shares))
+        return [small + (replica < larger) for replica in range(len(shares))]
     weights = [Fraction(share) for share in shares]
     whole = sum(weights)
     # no replica gets less than its quota, rounded down

@@ -338,9 +338,9 @@ class RunStats:
         if self._advice is None:
             self._advice = []
             try:
-                shares = self._model.world.shares
-                if self._model.world.fixed_replicas or isinstance(self._train, OwnLoader):
-                    shares = None
+                world = self._model.world
+                is_fixed = world.fixed_replicas or isinstance(self._train, OwnLoader)
+                shares = None if is_fixed else world.shares
                 slow = slow_replica(self._means(), shares)
                 told = [proposal.text for proposal in advise(typical)]
                 self._advice = [*told, *([slow] if slow else [])]

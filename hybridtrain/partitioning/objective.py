@@ -91,7 +91,7 @@ class Objective:
 
     @property
     def is_limited(self) -> bool:
-        """Whether memory is limited."""
+        """True if memory is limited."""
         return self.memory_limit != INFINITY
 
     def stage_limits(self, stages: int) -> list[float]:

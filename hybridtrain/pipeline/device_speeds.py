@@ -26,7 +26,7 @@ def with_device_speeds(options: PipelineOptions, world: World) -> PipelineOption
 
     A collective call if that is set. All devices run at the same time, as in a step. The speeds are
     relative to the slowest device, in tenths, so that equal devices have equal speeds; None if all
-    are equal, or `split` is no objective, which speeds would change.
+    are equal, or `split` does not balance stages.
     """
     if options.device_speeds != AUTO:
         return options

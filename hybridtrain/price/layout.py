@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from hybridtrain._base.hardware import Hardware
+from hybridtrain._base.replica_shares import samples_by_replica
 from hybridtrain.errors import ConfigError, argument
 from hybridtrain.options import SHARD_MODES, PipelineOptions
 from hybridtrain.partitioning import whole_stages
+from hybridtrain.price.unequal import EQUAL, Arrangement, arrangements
 from hybridtrain.schedule import Placement, place_of, registered, schedule_names
 
 ENGINES = ("local", "distributed")
@@ -43,6 +45,7 @@ class ParallelLayout:
         replicas: copies of the pipeline.
         recompute: `never`, `except_last`, `always` or `layers`; for `layers`, `Price.recomputed`
             lists the recomputed layers.
+        arrangement: the places of unequal devices, and the shares of the replicas.
     """
 
     nb_part: int = 1
@@ -53,6 +56,21 @@ class ParallelLayout:
     stages_per_device: int = 1
     recompute: str = "never"
     shard: str = "none"
+    arrangement: Arrangement = EQUAL
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """The relative speed of each device of a pipeline."""
+        return self.arrangement.device_speeds or (1.0,) * self.nb_part
+
+    @cached_property
+    def stage_speeds(self) -> tuple[float, ...]:
+        """The relative speed of each stage's device."""
+        return tuple(self.speeds[device] for device in self.devices)
+
+    def usable_bytes(self, hardware: Hardware) -> list[float]:
+        """Returns the bytes that a plan may use on each device of a pipeline."""
+        return self.arrangement.usable_bytes(hardware, self.nb_part)
 
     @cached_property
     def stages(self) -> int:
@@ -85,7 +103,14 @@ class ParallelLayout:
     def samples(self, work: StepWork) -> int:
         """Returns the number of samples in the largest micro-batch."""
         of_replica = -(-work.samples // self.replicas)
+        if self.arrangement.replica_shares:
+            of_replica = max(self.samples_by_replica(work))
         return -(-of_replica // min(self.chunks, of_replica))
+
+    def samples_by_replica(self, work: StepWork) -> list[int]:
+        """Returns the number of samples of a batch that each replica gets."""
+        shares = self.arrangement.replica_shares or (1,) * self.replicas
+        return samples_by_replica(work.samples, shares)
 
 
 @lru_cache(maxsize=256)
@@ -146,11 +171,28 @@ def _all(
     for nb_part in choices.nb_part or divisors(hardware.devices):
         replicas, remainder = divmod(hardware.devices, nb_part)
         whole_nodes = nb_part % in_node == 0 or in_node % nb_part == 0
-        if remainder or nb_part > layers or work.samples % replicas or not whole_nodes:
+        if remainder or nb_part > layers or not whole_nodes:
             continue
-        of_replica = work.samples // replicas
+        for arrangement in arrangements(hardware, nb_part, replicas):
+            if not arrangement.replica_shares and work.samples % replicas:
+                continue
+            yield from _arranged(
+                hardware,
+                work,
+                layers,
+                choices,
+                ParallelLayout(nb_part, replicas, arrangement=arrangement),
+            )
+
+
+def _arranged(
+    hardware: Hardware, work: StepWork, layers: int, choices: Choices, placed: ParallelLayout
+) -> Iterator[ParallelLayout]:
+    nb_part, replicas = placed.nb_part, placed.replicas
+    of_replica = min(placed.samples_by_replica(work))
+    if of_replica:
         for engine in choices.engine if nb_part > 1 else choices.engine[:1]:
-            if engine == "local" and nb_part > in_node:
+            if engine == "local" and nb_part > hardware.devices_per_node:
                 continue
             for chunks in choices.chunks or divisors(of_replica):
                 if choices.chunks is None and of_replica % chunks:
@@ -159,8 +201,9 @@ def _all(
                     for recompute in _recompute_modes(chunks, choices):
                         for shard in choices.shard if replicas > 1 else ("none",):
                             yield ParallelLayout(
-                                nb_part, replicas, engine, chunks, schedule, v, recompute, shard
-                            )
+                                nb_part, replicas, engine, chunks, schedule, v, recompute, shard,
+                                placed.arrangement,
+                            )  # fmt: skip
 
 
 def _schedules(
