@@ -68,6 +68,11 @@ class ParallelLayout:
         """The relative speed of each stage's device."""
         return tuple(self.speeds[device] for device in self.devices)
 
+    @property
+    def has_unequal_shares(self) -> bool:
+        """True if replicas get unequal shares of a batch."""
+        return bool(self.arrangement.replica_shares)
+
     def usable_bytes(self, hardware: Hardware) -> list[float]:
         """Returns the bytes that a plan may use on each device of a pipeline."""
         return self.arrangement.usable_bytes(hardware, self.nb_part)
@@ -103,7 +108,7 @@ class ParallelLayout:
     def samples(self, work: StepWork) -> int:
         """Returns the number of samples in the largest micro-batch."""
         of_replica = -(-work.samples // self.replicas)
-        if self.arrangement.replica_shares:
+        if self.has_unequal_shares:
             of_replica = max(self.samples_by_replica(work))
         return -(-of_replica // min(self.chunks, of_replica))
 
@@ -174,36 +179,40 @@ def _all(
         if remainder or nb_part > layers or not whole_nodes:
             continue
         for arrangement in arrangements(hardware, nb_part, replicas):
-            if not arrangement.replica_shares and work.samples % replicas:
-                continue
-            yield from _arranged(
-                hardware,
-                work,
-                layers,
-                choices,
-                ParallelLayout(nb_part, replicas, arrangement=arrangement),
-            )
+            placed = ParallelLayout(nb_part, replicas, arrangement=arrangement)
+            if placed.has_unequal_shares or work.samples % replicas == 0:
+                yield from _placed(placed, hardware, work, layers, choices)
 
 
-def _arranged(
-    hardware: Hardware, work: StepWork, layers: int, choices: Choices, placed: ParallelLayout
+def _placed(
+    placed: ParallelLayout, hardware: Hardware, work: StepWork, layers: int, choices: Choices
 ) -> Iterator[ParallelLayout]:
+    """Yields the layouts with the devices of `placed`."""
     nb_part, replicas = placed.nb_part, placed.replicas
     of_replica = min(placed.samples_by_replica(work))
-    if of_replica:
-        for engine in choices.engine if nb_part > 1 else choices.engine[:1]:
-            if engine == "local" and nb_part > hardware.devices_per_node:
-                continue
-            for chunks in choices.chunks or divisors(of_replica):
-                if choices.chunks is None and of_replica % chunks:
-                    continue
-                for schedule, v in _schedules(nb_part, chunks, layers, choices):
-                    for recompute in _recompute_modes(chunks, choices):
-                        for shard in choices.shard if replicas > 1 else ("none",):
-                            yield ParallelLayout(
-                                nb_part, replicas, engine, chunks, schedule, v, recompute, shard,
-                                placed.arrangement,
-                            )  # fmt: skip
+    for engine in choices.engine if nb_part > 1 else choices.engine[:1]:
+        if engine == "local" and nb_part > hardware.devices_per_node:
+            continue
+        for chunks in choices.chunks or _chunks(
+            of_replica, bool(placed.arrangement.replica_shares)
+        ):
+            for schedule, v in _schedules(nb_part, chunks, layers, choices):
+                for recompute in _recompute_modes(chunks, choices):
+                    for shard in choices.shard if replicas > 1 else ("none",):
+                        yield ParallelLayout(
+                            nb_part, replicas, engine, chunks, schedule, v, recompute, shard,
+                            placed.arrangement,
+                        )  # fmt: skip
+
+
+def _chunks(of_replica: int, unequal: bool) -> list[int]:
+    """Returns numbers of micro-batches: divisors of a replica's samples.
+
+    Shares of unequal replicas have few divisors in common, and micro-batches need not be equal:
+    powers of two as well.
+    """
+    powers = [2**k for k in range(of_replica.bit_length())] if unequal else []
+    return sorted({*powers, *divisors(of_replica)})
 
 
 def _schedules(
