@@ -64,6 +64,7 @@ from hybridtrain.pipeline import (
     construct_own_stages,
     remove_aliases,
     unscale_,
+    with_device_speeds,
     with_sync_batch_norm,
 )
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
@@ -309,6 +310,7 @@ class HybridModel:
         check_arguments(net, world, options)
         assert world is not None
         options = with_settings(options or PipelineOptions(), settings)
+        options = with_device_speeds(options, world)
         check_schedule(options, world)
         if options.sync_batch_norm:
             net = with_sync_batch_norm(net, world)
@@ -359,6 +361,7 @@ class HybridModel:
         check_arguments(build, world, options, constructs=True)
         assert world is not None
         options = with_settings(options or PipelineOptions(), settings)
+        options = with_device_speeds(options, world)
         check_schedule(options, world)
 
         def make() -> nn.Module:

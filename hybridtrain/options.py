@@ -34,6 +34,7 @@ Init = TypeVar("Init", bound=Callable[..., None])
 PRECISIONS = ("fp32", "bf16", "fp16")
 BATCH_NORM_MODES = ("micro_batch", "deferred")
 SHARD_MODES = ("none", "optimizer")
+AUTO = "auto"
 RECOMPUTE_MODES = ("never", "except_last", "always")
 
 # Names that other libraries have for arguments of this one.
@@ -124,9 +125,14 @@ class PipelineOptions:
     which must be a `ShardedOptimizer`. Without effect where there is one replica."""
     memory_weight: float = 0.2
     """For the split `balanced`: 0 balances time alone, 1 memory alone."""
-    memory_limit_gib: float | None = None
-    """GiB that a device may hold, for a split by measured costs and for keys that are `auto`; None:
-    no limit, and for `auto` the memory of the device."""
+    memory_limit_gib: float | Sequence[float] | None = None
+    """GiB that a device may hold, for a split by measured costs and for keys that are `auto`;
+    a list such as `[16, 48]`: one value per device of a pipeline; None: no limit, and for `auto`
+    the memory of the device."""
+    device_speeds: Sequence[float] | str | None = None
+    """The relative speed of each device of a pipeline, such as `[1, 2]` if the second one is twice
+    as fast: a split by layers, parameters or costs gives a slow device less work. `auto`: measure
+    the devices when the model is built; None: all are equally fast."""
     default_partition: int | None = None
     """For the split `manual`: the stage of layers without a mark, or the nearest that their order
     allows; None: each needs one."""
@@ -156,10 +162,14 @@ class PipelineOptions:
                 f"{setting('memory_weight', self.memory_weight)} must lie between 0 (time alone) "
                 "and 1 (memory alone)"
             )
-        if self.memory_limit_gib is not None and not self.memory_limit_gib > 0:
-            raise ConfigError(
-                f"{setting('memory_limit_gib', self.memory_limit_gib)} must be positive"
-            )
+        _check_positive("memory_limit_gib", self.memory_limit_gib)
+        if self.device_speeds != AUTO:
+            if isinstance(self.device_speeds, int | float):
+                raise ConfigError(
+                    f"{setting('device_speeds', self.device_speeds)} must be a list with a speed "
+                    f"for each device of a pipeline, or {AUTO!r}"
+                )
+            _check_positive("device_speeds", self.device_speeds)
         if (self.default_partition or 0) < 0:
             raise ConfigError(f"{argument('default_partition')} must be the index of a stage")
         if not -(2**63) <= self.seed < 2**63:
@@ -265,6 +275,40 @@ class LoaderOptions:
             raise ConfigError(
                 f"{setting('timeout_s', self.timeout_s)} must be a positive number of seconds"
             )
+
+
+def check_device_lists(options: PipelineOptions, nb_part: int) -> None:
+    """Checks that lists with a value per device have one for each device of a pipeline.
+
+    Raises:
+        ConfigError: a list has another length.
+    """
+    for name in ("device_speeds", "memory_limit_gib"):
+        values = getattr(options, name)
+        if is_per_device(values) and len(values) != nb_part:
+            raise ConfigError(
+                f"{setting(name, list(values))} has {len(values)} values, and a pipeline has "
+                f"{nb_part} devices: give one per device, or set {setting('nb_part', len(values))}"
+            )
+
+
+def is_per_device(values: Any) -> bool:
+    """Returns whether the value of an option is a list with one value per device."""
+    return isinstance(values, Sequence) and not isinstance(values, str)
+
+
+def _check_positive(name: str, values: Any) -> None:
+    """Raises a ConfigError unless `values` is None, a positive number or a list of these."""
+    if values is None:
+        return
+    numbers = values if is_per_device(values) else [values]
+    if not numbers:
+        raise ConfigError(f"{setting(name, [])} must have a value per device of a pipeline")
+    for number in numbers:
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not 0 < number < math.inf:
+            shown = list(values) if is_per_device(values) else values
+            raise ConfigError(f"{setting(name, shown, repr)}: {number!r} must be a positive number")
 
 
 def _check_split(split: Any) -> None:

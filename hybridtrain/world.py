@@ -23,6 +23,7 @@ process owns which stage).
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,7 @@ from hybridtrain._base.devices import (
     physical_gpus,
 )
 from hybridtrain._base.problem import Problem, first_problem
+from hybridtrain._base.replica_shares import samples_by_replica
 from hybridtrain._base.summation_tree import owned_by
 from hybridtrain._base.torch_private import get_default_store
 from hybridtrain.errors import WorldError, argument, setting
@@ -91,6 +93,8 @@ class World:
         inner: which processes have consecutive ranks: `pp`, those of a pipeline; `dp`, those that
             have the same stages.
         fixed_replicas: the number of logical replicas; None: one for each copy of the model.
+        replica_shares: the relative number of samples of a batch that each copy of the model gets;
+            None: all get the same.
         pipeline_group: the processes of this replica, in the order of the pipeline; None if it is
             one.
         pipeline_object_group: the same processes, where they may wait for long.
@@ -109,6 +113,7 @@ class World:
     processes_per_replica: int = 1
     inner: str = "pp"
     fixed_replicas: int | None = None
+    replica_shares: tuple[float, ...] | None = None
     pipeline_group: dist.ProcessGroup | None = field(default=None, repr=False)
     pipeline_object_group: dist.ProcessGroup | None = field(default=None, repr=False)
     watchdog: Watchdog | None = field(default=None, repr=False)
@@ -128,6 +133,7 @@ class World:
         stall_s: float = 300.0,
         inner: str = "pp",
         replicas: int | None = None,
+        replica_shares: Sequence[float] | None = None,
     ) -> World:
         """Reads the environment and, with several processes, joins the process group.
 
@@ -152,6 +158,8 @@ class World:
             replicas: the number of logical replicas. The run is then bitwise the same on any number
                 of copies of the model from 1 to `replicas`; see `logical_replicas`. None: as many
                 as there are copies.
+            replica_shares: the relative number of samples that each copy of the model gets of a
+                batch, such as `[1, 2]` for a slow and a fast one; None: all get the same.
 
         Raises:
             WorldError: the devices, the backend or the launcher's variables do not fit.
@@ -162,7 +170,9 @@ class World:
         if nb_part is None:
             nb_part = launch.nb_part
         gpus = torch.cuda.device_count()
-        world = cls.of_launch(launch, gpus, nb_part, devices, backend, engine, inner, replicas)
+        world = cls.of_launch(
+            launch, gpus, nb_part, devices, backend, engine, inner, replicas, replica_shares
+        )
         world.timeout_s, world.stall_s = timeout_s, stall_s
         end_with_parent()
         if world.size > 1:
@@ -180,6 +190,7 @@ class World:
         engine: str = "local",
         inner: str = "pp",
         replicas: int | None = None,
+        replica_shares: Sequence[float] | None = None,
     ) -> World:
         """Returns the World of a process that need not run here, without process groups.
 
@@ -194,6 +205,7 @@ class World:
             engine: see there.
             inner: see there.
             replicas: see there.
+            replica_shares: see there.
 
         Raises:
             WorldError: the devices, the backend or the number of processes do not fit.
@@ -201,6 +213,7 @@ class World:
         per_replica, own_devices = _shape(launch, gpus, nb_part, devices, engine, inner)
         chosen = choose_backend(backend, own_devices)
         check_logical_replicas(replicas, launch.size // per_replica)
+        check_replica_shares(replica_shares, launch.size // per_replica, replicas)
         return cls(
             launcher=launch.launcher,
             rank=launch.rank,
@@ -212,6 +225,7 @@ class World:
             processes_per_replica=per_replica,
             inner=inner,
             fixed_replicas=replicas,
+            replica_shares=None if replica_shares is None else tuple(replica_shares),
         )
 
     def divided(self, nb_part: int, devices: DeviceSpec = None) -> World:
@@ -230,6 +244,7 @@ class World:
         launch, gpus = detect(os.environ), torch.cuda.device_count()
         per_replica, own_devices = _shape(launch, gpus, nb_part, devices, self.engine, self.inner)
         check_logical_replicas(self.fixed_replicas, self.size // per_replica)
+        check_replica_shares(self.replica_shares, self.size // per_replica, self.fixed_replicas)
         if own_devices[0].type == "cuda":
             torch.cuda.set_device(own_devices[0])
         divided = replace(self, devices=own_devices, processes_per_replica=per_replica)
@@ -333,6 +348,15 @@ class World:
     def owned_replicas(self) -> range:
         """The logical replicas that this copy of the model runs."""
         return owned_by(self.data_parallel_rank, self.data_parallel_size, self.logical_replicas)
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """The relative number of samples that each logical replica gets of a batch."""
+        return self.replica_shares or (1,) * self.logical_replicas
+
+    def samples_by_replica(self, total: int) -> list[int]:
+        """Returns how many of the `total` samples of a batch each logical replica gets."""
+        return samples_by_replica(total, self.shares)
 
     @cached_property
     def pipeline_rank(self) -> int:
@@ -568,6 +592,37 @@ def check_logical_replicas(replicas: int | None, copies: int) -> None:
             f"{setting('replicas', replicas)} is less than the {copies} copies of the model that "
             f"are started: start at most {replicas} times the processes of a pipeline, or raise "
             f"{argument('replicas')}"
+        )
+
+
+def check_replica_shares(
+    shares: Sequence[float] | None, copies: int, fixed_replicas: int | None
+) -> None:
+    """Makes sure that each copy of the model has a share of a batch.
+
+    Raises:
+        WorldError: the number of shares is another, one is not positive, or the run is to be the
+            same on any number of copies.
+    """
+    if shares is None:
+        return
+    if not isinstance(shares, Sequence) or isinstance(shares, str):
+        raise WorldError(
+            f"{setting('replica_shares', shares)} must be a list with a number for each replica"
+        )
+    shown = setting("replica_shares", list(shares))
+    for share in shares:
+        is_number = isinstance(share, int | float) and not isinstance(share, bool)
+        if not is_number or not 0 < share < math.inf:
+            raise WorldError(f"{shown}: {share!r} must be a positive number")
+    if fixed_replicas is not None:
+        raise WorldError(
+            f"{shown} depends on the processes, and {setting('replicas', fixed_replicas)} makes a "
+            f"run the same on any number of them: leave one of the two out"
+        )
+    if len(shares) != copies:
+        raise WorldError(
+            f"{shown} has {len(shares)} values, and there are {copies} replicas: give one for each"
         )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from hybridtrain.errors import ConfigError, argument, check_choice
 
@@ -38,6 +39,11 @@ class Hardware:
     """The number of devices per node."""
     memory_gib: float = 16.0
     """The memory of a device, in GiB."""
+    device_speeds: Sequence[float] | None = None
+    """The relative speed of each device of a node, where they differ, such as `[1, 1, 2, 2]`; the
+    rates are those of a device of speed 1. null: all are equal."""
+    device_memory_gib: Sequence[float] | None = None
+    """Memory of each device of a node in GiB, where they differ; null: `memory_gib` each."""
     reserved_gib: float = 1.0
     """Memory of a device in GiB that the run cannot use: CUDA context, NCCL communicators,
     fragmentation.
@@ -102,6 +108,26 @@ class Hardware:
         for precision, rate in self.flops_per_s.items():
             if not _is_number(rate) or not rate > 0:
                 raise ConfigError(f"hardware.flops_per_s.{precision}={rate!r} must be positive")
+        for name in ("device_speeds", "device_memory_gib"):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            if isinstance(values, str) or not isinstance(values, Sequence):
+                raise ConfigError(f"hardware.{name}={values!r} must be a list of numbers")
+            if len(values) != self.devices_per_node:
+                raise ConfigError(
+                    f"hardware.{name} has {len(values)} values, and a node has "
+                    f"hardware.devices_per_node={self.devices_per_node} devices: give one for each"
+                )
+            for value in values:
+                if not _is_number(value) or not value > 0:
+                    raise ConfigError(f"hardware.{name}: {value!r} must be a positive number")
+        smallest = min(self.device_memory_gib or [self.memory_gib])
+        if self.device_memory_gib is not None and self.reserved_gib >= smallest:
+            raise ConfigError(
+                f"hardware.reserved_gib={self.reserved_gib:g} leaves nothing of "
+                f"{smallest:g} in hardware.device_memory_gib"
+            )
         if self.reserved_gib >= self.memory_gib:
             raise ConfigError(
                 f"hardware.reserved_gib={self.reserved_gib:g} must be less than "
@@ -115,8 +141,54 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> float:
-        """The bytes that a plan may use per device."""
-        return (self.memory_gib - self.reserved_gib) * GIB * (1 - self.margin)
+        """The bytes that a plan may use on a device."""
+        return self.usable_of(self.memory_gib)
+
+    def usable_of(self, memory_gib: float) -> float:
+        """Returns the bytes that a plan may use on a device with this much memory."""
+        return (memory_gib - self.reserved_gib) * GIB * (1 - self.margin)
+
+    @property
+    def is_unequal(self) -> bool:
+        """True if the devices of a node differ."""
+        lists = self.device_speeds, self.device_memory_gib
+        return any(values is not None and len(set(values)) > 1 for values in lists)
+
+    @property
+    def mean_speed(self) -> float:
+        """The mean relative speed of the devices."""
+        speeds = self.device_speeds or [1.0]
+        return sum(speeds) / len(speeds)
+
+    @property
+    def weakest(self) -> Hardware:
+        """The same number of devices, all as slow and as small as any of these."""
+        slowest = min(self.device_speeds or [1.0])
+        return replace(
+            self,
+            memory_gib=min(self.device_memory_gib or [self.memory_gib]),
+            flops_per_s={name: rate * slowest for name, rate in self.flops_per_s.items()},
+            memory_bytes_per_s=self.memory_bytes_per_s * slowest,
+            device_speeds=None,
+            device_memory_gib=None,
+        )
+
+    def with_devices(self, devices: int) -> Hardware:
+        """Returns one node with this many of the devices, which repeat if they are too few."""
+        lists: dict[str, Any] = {
+            name: [values[i % len(values)] for i in range(devices)]
+            for name in ("device_speeds", "device_memory_gib")
+            if (values := getattr(self, name)) is not None
+        }
+        return replace(self, nodes=1, devices_per_node=devices, **lists)
+
+    def speed_of(self, device: int) -> float:
+        """Returns the relative speed of a device of a node."""
+        return 1.0 if self.device_speeds is None else self.device_speeds[device]
+
+    def memory_of(self, device: int) -> float:
+        """Returns the GiB of a device of a node."""
+        return self.memory_gib if self.device_memory_gib is None else self.device_memory_gib[device]
 
     def sustained_flops(self, precision: str) -> float:
         """Returns the FLOPs per second that training achieves.

@@ -21,7 +21,6 @@ from hybridtrain.data.loader import (
     in_order_of_replicas,
     is_stream,
     next_step,
-    share_of,
 )
 from hybridtrain.data.splits import (
     DataSplits,
@@ -62,5 +61,4 @@ __all__ = [
     "length_of",
     "name_of",
     "next_step",
-    "share_of",
 ]

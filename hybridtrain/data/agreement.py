@@ -256,6 +256,13 @@ class OwnLoader(AgreedLoader):
                 f"of the {world.logical_replicas} replicas: use TrainLoader(dataset, batch_size, "
                 f"world), which divides samples over them, or start a process for each replica"
             )
+        if world.replica_shares is not None:
+            raise DataError(
+                f"{name_of(loader)} gives each replica its own batches, so that "
+                f"{setting('replica_shares', list(world.replica_shares))} has no effect: use "
+                f"TrainLoader(dataset, batch_size, world), which divides samples by it, or leave "
+                f"it out"
+            )
         if world.data_parallel_size > 1 and isinstance(loader, DataLoader):
             whole = type(loader.sampler) in (RandomSampler, SequentialSampler)
             batched = getattr(loader.batch_sampler, "sampler", None) is loader.sampler

@@ -1,8 +1,9 @@
 """Loaders of training and evaluation batches: order, each replica's share, and position.
 
 The order of an epoch is a permutation of the whole data set that depends on (seed, epoch) alone. It
-is cut into global batches, and each global batch into one share per replica. So an optimizer step
-has the same samples for any number of replicas, and every replica takes equally many steps.
+is cut into global batches, and each global batch into one share per replica, equally large or as
+`world.replica_shares` says. So an optimizer step has the same samples for any number of replicas,
+and every replica takes equally many steps.
 
 Only the loader tracks where a run is in its data: `Loader.position` advances with each batch that
 is handed out, not with batches that are fetched ahead.
@@ -341,6 +342,7 @@ class TrainLoader(Loader):
             seed=self._seed,
             drop_last=self.options.drop_last,
             first_batches=self.options.first_batches,
+            replica_shares=world.replica_shares,
         )
         self.samples = first_samples(len(dataset), batch_size, self.options)
         self.batches_per_epoch = batches_in(self.samples, batch_size, self.options)
@@ -496,16 +498,10 @@ def batches_in(samples: int, batch_size: int, options: LoaderOptions) -> int:
     return samples // batch_size if options.drop_last else -(-samples // batch_size)
 
 
-def share_of(total: int, replica: int, replicas: int) -> slice:
-    """Returns the share of `total` samples of a replica; shares differ by at most 1 sample."""
-    small, larger = divmod(total, replicas)
-    start = replica * small + min(replica, larger)
-    return slice(start, start + small + (replica < larger))
-
-
 def shares_in(total: int, world: World) -> list[slice]:
     """Returns the shares of `total` samples of the logical replicas that this process runs."""
-    return [share_of(total, replica, world.logical_replicas) for replica in world.owned_replicas]
+    bounds = list(itertools.accumulate(world.samples_by_replica(total), initial=0))
+    return [slice(*bounds[replica : replica + 2]) for replica in world.owned_replicas]
 
 
 def batch_of_shares(

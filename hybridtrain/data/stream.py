@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
+from hybridtrain._base.replica_shares import replica_of_samples
 from hybridtrain._base.values import leaves_of
 from hybridtrain.data.agreement import AgreedLoader, Piece
 from hybridtrain.data.fetch import (
@@ -43,11 +44,10 @@ from hybridtrain.data.loader import (
     batches_in,
     has_state,
     is_stream,
-    share_of,
 )
 from hybridtrain.data.same_data import digest_of
 from hybridtrain.data.splits import length_of
-from hybridtrain.errors import CheckpointError, DataError, phrase, setting
+from hybridtrain.errors import CheckpointError, DataError, argument, phrase, setting
 from hybridtrain.world import World
 
 # the number of samples in the digest of a stream
@@ -67,7 +67,7 @@ def example_batch(dataset: Any, samples: int, collate: Callable[[Any], Any] | No
         raise DataError(f"{name_of(dataset)} has no samples")
     state_before = dataset.state_dict() if has_state(dataset) else None
     reader = _Reader(dataset)
-    (items,), total = reader.take(samples, range(1), 1)
+    (items,), total = reader.take(samples, range(1), [0] * samples)
     if state_before is not None:
         dataset.load_state_dict(state_before)  # training must begin at the original state
     unless_failed(reader.failure)
@@ -168,14 +168,23 @@ class StreamLoader(AgreedLoader):
                 f"{world.logical_replicas} replicas: set {setting('divided', False)}, or start a "
                 f"process for each replica"
             )
-        is_of_hub = type(dataset).__module__.partition(".")[0] == "datasets"
-        if is_of_hub and world.fixed_replicas and self.options.workers > 1:
+        if self.divided and world.replica_shares is not None:
             raise DataError(
-                f"{name_of(dataset)} divides itself over worker processes, and with a fixed number "
-                f"of replicas each must read all samples: set {setting('workers', 1)}"
+                f"{name_of(dataset)} divides itself over the replicas equally "
+                f"({setting('divided', True)}), and "
+                f"{setting('replica_shares', list(world.replica_shares))} gives them unequal "
+                f"shares: set {setting('divided', False)}"
             )
-        # with a fixed number of replicas, each process reads all samples and keeps its share
-        if is_of_hub and not world.fixed_replicas:
+        reads_all = bool(world.fixed_replicas or world.replica_shares)
+        is_of_hub = type(dataset).__module__.partition(".")[0] == "datasets"
+        if is_of_hub and reads_all and self.options.workers > 1:
+            given = "replicas" if world.fixed_replicas else "replica_shares"
+            raise DataError(
+                f"{name_of(dataset)} divides itself over worker processes, and with "
+                f"{argument(given)} each must read all samples: set {setting('workers', 1)}"
+            )
+        # with a fixed number of replicas, or unequal ones, each process keeps its share of all
+        if is_of_hub and not reads_all:
             from datasets.distributed import split_dataset_by_node
 
             self.divided = True  # it also divides itself over worker processes
@@ -202,7 +211,7 @@ class StreamLoader(AgreedLoader):
             self.divided,
             self.batch_size,
             self._world.owned_replicas,
-            self._world.logical_replicas,
+            replica_of_samples(self.batch_size, self._world.shares),
             options.collate or default_collate,
             options.drop_last if drop_last is None else drop_last,
             self._seed,
@@ -294,7 +303,7 @@ class _StreamPart(IterableDataset[Any]):
     divided: bool
     batch_size: int
     owned: range
-    replicas: int
+    replica_of: Sequence[int]
     collate: Callable[[Any], Any]
     drop_last: bool
     seed: int
@@ -322,25 +331,26 @@ class _StreamPart(IterableDataset[Any]):
                 return  # the epoch is over; iterating would begin the next one
         reader = _Reader(self.dataset)
         if not self.divided and state is None:
-            reader.take(start.batch * self.batch_size, range(0), 1)
+            reader.take(start.batch * self.batch_size)
         if self.divided and worker < start.worker % workers:
             yield "a turn"  # this worker had its turn before the state was saved
         # A data set that divides itself gives this worker only its samples. From any other, the
         # worker makes this replica's share of the global batches `worker`, `worker + workers`, ...
-        size, owned, stride, turns = self.batch_size, self.owned, self.replicas, workers
+        size, owned, replica_of = self.batch_size, self.owned, self.replica_of
+        turns = workers
         if self.divided:
-            share = share_of(size, owned.start, stride)
-            size, owned, stride, turns = share.stop - share.start, range(1), 1, 1
+            size = replica_of.count(owned.start)
+            owned, replica_of, turns = range(1), [0] * size, 1
         for number in itertools.count():
             is_mine = number % turns == worker % turns
-            samples, total = reader.take(size, owned if is_mine else range(0), stride)
+            samples, total = reader.take(size, owned if is_mine else range(0), replica_of)
             if reader.failure is not None and (is_mine or total == 0):
                 yield reader.failure
                 return
             if total == 0 or (total < size and self.drop_last):
                 return
             if is_mine:
-                counts = [len(range(replica, total, stride)) for replica in owned]
+                counts = [replica_of[:total].count(replica) for replica in owned]
                 yield self._piece(reader, samples, counts, None if self.divided else total, worker)
 
     def _piece(
@@ -391,19 +401,21 @@ class _Reader:
         """The digest of the first samples that had been read at the first access."""
         return digest_of(self.first)
 
-    def take(self, count: int, owned: range, stride: int) -> tuple[list[list[Any]], int]:
+    def take(
+        self, count: int, owned: range = range(0), replica_of: Sequence[int] = ()
+    ) -> tuple[list[list[Any]], int]:
         """Reads samples of a global batch.
 
         Args:
             count: the number of samples to read.
-            owned: the positions of the first sample of each replica to keep samples of.
-            stride: the distance between the samples of a replica.
+            owned: the replicas to keep samples of.
+            replica_of: the replica of each sample; without `owned` not needed.
 
         Returns:
             for each replica its samples, and the number of samples that were read. A replica
             without samples gets the first one as padding.
         """
-        samples: dict[int, list[Any]] = {offset: [] for offset in owned}
+        samples: dict[int, list[Any]] = {replica: [] for replica in owned}
         spare: Any = None
         number = 0
         while number < count:
@@ -418,8 +430,8 @@ class _Reader:
             self.read += 1
             if len(self.first) < min(_DIGESTED_SAMPLES, count):
                 self.first.append(sample)
-            if number % stride in samples:
-                samples[number % stride].append(sample)
+            if samples and replica_of[number] in samples:
+                samples[replica_of[number]].append(sample)
             if number == 0:
                 spare = sample
             number += 1

@@ -16,7 +16,14 @@ from typing import NamedTuple
 from hybridtrain._base.text_table import with_unit
 from hybridtrain.errors import setting
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import Objective, Plan, cut_by_costs, stage_costs
+from hybridtrain.partitioning import (
+    Objective,
+    Plan,
+    balances,
+    cut_by_costs,
+    find_cut,
+    stage_costs,
+)
 from hybridtrain.schedule import (
     Account,
     ActionKind,
@@ -34,6 +41,8 @@ _LEAST_GAIN = 0.05
 # Parts of a step below this share are ignored.
 _SMALL = 0.05
 _MOST = 2
+# Devices whose speeds differ by less than this factor from the planned ones are as planned.
+_UNEQUAL = 1.25
 
 Costs = dict[ActionKind, list[float]]
 
@@ -134,17 +143,18 @@ def _smaller_microbatches(step: RecordedStep) -> Proposal | None:
 
 
 def _even_stages(step: RecordedStep) -> Proposal | None:
-    """Suggests a split by layer time, where the layer times are known."""
-    # the split was measured, is a list, or comes from the plan of a resumed run
-    if step.options.split not in ("uniform", "size", "memory", "balanced"):
-        return None
+    """Suggests a split by the times of layers and the speeds of devices, where they are known."""
     costs, plan = step.costs, step.plan
+    if not balances(step.options):  # a list, or the plan that a resumed run keeps
+        return None
     times = [f + b for f, b in zip(costs["F"], costs["B"], strict=True)]
     mean = sum(times) / len(times)
     slow = max(range(len(times)), key=times.__getitem__)
     wanted, at_best = [mean] * len(times), "at best "
     if all(cost.forward_ms > 0 for cost in plan.costs):
         planned = [stage.forward_ms + stage.backward_ms for stage in plan.stage_costs()]
+        if (unequal := _unequal_devices(step, times, planned)) is not None:
+            return unequal
         factors = [time * 1e3 / ms for time, ms in zip(times, planned, strict=True)]
         layers = [
             replace(
@@ -155,16 +165,64 @@ def _even_stages(step: RecordedStep) -> Proposal | None:
             for stage, factor in zip(plan.stages, factors, strict=True)
             for cost in stage.layers
         ]
-        counts = cut_by_costs(layers, plan.in_flight, Objective())
-        cut = stage_costs(layers, counts, plan.in_flight)
+        goal = Objective(speeds=tuple(plan.speeds))
+        counts = cut_by_costs(layers, plan.in_flight, goal)
+        cut = stage_costs(layers, counts, plan.in_flight, speeds=plan.speeds)
         wanted = [(stage.forward_ms + stage.backward_ms) / 1e3 for stage in cut]
         at_best = ""
+    if step.options.split == "time":  # measured already
+        return None
     seconds = _with(step, step.schedule, _scaled(costs, wanted))
     return Proposal(
         "imbalance",
         seconds,
         f"stage {slow} takes {times[slow] / mean:.1f} times as long as the average stage: with "
         f"{setting('split', 'time')} a step would take {at_best}{_times(step, seconds)}",
+    )
+
+
+def _unequal_devices(
+    step: RecordedStep, times: Sequence[float], planned: Sequence[float]
+) -> Proposal | None:
+    """Suggests device speeds, where one device takes longer than another for the same layers.
+
+    Args:
+        step: the recorded step.
+        times: the seconds of each stage for a micro-batch.
+        planned: its milliseconds by the plan, from layers that were measured on one device.
+    """
+    plan, lane_of = step.plan, step.schedule.lane_of
+    devices = range(len(step.schedule.lanes))
+    rates = []
+    for device in devices:
+        own = [stage for stage in range(len(times)) if lane_of[stage] == device]
+        speed = plan.speeds[own[0]]
+        rates.append(
+            speed * sum(planned[stage] for stage in own) / sum(times[stage] for stage in own)
+        )
+    assumed = [plan.speeds[min(s for s in lane_of if lane_of[s] == device)] for device in devices]
+    errors = [rate / speed for rate, speed in zip(rates, assumed, strict=True)]
+    if max(errors) < _UNEQUAL * min(errors):
+        return None
+    speeds = [round(rate / min(rates), 1) for rate in rates]
+    goal = Objective.of(replace(step.options, split="time", device_speeds=speeds))
+    counts = find_cut(plan.costs, plan.in_flight, goal)
+    if counts is None:  # the fast device has too little memory
+        return None
+    by_stage = [speeds[lane_of[stage]] for stage in range(len(times))]
+    cut = stage_costs(plan.costs, counts, plan.in_flight, speeds=by_stage)
+    # the rate of a device of speed 1, in planned milliseconds per second
+    unit = min(rates)
+    wanted = [(stage.forward_ms + stage.backward_ms) / unit for stage in cut]
+    seconds = _with(step, step.schedule, _scaled(step.costs, wanted))
+    fast, slow = (choose(devices, key=rates.__getitem__) for choose in (max, min))
+    by_time = "" if step.options.split == "time" else f" {setting('split', 'time')}"
+    return Proposal(
+        "imbalance",
+        seconds,
+        f"device {slow} takes {rates[fast] / rates[slow]:.1f} times as long as device {fast} for "
+        f"the same layers: {setting('device_speeds', speeds)}{by_time} would take "
+        f"{_times(step, seconds)}",
     )
 
 

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from hybridtrain._base.microbatch import chunk_sizes
-from hybridtrain.data import EvalLoader, Loader, TrainLoader, share_of
+from hybridtrain.data import EvalLoader, Loader, TrainLoader
 from hybridtrain.errors import ConfigError, argument, did_you_mean, setting
 from hybridtrain.graph import looks_only
 from hybridtrain.loop.callbacks.base import Callback
@@ -140,7 +140,8 @@ def check_last_batch(model: HybridModel, train: Loader) -> None:
         ConfigError: the last batch has fewer samples than there are micro-batches.
     """
     replicas, last = model.world.logical_replicas, _last_batch(train)
-    if model.options.sync_batch_norm and last and last // replicas < model.options.chunks:
+    least = min(model.world.samples_by_replica(last))
+    if model.options.sync_batch_norm and last and least < model.options.chunks:
         raise ConfigError(
             f"{setting('sync_batch_norm', True)} needs at least one sample per micro-batch, but "
             f"the last batch of an epoch has {last} samples for "
@@ -168,9 +169,8 @@ def batch_norms_watched(model: HybridModel, train: Loader) -> Iterator[None]:
     """
     last, world, chunks = _last_batch(train), model.world, model.options.chunks
     replicas = world.logical_replicas
-    shares = [share_of(last, replica, replicas) for replica in range(replicas)]
     # a replica without samples repeats one
-    sizes = [max(1, share.stop - share.start) for share in shares]
+    sizes = [max(1, samples) for samples in world.samples_by_replica(last)]
     synchronised = model.options.sync_batch_norm and world.data_parallel_size > 1
     if not last or synchronised or min(chunk_sizes(size, chunks)[-1] for size in sizes) > 1:
         yield

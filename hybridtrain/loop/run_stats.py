@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 
 from hybridtrain.data import Loader, OwnLoader
+from hybridtrain.errors import setting
 from hybridtrain.loop.advice import RecordedStep, advise
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.pipeline import Phases, Timeline, measured_ms, read_timelines
 from hybridtrain.schedule import (
+    COMPUTING,
     Account,
     Spans,
     account_of,
@@ -97,11 +99,17 @@ def own_times(accounts: Sequence[DeviceAccount]) -> dict[int, float]:
     }
 
 
-def slow_replica(accounts: Sequence[DeviceAccount]) -> str | None:
+def slow_replica(
+    accounts: Sequence[DeviceAccount], shares: Sequence[float] | None = None
+) -> str | None:
     """Returns a sentence about the replica that the others wait for, or None.
+
+    If it computes for longer, the sentence has the shares of a batch with which all replicas would
+    compute equally long.
 
     Args:
         accounts: the breakdowns of all devices, averaged over steps to remove noise.
+        shares: the relative number of samples of each replica; None: it cannot be changed.
     """
     by_replica = _by_replica(accounts)
     own = own_times(accounts)
@@ -122,6 +130,23 @@ def slow_replica(accounts: Sequence[DeviceAccount]) -> str | None:
         f"replica {slowest} is slower than the others, which wait for it for {late / step:.0%} of "
         f"a step: without that wait a step would take {(step - late) * 1e3:.4g} ms instead of "
         f"{step * 1e3:.4g}; most of the difference is in {part}"
+        + (_better_shares(by_replica, shares, step) if shares and part in COMPUTING else "")
+    )
+
+
+def _better_shares(by_replica: Mapping[int, Account], shares: Sequence[float], step: float) -> str:
+    """Returns a proposal of shares with which all replicas compute equally long, with its price.
+
+    The time to compute is taken to be in proportion to the samples.
+    """
+    computing = [sum(getattr(a, name) for name in COMPUTING) for a in by_replica.values()]
+    rates = [share / seconds for share, seconds in zip(shares, computing, strict=True)]
+    better = [round(rate / min(rates), 1) for rate in rates]
+    slowest = max(share / sum(better) / rate for share, rate in zip(better, rates, strict=True))
+    saved = max(computing) - slowest * sum(shares)
+    return (
+        f". {setting('replica_shares', better)} would take {(step - saved) * 1e3:.4g} ms, if the "
+        f"time is in proportion to the samples"
     )
 
 
@@ -315,7 +340,10 @@ class RunStats:
         if self._advice is None:
             self._advice = []
             try:
-                slow = slow_replica(self._means())
+                world = self._model.world
+                is_fixed = world.fixed_replicas or isinstance(self._train, OwnLoader)
+                shares = None if is_fixed else world.shares
+                slow = slow_replica(self._means(), shares)
                 told = [proposal.text for proposal in advise(typical)]
                 self._advice = [*told, *([slow] if slow else [])]
             except Exception:  # a failure here must not fail a completed run

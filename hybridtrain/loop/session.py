@@ -34,7 +34,6 @@ from hybridtrain.data import (
     example_batch,
     name_of,
     next_step,
-    share_of,
 )
 from hybridtrain.errors import (
     BatchError,
@@ -483,9 +482,9 @@ class Session:
         )
 
     def _example(self, loader: Loader) -> Any:
-        share = share_of(loader.batch_size, 0, self.world.logical_replicas)
+        samples = max(self.world.samples_by_replica(loader.batch_size))
         draws = default_generators()
-        example = example_batch(loader.dataset, share.stop, loader.options.collate)
+        example = example_batch(loader.dataset, samples, loader.options.collate)
         rewind(draws)
         return example[0]
 

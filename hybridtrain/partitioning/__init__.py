@@ -28,6 +28,7 @@ from hybridtrain.partitioning.manual_split import partition, set_partition
 from hybridtrain.partitioning.objective import (
     MEASURED_SPLITS,
     Objective,
+    balances,
     needs_costs,
     stage_costs,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "StagePlan",
     "balance_by_size",
     "balance_by_time",
+    "balances",
     "chain_inputs",
     "count_layers",
     "counted_costs",

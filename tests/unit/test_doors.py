@@ -62,6 +62,7 @@ INSIDE = """
     checkpoint.tensor_files unit/checkpoint/test_checkpoint_files.py
     checkpoint.tensor_files unit/checkpoint/test_init_from.py
     # cli: private names of commands, and keys whose values a test of another part needs
+    cli.commands.measure_machine unit/price/test_unequal_hardware.py
     cli.commands.search cli/test_search.py
     cli.config.keys unit/test_naming.py
     cli.config.schema unit/launch/test_gpu_faults.py unit/price/test_pricing.py
@@ -89,9 +90,9 @@ INSIDE = """
     launch.watchdog unit/launch/test_liveness.py unit/launch/test_watchdog.py
     # loop: the breakdown of a step from given times, and a clock to patch
     loop.callbacks unit/test_naming.py
-    loop.advice unit/loop/test_step_account.py
+    loop.advice unit/loop/test_advice.py unit/loop/test_step_account.py
     loop.interruption unit/checkpoint/test_when_to_save.py
-    loop.run_stats unit/loop/test_step_account.py
+    loop.run_stats unit/loop/test_advice.py unit/loop/test_step_account.py
     loop.trainer unit/observe/test_trackers.py
     # observe: pictures as arrays, without a run
     observe.pictures unit/partitioning/test_plan_picture.py unit/pipeline/test_timeline.py
@@ -133,6 +134,8 @@ INSIDE = """
     pipeline.transfer unit/pipeline/test_stand_in_gpus.py
     # price: the parts of a price, against brute force
     price.layout unit/price/test_memory_buys_time.py unit/price/test_pricing.py
+    price.layout unit/price/test_unequal_hardware.py
+    price.price unit/price/test_unequal_hardware.py
     price.price unit/price/test_memory_buys_time.py
     price.price unit/price/test_plan_answers.py unit/price/test_pricing.py
     price.price unit/schedule/test_registry.py

@@ -43,7 +43,6 @@ from hybridtrain.data import (
     TrainLoader,
     is_stream,
     length_of,
-    share_of,
 )
 from hybridtrain.errors import CheckpointError, ConfigError, UserError
 from hybridtrain.options import LoaderOptions, PipelineOptions, TrainerOptions
@@ -112,10 +111,10 @@ def batches(
     cuts: dict[tuple[int, ...], None] = {}
     chunks: dict[int, None] = {}
     for total in filter(None, (full, short)):
-        of_replica = []
-        for replica in range(replicas):
-            share = share_of(total, replica, replicas)
-            of_replica.append(tuple(chunk_sizes(max(1, share.stop - share.start), pipeline.chunks)))
+        of_replica = [
+            tuple(chunk_sizes(max(1, samples), pipeline.chunks))
+            for samples in worlds[0].samples_by_replica(total)
+        ]
         cuts |= dict.fromkeys(of_replica)
         for world in worlds:
             chunks[sum(len(of_replica[replica]) for replica in world.owned_replicas)] = None

@@ -239,7 +239,16 @@ def overrides_of(layout: ParallelLayout, recompute: str | list[str]) -> list[str
     }
     if layout.shard != "none":
         values["world.shard"] = layout.shard
+    if layout.arrangement.replica_shares:
+        values["world.replica_shares"] = _list(layout.arrangement.replica_shares)
+    if layout.arrangement.device_order:
+        devices = [f"cuda:{number}" for number in layout.arrangement.device_order]
+        values["world.devices"] = _list(devices)
     return [f"{key}={value}" for key, value in values.items()]
+
+
+def _list(values: Sequence[object]) -> str:
+    return f"[{','.join(f'{v:g}' if isinstance(v, float) else str(v) for v in values)}]"
 
 
 def _fixed(settings: Settings) -> Choices:

@@ -159,6 +159,9 @@ class WorldConfig(Group):
     """The number of replicas that a batch is divided over, each with its own share and random
     numbers; null: one for each process, or with `distributed` for each pipeline. With a number the
     run is bitwise the same on fewer processes, which then run several replicas each."""
+    replica_shares: Any = None
+    """The relative number of samples that each replica gets of a batch, such as `[1,2]` for a slow
+    and a fast one; null: all get the same. Not with `replicas`."""
     backend: str | None = None
     """`gloo` or `nccl`; null: nccl on GPUs, gloo on CPUs."""
     devices: Any = None

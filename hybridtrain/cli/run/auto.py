@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from operator import gt
 from typing import Any
 
 import torch
@@ -31,14 +32,14 @@ from hybridtrain.cli.config.schema import (
 )
 from hybridtrain.cli.run.components import build_model
 from hybridtrain.cli.run.context import RunOptions
-from hybridtrain.cli.run.hardware import hardware_of_run, why_too_large
+from hybridtrain.cli.run.hardware import arrangement_of_run, hardware_of_run, why_too_large
 from hybridtrain.cli.run.prediction import predict_step_of_run, without_errors_of_fake_tensors
 from hybridtrain.cli.run.run_model import SAMPLES, model_of_run
 from hybridtrain.data import DataSplits, example_batch, length_of
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.launch import detect
 from hybridtrain.loss import resolve
-from hybridtrain.options import PipelineOptions
+from hybridtrain.options import PipelineOptions, is_per_device
 from hybridtrain.partitioning import MEASURED_SPLITS, CostTable, Planner
 from hybridtrain.price import (
     Choices,
@@ -79,6 +80,13 @@ def without_auto(settings: Settings) -> Config:
                 f"pipeline.nb_part=auto chooses the number of stages, and pipeline.split={split} "
                 f"gives it: set pipeline.nb_part= to that number, or pipeline.split=balanced"
             )
+        for key in ("device_speeds", "memory_limit_gib"):
+            values = getattr(config.pipeline, key)
+            if is_per_device(values):
+                raise ConfigError(
+                    f"pipeline.nb_part=auto chooses the number of devices, and "
+                    f"pipeline.{key}={list(values)} gives it: set pipeline.nb_part={len(values)}"
+                )
         if isinstance(devices, list):
             raise ConfigError(
                 f"pipeline.nb_part=auto chooses the number of devices, and world.devices={devices} "
@@ -169,12 +177,13 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
             f"pipeline.memory_limit_gib="
         )
     hardware = hardware_of_run(config, device, world.nb_part * world.data_parallel_size)
+    limits = arrangement_of_run(hardware, world).usable_bytes(hardware, world.nb_part)
     net = construct_on_meta(lambda: build_model(config, data))
     loss_fn = resolve(options.loss_fn, net).function
     least, most = world.logical_replicas * pipeline.chunks, length_of(data.train)
     size, fits, limit = least, 0, "the training split has no more"
     while size <= (most or size):
-        share = size // world.logical_replicas
+        share = max(world.samples_by_replica(size))
         example = example_batch(data.train, share, data.collate)
         planner = Planner(net, pipeline, example[0], world.stage_owners, costs="estimated")
         stages = planner.layers_of(planner.plan()).stages
@@ -184,11 +193,11 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
             )
         assert prediction.memory_bytes is not None
         most_bytes = max(prediction.memory_bytes)
-        if most_bytes > hardware.usable_bytes:
+        if any(map(gt, prediction.memory_bytes, limits)):
             limit = f"{size} would take {with_unit(most_bytes)}"
             break
         fits, memory, size = size, most_bytes, 2 * size
-    usable = with_unit(round(hardware.usable_bytes))
+    usable = with_unit(round(max(limits)))
     if not fits:
         raise SplitError(
             f"data.batch_size=auto: {limit} of the {usable} that may be used"

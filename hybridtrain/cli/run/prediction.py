@@ -15,13 +15,19 @@ from hybridtrain._base.microbatch import split as split_batch
 from hybridtrain._base.text_table import with_unit
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.run.context import RunContext
-from hybridtrain.cli.run.hardware import hardware_of_run
+from hybridtrain.cli.run.hardware import arrangement_of_run, hardware_of_run
 from hybridtrain.data import DataSplits, largest_batch, length_of
 from hybridtrain.graph import Layer
 from hybridtrain.loss import LossFn
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import LayerCost, LossOfStep, Plan, recompute_policy
-from hybridtrain.price import ParallelLayout, Prediction, StepWork, predict_step, why_not_priced
+from hybridtrain.price import (
+    ParallelLayout,
+    Prediction,
+    StepWork,
+    predict_step,
+    why_not_priced,
+)
 from hybridtrain.schedule import Schedule, fullest_moments, peak_in_flight
 from hybridtrain.world import World
 
@@ -74,7 +80,8 @@ def predict_step_of_run(
     measured: Sequence[LayerCost] | None = None,
 ) -> Prediction:
     """Predicts a step with batches of `samples`, of which `example` is a replica's share."""
-    sizes = chunk_sizes(-(-samples // world.logical_replicas), options.chunks)
+    hardware = hardware_of_run(config, world.devices[0], world.nb_part * world.data_parallel_size)
+    sizes = chunk_sizes(max(world.samples_by_replica(samples)), options.chunks)
     layout = ParallelLayout(
         nb_part=world.nb_part,
         replicas=world.data_parallel_size,
@@ -84,6 +91,7 @@ def predict_step_of_run(
         stages_per_device=options.stages_per_device,
         recompute=options.recompute if isinstance(options.recompute, str) else "layers",
         shard=options.shard if world.data_parallel_size > 1 else "none",
+        arrangement=arrangement_of_run(hardware, world),
     )
     names = [layer.name for stage in stages for layer in stage]
     first = tuple(split_batch(tree, sizes)[0] for tree in example)
@@ -93,7 +101,7 @@ def predict_step_of_run(
     return predict_step(
         stages,
         inputs,
-        hardware_of_run(config, world.devices[0], world.nb_part * world.data_parallel_size),
+        hardware,
         StepWork(samples, config.trainer.accumulate, options.optimizer_tensors_per_param),
         layout,
         measured,
