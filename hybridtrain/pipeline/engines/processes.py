@@ -15,6 +15,16 @@ message stand at one place of one order. A process waits only for arrivals, form
 of many sends, and the other end begins each of them at its place of the order or earlier. So the
 process that is least far in the order always goes on, and none waits in a circle.
 
+ProcessGroupNCCL makes a message wait for all work that the current stream has when the message
+begins. A receive that began from the computing stream would wait for the actions before it, and
+delay the action that needs it. So receives begin from a side stream, into memory of that stream,
+and the computing stream waits where it uses the value. A send begins from the computing stream,
+right behind the work that makes its value.
+
+    computing stream    F0             F1 waits for its message alone
+    side stream         [2]
+    NCCL's stream       F1's message
+
 With gloo, which keeps the two directions apart, a process begins the next few receives ahead of
 their places, in the same order. A message that finds its receive begun is sent at once; another one
 first waits for a question and an answer between the two processes, while both compute.
@@ -32,6 +42,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -39,6 +50,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import ScheduleError, SplitError, setting
 from hybridtrain.launch import LaneActivity, activity
@@ -56,7 +68,9 @@ from hybridtrain.pipeline.messages import (
     unpack,
     wire_device,
 )
+from hybridtrain.pipeline.point_to_point import begin_receive, begin_send
 from hybridtrain.pipeline.stage import Stage
+from hybridtrain.pipeline.transfer import keep_until, side_stream
 from hybridtrain.schedule import Action, Schedule, receiver_of
 from hybridtrain.world import World
 
@@ -108,10 +122,11 @@ class MessageWire:
         self._peers = peers
         self._formats = formats
         self._doing = doing
+        self._world = world
         self._group = world.pipeline_group
         self._device = world.devices[0]
         self._wire_device = world.wire_device
-        self._batches = world.backend == "nccl"  # on one communicator, not one for each pair
+        self._accelerator = accelerator_of(self._wire_device)  # None with gloo
         self._here: dict[Action, list[Any]] = {}
         self._coming: dict[Action, _Coming] = {}
         # what is being sent must live until it is
@@ -151,7 +166,7 @@ class MessageWire:
             flat(t, one).to(wire_device(one, self._wire_device))
             for t, one in zip(tensors, form.tensors, strict=True)
         ]
-        works += self._begin(dist.isend, parts, to.stage)
+        works += begin_send(parts, self._world, self._peers[to.stage])
         # not waited for at once: the receiver may itself be about to send to this process. The
         # oldest may be: its receiver begins to receive it before it needs any later message
         if len(self._sent) >= self._most_sent:
@@ -163,7 +178,9 @@ class MessageWire:
     def can_begin_early(self, action: Action) -> bool:
         """Returns whether a receive of the message to `action` may begin ahead of its place."""
         # without its format the receive would wait; NCCL needs the place, see the module
-        return not self._batches and action in self._formats and len(self._coming) < RECEIVES_AHEAD
+        if self._accelerator is not None or action not in self._formats:
+            return False
+        return len(self._coming) < RECEIVES_AHEAD
 
     def begin_receive(self, action: Action) -> None:
         """Begins to receive the message to `action`, before it is needed."""
@@ -172,9 +189,10 @@ class MessageWire:
             # a wait, in the one order of all processes: the sender is at this message or before it
             self._formats[action] = self._receive_format(sender)
         form = self._formats[action]
-        tensors = [empty(one, self._wire_device) for one in form.tensors]  # 2
-        parts = [flat(t, one) for t, one in zip(tensors, form.tensors, strict=True)]
-        works = self._begin(dist.irecv, parts, sender)  # into memory that is there already
+        with self._beside_compute():  # 2
+            tensors = [empty(one, self._wire_device) for one in form.tensors]
+            parts = [flat(t, one) for t, one in zip(tensors, form.tensors, strict=True)]
+            works = begin_receive(parts, self._world, self._peers[sender])
         self._coming[action] = _Coming(form, tensors, parts, works)
 
     def receive(self, action: Action, doing: LaneActivity) -> list[Any]:
@@ -186,8 +204,11 @@ class MessageWire:
         form, tensors, _, works = self._coming.pop(action)
         doing.wait(True)
         for work in works:
-            work.wait()
+            work.wait()  # of NCCL's it is the current stream that waits
         doing.wait(False)
+        if self._accelerator is not None:
+            # the side stream's memory, which this stream reads
+            keep_until(self._accelerator.current_stream(self._device), tensors, self._device)
         draws: Tensor | None = tensors[-1] if action.kind == "F" else None
         message: list[Any] = unpack(form, tensors, self._device)  # 3
         if draws is not None:
@@ -219,20 +240,14 @@ class MessageWire:
         self._doing.wait(False)
         return from_bytes(data)
 
-    def _begin(self, operation: Any, parts: Sequence[Tensor], stage: int) -> list[Any]:
-        """Begins to send `parts` to the process of `stage`, or to receive them from it."""
-        peer, group = self._peers[stage], self._group
-        parts = [part for part in parts if part.numel()]
-        batch = [part for part in parts if self._batches and part.device.type != "cpu"]
-        operations = [dist.P2POp(operation, part, group=group, group_peer=peer) for part in batch]
-        works = dist.batch_isend_irecv(operations) if batch else []
-        # of the CPU's with gloo, in whatever order NCCL's are done
-        rest = [part for part in parts if not self._batches or part.device.type == "cpu"]
-        if operation is dist.isend:
-            return works + [dist.isend(part, group=group, group_dst=peer) for part in rest]
-        return works + [dist.irecv(part, group=group, group_src=peer) for part in rest]
+    def _beside_compute(self) -> AbstractContextManager[object]:
+        """Returns the side stream of GPUs as a context; see the module."""
+        if self._accelerator is None:
+            return _NOTHING
+        return self._accelerator.using([side_stream(self._wire_device, "messages")])
 
 
+_NOTHING = nullcontext()
 _PLAIN = (bool, int, float, str, bytes, type(None))  # equal by their repr
 
 # Kinds of steps whose formats are kept, such as a whole batch and the last one of an epoch.
