@@ -103,18 +103,35 @@ class StandInNCCL:
     def recv(self, tensor: Tensor, group: object, group_src: int) -> None:
         self.irecv(tensor, group, group_src).wait()
 
-    def broadcast(
-        self, tensor: Tensor, group: Sequence[int], group_src: int, async_op: bool = False
-    ) -> Work:
-        """From rank 0."""
-        here = self._rank.here
-        for rank in group if here == 0 else ():
-            self._on_host["broadcast", rank].put(tensor.clone())
-        tensor.copy_(self._on_host["broadcast", here].get(timeout=PATIENCE_S))
-        return Work()
+    def world(self, rank: int) -> World:
+        """The world of one of as many processes as there are devices, which share a pipeline."""
+        size = len(self._gpus.devices)
+        return World(
+            rank=rank,
+            size=size,
+            devices=(self._gpus.devices[rank],),
+            backend="nccl",
+            engine="distributed",
+            processes_per_replica=size,
+            pipeline_group=Group(size, rank, self._on_host),
+        )
 
     def stream_of_messages(self, device: int) -> Stream:
         return self._streams[self._gpus.devices[device]]
+
+
+class Group:
+    """The process group of a pipeline, as one of its processes has it."""
+
+    def __init__(self, size: int, rank: int, on_host: Any) -> None:
+        self._size, self._rank, self._on_host = size, rank, on_host
+
+    def broadcast(self, tensors: Sequence[Tensor], options: dist.BroadcastOptions) -> Work:
+        if self._rank == options.rootRank:
+            for rank in range(self._size):
+                self._on_host["broadcast", rank].put(tensors[0].clone())
+        found = self._on_host["broadcast", self._rank]
+        return Work(lambda: tensors[0].copy_(found.get(timeout=PATIENCE_S)))
 
 
 @contextmanager
@@ -126,25 +143,10 @@ def stand_in_nccl(gpus: StandInGPUs) -> Iterator[StandInNCCL]:
         patch.object(dist, "batch_isend_irecv", nccl.batch_isend_irecv),
         patch.object(dist, "send", nccl.send),
         patch.object(dist, "recv", nccl.recv),
-        patch.object(dist, "broadcast", nccl.broadcast),
         patch.object(dist, "isend", nccl.isend),
         patch.object(dist, "irecv", nccl.irecv),
     ):
         yield nccl
-
-
-def world_of(gpus: StandInGPUs, rank: int) -> World:
-    """The world of one of as many processes as there are devices, which share a pipeline."""
-    size = len(gpus.devices)
-    return World(
-        rank=rank,
-        size=size,
-        devices=(gpus.devices[rank],),
-        backend="nccl",
-        engine="distributed",
-        processes_per_replica=size,
-        pipeline_group=range(size),
-    )
 
 
 class OverThreads:
@@ -160,7 +162,7 @@ class OverThreads:
     def __call__(self, stages: Sequence[Any], links: Sequence[Any], world: World) -> OverThreads:
         make = ENGINES["distributed"]
         self._engines = [
-            make([s for s in stages if s.device == device], links, world_of(self._gpus, rank))
+            make([s for s in stages if s.device == device], links, self._nccl.world(rank))
             for rank, device in enumerate(self._gpus.devices)
         ]
         return self

@@ -118,7 +118,8 @@ INSIDE = """
     pipeline.layer_rng unit/pipeline/test_layer_rng.py
     pipeline.layer_state unit/pipeline/test_layer_state.py
     pipeline.links unit/pipeline/test_skips.py
-    pipeline.messages unit/pipeline/test_messages.py unit/pipeline/test_stand_in_nccl.py
+    pipeline.messages unit/pipeline/test_messages.py unit/pipeline/test_order_of_messages.py
+    pipeline.messages unit/pipeline/test_stand_in_nccl.py
     pipeline.model_watch unit/model/test_changed_model.py
     pipeline.pipeline unit/launch/test_gpu_faults.py
     pipeline.recomputation_proof unit/pipeline/test_layer_state.py

@@ -27,7 +27,8 @@ right behind the work that makes its value.
 
 With gloo, which keeps the two directions apart, a process begins the next few receives ahead of
 their places, in the same order. A message that finds its receive begun is sent at once; another one
-first waits for a question and an answer between the two processes, while both compute.
+first waits for a question and an answer between the two processes, while both compute. Receives
+begin ahead where the process waits for a message, so that they delay no action that waits for none.
 
 The sizes of a message must be known before it is received. They follow from the inputs, which the
 first process has: it numbers the kinds of inputs, and sends the number of the step's kind to the
@@ -41,7 +42,7 @@ others ahead of the step. The first step of a kind sends the formats of its mess
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -99,12 +100,42 @@ class _Coming(NamedTuple):
     works: list[dist.Work]
 
 
+class Lane(NamedTuple):
+    """The part of a schedule that a process runs.
+
+    Attributes:
+        number: of the lane in the schedule.
+        actions: each after the number of receives that must have begun before it runs.
+        receives: the actions that messages from other processes are for, in the order of these.
+        peers: for each stage of the pipeline its process.
+    """
+
+    number: int
+    actions: tuple[tuple[int, Action], ...]
+    receives: tuple[Action, ...]
+    peers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule, number: int) -> Lane:
+        """Returns a lane of `schedule`."""
+        actions: list[tuple[int, Action]] = []
+        receives: list[Action] = []
+        for is_own, action in order_of(schedule, number):
+            if is_own:
+                actions.append((len(receives), action))
+            else:
+                receives.append(action)
+        # a process has one device, so one lane, whose number is its rank in the pipeline's group
+        peers = tuple(schedule.lane_of[stage] for stage in range(schedule.stages))
+        return cls(number, tuple(actions), tuple(receives), peers)
+
+
 class MessageWire:
     """Sends values to other processes; see `Wire`. It is one step's.
 
     Args:
         stages: of this process.
-        peers: for each stage of the pipeline its process.
+        lane: of this process.
         world: the processes.
         formats: what is known of the messages; the first step that sends them fills it.
         doing: notes that a send waits for earlier ones.
@@ -113,13 +144,15 @@ class MessageWire:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        peers: Sequence[int],
+        lane: Lane,
         world: World,
         formats: Formats,
         doing: LaneActivity,
     ) -> None:
         self._stages = stages
-        self._peers = peers
+        self._peers = lane.peers
+        self._receives = lane.receives
+        self._begun = 0  # how many of these
         self._formats = formats
         self._doing = doing
         self._world = world
@@ -132,7 +165,7 @@ class MessageWire:
         # what is being sent must live until it is
         self._sent: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
         # what a forward alone has sent would otherwise stay until the end of a long batch
-        self._most_sent = 4 * len(peers)
+        self._most_sent = 4 * len(lane.peers)
 
     def send(self, to: Action, message: list[Any]) -> None:
         """Begins to send the message, or keeps it for a stage of this process."""
@@ -175,14 +208,25 @@ class MessageWire:
             self._doing.wait(False)
         self._sent.append((works, held + parts))
 
-    def can_begin_early(self, action: Action) -> bool:
-        """Returns whether a receive of the message to `action` may begin ahead of its place."""
-        # without its format the receive would wait; NCCL needs the place, see the module
-        if self._accelerator is not None or action not in self._formats:
-            return False
-        return len(self._coming) < RECEIVES_AHEAD
+    def begin_receives(self, count: int) -> None:
+        """Begins those of the first `count` receives of the step that have not begun."""
+        while self._begun < count:
+            self._begin_receive(self._receives[self._begun])
+            self._begun += 1
 
-    def begin_receive(self, action: Action) -> None:
+    def _begin_ahead(self) -> None:
+        """Begins receives ahead of their places."""
+        if self._accelerator is not None:  # NCCL needs the place, see the module
+            return
+        while (
+            len(self._coming) < RECEIVES_AHEAD
+            and self._begun < len(self._receives)
+            # without its format the receive would wait
+            and self._receives[self._begun] in self._formats
+        ):
+            self.begin_receives(self._begun + 1)
+
+    def _begin_receive(self, action: Action) -> None:
         """Begins to receive the message to `action`, before it is needed."""
         sender = action.stage - 1 if action.kind == "F" else action.stage + 1
         if action not in self._formats:
@@ -201,6 +245,7 @@ class MessageWire:
             action = action._replace(kind="B")
         if action in self._here:
             return self._here.pop(action)
+        self._begin_ahead()
         form, tensors, _, works = self._coming.pop(action)
         doing.wait(True)
         for work in works:
@@ -269,7 +314,7 @@ class ProcessEngine:
         self._stages = {stage.index: stage for stage in stages}
         self._routes = routes(links)
         self._world = world
-        self._orders: dict[Schedule, list[tuple[bool, Action]]] = {}
+        self._lanes: dict[Schedule, Lane] = {}
         self._formats: dict[int, Formats] = {}  # by the number of the kind
         self._numbers: dict[Hashable, int] = {}  # of the kinds, in the first process
         self._kinds = 0  # how many it has numbered
@@ -281,13 +326,14 @@ class ProcessEngine:
             if len(self._formats) == _KINDS:  # in all processes, which get the same numbers
                 del self._formats[next(iter(self._formats))]
             self._formats[kind] = {}
-        # a process has one device, so one lane, whose number is its rank in the pipeline's group
-        peers = [schedule.lane_of[stage] for stage in range(schedule.stages)]
+        lane = self._lanes.get(schedule)
+        if lane is None:
+            lane = self._lanes[schedule] = Lane.of(schedule, self._world.pipeline_rank)
         (doing,) = activity.begin_step(1)
-        wire = MessageWire(self._stages, peers, self._world, self._formats[kind], doing)
+        wire = MessageWire(self._stages, lane, self._world, self._formats[kind], doing)
         runner = ActionRunner(step, self._stages, self._routes, wire)
         try:
-            runner.run_actions(self._actions(schedule, wire), doing)
+            runner.run_actions(_actions(lane, wire, step.meanwhile), doing)
         except BaseException:  # the others wait for this process, and are ended by its failure
             for stage in self._stages.values():
                 stage.clear()
@@ -298,9 +344,9 @@ class ProcessEngine:
 
     def _begin_kind(self, step: Step) -> tuple[int, dist.Work | None]:
         """Returns the number of the step's kind, and what the first process must wait for."""
-        number, group = torch.zeros(1, dtype=torch.int64), self._world.pipeline_group
+        number = torch.zeros(1, dtype=torch.int64)
         if self._world.pipeline_rank:
-            dist.broadcast(number, group=group, group_src=0)
+            self._broadcast(number).wait()
             return int(number), None
         kind = _kind(step)
         if kind not in self._numbers:
@@ -309,26 +355,32 @@ class ProcessEngine:
             self._numbers[kind] = self._kinds
             self._kinds += 1
         number.fill_(self._numbers[kind])
-        return self._numbers[kind], dist.broadcast(number, group=group, group_src=0, async_op=True)
+        return self._numbers[kind], self._broadcast(number)
 
-    def _actions(self, schedule: Schedule, wire: MessageWire) -> Iterator[tuple[int, Action]]:
-        """Yields this process's actions; begins the receives between them, and waits for all sends.
+    def _broadcast(self, number: Tensor) -> dist.Work:
+        """Begins to send the first process's `number` to the others."""
+        group = self._world.pipeline_group
+        assert group is not None
+        # not dist.broadcast, whose checks and logging take longer than the message, in each step
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        return group.broadcast([number], options)
 
-        The wait is at the end.
-        """
-        lane = self._world.pipeline_rank
-        if schedule not in self._orders:
-            self._orders[schedule] = order_of(schedule, lane)
-        order = self._orders[schedule]
-        receives = deque(
-            (place, action) for place, (is_own, action) in enumerate(order) if not is_own
-        )
-        for place, (is_own, action) in enumerate(order):
-            while receives and (receives[0][0] <= place or wire.can_begin_early(receives[0][1])):
-                wire.begin_receive(receives.popleft()[1])
-            if is_own:
-                yield lane, action
-        wire.finish()
+
+def _actions(
+    lane: Lane, wire: MessageWire, meanwhile: Callable[[], None] | None
+) -> Iterator[tuple[int, Action]]:
+    """Yields this process's actions; begins the receives between them, and waits for all sends.
+
+    The wait is at the end.
+    """
+    for due, action in lane.actions:
+        wire.begin_receives(due)
+        yield lane.number, action
+        if meanwhile is not None:
+            meanwhile()
+            meanwhile = None
+    wire.finish()
 
 
 def order_of(schedule: Schedule, lane: int) -> list[tuple[bool, Action]]:

@@ -11,16 +11,16 @@ import torch
 from support.compare import assert_same, copied, micro_batches
 from support.nets import CASES
 from support.stand_in_gpus import Gate, on_host, stand_in_gpus
-from support.stand_in_nccl import OverThreads, stand_in_nccl, world_of
+from support.stand_in_nccl import OverThreads, stand_in_nccl
 from torch import nn
 
 from hybridtrain import HybridModel, World
 from hybridtrain.launch import LaneActivity
 from hybridtrain.pipeline import ENGINES
-from hybridtrain.pipeline.engines.processes import MessageWire
+from hybridtrain.pipeline.engines.processes import Lane, MessageWire
 from hybridtrain.pipeline.messages import pack
 from hybridtrain.pipeline.ties import AliasElsewhere, OwnerElsewhere
-from hybridtrain.schedule import Action
+from hybridtrain.schedule import Action, make_schedule
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -39,13 +39,14 @@ def forward(microbatch):
 class Wires:
     """The wires of two processes with a stage each, which know the formats of their messages."""
 
-    def __init__(self, gpus):
+    def __init__(self, gpus, nccl):
         stage = SimpleNamespace(draws_before_next=lambda microbatch: [])
         message = [(on(gpus, SENDER, 0.0),), torch.zeros(0, dtype=torch.int64)]
         formats = dict.fromkeys(map(forward, range(4)), pack(message, unique=True)[0])
-        self._doing = LaneActivity()
+        schedule = make_schedule("gpipe", len(PEERS), 4)
+        self._doing = doing = LaneActivity()
         self._sender, self._receiver = (
-            MessageWire({rank: stage}, PEERS, world_of(gpus, rank), formats, self._doing)
+            MessageWire({rank: stage}, Lane.of(schedule, rank), nccl.world(rank), formats, doing)
             for rank in PEERS
         )
 
@@ -53,7 +54,7 @@ class Wires:
         self._sender.send(forward(microbatch), [(value,)])
 
     def begin_receive(self, microbatch):
-        self._receiver.begin_receive(forward(microbatch))
+        self._receiver.begin_receives(microbatch + 1)
 
     def receive(self, microbatch):
         ((value,),) = self._receiver.receive(forward(microbatch), self._doing)
@@ -74,7 +75,7 @@ def nccl(gpus):
 
 @pytest.fixture
 def wires(gpus, nccl):
-    return Wires(gpus)
+    return Wires(gpus, nccl)
 
 
 def test_a_message_arrives_while_the_receiver_computes(gpus, nccl, wires):
@@ -130,8 +131,8 @@ def test_a_received_value_stays_until_the_device_has_read_it(gpus, nccl, wires):
 
 def test_tied_parameters_use_the_communicator_that_is_there(gpus, nccl):
     owned, alias = (nn.Parameter(on(gpus, device, float(device))) for device in PEERS)
-    owner = AliasElsewhere(owned, world_of(gpus, SENDER), RECEIVER)
-    user = OwnerElsewhere(alias, world_of(gpus, RECEIVER), SENDER)
+    owner = AliasElsewhere(owned, nccl.world(SENDER), RECEIVER)
+    user = OwnerElsewhere(alias, nccl.world(RECEIVER), SENDER)
     with nccl.rank(SENDER):
         owner.refresh()
     with nccl.rank(RECEIVER):
