@@ -28,7 +28,8 @@ right behind the work that makes its value.
 With gloo, which keeps the two directions apart, a process begins the next few receives ahead of
 their places, in the same order. A message that finds its receive begun is sent at once; another one
 first waits for a question and an answer between the two processes, while both compute. Receives
-begin ahead where the process waits for a message, so that they delay no action that waits for none.
+begin ahead after a process's first action, so that they do not delay it, and in each wait for a
+message.
 
 The sizes of a message must be known before it is received. They follow from the inputs, which the
 first process has: it numbers the kinds of inputs, and sends the number of the step's kind to the
@@ -214,7 +215,7 @@ class MessageWire:
             self._begin_receive(self._receives[self._begun])
             self._begun += 1
 
-    def _begin_ahead(self) -> None:
+    def begin_ahead(self) -> None:
         """Begins receives ahead of their places."""
         if self._accelerator is not None:  # NCCL needs the place, see the module
             return
@@ -245,7 +246,7 @@ class MessageWire:
             action = action._replace(kind="B")
         if action in self._here:
             return self._here.pop(action)
-        self._begin_ahead()
+        self.begin_ahead()
         form, tensors, _, works = self._coming.pop(action)
         doing.wait(True)
         for work in works:
@@ -374,12 +375,14 @@ def _actions(
 
     The wait is at the end.
     """
+    _, first = lane.actions[0]
     for due, action in lane.actions:
         wire.begin_receives(due)
         yield lane.number, action
-        if meanwhile is not None:
-            meanwhile()
-            meanwhile = None
+        if action is first:
+            wire.begin_ahead()
+            if meanwhile is not None:
+                meanwhile()
     wire.finish()
 
 
