@@ -426,7 +426,9 @@ class HybridModel:
         options, devices = self.options, self.world.nb_part
         schedule = forward_only(devices, len(parts), options.stages_per_device, options.placement)
         with self.autocast():
-            return self.pipeline.run_forward(schedule, parts.__getitem__, head, places)
+            return self.pipeline.run_forward(
+                schedule, parts.__getitem__, head, places, self._batch_check.compare
+            )
 
     def schedule(self, chunks: int) -> Schedule:
         """Returns the schedule of a training step of `chunks` micro-batches."""
@@ -517,6 +519,7 @@ class HybridModel:
                 reduce=sync,
                 timeline=recorded,
                 places=cut.places,
+                meanwhile=self._batch_check.compare,
             )
         self._batch_check.finish()
         mean = batch_weight.mean(losses)
@@ -751,7 +754,11 @@ class HybridModel:
             schedule = self.schedule(len(inputs))
             with self.autocast():
                 values = self.pipeline.run_train_step(
-                    schedule, inputs.__getitem__, head, reduce=sync
+                    schedule,
+                    inputs.__getitem__,
+                    head,
+                    reduce=sync,
+                    meanwhile=self._batch_check.compare,
                 )
         else:
             values = self._run_forward(inputs, head)

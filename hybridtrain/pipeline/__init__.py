@@ -18,6 +18,7 @@ engine                 what an engine is, and the step that it runs
 engines/               who runs which actions in which order, over one of two wires
 message_formats        what will cross the borders, from a run on fake tensors
 transfer, messages     values on their way to another device, to another process
+point_to_point         sends and receives between two processes
 reducer                one stage's DDP, told when to average; the norm of gradients, fp16's scale
 ties, batch_norm       parameters of several stages; statistics of several micro-batches
 device_speeds          how fast the devices are, relative to each other

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -243,6 +243,7 @@ class Pipeline:
         reduce: bool = True,
         timeline: Timeline | None = None,
         places: Sequence[MicrobatchPlace] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Runs a step with its backward; gradients are added to `parameter.grad`.
 
@@ -262,7 +263,9 @@ class Pipeline:
         recomputed = whole_stages(self._policy.mode, schedule.chunks)
         training = self._net.training
         state = ThreadState.capture()
-        step = Step(schedule, source, head, state, recomputed, reduce, timeline, training, places)
+        step = Step(
+            schedule, source, head, state, recomputed, reduce, timeline, training, places, meanwhile
+        )
         for stage in self.stages:
             if self.watches_state:
                 stage.begin_step((schedule.chunks, training), self._policy.is_active)
@@ -332,10 +335,13 @@ class Pipeline:
         source: Source,
         head: Head,
         places: Sequence[MicrobatchPlace] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Runs a step of forwards alone; the caller has turned gradients off."""
         training, state = self._net.training, ThreadState.capture()
-        step = Step(schedule, source, head, state, training=training, places=places)
+        step = Step(
+            schedule, source, head, state, training=training, places=places, meanwhile=meanwhile
+        )
         return self._run(step, trains=training)
 
     @property

@@ -113,12 +113,14 @@ INSIDE = """
     # pipeline: the parts of a stage: messages, routes, random numbers, backward in parts
     pipeline.engines.actions unit/model/test_exceptions.py
     pipeline.engines.processes unit/pipeline/test_order_of_messages.py
+    pipeline.engines.processes unit/pipeline/test_stand_in_nccl.py
     pipeline.engines.threads unit/pipeline/test_skips.py
     pipeline.layer_rng support/matrix.py unit/launch/test_gpu_faults.py
     pipeline.layer_rng unit/pipeline/test_layer_rng.py
     pipeline.layer_state unit/pipeline/test_layer_state.py
     pipeline.links unit/pipeline/test_skips.py
-    pipeline.messages unit/pipeline/test_messages.py
+    pipeline.messages unit/pipeline/test_messages.py unit/pipeline/test_order_of_messages.py
+    pipeline.messages unit/pipeline/test_stand_in_nccl.py
     pipeline.model_watch unit/model/test_changed_model.py
     pipeline.pipeline unit/launch/test_gpu_faults.py
     pipeline.recomputation_proof unit/pipeline/test_layer_state.py
@@ -128,7 +130,7 @@ INSIDE = """
     pipeline.replicas unit/pipeline/test_replicas.py
     pipeline.split_backward unit/pipeline/test_split_backward.py
     pipeline.stage unit/pipeline/test_split_backward.py
-    pipeline.ties unit/pipeline/test_placement.py
+    pipeline.ties unit/pipeline/test_placement.py unit/pipeline/test_stand_in_nccl.py
     pipeline.timeline distributed/workers/across_processes.py unit/pipeline/test_timeline.py
     pipeline.transfer support/fake_gpus.py support/stand_in_gpus.py
     pipeline.transfer unit/pipeline/test_stand_in_gpus.py
