@@ -124,7 +124,7 @@ def test_an_error_in_a_model_names_the_layer_the_stage_and_the_micro_batch(
                 "trainer.metrics=acuracy is unknown: did you mean 'accuracy'?",
             ),
             (["trainer.loss=nlll"], "trainer.loss=nlll is unknown: did you mean 'nll'?"),
-            (["trainer.epochs=2"], "give exactly one of trainer.steps= and trainer.epochs="),
+            (["trainer.epochs=2"], "exactly one of trainer.steps= and trainer.epochs="),
             (["trainer.steps=0"], "trainer.steps=0 must be a whole number of at least 1"),
             (["trainer.clip_norm=0"], "trainer.clip_norm=0.0 must be positive"),
             (["trainer.precision=fp8"], "trainer.precision=fp8 is unknown"),

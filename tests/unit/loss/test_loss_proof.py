@@ -738,10 +738,10 @@ def test_a_backward_of_ones_own_names_train_step(caplog):
         output = model(inputs)
     with pytest.raises(RuntimeError, match="does not require grad"):
         F.cross_entropy(output, targets).backward()
-    [said] = [r.message for r in caplog.records if "has no graph" in r.message]
+    [said] = [r.message for r in caplog.records if "model(inputs)" in r.message]
     assert "model.train_step(inputs, targets, loss_fn)" in said
     loss = model.train_step(inputs, targets, F.cross_entropy).loss
-    with pytest.raises(UserError, match="train_step has run the backward already"):
+    with pytest.raises(UserError, match="parameter.grad"):
         loss.backward()
     assert type(loss * 2) is type(copy.deepcopy(loss)) is torch.Tensor
     assert repr(loss).startswith("tensor(")
@@ -758,5 +758,5 @@ def test_an_evaluation_without_gradients_is_silent(caplog):
 
 def test_items_of_the_model_are_those_of_its_net():
     model = HybridModel(net(), cpu_world(2), chunks=2)
-    with pytest.raises(TypeError, match=r"write model.net\[0\]"):
+    with pytest.raises(TypeError, match=r"model\.net\[0\]"):
         model[0]
