@@ -1,7 +1,7 @@
-"""The base of a checkpoint: frozen weights that it leaves out, since they are elsewhere.
+"""The base of a checkpoint: frozen weights that it omits, because their source still has them.
 
-Only models with an adapter have one (`_base.adapter`), after `init_from`. The checkpoint names the
-source in `state.json`, with a digest of its tensors:
+Only models with an adapter have a base (`_base.adapter`), after `init_from`. The checkpoint names
+the source in `state.json`, with a digest of its tensors:
 
     "base": {"source": "./llama", "digest": "8a1b...", "prefix": ""}
 """
@@ -23,7 +23,7 @@ from hybridtrain.checkpoint.weights import read_tree, read_weights
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
 
-# Of each tensor, the numbers at its beginning that the digest covers.
+# The number of leading elements of each tensor that the digest covers.
 _FIRST = 256
 
 
@@ -31,11 +31,11 @@ class Source(NamedTuple):
     """The weights of a source.
 
     Attributes:
-        tensors: by the source's names; a base's tensors come first.
+        tensors: the tensors by the source's names, a base's tensors first.
         extra: other state.
-        base: the source of the frozen weights: another one if this is a checkpoint of an adapter.
-        base_tensors: what is there, by its names without a prefix.
-        prefix: of these names.
+        base: the source of the frozen weights; a different one for a checkpoint of an adapter.
+        base_tensors: the tensors of `base`, by its names without `prefix`.
+        prefix: the prefix of those names.
     """
 
     tensors: dict[str, Tensor]
@@ -45,7 +45,7 @@ class Source(NamedTuple):
     prefix: str = ""
 
     def below(self, prefix: str) -> Source:
-        """Returns the tensors that begin with `prefix`, without it."""
+        """Returns the tensors with names that begin with `prefix`, with the prefix removed."""
         if not prefix:
             return self
         parts = [
@@ -56,14 +56,14 @@ class Source(NamedTuple):
 
 
 def open_source(located: Path, source: str) -> Source:
-    """Returns the weights at a place, and of its base if it is a checkpoint that has one.
+    """Returns the weights at a location, and those of its base if it is a checkpoint with one.
 
     Args:
-        located: of `locate`.
-        source: as the user has named it.
+        located: the result of `locate`.
+        source: the source as the user named it.
 
     Raises:
-        CheckpointError: it cannot be read, or the base is missing or has changed.
+        CheckpointError: it cannot be read, or its base is missing or has changed.
     """
     tensors, extra = read_source(located)
     record = record_of_base(located)
@@ -74,7 +74,7 @@ def open_source(located: Path, source: str) -> Source:
 
 
 def record_of_base(checkpoint: Path) -> dict[str, str] | None:
-    """Returns what a checkpoint says of its base; None: it has none, or is another source."""
+    """Returns a checkpoint's record of its base; None without a base or for another source."""
     if not (checkpoint / MANIFEST).exists():
         return None
     state = read_tree(checkpoint, "state", read_manifest(checkpoint)["files"])
@@ -82,17 +82,17 @@ def record_of_base(checkpoint: Path) -> dict[str, str] | None:
 
 
 def find_base(checkpoint: Path, source: str) -> Path:
-    """Returns the place of a checkpoint's base.
+    """Returns the location of a checkpoint's base.
 
     Raises:
-        CheckpointError: it is not there.
+        CheckpointError: the base is missing.
     """
     try:
         return locate(find_weights(source), False)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{checkpoint} has an adapter alone, for the weights of {source}: put them there again "
-            f"({error})"
+            f"{checkpoint} contains only an adapter, and the base weights {source} are missing: "
+            f"restore them ({error})"
         ) from error
 
 
@@ -100,20 +100,20 @@ def open_base(checkpoint: Path, record: Mapping[str, str]) -> dict[str, Tensor]:
     """Returns the tensors of a checkpoint's base.
 
     Raises:
-        CheckpointError: they are missing, or other ones than those it was trained on.
+        CheckpointError: they are missing, or have changed since training.
     """
     place = find_base(checkpoint, record["source"])
     tensors = open_source(place, record["source"]).below(record["prefix"]).tensors
     if digest_of(tensors) != record["digest"]:
         raise CheckpointError(
-            f"{checkpoint} has an adapter alone, for the weights of {record['source']}, and these "
-            f"have changed since: put back what was there"
+            f"{checkpoint} contains only an adapter, and its base weights {record['source']} have "
+            f"changed since it was trained: restore the original weights"
         )
     return tensors
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """Returns a digest of names, shapes, dtypes and the first numbers of each tensor."""
+    """Returns a digest of the names, shapes, dtypes and first elements of the tensors."""
     hasher = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -126,12 +126,12 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
 def without_base(
     model: HybridModel, state: Mapping[str, Any], updated: Collection[str]
 ) -> dict[str, Any]:
-    """Returns the entries of a state dict that a checkpoint of `model` has to hold.
+    """Returns the entries of a state dict that a checkpoint of `model` has to store.
 
     Args:
-        model: which may have a base.
-        state: with the model's own tensors.
-        updated: names of parameters that an optimizer has updated; they may be frozen by now.
+        model: the model, which may have a base.
+        state: a state dict that includes the model's tensors.
+        updated: names of parameters that an optimizer has updated, even if they are frozen now.
     """
     base: BaseWeights | None = model.base
     if base is None:
@@ -148,11 +148,11 @@ def _is_trained(value: Any) -> bool:
 
 
 def checkpoint_weights(path: Path, files: Mapping[str, Any]) -> Source:
-    """Returns the weights in a checkpoint, without its base's, which are apart.
+    """Returns the weights in a checkpoint, excluding those of its base.
 
     Args:
-        path: its directory, verified.
-        files: of its manifest.
+        path: the directory of the checkpoint, already verified.
+        files: the files listed in its manifest.
     """
     tensors, extra = read_weights(path, files)
     record = record_of_base(path)

@@ -84,7 +84,7 @@ def test_weights_that_are_not_there_are_told_before_the_data_are_loaded(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "load_data", None)
-    assert "init_from=nowhere.pt: there is no" in fail(capfd, *SMALL, "init_from=nowhere.pt")
+    assert "init_from=nowhere.pt: no such file" in fail(capfd, *SMALL, "init_from=nowhere.pt")
 
 
 @pytest.mark.parametrize("key", ["RANK", "WORLD_SIZE"])

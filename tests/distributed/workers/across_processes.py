@@ -515,9 +515,9 @@ def _divided(world):
 
 @cells.add("numbers of processes that do not fit are refused")
 def _refused(world):
-    with pytest.raises(WorldError, match="2 processes .*nb_part=3"):
+    with pytest.raises(WorldError, match=r"2 processes .*nb_part=3"):
         World.from_env(3, "cpu", engine="distributed")
-    with pytest.raises(WorldError, match="inner=tp is unknown: .*pp.*dp"):
+    with pytest.raises(WorldError, match=r"inner=tp is unknown: .*pp.*dp"):
         World.from_env(2, "cpu", engine="distributed", inner="tp")
 
 

@@ -741,7 +741,7 @@ def test_a_backward_of_ones_own_names_train_step(caplog):
     [said] = [r.message for r in caplog.records if "model(inputs)" in r.message]
     assert "model.train_step(inputs, targets, loss_fn)" in said
     loss = model.train_step(inputs, targets, F.cross_entropy).loss
-    with pytest.raises(UserError, match="parameter.grad"):
+    with pytest.raises(UserError, match=r"parameter.grad"):
         loss.backward()
     assert type(loss * 2) is type(copy.deepcopy(loss)) is torch.Tensor
     assert repr(loss).startswith("tensor(")

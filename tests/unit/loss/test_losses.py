@@ -137,7 +137,7 @@ def test_the_weight_of_another_batch_is_refused():
     inputs, targets = batch()
     model = HybridModel(net(), cpu_world(1), chunks=3)
     weights = model.step_weights([(inputs[:2], targets[:2])], cross_entropy)
-    with pytest.raises(BatchError, match="weight= .*step_weights"):
+    with pytest.raises(BatchError, match=r"weight= .*step_weights"):
         model.train_step(inputs, targets, cross_entropy, weight=weights[0])
 
 

@@ -190,10 +190,10 @@ def test_a_checkpoint_of_a_base_that_is_gone_or_has_changed_is_refused(wide, tmp
     init_from(model, wide)
     path = save_checkpoint(CheckpointStore(tmp_path / "saved"), 1, model, None, {}, {})
     save_file(plain_net(seed=1).state_dict(), wide)
-    with pytest.raises(CheckpointError, match="these have changed since"):
+    with pytest.raises(CheckpointError, match=r"wide.* changed"):
         restore_checkpoint(path, chain())
     Path(wide).unlink()
-    with pytest.raises(CheckpointError, match=r"for the weights of .*wide.*: put them there again"):
+    with pytest.raises(CheckpointError, match=r"wide.* missing"):
         restore_checkpoint(path, chain())
 
 
@@ -250,7 +250,7 @@ def test_what_a_base_lacks_must_be_trained(wide):
     weights = load_file(wide)
     del weights["4.bias"]
     save_file(weights, wide)
-    with pytest.raises(CheckpointError, match=r"4.bias, which is frozen: .*modules_to_save"):
+    with pytest.raises(CheckpointError, match=r"frozen parameter 4\.bias: .*modules_to_save"):
         init_from(chain(modules_to_save=["2"], targets=["0"]), wide, strict=False)
 
 

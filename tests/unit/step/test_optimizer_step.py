@@ -70,7 +70,7 @@ def test_a_loop_of_ones_own_saves_and_resumes_in_two_lines(tmp_path):
 
 def test_a_directory_without_a_checkpoint_is_one_line(tmp_path):
     _, step, loader = own_loop(plain_net())
-    with pytest.raises(CheckpointError, match="has no checkpoint"):
+    with pytest.raises(CheckpointError, match="no checkpoint"):
         resume_run(step, tmp_path, loader)
 
 
