@@ -123,7 +123,7 @@ def test_tied_parameters_stay_tied(saved):
 def test_nothing_is_loaded_if_the_optimizer_does_not_fit(saved):
     model, optimizer = trained(1, groups=2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match="parameter groups .*optimizer="):
+    with pytest.raises(CheckpointError, match=r"parameter groups .*optimizer="):
         restore(saved[0], model, optimizer)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])

@@ -217,7 +217,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(net, message, tmp_path
 def test_a_checkpoint_of_other_parameter_groups_is_refused(tmp_path):
     trainer(store=CheckpointStore(tmp_path), steps=1).fit()
     other = trainer(optimizer=lambda p: torch.optim.AdamW([{"params": [x]} for x in p]))
-    with pytest.raises(CheckpointError, match="parameter groups .*optimizer="):
+    with pytest.raises(CheckpointError, match=r"parameter groups .*optimizer="):
         other.resume(tmp_path / "step_00000001")
 
 
