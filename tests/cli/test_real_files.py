@@ -57,8 +57,8 @@ def test_the_first_line_counts_the_samples_names_the_classes_and_the_place(
     said = succeed(capfd, *TEXTS, BERT, "data.path=parts/*.jsonl")
     assert (
         "data: 18 samples to train on, 2 held out; 2 classes: neg, pos; texts of 6 tokens "
-        "(median), 8 (longest), 0% cut by data.max_len=128; 2 files, jsonl from parts/a.jsonl, "
-        "parts/b.jsonl" in said
+        "(median), 8 (longest), 0% truncated by data.max_len=128; 2 files, jsonl from "
+        "parts/a.jsonl, parts/b.jsonl" in said
     )
     config = Path("outputs/t/config.yaml").read_text()
     assert "  classes:\n  - neg\n  - pos\n" in config
@@ -96,19 +96,19 @@ def test_every_line_of_a_table_is_a_sample_as_it_is_written(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "text,label\n", "has a header (text, label) and no samples"),
+        ("a.csv", "text,label\n", "has a header (text, label), but no samples"),
         ("a.jsonl", "", "a.jsonl is empty"),
-        ("a.csv", "text,label\na,0\nb\nc,1\n", "a.csv, line 3: 1 fields, and the header has 2"),
-        ("a.csv", 'text,label\na,0\n"b,1\nc,0\n', "begins at line 3 has a quote that does not fit"),
+        ("a.csv", "text,label\na,0\nb\nc,1\n", "a.csv, line 3: 1 fields, but the header has 2"),
+        ("a.csv", 'text,label\na,0\n"b,1\nc,0\n', "begins at line 3 has a misplaced quote"),
         (
             "a.jsonl",
             '{"text": "a", "label": "x"}\n{"text": "b", "label": 3}\n',
-            "target=label: texts and numbers are mixed: sample 1 of a.jsonl has a text",
+            "target=label mixes texts and numbers: sample 1 of a.jsonl has a text",
         ),
         (
             "a.jsonl",
             '{"text": "a", "label": "x"}\n{"text": null, "label": "y"}\n',
-            "text=text: sample 2 of a.jsonl has no value there",
+            "text=text: sample 2 of a.jsonl has no value",
         ),
     ],
 )
