@@ -788,7 +788,7 @@ class HybridModel:
         return verify(self, [(inputs, targets)] * times, loss_fn, reference)
 
     def without_self_check(self) -> AbstractContextManager[None]:
-        """Skips the comparison of the option `self_check` inside the block."""
+        """Disables `self_check` inside the block."""
         return self._self_check.off()
 
     def autocast(self) -> AbstractContextManager[object]:

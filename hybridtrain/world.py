@@ -283,7 +283,7 @@ class World:
     def watch(self, stacks: Path) -> None:
         """Also ends the run if another process dies between two steps, until `close`.
 
-        Every step, evaluation and run of a `Trainer` is watched anyway: the run ends if another
+        Every step, evaluation and run of a `Trainer` is always watched: the run ends if another
         process dies or makes no progress for `stall_s`. Between the steps of a custom loop, no
         progress is expected unless another process is waiting inside a step.
 

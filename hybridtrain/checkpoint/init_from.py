@@ -106,9 +106,9 @@ def init_from(
 
     chosen, extra, report, base = reader.read(read) or ({}, {}, None, None)
     report, base = world.broadcast((report, base))
-    own, own_extra = split_state(model.net.state_dict())
-    known_extra = {name: value for name, value in extra.items() if name in own_extra}
-    load_weights(model, reader, {**own, **chosen}, {**own_extra, **known_extra})
+    model_tensors, model_extra = split_state(model.net.state_dict())
+    known_extra = {name: value for name, value in extra.items() if name in model_extra}
+    load_weights(model, reader, {**model_tensors, **chosen}, {**model_extra, **known_extra})
     assert report is not None
     model.base = base
     adapter = adapter_of(model.net)
@@ -146,18 +146,18 @@ def _matched(net: nn.Module, located: Path, source: str, strict: bool, prefix: s
     Raises:
         CheckpointError: the tensors do not match the model.
     """
-    found = open_source(located, source).below(prefix)
-    if not found.tensors:
+    source_weights = open_source(located, source).below(prefix)
+    if not source_weights.tensors:
         raise CheckpointError(
             f"init_from={source} has no tensor with the prefix {prefix!r}; its names begin with "
             f"{_beginnings(open_source(located, source).tensors)}"
         )
-    chosen, report = match_weights(net, found.tensors, source)
+    chosen, report = match_weights(net, source_weights.tensors, source)
     problems = report.problems()
     if not report.loaded:
         raise CheckpointError(
             f"init_from={source} has no tensor of the model: the source has "
-            f"{', '.join(sorted(found.tensors)[:3])}, ..., and the model has "
+            f"{', '.join(sorted(source_weights.tensors)[:3])}, ..., and the model has "
             f"{', '.join(list(net.state_dict())[:3])}, ...; prefix= removes a prefix of the "
             f"source's names"
         )
@@ -168,8 +168,8 @@ def _matched(net: nn.Module, located: Path, source: str, strict: bool, prefix: s
             f"init_from={source} does not match the model: {shown}{more}. Set strict=false to load "
             f"the other {len(report.loaded)} tensors"
         )
-    base = base_of(net, found.base, found.base_tensors, found.prefix)
-    return chosen, found.extra, report, base
+    base = base_of(net, source_weights.base, source_weights.base_tensors, source_weights.prefix)
+    return chosen, source_weights.extra, report, base
 
 
 def _beginnings(names: Iterable[str]) -> str:
@@ -260,17 +260,19 @@ def match_weights(
             else:
                 chosen[target] = value
             if target != name:
-                known = (*_PREFIXES, *([f"{base}."] if base else []))
+                known_prefixes = (*_PREFIXES, *([f"{base}."] if base else []))
                 prefixes |= {
-                    prefix for prefix in known if (prefix in name) is not (prefix in target)
+                    prefix
+                    for prefix in known_prefixes
+                    if (prefix in name) is not (prefix in target)
                 }
     # a tied tensor is loaded if any of its names is
     _, others = without_aliases(tensors)
-    given = {others.get(name, name) for name in chosen}
+    matched = {others.get(name, name) for name in chosen}
     missing = [
         name
         for name in tensors
-        if others.get(name, name) not in given and name not in reshaped and name not in optional
+        if others.get(name, name) not in matched and name not in reshaped and name not in optional
     ]
     return chosen, InitReport(
         source,
@@ -316,11 +318,11 @@ def parse_init_from(setting: Any) -> dict[str, Any] | None:
     """
     if setting is None:
         return None
-    given = setting if isinstance(setting, Mapping) else {"path": setting}
-    path = given.get("path")
-    flags = {key: value for key, value in given.items() if key not in ("path", "prefix")}
-    named = {key: value for key, value in given.items() if key == "prefix"}
-    if path is None and "path" in given:
+    arguments = setting if isinstance(setting, Mapping) else {"path": setting}
+    path = arguments.get("path")
+    flags = {key: value for key, value in arguments.items() if key not in ("path", "prefix")}
+    named = {key: value for key, value in arguments.items() if key == "prefix"}
+    if path is None and "path" in arguments:
         raise CheckpointError(
             "init_from.path is not set: set it, or the key that the recipe reads it from, such as "
             "model.source="

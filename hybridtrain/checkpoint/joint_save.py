@@ -90,8 +90,8 @@ class JointSave:
             else:
                 name, problem = self._on_another(store, step, files)
             if problem is not None:
-                own = self._failure if problem.rank == self._rank else None
-                raise own or problem.error()
+                failure = self._failure if problem.rank == self._rank else None
+                raise failure or problem.error()
             return store.root / name
         finally:
             self._failure = None  # its traceback keeps the caller's frames, and the model, alive
@@ -162,10 +162,10 @@ class JointSave:
             if rank in lost:
                 continue
             try:
-                own, problem = self._receive(rank)
+                received, problem = self._receive(rank)
             except RuntimeError as error:  # the connection broke
-                own, problem = {}, Problem.of(rank, error)
-            entries |= own
+                received, problem = {}, Problem.of(rank, error)
+            entries |= received
             if problem is not None:
                 problems.append(problem)
         return problems

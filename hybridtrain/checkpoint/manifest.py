@@ -215,13 +215,13 @@ def _part_of(files: Mapping[str, Any], part: int, parts: int) -> dict[str, Any]:
     if parts == 1:
         return dict(files)
     bytes_of = [0] * parts
-    own = {}
+    part_files = {}
     for name in sorted(files, key=lambda name: (-int(files[name]["size"]), name)):
         least = bytes_of.index(min(bytes_of))
         bytes_of[least] += int(files[name]["size"])
         if least == part:
-            own[name] = files[name]
-    return own
+            part_files[name] = files[name]
+    return part_files
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

@@ -59,33 +59,33 @@ class CheckpointReader:
         if not self.shared:
             return broadcast_tree(self.world, tree, move)
 
-        def own(path: KeyPath, value: Any) -> Any:
+        def local_copy(path: KeyPath, value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             moved = move(path, value)
             # copy, so that the tensor does not map the file
             return moved.clone() if moved is value else moved
 
-        return tree_map_with_path(own, tree)
+        return tree_map_with_path(local_copy, tree)
 
     def sent(
-        self, given: Mapping[str, Tensor], state: Mapping[str, Any], left_out: Container[str]
+        self, available: Mapping[str, Tensor], state: Mapping[str, Any], left_out: Container[str]
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors that rank 0 sends to this process, if only rank 0 reads.
 
         Args:
-            given: the tensors from `read`, by name; some may be missing.
+            available: the tensors from `read`, by name; some may be missing.
             state: the model's state dict, with the same names on every process.
             left_out: names to skip.
         """
         if self.shared:
             return
-        names = self.world.broadcast(set(given))
+        names = self.world.broadcast(set(available))
         for name, tensor in state.items():
             if name in left_out or name not in names:
                 continue
             if self.world.is_main:
-                value = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(given[name])
+                value = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(available[name])
             elif tensor.is_meta:  # another process's stage
                 value = torch.empty(tensor.shape, dtype=tensor.dtype)
             else:

@@ -63,7 +63,9 @@ def same_files(world: World, paths: Sequence[Path]) -> bool:
     if world.size == 1:
         return True
     expected = world.broadcast([(path, fingerprint(path)) for path in paths])
-    all_match = all(found is not None and fingerprint(path) == found for path, found in expected)
+    all_match = all(
+        rank_0s is not None and fingerprint(path) == rank_0s for path, rank_0s in expected
+    )
     return all(world.gather(all_match))
 
 

@@ -106,8 +106,8 @@ def checkpoint_files(
     documents = (model.world.on_main(of_rank_0) if all_write else of_rank_0()) or {}
     value: Callable[[Key], Tensor] = table.value
     if copies is not None:
-        own = [key for key, rank in table.written_by.items() if rank == table.rank]
-        value = copies.take({key: table.value(key) for key in own}).__getitem__
+        owned_keys = [key for key, rank in table.written_by.items() if rank == table.rank]
+        value = copies.take({key: table.value(key) for key in owned_keys}).__getitem__
     infos: dict[str, dict[str, TensorInfo]] = {"model": {}}  # its file exists even without tensors
     for (stem, name), info in table.infos.items():
         infos.setdefault(stem, {})[name] = info
@@ -146,10 +146,12 @@ def _packed(
             "prefix": base.prefix,
         }
     for name, entry in progress.items():
-        own = entry.state_dict()
-        if own.keys() & saved.keys():
-            raise ValueError(f"{name} saves the keys {own.keys() & saved.keys()} of another state")
-        saved |= own
+        entry_state = entry.state_dict()
+        if entry_state.keys() & saved.keys():
+            raise ValueError(
+                f"{name} saves the keys {entry_state.keys() & saved.keys()} of another state"
+            )
+        saved |= entry_state
     for name in states:
         if name in _OWN_FILES or not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(
@@ -221,9 +223,13 @@ def restore_checkpoint(
                 )
             trees[name] = read_tree(path, name, files)
         if optimizer is not None and world.is_main:
-            known = {f"{name}.json" for name in (*_OWN_FILES, *states)}
+            known_files = {f"{name}.json" for name in (*_OWN_FILES, *states)}
             for name in files:
-                if name.endswith(".json") and ".safetensors" not in name and name not in known:
+                if (
+                    name.endswith(".json")
+                    and ".safetensors" not in name
+                    and name not in known_files
+                ):
                     _log.warning("%s of the checkpoint %s is not in states=: ignored", name, path)
         saved = read_tree(path, "state", files)
         saved |= {"averaged": bool(average)} if evaluated else {}

@@ -188,21 +188,21 @@ class StateTable:
         self._own: dict[Key, Tensor] = {}
 
         def describe() -> tuple[dict[str, Any], _Part]:
-            own = optimizer_by_name(model, optimizer)
-            return own, self._describe(model, own)
+            optimizer_state = optimizer_by_name(model, optimizer)
+            return optimizer_state, self._describe(model, optimizer_state)
 
         if form == "alone":
-            own, part = describe()
+            optimizer_state, part = describe()
             parts = [part]
         else:
-            own, part = model.world.on_all(describe)
+            optimizer_state, part = model.world.on_all(describe)
             parts = model.world.gather(part)
         self.extra = {k: v for part in reversed(parts) for k, v in part.extra.items()}
         trees = [
             tree_map_only(TensorInfo, lambda info: info.empty("meta"), part.optimizer)
             for part in parts
         ]
-        trees[self.rank] = own
+        trees[self.rank] = optimizer_state
         self.optimizer = _merged(trees, model)
         infos: dict[Key, TensorInfo] = {}
         self._holders: dict[Key, list[int]] = {}
@@ -221,9 +221,9 @@ class StateTable:
                 if (stem, name) not in self.infos:
                     self.aliases[stem][name] = first
 
-    def _describe(self, model: HybridModel, own: dict[str, Any]) -> _Part:
+    def _describe(self, model: HybridModel, optimizer_state: dict[str, Any]) -> _Part:
         is_first = self.form == "alone" or model.world.data_parallel_rank == 0
-        state = without_base(model, model.pipeline.local_state_dict(), own["state"])
+        state = without_base(model, model.pipeline.local_state_dict(), optimizer_state["state"])
         tensors_of_model = {n: value for n, value in state.items() if isinstance(value, Tensor)}
         groups = {
             # between steps, replicas may have different buffers; replica 0's are saved
@@ -232,20 +232,20 @@ class StateTable:
                 for name, tensor in tensors_of_model.items()
                 if is_first or isinstance(tensor, nn.Parameter)
             },
-            "optimizer": pack("optimizer", own)[1],
+            "optimizer": pack("optimizer", optimizer_state)[1],
         }
         aliases: dict[Key, str] = {}
         for stem, tensors in groups.items():
             check_storable(tensors)
-            kept, others = without_aliases(tensors)
-            self._own |= {(stem, name): tensor for name, tensor in kept.items()}
-            aliases |= {(stem, name): first for name, first in others.items()}
+            unique, first_names = without_aliases(tensors)
+            self._own |= {(stem, name): tensor for name, tensor in unique.items()}
+            aliases |= {(stem, name): first for name, first in first_names.items()}
         extra = {name: value for name, value in state.items() if name not in tensors_of_model}
         return _Part(
             {key: TensorInfo.of(tensor) for key, tensor in self._own.items()},
             aliases,
             extra if is_first else {},
-            tree_map_only(Tensor, TensorInfo.of, own),
+            tree_map_only(Tensor, TensorInfo.of, optimizer_state),
         )
 
     def add(self, stem: str, tensors: Mapping[str, Tensor]) -> None:
@@ -255,8 +255,8 @@ class StateTable:
             CheckpointError: a tensor cannot be stored.
         """
         check_storable(tensors)
-        kept, self.aliases[stem] = without_aliases(tensors)
-        for name, tensor in kept.items():
+        unique, self.aliases[stem] = without_aliases(tensors)
+        for name, tensor in unique.items():
             self._own[stem, name] = tensor
             self.infos[stem, name] = TensorInfo.of(tensor)
             self.written_by[stem, name] = 0
@@ -314,7 +314,7 @@ def _merged(trees: list[Mapping[str, Any]], model: HybridModel) -> dict[str, Any
     if len(trees) == 1:
         return dict(trees[0])  # in the optimizer's order
     groups = [tree["param_groups"] for tree in trees]
-    if len({len(each) for each in groups}) > 1:
+    if len({len(process_groups) for process_groups in groups}) > 1:
         raise CheckpointError(
             "the optimizers of the processes have different numbers of parameter groups: create "
             "the same groups in each process, even if some are empty"

@@ -275,8 +275,8 @@ class CheckpointStore:
             mark = read_best(self.root)
             if mark is None:
                 return None
-            found = generations(self.root, mark.step)
-        path = found[-1] if found else path_of(self.root, mark.step)
+            candidates = generations(self.root, mark.step)
+        path = candidates[-1] if candidates else path_of(self.root, mark.step)
         verify(path)
         return path
 
@@ -297,8 +297,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: all are damaged; the user must decide whether to start from scratch.
         """
-        while found := published(self.root):
-            for _, _, path in reversed(found):
+        while checkpoints := published(self.root):
+            for _, _, path in reversed(checkpoints):
                 try:
                     verify(path)
                 except CheckpointError as error:
@@ -306,8 +306,8 @@ class CheckpointStore:
                     reason = error
                 else:
                     return path
-            if found == published(self.root):  # no run has replaced them in the meantime
-                names = ", ".join(path.name for _, _, path in found)
+            if checkpoints == published(self.root):  # no run has replaced them in the meantime
+                names = ", ".join(path.name for _, _, path in checkpoints)
                 raise CheckpointError(
                     f"none of the checkpoints in {self.root} is intact ({names}): {reason}. "
                     f"Restore one from a copy, or {phrase('start a new run in another directory')}"

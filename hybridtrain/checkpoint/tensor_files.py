@@ -92,10 +92,10 @@ def tensor_writers(
         CheckpointError: a tensor cannot be stored because it is sparse, quantized or on meta.
     """
     check_storable(tensors)
-    kept, aliases = without_aliases(tensors)
-    infos = {name: TensorInfo.of(tensor) for name, tensor in kept.items()}
-    written_by = dict.fromkeys(kept, 0)
-    return share_writers(stem, infos, written_by, 0, kept.__getitem__, aliases, shard_bytes)
+    unique, aliases = without_aliases(tensors)
+    infos = {name: TensorInfo.of(tensor) for name, tensor in unique.items()}
+    written_by = dict.fromkeys(unique, 0)
+    return share_writers(stem, infos, written_by, 0, unique.__getitem__, aliases, shard_bytes)
 
 
 def share_writers(
@@ -164,12 +164,12 @@ def write_weights(path: Path, state: Mapping[str, Any], metadata: Mapping[str, s
     if left_out := ", ".join(name for name in state if name not in tensors):
         _log.warning("%s omits %s: a safetensors file stores only tensors", path, left_out)
     check_storable(tensors)
-    kept, aliases = without_aliases(tensors)
-    infos = {name: TensorInfo.of(tensor) for name, tensor in kept.items()}
+    unique, aliases = without_aliases(tensors)
+    infos = {name: TensorInfo.of(tensor) for name, tensor in unique.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:
-            _write(infos, aliases, kept.__getitem__, file, metadata)
+            _write(infos, aliases, unique.__getitem__, file, metadata)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error}") from error
 
@@ -241,17 +241,17 @@ def without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], d
     Tensors that overlap in memory only in part are not aliases.
     """
     first: dict[Any, str] = {}
-    kept, others = {}, {}
+    unique, aliases = {}, {}
     for name, tensor in tensors.items():
         key: Any = id(tensor)
         if tensor.numel() > 0 and not tensor.is_meta:
             layout = tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
             key = tensor.device, tensor.data_ptr(), tensor.dtype, layout
         if (same := first.setdefault(key, name)) == name:
-            kept[name] = tensor
+            unique[name] = tensor
         else:
-            others[name] = same
-    return kept, others
+            aliases[name] = same
+    return unique, aliases
 
 
 def check_storable(tensors: Mapping[str, Tensor]) -> None:

@@ -46,10 +46,10 @@ def find_weights(source: str | Path) -> Path:
         from huggingface_hub import snapshot_download
 
         # other formats may run code
-        found = snapshot_download(str(source), allow_patterns=["*.safetensors*"])
+        folder = snapshot_download(str(source), allow_patterns=["*.safetensors*"])
     except Exception as error:  # from the network or the Hub, or it is not installed
         raise _not_on_hub(source, error) from error
-    return Path(found)
+    return Path(folder)
 
 
 def locate_weights(source: str | Path, best: bool = False) -> Path | None:

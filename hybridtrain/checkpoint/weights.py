@@ -61,19 +61,20 @@ def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
     return tensors, {name: value for name, value in state.items() if name not in tensors}
 
 
-def check_fits(path: Path, weights: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Checks that `weights` match the model with the state `own`.
+def check_fits(path: Path, weights: Mapping[str, Any], model_state: Mapping[str, Any]) -> None:
+    """Checks that `weights` match the model with the state `model_state`.
 
     Raises:
         CheckpointError: names the first tensors that are missing, unexpected or of another shape.
     """
-    problems = [f"it lacks {name}" for name in own if name not in weights]
-    problems += [f"the model has no {name}" for name in weights if name not in own]
+    problems = [f"it lacks {name}" for name in model_state if name not in weights]
+    problems += [f"the model has no {name}" for name in weights if name not in model_state]
     problems += [
-        f"{name} is {_shape(weights[name])} in the checkpoint and {_shape(own[name])} in the model"
-        for name in own
+        f"{name} is {_shape(weights[name])} in the checkpoint and {_shape(model_state[name])} in "
+        "the model"
+        for name in model_state
         if name in weights
-        and _shape(weights[name]) != _shape(own[name])
+        and _shape(weights[name]) != _shape(model_state[name])
         # a module's extra state may have any shape
         and not name.endswith(EXTRA_STATE)
     ]
@@ -130,11 +131,11 @@ def load_weights(
     # copies, because a module may keep the objects it receives
     received = reader.tree({**extra, **others})
     state = model.net.state_dict()
-    given = {name: value for name, value in weights.items() if not value.is_meta}
+    local_weights = {name: value for name, value in weights.items() if not value.is_meta}
     has_files = reader.shared or model.world.is_main
     if has_files:
         model.load_state_dict({**weights, **received})
-    for name, whole in reader.sent(given, state, received):
+    for name, whole in reader.sent(local_weights, state, received):
         state[name].copy_(whole)
     if not has_files:
         model.load_state_dict({**state, **received})  # for modules with load hooks

@@ -382,8 +382,8 @@ class TrainLoader(Loader):
             first = (position.batch - 1) * self.batch_size
             for share in shares:
                 # a replica without samples gets the batch's first sample
-                own = share if share.stop > share.start else slice(0, 1)
-                indices = order[first + own.start : first + own.stop]
+                samples = share if share.stop > share.start else slice(0, 1)
+                indices = order[first + samples.start : first + samples.stop]
                 yield Request(indices, position.epoch, self._seed)
 
 
@@ -524,7 +524,7 @@ def batch_of_shares(
     if len(pairs) == 1:
         ((inputs, targets),) = pairs
         return Batch(inputs, targets, samples[0], total, last)
-    shares = [Share(*each) for each in zip(replicas, samples, strict=True)]
+    shares = [Share(*fields) for fields in zip(replicas, samples, strict=True)]
     inputs, targets = (Shares(parts, shares) for parts in zip(*pairs, strict=True))
     return Batch(inputs, targets, sum(samples), total, last)
 

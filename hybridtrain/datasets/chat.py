@@ -122,8 +122,8 @@ def chat(
     for split, samples in source.samples.items():
         coded = [render(sample[messages], f"sample {n + 1} of the {split} split, as divided here")
                  for n, sample in enumerate(samples)]  # fmt: skip
-        chats[split], said = _cut(coded, max_len, split)
-        notes += said
+        chats[split], cut_notes = _cut(coded, max_len, split)
+        notes += cut_notes
     pad_id = padding_token(tok)
     metadata: dict[str, Any] = {"task": "causal_lm", "vocab_size": len(tok), "max_len": max_len}
     metadata |= {"special_tokens": special_tokens(tok)}
@@ -287,24 +287,27 @@ class _Renderer:
 
 
 def _cut(chats: Sequence[Chat], max_len: int, split: str) -> tuple[list[Chat], list[str]]:
-    """Returns conversations truncated to `max_len` tokens and a label, and a report of the cuts.
+    """Returns conversations truncated to `max_len` tokens plus one label, and a report.
 
     Raises:
         DataError: no token is left to learn.
     """
-    kept = []
+    remaining = []
     for chat in chats:
         cut = Chat(chat.ids[: max_len + 1], chat.learnt[: max_len + 1], chat.full)
         if cut.learnt.any():
-            kept.append(cut)
+            remaining.append(cut)
     purpose = "to train on" if split == "train" else "to evaluate"
-    if not kept:
+    if not remaining:
         raise DataError(
             f"none of the {len(chats):,} conversations {purpose} has an answer in its first "
             f"{setting('max_len', max_len)} tokens"
         )
     lengths = [chat.full[0] for chat in chats]
-    answers, learnt = sum(chat.full[1] for chat in chats), sum(int(c.learnt.sum()) for c in kept)
+    answers, learnt = (
+        sum(chat.full[1] for chat in chats),
+        sum(int(c.learnt.sum()) for c in remaining),
+    )
     share = sum(length > max_len + 1 for length in lengths) / len(lengths)
     notes = [
         f"conversations {purpose} of {median(lengths):g} tokens (median), {max(lengths)} (longest);"
@@ -313,9 +316,9 @@ def _cut(chats: Sequence[Chat], max_len: int, split: str) -> tuple[list[Chat], l
         if answers
         else ""
     ]
-    if left_out := len(chats) - len(kept):
+    if left_out := len(chats) - len(remaining):
         notes.append(f"{left_out:,} {purpose} left out, because they contain no answer")
-    return kept, notes
+    return remaining, notes
 
 
 class Conversations(Dataset[Any]):

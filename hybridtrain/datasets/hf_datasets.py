@@ -91,9 +91,9 @@ def _for_trained_models(
 ) -> DataSplits:
     """Returns only the texts of `predict_path`, and the tokenizer; see `for_trained_models`."""
     tok = load_tokenizer(tokenizer)
-    given: dict[str, Any] = {"vocab_size": len(tok), "max_len": max_len}
+    tokenizer_facts: dict[str, Any] = {"vocab_size": len(tok), "max_len": max_len}
     if classes is not None:
-        given["classes"] = classes
+        tokenizer_facts["classes"] = classes
     encode = _Encoder(tok, text, text_pair, max_len)
     start = _start(tok, tokenizer, decoder_start) if task == "seq2seq" else -1
     to_predict = None
@@ -103,13 +103,13 @@ def _for_trained_models(
             lengths, complete = _lengths(
                 to_predict.samples, tok, to_predict.texts, task != "causal_lm"
             )
-            given["longest"] = max([metadata["longest"], *lengths]) if complete else None
+            tokenizer_facts["longest"] = max([metadata["longest"], *lengths]) if complete else None
     return DataSplits(
         train=(),
         eval=None,
         predict=to_predict,
         predict_collate=_padded(tok, max_len, pad).of_inputs,
-        metadata={**metadata, **given},
+        metadata={**metadata, **tokenizer_facts},
         tokenizer=tok,
         vocabulary=vocabulary_digest(tok),
     )
@@ -162,7 +162,7 @@ def hf_datasets(
     Items are `(inputs, labels)`. The inputs are a dict with the argument names of the models'
     `forward`: `input_ids` and `attention_mask`, int64 of shape (tokens,), and any other output of
     the tokenizer. A batch is padded to its longest sample, with attention mask 0 at padding. The
-    labels suit a plain loss over the model's logits:
+    labels are for a plain loss over the model's logits:
 
     - `classification`: int64, 0-dim, for `cross_entropy`. Text classes are numbered in the order of
       their names.

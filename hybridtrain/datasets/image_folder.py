@@ -95,8 +95,8 @@ def only_to_predict(
     if predict_path is not None:
         transform = image_transform(image_size)
         to_predict = UnlabelledImages(_files_to_predict(predict_path), transform)
-    given = image_metadata(image_size) | ({"classes": classes} if classes is not None else {})
-    return DataSplits(train=(), eval=None, predict=to_predict, metadata={**metadata, **given})
+    facts = image_metadata(image_size) | ({"classes": classes} if classes is not None else {})
+    return DataSplits(train=(), eval=None, predict=to_predict, metadata={**metadata, **facts})
 
 
 @for_trained_models(only_to_predict)
@@ -179,7 +179,9 @@ def image_folder(
                     f"{setting('root', root)}: {folders[0].name}/ and {folders[1].name}/ must "
                     f"have the same classes, but only one of them has {listed(sorted(different))}"
                 )
-            check_classes(list(of_val), names, str(folders[1]), f"those of {folders[0].name}/,")
+            check_classes(
+                list(of_val), names, str(folders[1]), f"the classes of {folders[0].name}/,"
+            )
             of_eval = _numbered(of_val, names)
         unused_folders = [*(folder.name for folder in splits.values()), *others]
         if unused_folders:

@@ -26,7 +26,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".
 
 
 def read_image(path: str | Path) -> Any:
-    """Returns the image in a file as a PIL image of mode RGB; see the module for the rule.
+    """Returns the image in a file as an RGB PIL image; see the module docstring.
 
     Raises:
         DataError: the file is missing, damaged, too large or of a kind without a known value range;

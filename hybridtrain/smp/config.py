@@ -115,10 +115,10 @@ class SmpConfig:
                 "auto_partition=false needs default_partition=, the partition of modules outside "
                 "any smp.partition"
             )
-        known = {option.name for option in fields(PipelineOptions)} | {*OWN_KEYS}
+        names = {option.name for option in fields(PipelineOptions)} | {*OWN_KEYS}
         for name in self.own:
-            if name not in known:
-                hint = did_you_mean(name, sorted(known), "settings")
+            if name not in names:
+                hint = did_you_mean(name, sorted(names), "settings")
                 raise ConfigError(f"{OWN_KEY}.{name} is unknown: {hint}")
         check_choice(f"{OWN_KEY}.engine", self.engine, ("local", "distributed"))
 
@@ -173,8 +173,8 @@ OWN_KEYS = ("engine", "devices", "timeout_s", "stall_s", "trust_pickles")
 
 def _value(name: str, value: object) -> str:
     """Formats a value of the library's option `name` as in an smp configuration."""
-    theirs = {ours: schedule for schedule, ours in SCHEDULES.items()}
-    return theirs.get(str(value), str(value)) if name == "schedule" else str(value)
+    smp_names = {ours: schedule for schedule, ours in SCHEDULES.items()}
+    return smp_names.get(str(value), str(value)) if name == "schedule" else str(value)
 
 
 NAMING = Naming(
@@ -199,13 +199,13 @@ NAMING = Naming(
 """The names of the library's arguments in smp, for functions that call the library."""
 
 
-def parse(given: Mapping[str, Any]) -> SmpConfig:
+def parse(parameters: Mapping[str, Any]) -> SmpConfig:
     """Validates the dictionary `parameters` of smp 1.x and returns it as a configuration.
 
     Raises:
         ConfigError: a key is unknown or refused, or a value is wrong; the message names the key.
     """
-    values = dict(given)
+    values = dict(parameters)
     if "partitions" in values:
         degree = values.pop("partitions")
         if values.setdefault("pipeline_parallel_degree", degree) != degree:
@@ -218,20 +218,20 @@ def parse(given: Mapping[str, Any]) -> SmpConfig:
     for name, why in REFUSED.items():
         value = values.pop(name, None)
         if value is True or value not in (None, False, 0, 1):
-            raise ConfigError(f"{name}={given[name]!r}: {why}")
+            raise ConfigError(f"{name}={parameters[name]!r}: {why}")
     for name in NO_MEANING:
         values.pop(name, None)
-    own = values.pop(OWN_KEY, {})
-    if not isinstance(own, Mapping):
-        raise ConfigError(f"{OWN_KEY}={own!r} must be a dictionary of settings")
-    known = [option.name for option in fields(SmpConfig) if option.name != "own"]
+    settings = values.pop(OWN_KEY, {})
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{OWN_KEY}={settings!r} must be a dictionary of settings")
+    keys = [option.name for option in fields(SmpConfig) if option.name != "own"]
     for name in values:
-        if name not in known:
-            everything = [*known, "partitions", *NO_MEANING, *REFUSED, OWN_KEY]
+        if name not in keys:
+            everything = [*keys, "partitions", *NO_MEANING, *REFUSED, OWN_KEY]
             raise ConfigError(f"{name} is unknown: {did_you_mean(name, everything, 'keys')}")
-    if "memory_weight" not in values and given.get("optimize") == "speed":
+    if "memory_weight" not in values and parameters.get("optimize") == "speed":
         values["memory_weight"] = 0.2  # smp's defaults
-    return SmpConfig(**values, own=dict(own))
+    return SmpConfig(**values, own=dict(settings))
 
 
 def parameters_of(distribution: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -356,9 +356,9 @@ def config_from_distribution(
         raise ConfigError(
             "smdistributed.dataparallel cannot be combined with modelparallel: remove it"
         )
-    given = dict(parameters_of(distribution))
-    config = parse(given)
-    notes = {key: why for key, why in NO_MEANING.items() if key in given}
+    parameters = dict(parameters_of(distribution))
+    config = parse(parameters)
+    notes = {key: why for key, why in NO_MEANING.items() if key in parameters}
     mpi = _dictionary(distribution.get("mpi", {}), "mpi")
     processes, environment = _mpi(mpi, notes)
     if processes is None:
@@ -370,18 +370,18 @@ def config_from_distribution(
             f"{instance_count * processes} processes, which is not a multiple of "
             f"pipeline_parallel_degree={degree}: change one of them"
         )
-    meant = {key: value for key, value in given.items() if key not in NO_MEANING}
-    if "memory_weight" not in given and given.get("optimize") == "speed":
+    meant = {key: value for key, value in parameters.items() if key not in NO_MEANING}
+    if "memory_weight" not in parameters and parameters.get("optimize") == "speed":
         meant["memory_weight"] = config.memory_weight
     return LaunchConfig(config, meant, instance_count, processes, environment, notes)
 
 
 def _mpi(mpi: Mapping[str, Any], notes: dict[str, str]) -> tuple[int | None, dict[str, str]]:
     """Returns the processes per node, and the variables that `mpirun -x` would pass on."""
-    known = ("enabled", "processes_per_host", "custom_mpi_options")
+    keys = ("enabled", "processes_per_host", "custom_mpi_options")
     for key in mpi:
-        if key not in known:
-            raise ConfigError(f"mpi.{key} is unknown: the keys are {', '.join(known)}")
+        if key not in keys:
+            raise ConfigError(f"mpi.{key} is unknown: the keys are {', '.join(keys)}")
     processes = mpi.get("processes_per_host")
     if processes is not None and (type(processes) is not int or processes < 1):
         raise ConfigError(f"mpi.processes_per_host={processes!r} must be 1 or more")

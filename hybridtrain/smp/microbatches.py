@@ -84,8 +84,8 @@ class ArgumentCutter:
         whole: list[tuple[str, Any, int | None]] = []
         trees: list[tuple[Any, int]] = []
         names = self._names_of_positional(bound)
-        given = [*zip(names, bound.args, strict=True), *bound.kwargs.items()]
-        for name, value in given:
+        arguments = [*zip(names, bound.args, strict=True), *bound.kwargs.items()]
+        for name, value in arguments:
             if isinstance(value, DataLoader):
                 raise BatchError(
                     f"{self._name} got a DataLoader as {name}: pass the batches that the loader "
@@ -217,8 +217,8 @@ class SplitDataset(Dataset[Any]):
     def select(self, partition: str) -> None:
         """Selects the part from which the data set returns samples."""
         if partition not in self._ranges:
-            known: Sequence[str] = list(self._ranges)
-            raise ConfigError(f"unknown partition {partition!r}: choose {', '.join(known)}")
+            names: Sequence[str] = list(self._ranges)
+            raise ConfigError(f"unknown partition {partition!r}: choose {', '.join(names)}")
         self._selected = self._ranges[partition]
 
     def __len__(self) -> int:

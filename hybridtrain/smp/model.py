@@ -194,7 +194,7 @@ class DistributedModel(nn.Module):
         body = current_body()
         if body is None:
             raise UserError(
-                "the model of smp.DistributedModel can be called only in a function under "
+                "call the model of smp.DistributedModel only in a function decorated with "
                 "@smp.step: put the forward, the loss and model.backward(loss) into one"
             )
         return body.call_model(args, kwargs)
@@ -216,7 +216,7 @@ class DistributedModel(nn.Module):
         body = current_body()
         if body is None:
             raise UserError(
-                "call model.backward only in a function under @smp.step, after the model"
+                "call model.backward only in a function decorated with @smp.step, after the model"
             )
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         gradients: list[Tensor | None] = [None] * len(roots)

@@ -89,15 +89,19 @@ class DistributedOptimizer(Optimizer):
         **dynamic_loss_args: Any,
     ) -> None:
         runtime = current()
-        given = dict(dynamic_loss_args.pop("dynamic_loss_args", None) or {}, **dynamic_loss_args)
-        for name in given:
+        arguments = dict(
+            dynamic_loss_args.pop("dynamic_loss_args", None) or {}, **dynamic_loss_args
+        )
+        for name in arguments:
             if name not in _SCALE_ARGUMENTS:
                 hint = did_you_mean(name, _SCALE_ARGUMENTS, "arguments")
                 raise ConfigError(f"smp.DistributedOptimizer: unknown argument {name}: {hint}")
         self.loss_scaler = None
         if runtime.config.fp16:
             dynamic = dynamic_loss_scale or static_loss_scale is None
-            self.loss_scaler = _scaler({**_SCALE_ARGUMENTS, **given}, dynamic, static_loss_scale)
+            self.loss_scaler = _scaler(
+                {**_SCALE_ARGUMENTS, **arguments}, dynamic, static_loss_scale
+            )
         self.overflow = self._updates = False
         if any(optimizer is self for optimizer in runtime.optimizers):
             return
@@ -195,9 +199,9 @@ class DistributedOptimizer(Optimizer):
         number = count()
         self._numbers = []
         for group in self.param_groups:
-            group["params"], given = [], group["params"]
-            self._numbers.append([next(number) for _ in given])
-            for p, its_number in zip(given, self._numbers[-1], strict=True):
+            group["params"], parameters = [], group["params"]
+            self._numbers.append([next(number) for _ in parameters])
+            for p, its_number in zip(parameters, self._numbers[-1], strict=True):
                 if id(p) in parameters_here or not (p.is_meta or id(p) in of_model):
                     group["params"].append(p)
                     self._own_numbers.append(its_number)
@@ -214,13 +218,13 @@ class DistributedOptimizer(Optimizer):
         if self._shares is None:
             yield
             return
-        given = [group["params"] for group in self.param_groups]
+        all_parameters = [group["params"] for group in self.param_groups]
         for group in self.param_groups:
             group["params"] = [p for p in group["params"] if self._shares.owns(p)]
         try:
             yield
         finally:
-            for group, parameters in zip(self.param_groups, given, strict=True):
+            for group, parameters in zip(self.param_groups, all_parameters, strict=True):
                 group["params"] = parameters
 
     def _keep_own_share(self) -> None:
@@ -257,21 +261,22 @@ class DistributedOptimizer(Optimizer):
         Raises:
             ConfigError: the parameter groups differ.
         """
-        given = whole(state_dict)
-        groups = given["param_groups"]
-        own = Optimizer.state_dict(self)["param_groups"]
-        numbers = self._numbers or [group["params"] for group in own]
+        state = whole(state_dict)
+        groups = state["param_groups"]
+        current_groups = Optimizer.state_dict(self)["param_groups"]
+        numbers = self._numbers or [group["params"] for group in current_groups]
         if [list(group["params"]) for group in groups] != numbers:
             raise ConfigError(
                 "the state has parameter groups that differ from the optimizer's: construct the "
                 "optimizer with the same groups as the saved one"
             )
-        entries = given["state"]
+        entries = state["state"]
         if self._numbers is not None:
             places = {number: place for place, number in enumerate(self._own_numbers)}
             entries = {places[n]: entry for n, entry in entries.items() if n in places}
         merged = [
-            {**theirs, "params": mine["params"]} for theirs, mine in zip(groups, own, strict=True)
+            {**saved, "params": current["params"]}
+            for saved, current in zip(groups, current_groups, strict=True)
         ]
         Optimizer.load_state_dict(self, {"state": entries, "param_groups": merged})
         self._keep_own_share()
@@ -336,14 +341,14 @@ def _track_steps(optimizer: Any) -> None:
 
     The scheduler has replaced the instance's `step` by a call of the plain optimizer's.
     """
-    own = ref(optimizer)
+    reference = ref(optimizer)
 
     @wraps(type(optimizer).step)
     def step(*args: Any, **kwargs: Any) -> Any:
-        found = own()
-        assert found is not None
-        found._opt_called = True
-        return type(found).step(found, *args, **kwargs)
+        target = reference()
+        assert target is not None
+        target._opt_called = True
+        return type(target).step(target, *args, **kwargs)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = step
@@ -358,19 +363,19 @@ def _check_not_divided(what: str) -> None:
         )
 
 
-def _scaler(given: Mapping[str, Any], dynamic: bool, static: float | None) -> GradScaler:
+def _scaler(arguments: Mapping[str, Any], dynamic: bool, static: float | None) -> GradScaler:
     kind = current().world.devices[0].type
     if not dynamic:
         never = 2**31 - 1
         return GradScaler(
             kind, init_scale=float(static or 1.0), growth_interval=never, adapts=False
         )
-    factor = float(given["scale_factor"])
+    factor = float(arguments["scale_factor"])
     return GradScaler(
         kind,
-        init_scale=float(given["init_scale"]),
+        init_scale=float(arguments["init_scale"]),
         growth_factor=factor,
         backoff_factor=1 / factor,
-        growth_interval=int(given["scale_window"]),
-        min_scale=float(given["min_scale"]),
+        growth_interval=int(arguments["scale_window"]),
+        min_scale=float(arguments["min_scale"]),
     )

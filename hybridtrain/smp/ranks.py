@@ -6,7 +6,7 @@
 
 With all stages in one process (`engine="local"`), pp and mp contain only this process too.
 
-The module also has messages between processes (picklable objects with tensors on any device), and
+The module also sends messages between processes (picklable objects with tensors on any device) and
 joins the partial states of a pipeline's processes to the state of the whole model.
 """
 
@@ -218,7 +218,7 @@ def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
     processes = object_group(group)
     if processes is None:
         return [obj]
-    return [_unpacked(one) for one in objects.gather(_packed(obj), processes)]
+    return [_unpacked(packed) for packed in objects.gather(_packed(obj), processes)]
 
 
 def reduce_scatter(parts: Sequence[Any], group: CommGroup = CommGroup.WORLD) -> Any:
@@ -235,7 +235,7 @@ def reduce_scatter(parts: Sequence[Any], group: CommGroup = CommGroup.WORLD) -> 
     if len(parts) != len(ranks):
         raise UserError(f"reduce_scatter needs {len(ranks)} parts, one per process: {len(parts)}")
     position = ranks.index(current().world.rank)
-    return reduce(add, [given[position] for given in allgather(list(parts), group)])
+    return reduce(add, [process_parts[position] for process_parts in allgather(list(parts), group)])
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
@@ -266,10 +266,10 @@ def _packed(obj: Any) -> Any:
 
 
 def _unpacked(obj: Any) -> Any:
-    def own(leaf: Any) -> Any:
+    def to_device(leaf: Any) -> Any:
         return leaf.tensor.to(device()) if isinstance(leaf, _OnGPU) else leaf
 
-    return tree_map(own, obj)
+    return tree_map(to_device, obj)
 
 
 PARTIAL = "_smp_is_partial"

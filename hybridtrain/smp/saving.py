@@ -313,8 +313,8 @@ def resume_from_checkpoint(
 
     def restore() -> None:
         assert model.hybrid is not None
-        own = runtime.optimizers[0] if load_optimizer and runtime.optimizers else None
-        restore_run(_ScriptStep(model.hybrid, own), checkpoint, {_CONTENT: FixedState({})})
+        optimizer = runtime.optimizers[0] if load_optimizer and runtime.optimizers else None
+        restore_run(_ScriptStep(model.hybrid, optimizer), checkpoint, {_CONTENT: FixedState({})})
 
     if model.partitioned:
         restore()

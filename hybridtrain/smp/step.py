@@ -192,10 +192,10 @@ class _Step:
                 )
         if not self._follows_first:
             return args, kwargs
-        mine = tensors if pp_rank() == 0 else None
-        first = iter(allgather(mine, CommGroup.MP_GROUP)[0])
-        found: tuple[Any, Any] = tree_map_only(Tensor, lambda _: next(first), (args, kwargs))
-        return found
+        sent = tensors if pp_rank() == 0 else None
+        first = iter(allgather(sent, CommGroup.MP_GROUP)[0])
+        received: tuple[Any, Any] = tree_map_only(Tensor, lambda _: next(first), (args, kwargs))
+        return received
 
     def _check_flags(self, before: Mapping[str, Any]) -> None:
         """Refuses process-wide flags that the function changes before it calls the model.
@@ -387,13 +387,13 @@ def shared(values: list[Any], world: World, drawn_from: Sequence[Tensor]) -> lis
         # one broadcast per large tensor, in tree order, which is the same in all processes
         if not tensor.is_meta:
             return tensor
-        own = large.pop(0) if here else torch.empty_like(tensor, device=world.devices[0])
-        sent = own.to(world.wire_device)
+        buffer = large.pop(0) if here else torch.empty_like(tensor, device=world.devices[0])
+        sent = buffer.to(world.wire_device)
         dist.broadcast(sent.view(torch.uint8) if sent.dim() else sent, group=group, group_src=last)
         return sent.to(world.devices[0])
 
-    found: list[Any] = tree_map_only(Tensor, received, structure)
-    return values if here else found
+    result: list[Any] = tree_map_only(Tensor, received, structure)
+    return values if here else result
 
 
 def names_backward(function: Callable[..., Any]) -> bool:
@@ -473,13 +473,15 @@ def _codes(function: Any, seen: set[int], depth: int = 4) -> Iterator[types.Code
     if not depth:
         return
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-    known = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    referenced = {
+        name: function.__globals__[name] for name in names if name in function.__globals__
+    }
     for name, cell in cells:
         try:
-            known[name] = cell.cell_contents
+            referenced[name] = cell.cell_contents
         except ValueError:  # not bound yet
             continue
-    for value in known.values():
+    for value in referenced.values():
         yield from _codes(value, seen, depth - 1)
         if isinstance(value, types.ModuleType | type) or hasattr(value, "__dict__"):
             owner = value if isinstance(value, types.ModuleType | type) else type(value)
