@@ -230,7 +230,7 @@ def test_texts_that_a_model_cannot_take_are_refused_before_the_first_step(
         "num_attention_heads: 2, intermediate_size: 16, max_position_embeddings: 16}"  # fmt: skip
     write_jsonl("short.jsonl", rows(20))
     short = [*TEXTS, bert, "data.path=short.jsonl", "run_name=short"]
-    of_bert = "texts have up to 42 tokens, and the model has 16 positions: set data.max_len=16"
+    of_bert = "up to 42 tokens, but the model only has 16 positions: set data.max_len=16"
     write_jsonl("long.jsonl", [{**row, "text": "the plot " * 20} for row in rows(20)])
     assert of_bert in fail(capfd, *short, "data.eval_path=long.jsonl")
     assert "has 16 positions" in fail(capfd, *short, "data.pad=max_len")
@@ -289,7 +289,7 @@ def test_a_model_of_transformers_for_another_task_is_one_line(
         capfd, *own, "trainer.steps=1", "model=transformers", "model.config={model_type: vit}"
     )
     assert "AutoModelForSequenceClassification of vit: Unrecognized configuration class" in told
-    assert "task=classification may be another one of classification, regression, image_" in told
+    assert "task=classification " in told
 
 
 @pytest.mark.thorough

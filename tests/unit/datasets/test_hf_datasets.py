@@ -398,7 +398,7 @@ def test_an_image_model_from_a_config_takes_the_size_of_the_data():
     config |= {"image_size": 64}
     made = transformers_model(config=config, task="image_classification", num_classes=3, channels=1)
     assert made(other).logits.shape == (2, 3)
-    with pytest.raises(ConfigError, match="does not take the images of the data set, 32 x 32"):
+    with pytest.raises(ConfigError, match="images of the data set, 32 x 32"):
         transformers_model(config=config, task="image_classification", **of_data)
 
 
