@@ -109,7 +109,7 @@ def test_a_distribution_becomes_a_torchrun_line_and_a_configuration():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (distribution(mpi={"processes_per_host": 6}), "6 processes, which .*degree=4 does not"),
+        (distribution(mpi={"processes_per_host": 6}), "processes_per_host=6 .*degree=4"),
         (distribution(mpi={"processes_per_host": 0}), "processes_per_host=0 must be"),
         (distribution(mpi={"hosts": 1}), "mpi.hosts is unknown"),
         ({"mpi": {}}, 'distribution has no "smdistributed"'),
