@@ -18,7 +18,7 @@ from hybridtrain.loss.by_name import CountFn
 from hybridtrain.loss.metrics import IGNORED
 
 WAY_OUT = (
-    "declare what it is a mean over: MeanLoss(model_output, lambda inputs, _: "
+    "pass its count: MeanLoss(model_output, lambda inputs, _: "
     '(inputs["labels"] != -100).sum()), with inputs["labels"][:, 1:] for a causal language model'
 )
 

@@ -72,8 +72,8 @@ class Attendance:
         """
         if self._pending is None:
             return
-        least, most, left = self._agreed()
-        if left:
+        least, most, any_left = self._agreed()
+        if any_left:
             self._failed = True
             raise BatchError(
                 f"a replica ended after {-least} training steps, but this one is in step {most}: "

@@ -186,16 +186,16 @@ def find_origin(
     """
     origin = _origin_in_forward(model, trained, loss_fn)
     origins = [
-        (each, rank) for rank, each in enumerate(model.world.gather(origin)) if each is not None
+        (place, rank) for rank, place in enumerate(model.world.gather(origin)) if place is not None
     ]
     if origins:
         (_, _, _, where), rank = min(origins)
         return where + f" (rank {rank})" * (model.world.size > 1)
     in_backward = _origin_in_backward(model) if gradients else None
-    backwards = [each for each in model.world.gather(in_backward) if each]
+    backwards = [place for place in model.world.gather(in_backward) if place]
     if not backwards:
         return "no single layer: a second forward of the batch is finite"
-    return max(backwards, key=lambda each: each[0])[1]
+    return max(backwards, key=lambda place: place[0])[1]
 
 
 def largest_gradient(model: HybridModel) -> str:

@@ -216,8 +216,8 @@ def check_steps_alone(optimizer: Optimizer, key: str) -> None:
     Raises:
         ConfigError: it requires one; the message names the argument `key`.
     """
-    for each in getattr(optimizer, "optimizers", [optimizer]):
-        closure = inspect.signature(each.step).parameters.get("closure")
+    for inner in getattr(optimizer, "optimizers", [optimizer]):
+        closure = inspect.signature(inner.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise ConfigError(_needs_closure(key))
 
@@ -266,9 +266,9 @@ def keys_of_state(optimizer: Optimizer) -> list[frozenset[str]]:
     them without an argument.
     """
     keys = []
-    for each in getattr(optimizer, "optimizers", [optimizer]):
-        kinds = [kind for kind in type(each).__mro__ if "__init__" in vars(kind)]
+    for inner in getattr(optimizer, "optimizers", [optimizer]):
+        kinds = [kind for kind in type(inner).__mro__ if "__init__" in vars(kind)]
         settings = {name for kind in kinds for name in inspect.signature(kind).parameters}
-        made = frozenset(getattr(each, "defaults", {})) - settings
-        keys += [made] * len(each.param_groups)
+        made = frozenset(getattr(inner, "defaults", {})) - settings
+        keys += [made] * len(inner.param_groups)
     return keys
