@@ -120,7 +120,7 @@ PLANTED: dict[str, tuple[list[str], str, str]] = {
     "missing weights": (
         [*DIGITS, "init_from=nothing.safetensors"],
         "init_from",
-        "init_from=nothing.safetensors: there is no such file",
+        "init_from=nothing.safetensors: no such file",
     ),
     "weights without a path": (
         [*DIGITS, "init_from={path:null}"],

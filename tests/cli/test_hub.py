@@ -127,7 +127,7 @@ def test_a_model_of_timm_trains_and_timm_loads_its_state_dict(tmp_path: Path) ->
     ("words", "message"),
     [
         ([], "either model.source= or model.config="),
-        (["model.source=./nowhere"], "source=./nowhere: there is no such folder"),
+        (["model.source=./nowhere"], "source=./nowhere: no such folder"),
         (["model.config={hidden_size: 3}"], "needs a model_type, such as bert"),
         (["model.config={model_type: bret}"], "bert"),
         (["model.config={model_type: bert, hiden_size: 3}"], "no such setting"),

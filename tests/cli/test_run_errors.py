@@ -32,7 +32,7 @@ from hybridtrain.cli.run import build
             (["world.backend=mpi"], "world.backend=mpi is not available"),
             (
                 ["init_from=nowhere.pt"],
-                "init_from=nowhere.pt: there is no such file or directory\n",
+                "init_from=nowhere.pt: no such file or directory\n",
             ),
             (
                 ["trainer.metrics={f1: torchmetrics.F1Score}"],
