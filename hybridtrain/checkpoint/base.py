@@ -1,7 +1,7 @@
-"""The base of a checkpoint: frozen weights that it leaves out, since they are elsewhere.
+"""The base of a checkpoint: frozen weights that it omits, because their source still has them.
 
-Only models with an adapter have one (`_base.adapter`), after `init_from`. The checkpoint names the
-source in `state.json`, with a digest of its tensors:
+Only models with an adapter have a base (`_base.adapter`), after `init_from`. The checkpoint names
+the source in `state.json`, with a digest of its tensors:
 
     "base": {"source": "./llama", "digest": "8a1b...", "prefix": ""}
 """
@@ -23,7 +23,7 @@ from hybridtrain.checkpoint.weights import read_tree, read_weights
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
 
-# Of each tensor, the numbers at its beginning that the digest covers.
+# The number of leading elements of each tensor that the digest covers.
 _FIRST = 256
 
 
@@ -31,11 +31,11 @@ class Source(NamedTuple):
     """The weights of a source.
 
     Attributes:
-        tensors: by the source's names; a base's tensors come first.
+        tensors: the tensors by the source's names, a base's tensors first.
         extra: other state.
-        base: the source of the frozen weights: another one if this is a checkpoint of an adapter.
-        base_tensors: what is there, by its names without a prefix.
-        prefix: of these names.
+        base: the source of the frozen weights; a different one for a checkpoint of an adapter.
+        base_tensors: the tensors of `base`, by its names without `prefix`.
+        prefix: the prefix of those names.
     """
 
     tensors: dict[str, Tensor]
@@ -45,7 +45,7 @@ class Source(NamedTuple):
     prefix: str = ""
 
     def below(self, prefix: str) -> Source:
-        """Returns the tensors that begin with `prefix`, without it."""
+        """Returns the tensors with names that begin with `prefix`, with the prefix removed."""
         if not prefix:
             return self
         parts = [
@@ -56,14 +56,14 @@ class Source(NamedTuple):
 
 
 def open_source(located: Path, source: str) -> Source:
-    """Returns the weights at a place, and of its base if it is a checkpoint that has one.
+    """Returns the weights at a location, and those of its base if it is a checkpoint with one.
 
     Args:
-        located: of `locate`.
-        source: as the user has named it.
+        located: the result of `locate`.
+        source: the source as the user named it.
 
     Raises:
-        CheckpointError: it cannot be read, or the base is missing or has changed.
+        CheckpointError: it cannot be read, or its base is missing or has changed.
     """
     tensors, extra = read_source(located)
     record = record_of_base(located)
@@ -81,7 +81,7 @@ def source_of_base(checkpoint: Path) -> str | None:
 
 
 def record_of_base(checkpoint: Path) -> dict[str, str] | None:
-    """Returns what a checkpoint says of its base; None: it has none, or is another source."""
+    """Returns a checkpoint's record of its base; None without a base or for another source."""
     if not (checkpoint / MANIFEST).exists():
         return None
     state = read_tree(checkpoint, "state", read_manifest(checkpoint)["files"])
@@ -89,12 +89,12 @@ def record_of_base(checkpoint: Path) -> dict[str, str] | None:
 
 
 class Base(NamedTuple):
-    """The base of a checkpoint, found.
+    """The base weights of a checkpoint.
 
     Attributes:
-        source: as `init_from` takes it.
+        source: the location in the form that `init_from` takes.
         place: the file or folder.
-        tensors: by their names without a prefix.
+        tensors: the tensors by their names without a prefix.
     """
 
     source: str
@@ -106,12 +106,13 @@ def open_base(checkpoint: Path, record: Mapping[str, str], now: str | None = Non
     """Returns the base of a checkpoint.
 
     Args:
-        checkpoint: its directory.
-        record: of `record_of_base`.
-        now: where the base is, if it was moved; None or not the same weights: where it was.
+        checkpoint: the directory of the checkpoint.
+        record: the result of `record_of_base`.
+        now: the new location of a base that was moved; None, or a location with other weights: the
+            recorded one.
 
     Raises:
-        CheckpointError: it is at neither place, or its weights have changed.
+        CheckpointError: the base is at neither location, or its weights have changed.
     """
     problems = []
     for source in dict.fromkeys([now or record["source"], record["source"]]):
@@ -124,21 +125,20 @@ def open_base(checkpoint: Path, record: Mapping[str, str], now: str | None = Non
         tensors = (found if found.prefix else found.below(record["prefix"])).base_tensors
         if digest_of(tensors) == record["digest"]:
             return Base(found.base, place, tensors)
-        problems.append(f"init_from={source} has other weights now")
+        problems.append(f"init_from={source} contains other weights now")
     raise CheckpointError(
-        f"{checkpoint} holds an adapter only, which was trained on the weights of "
-        f"{record['source']}, and these are not there: {'; '.join(problems)}. If they were moved, "
-        f"set init_from= to their place, or the key that the recipe takes it from, such as "
-        f"model.source="
+        f"{checkpoint} contains only an adapter, and its base weights {record['source']} are "
+        f"missing: {'; '.join(problems)}. If they were moved, set init_from= to their location, "
+        f"or the key that the recipe takes it from, such as model.source="
     )
 
 
 def is_moved(checkpoint: Path, now: str) -> bool:
-    """Returns whether a checkpoint has a base, it is not where it was, and `now` is another place.
+    """Returns True if a checkpoint's base is not at its recorded location, and `now` is another.
 
     Args:
-        checkpoint: its directory.
-        now: a source, as `init_from` takes it.
+        checkpoint: the directory of the checkpoint.
+        now: a location in the form that `init_from` takes.
     """
     record = record_of_base(checkpoint)
     if record is None or record["source"] == now:
@@ -151,7 +151,7 @@ def is_moved(checkpoint: Path, now: str) -> bool:
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """Returns a digest of names, shapes, dtypes and the first numbers of each tensor."""
+    """Returns a digest of the names, shapes, dtypes and first elements of the tensors."""
     hasher = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -164,12 +164,12 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
 def without_base(
     model: HybridModel, state: Mapping[str, Any], updated: Collection[str]
 ) -> dict[str, Any]:
-    """Returns the entries of a state dict that a checkpoint of `model` has to hold.
+    """Returns the entries of a state dict that a checkpoint of `model` has to store.
 
     Args:
-        model: which may have a base.
-        state: with the model's own tensors.
-        updated: names of parameters that an optimizer has updated; they may be frozen by now.
+        model: the model, which may have a base.
+        state: a state dict that includes the model's tensors.
+        updated: names of parameters that an optimizer has updated, even if they are frozen now.
     """
     base: BaseWeights | None = model.base
     if base is None:
@@ -186,15 +186,15 @@ def _is_trained(value: Any) -> bool:
 
 
 def checkpoint_weights(path: Path, files: Mapping[str, Any], now: str | None = None) -> Source:
-    """Returns the weights in a checkpoint, without its base's, which are apart.
+    """Returns the weights in a checkpoint, with those of its base as `base_tensors`.
 
     Args:
-        path: its directory, verified.
-        files: of its manifest.
-        now: where its base is, if it was moved; see `open_base`.
+        path: the directory of the checkpoint, already verified.
+        files: the files listed in its manifest.
+        now: the new location of a base that was moved; see `open_base`.
 
     Raises:
-        CheckpointError: it cannot be read, or the base is missing or has changed.
+        CheckpointError: the checkpoint cannot be read, or its base is missing or has changed.
     """
     tensors, extra = read_weights(path, files)
     record = record_of_base(path)

@@ -1,12 +1,12 @@
 """The data sets of the config group `data`: one function each, which returns `DataSplits`.
 
-A function is the `_target_` of a file in `configs/data/`, and its parameters are that file's keys.
-It reads from the disk (or from the package), downloads only when told to, and raises `DataError`
-when the data is missing, damaged or too small. torchvision, torchtext, datasets and transformers
-are imported when a function needs them: they take seconds, and all but the first are optional.
-
-What a sample draws, such as a random part of an image or masked tokens, is drawn with PyTorch in
-`__getitem__`, of one sample at a time: so that a loader can seed it by the sample.
+Each function is the `_target_` of a file in `configs/data/`, and its parameters are that file's
+keys. It reads from the disk (or from the package), downloads only on request, and raises
+`DataError` if the data is missing, damaged or too small. Functions import torchvision, torchtext,
+datasets and transformers when they need them: these imports take seconds, and all but the first are
+optional.
+Random parts of a sample, such as crops or masked tokens, are drawn with PyTorch in `__getitem__`,
+one sample at a time, so that a loader can seed them per sample.
 """
 
 from hybridtrain.datasets.chat import chat

@@ -1,12 +1,13 @@
 """Models: one function each, from plain arguments to an `nn.Module`.
 
-A function is the `_target_` of a file in `configs/model/`, and its parameters are that file's
-keys. Those written for this project return an `nn.Sequential`, which the pipeline cuts between its
-elements: each takes one argument and returns one value; both may be a tuple of tensors, batch
-first. Bad arguments raise `ConfigError` and are named. `returns` declares whether a model returns
-logits, log-probabilities, values or its own loss; the loss of a run follows from it.
+Each function is the `_target_` of a file in `configs/model/`, and its parameters are that file's
+keys. Models written for this project return an `nn.Sequential`, which the pipeline splits between
+its elements: each takes one argument and returns one value; both may be a tuple of tensors, batch
+first. Invalid arguments raise a `ConfigError` that names them. `returns` declares whether a model
+returns logits, log-probabilities, values or its own loss, which determines the loss of a run.
 
-A wrapper takes the module of any of them and returns what is trained; its name is a key of `model`.
+A wrapper takes the module of any model and returns the module to train; its name is a key of
+`model`.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from hybridtrain.models.transformer import transformer
 from hybridtrain.models.transformers_models import transformers_model
 
 WRAPPERS: dict[str, Callable[..., nn.Module]] = {"lora": lora}
-"""Functions that change a model after it is made, in this order, by the key of `model`."""
+"""Functions that change a model after its creation, in this order, by the key of `model`."""
 
 __all__ = [
     "basicnet",

@@ -247,7 +247,7 @@ def test_one_process_plans_a_pipeline_over_several(capfd: pytest.CaptureFixture[
     assert len(re.findall(r"^ +\d  not started  cpu$", said, re.M)) == 4
     # training still needs the processes
     message = fail(capfd, *SMALL, *across, "run_name=planned")
-    assert "1 process cannot be shared by pipelines of pipeline.nb_part=4 processes" in message
+    assert "1 process cannot be divided into pipelines of pipeline.nb_part=4 processes" in message
 
 
 def test_a_new_plan_does_not_replace_that_of_a_run_with_checkpoints(

@@ -36,7 +36,7 @@ def test_a_learning_rate_that_is_far_too_large_ends_with_one_line_and_keeps_what
     message = end(capfd, 3, *SMALL, "trainer.steps=60", "optim.lr=1e9")
     assert "the run has diverged: 10 consecutive steps" in message
     assert "trainer.max_skipped=10" in message
-    assert "it began in stage " in message
+    assert "Origin in step " in message
     assert f"The last good checkpoint is outputs/digits/checkpoints/{LAST}" in message
     assert "set trainer.clip_norm=" in message
     assert steps(copied) == before

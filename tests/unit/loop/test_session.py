@@ -238,7 +238,7 @@ def test_mistakes_are_named(tmp_path):
         with pytest.raises(BatchError, match="samples in dim 0"):
             session.gather_for_metrics(torch.tensor(1.0))
         break
-    with pytest.raises(CheckpointError, match="has no checkpoint"):
+    with pytest.raises(CheckpointError, match="no checkpoint"):
         session.load_state(tmp_path)
     with pytest.raises(ConfigError, match="nb_part= or world="):
         Session(2, world=world)

@@ -68,7 +68,7 @@ def with_method(base, name):
         ),
         (
             {"optimizer": torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])},
-            r"optimizer=LBFGS: its step computes the loss again, by a closure",
+            r"optimizer=LBFGS: .*closure",
         ),
         (
             {"lr_schedule": ReduceLROnPlateau(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))},

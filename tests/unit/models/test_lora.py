@@ -277,7 +277,7 @@ def test_what_a_base_lacks_must_be_trained(wide):
     weights = load_file(wide)
     del weights["4.bias"]
     save_file(weights, wide)
-    with pytest.raises(CheckpointError, match=r"4.bias, which is frozen: .*modules_to_save"):
+    with pytest.raises(CheckpointError, match=r"frozen parameter 4\.bias: .*modules_to_save"):
         init_from(chain(modules_to_save=["2"], targets=["0"]), wide, strict=False)
 
 
