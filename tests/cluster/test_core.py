@@ -187,9 +187,9 @@ def what_a_check_says_of_a_job_is_what_slurm_and_the_job_do(slurm: Slurm, wait: 
             assert "Reason=Partition" in slurm.run("scontrol", "show", "job", number)
             slurm.run("scancel", number)
     # Slurm takes this one, and it ends with the error that the check has found
-    small = [*SMALL, "run_name=few", "submit.nodes=3", "submit.time=10m", "data.batch_size=2"]
-    assert problems(slurm.run(*submit, "--check", *small, code=2)) == ["batches"]
-    number = slurm.run(*submit, *small).splitlines()[-1]
+    lost = [*SMALL, "run_name=lost", "submit.time=10m", "init_from=missing.safetensors"]
+    assert problems(slurm.run(*submit, "--check", *lost, code=2)) == ["init_from"]
+    number = slurm.run(*submit, *lost).splitlines()[-1]
     slurm.wait_until_gone(number)
     assert "ExitCode=2:0" in slurm.run("scontrol", "show", "job", number)
 

@@ -205,8 +205,8 @@ def slurm_time(seconds: int) -> str:
 def _check_values(submit: SubmitConfig) -> None:
     check_choice("submit.to", submit.to, TARGETS)
     least = {"signal_s": 0, "max_requeues": 0}
-    numbers = ("nodes", "processes_per_node", "gpus_per_node", "array_parallelism")
-    numbers += ("cpus_per_task", "cpus_per_gpu")
+    of_nodes = ("nodes", "processes_per_node", "gpus_per_node", "array_parallelism")
+    numbers = (*of_nodes, "cpus_per_task", "cpus_per_gpu")
     for name, minimum in (least | dict.fromkeys(numbers, 1)).items():
         value = getattr(submit, name)
         if value is not None and value < minimum:
