@@ -41,8 +41,8 @@ from hybridtrain.schedule import (
 _LARGE = 10e9
 _VERY_LARGE = 30e9
 
-# On more devices, published steps with fully sharded data parallelism took 2 to 4 times as long as
-# predicted (docs/planning-details.md).
+# On more devices, published steps with ZeRO-3 took 2 to 4 times as long as predicted
+# (docs/planning-details.md).
 _MOST_SHARDED = 512
 
 # How many of the layouts that were not chosen are shown with their times.
@@ -114,7 +114,8 @@ class PricedPlans:
         if sharded is None:
             return "does not fit, or the devices do not divide the batch"
         if self.hardware.devices > _MOST_SHARDED:
-            return f"{sharded}; above {_MOST_SHARDED} GPUs published runs took 2 to 4 times as long"
+            slower = "published steps with ZeRO-3 took 2 to 4 times as long as predicted"
+            return f"{sharded}; above {_MOST_SHARDED} GPUs, {slower}"
         if self.advises_fsdp2:
             saving = 1 - sharded.step_ms / self.prices[0].step_ms
             return f"{sharded}; {saving:.0%} less than this plan, so take it"

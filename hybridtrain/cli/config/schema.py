@@ -275,7 +275,9 @@ class SubmitConfig(Group):
     gpus_per_node: int | None = None
     """GPUs of a node; null: none."""
     cpus_per_task: int | None = None
-    """CPUs of each process; null: as the cluster has it."""
+    """CPUs of each process; null: `cpus_per_gpu` for each of its GPUs."""
+    cpus_per_gpu: int | None = None
+    """CPUs of each process for each of its GPUs; null: as the cluster has it."""
     mem: Any = None
     """Memory of a node, such as `64G`; null: as the cluster has it."""
     partition: str | None = None
@@ -293,8 +295,10 @@ class SubmitConfig(Group):
     """Seconds before the time limit at which the run is asked to save and stop; 0: never."""
     max_requeues: int = 20
     """The number of times that a job which was stopped, and has saved, is queued again."""
+    modules: list[str] = field(default_factory=list)
+    """Modules that the script loads before the lines of `setup`, such as `[cuda]`."""
     setup: list[str] = field(default_factory=list)
-    """Lines of the script before the run, such as `[module load cuda]`."""
+    """Lines of the script before the run, such as `[export NCCL_DEBUG=WARN]`."""
     container: Any = None
     """The container of the processes: `{runtime: pyxis, image: my.sqsh, gpus: nvidia, mounts:
     [/data], args: []}`, the runtime `pyxis`, `apptainer`, `singularity`, `charliecloud`, `shifter`
