@@ -39,7 +39,7 @@ from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.launch import detect
 from hybridtrain.loss import resolve
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import MEASURED_SPLITS, CostTable, Planner
+from hybridtrain.partitioning import MEASURED_SPLITS, CostTable, Planner, priced_mode
 from hybridtrain.price import (
     Choices,
     DoesNotFit,
@@ -308,6 +308,9 @@ def _choices(
 ) -> Choices:
     """Returns what a search may choose from; `share` is a replica's part of a batch."""
     pipeline, free = config.pipeline, Choices()
+    given_mode = priced_mode(pipeline.recompute)
+    if given_mode == "layers":  # a search would choose others; whole stages cost about as much
+        given_mode = "always"
     cuts_by_rule = options.split in _SPLITS
     modes = [
         mode
@@ -323,12 +326,7 @@ def _choices(
         stages_per_device=free.stages_per_device
         if "stages_per_device" in keys
         else [pipeline.stages_per_device],
-        recompute=modes if "recompute" in keys else [_as_mode(pipeline.recompute)],
+        recompute=modes if "recompute" in keys else [given_mode],
         shard=[config.world.shard],
         options=options if cuts_by_rule else None,
     )
-
-
-def _as_mode(recompute: Any) -> str:
-    """Returns the mode that costs about what the option does: single layers as whole stages."""
-    return recompute if isinstance(recompute, str) else "always"

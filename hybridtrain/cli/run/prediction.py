@@ -20,7 +20,7 @@ from hybridtrain.data import DataSplits, largest_batch, length_of
 from hybridtrain.graph import Layer
 from hybridtrain.loss import LossFn
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import LayerCost, LossOfStep, Plan, recompute_policy
+from hybridtrain.partitioning import LayerCost, LossOfStep, Plan, priced_mode, recompute_policy
 from hybridtrain.price import ParallelLayout, Prediction, StepWork, predict_step, why_not_priced
 from hybridtrain.schedule import Schedule, fullest_moments, peak_in_flight
 from hybridtrain.world import World
@@ -82,7 +82,7 @@ def predict_step_of_run(
         chunks=len(sizes) * len(world.owned_replicas),
         schedule=options.schedule,
         stages_per_device=options.stages_per_device,
-        recompute=options.recompute if isinstance(options.recompute, str) else "layers",
+        recompute=priced_mode(options.recompute),
         shard=options.shard if world.data_parallel_size > 1 else "none",
     )
     names = [layer.name for stage in stages for layer in stage]
