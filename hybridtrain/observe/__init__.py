@@ -12,7 +12,7 @@ notebook       pictures of a run in a notebook
 from typing import TYPE_CHECKING, Any
 
 from hybridtrain._base.registry import on_first_use
-from hybridtrain.observe.trackers import TRACKERS
+from hybridtrain.observe.trackers import TRACKERS, RegisteredTracker
 
 if TYPE_CHECKING:
     from hybridtrain.observe.confusion import confusion_of, is_confusion
@@ -60,6 +60,7 @@ __all__ = [
     "NodesPoint",
     "Progress",
     "QueuedTracker",
+    "RegisteredTracker",
     "RunRecord",
     "RunSettings",
     "TensorBoard",

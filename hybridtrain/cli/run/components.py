@@ -492,17 +492,17 @@ def build_trackers(
     if config.monitor.report:
         observe.check_installed()
     run, chosen = directory.path, config.monitor.chosen()
-    places: dict[str, dict[str, Any]] = {
-        "tensorboard": {"directory": run, "title": run.name},
-        "csv": {"path": run / "metrics.csv"},
-        "profile": {"directory": run / "profile"},
-    }
     _refuse_nameless("monitor", "tracker", chosen)
-    others: dict[str, Any] = {"directory": run, "group": config.monitor.group}
-    named = {**TRACKERS, "profile": CALLBACKS["profile"]}
+    named = {name: tracker.path for name, tracker in TRACKERS.items()}
+    named["profile"] = CALLBACKS["profile"]
     callbacks: list[Callback] = []
     for name, settings in chosen.items():
-        key, defaults = f"monitor.{name}", places.get(name, others)
+        key = f"monitor.{name}"
+        defaults = {"directory": run, "group": config.monitor.group}
+        if name in TRACKERS:
+            defaults |= {"title": run.name, "path": run / f"metrics.{name}"}
+        elif name == "profile":
+            defaults = {"directory": run / name}
         arguments = _with_target(key, None if settings is True else settings, named)
         if name == "progress":
             skipped = quiet
