@@ -9,9 +9,9 @@ hyperparameters  which keys runs are compared by
 notebook       pictures of a run in a notebook
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hybridtrain._base.registry import on_first_use
+from hybridtrain._base.registry import import_on_first_use
 from hybridtrain.observe.trackers import TRACKERS, RegisteredTracker
 
 if TYPE_CHECKING:
@@ -95,14 +95,9 @@ _NAMES = {
     "trackers": "CSVFile MLflow MetricsFile Progress QueuedTracker TensorBoard Tracker WandB",
     "trackers.progress": "describe_values",
 }
-"""The names of each module, which is imported when one of them is first used."""
 
-
-def __getattr__(name: str) -> Any:
-    # on first use: a run without pictures or a page imports neither PIL nor what draws them
-    paths = [
-        f"{__name__}.{module}:{exported}"
-        for module, names in _NAMES.items()
-        for exported in names.split()
-    ]
-    return on_first_use(__name__, name, paths)
+# a run without pictures or a page imports neither PIL nor what draws them
+import_on_first_use(
+    __name__,
+    (f"{__name__}.{module}:{name}" for module in _NAMES for name in _NAMES[module].split()),
+)

@@ -83,13 +83,19 @@ TARGETS: dict[str, Targets] = {
     ),
 }
 
-# The functions of a module that a config may call.
-_FUNCTIONS: dict[str, Callable[[Any], Iterable[object]]] = {
-    "torchvision.models": lambda module: map(module.get_model_builder, module.list_models()),
-    "hybridtrain.models": lambda module: (getattr(module, name) for name in module.__all__),
-    "hybridtrain.datasets": lambda module: (getattr(module, name) for name in module.__all__),
-    "hybridtrain.loss": lambda losses: losses.LOSSES.values(),
-    "torch.nn.functional": lambda module: (
+
+def _exported(module: Any, name: str) -> list[object]:
+    """Returns the object that a package exports by this name; the others are not imported."""
+    return [getattr(module, name)] if name in module.__all__ else []
+
+
+# The functions of a module that a config may call; of some modules, the one of that name.
+_FUNCTIONS: dict[str, Callable[[Any, str], Iterable[object]]] = {
+    "torchvision.models": lambda module, _: map(module.get_model_builder, module.list_models()),
+    "hybridtrain.models": _exported,
+    "hybridtrain.datasets": _exported,
+    "hybridtrain.loss": lambda losses, _: losses.LOSSES.values(),
+    "torch.nn.functional": lambda module, _: (
         value
         for name, value in vars(module).items()
         if name.endswith(("_loss", "cross_entropy", "_with_logits", "kl_div"))
@@ -252,7 +258,8 @@ def _is_listed(targets: Targets, target: Any) -> bool:
         module = importlib.import_module(name)
         listed: Iterable[object] = ()
         if not isinstance(target, type):
-            listed = _FUNCTIONS[name](module) if name in _FUNCTIONS else ()
+            own_name = getattr(target, "__name__", "")
+            listed = _FUNCTIONS[name](module, own_name) if name in _FUNCTIONS else ()
         elif targets.kind is not None and issubclass(target, pkgutil.resolve_name(targets.kind)):
             # the attribute too, which the module may import on first use
             listed = (getattr(module, target.__name__, None), *vars(module).values())

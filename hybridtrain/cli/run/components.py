@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -74,9 +75,9 @@ def build_model(config: Config, data: DataSplits) -> nn.Module:
         defaults=data.metadata,
         ignore=WRAPPER_KEYS,
     )
-    for name, wrap in WRAPPERS.items():
+    for name, path in WRAPPERS.items():
         if (chosen := config.model.get(name)) not in (None, False):
-            net = _wrapped(net, f"model.{name}", wrap, chosen)
+            net = _wrapped(net, f"model.{name}", resolve_name(path), chosen)
     return net
 
 

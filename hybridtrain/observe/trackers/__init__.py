@@ -7,9 +7,9 @@ progress           a bar or lines
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hybridtrain._base.registry import on_first_use
+from hybridtrain._base.registry import import_on_first_use
 
 if TYPE_CHECKING:
     from hybridtrain.loop import Tracker
@@ -82,8 +82,5 @@ _NOT_IN_A_CONFIG = (
     "hybridtrain.observe.trackers.queued:QueuedTracker",
 )
 
-
-def __getattr__(name: str) -> Any:
-    # the keys of a config are read from `TRACKERS` without torch, which the base class imports
-    paths = [*(tracker.path for tracker in TRACKERS.values()), *_NOT_IN_A_CONFIG]
-    return on_first_use(__name__, name, paths)
+# the keys of a config are read from `TRACKERS` without torch, which the base class imports
+import_on_first_use(__name__, [*(tracker.path for tracker in TRACKERS.values()), *_NOT_IN_A_CONFIG])
