@@ -244,16 +244,16 @@ def _on_top_of(
         (not composed.leftovers and not any(differences(of_run, composed.config)))
         or _holds_for_run(composed, others, base, recipe)
     ):
-        given = composed
-        tree = dict(given.tree)
+        source = composed
+        tree = dict(source.tree)
         # not the recipe's: these belong to the command
         tree |= {name: value for name, value in _of_no_command().items() if name not in keys}
-        leftovers = {name: names for name, names in given.leftovers.items() if name in keys}
+        leftovers = {name: names for name, names in source.leftovers.items() if name in keys}
     else:
-        given = compose_settings(others, config_dir, base=base)
-        tree, leftovers = dict(given.tree), dict(given.leftovers)
+        source = compose_settings(others, config_dir, base=base)
+        tree, leftovers = dict(source.tree), dict(source.leftovers)
     # An option that is chosen has the recipe's keys on top, as when the run began.
-    for group, values in given.tree.items() if given is not composed else ():
+    for group, values in source.tree.items() if source is not composed else ():
         if group in keys and isinstance(values, Mapping):
             of_group = [o for o, k in zip(overrides, keys, strict=True) if k.split(".")[0] == group]
             if recipe is not None:

@@ -139,9 +139,9 @@ def _chosen_keys(settings: Settings) -> list[str]:
     something other than the default. A split by hand gives the number of stages.
     """
     pipeline, defaults = settings.config.pipeline, PipelineConfig()
-    keys, given = auto_keys(pipeline), given_keys(settings.overrides)
+    keys, set_keys = auto_keys(pipeline), given_keys(settings.overrides)
     for key in _WITH_SCHEDULE if "schedule" in keys else ():
-        is_set = f"pipeline.{key}" in given or getattr(pipeline, key) != getattr(defaults, key)
+        is_set = f"pipeline.{key}" in set_keys or getattr(pipeline, key) != getattr(defaults, key)
         by_hand = key == "stages_per_device" and pipeline.split not in _SPLITS
         if key not in keys and not is_set and not by_hand:
             keys.append(key)

@@ -151,13 +151,13 @@ def build_loss(config: Config, data: DataSplits | None = None) -> LossFn:
 def _with_settings(name: str, config: Config, data: DataSplits | None) -> LossFn:
     """Returns a loss by its name, with the smoothing of its labels and the weights of classes."""
     loss_fn = LOSSES[name]
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if config.trainer.label_smoothing:
         if not 0 < config.trainer.label_smoothing < 1:
             raise ConfigError(
                 f"trainer.label_smoothing={config.trainer.label_smoothing} must be from 0 to 1"
             )
-        given["label_smoothing"] = config.trainer.label_smoothing
+        arguments["label_smoothing"] = config.trainer.label_smoothing
     weights = config.trainer.class_weights
     if weights is not None:
         if weights != AUTO and not (
@@ -166,12 +166,12 @@ def _with_settings(name: str, config: Config, data: DataSplits | None) -> LossFn
             raise ConfigError(
                 f"trainer.class_weights={weights} must be auto, or a number for each class"
             )
-        given["weight"] = None if data is None else _class_weights(weights, data)
+        arguments["weight"] = None if data is None else _class_weights(weights, data)
     takes = inspect.signature(loss_fn).parameters
     for key, argument in (("label_smoothing",) * 2, ("weight", "class_weights")):
-        if key in given and key not in takes:
+        if key in arguments and key not in takes:
             raise ConfigError(f"trainer.loss={name} has no trainer.{argument}: leave it out")
-    return partial(loss_fn, **given) if given else loss_fn
+    return partial(loss_fn, **arguments) if arguments else loss_fn
 
 
 def _class_weights(weights: Any, data: DataSplits) -> Tensor:
@@ -242,12 +242,12 @@ def build_metrics(
 
 def _metric_by_name(name: str, metadata: Mapping[str, Any]) -> Any:
     """Returns a metric, with what the data says of its classes if it takes that."""
-    known = {
+    facts = {
         "num_classes": metadata.get("num_classes"),
         "several": metadata.get("task") == "multilabel",
     }
     takes = inspect.signature(METRICS[name]).parameters
-    return METRICS[name](**{key: value for key, value in known.items() if key in takes})
+    return METRICS[name](**{key: value for key, value in facts.items() if key in takes})
 
 
 def direction_of(
@@ -340,16 +340,16 @@ def _check_rules(
     Raises:
         ConfigError: the optimizer has no such setting for a group.
     """
-    known = build_optimizer(config, [Parameter(torch.zeros(1))], allow).defaults
+    settings = build_optimizer(config, [Parameter(torch.zeros(1))], allow).defaults
     for number, rule in enumerate(rules):
         if not isinstance(rule, Mapping) or "match" not in rule:
             raise ConfigError(f"optim.groups.{number}={rule} must be a mapping with the key match")
         for key in rule:
-            if "_target_" not in rule and key not in ("match", "name", *known):
+            if "_target_" not in rule and key not in ("match", "name", *settings):
                 raise ConfigError(
                     unknown_key(
                         f"optim.groups.{number}.{key}",
-                        [f"optim.groups.{number}.{name}" for name in known],
+                        [f"optim.groups.{number}.{name}" for name in settings],
                     )
                 )
 
@@ -397,8 +397,8 @@ def optimizer_tensors_per_param(config: Mapping[str, Any], allow: Sequence[str] 
         raise ConfigError(
             f"optim._target_={config['_target_']} fails at a step: {error}"
         ) from error
-    kept = optimizer.state[parameter].values()
-    return sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in kept)
+    tensors = optimizer.state[parameter].values()
+    return sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in tensors)
 
 
 def build_lr_schedule(

@@ -153,18 +153,20 @@ def _by_device(summary: Mapping[str, Any], table: Schedule) -> list[int]:
     Of CPU stages the bytes are counted, each at its own peak; those of a device hold their most at
     different times, which the table has. Of a GPU all stages have the peak of the allocator.
     """
-    in_flight, found = peak_in_flight(table), []
+    in_flight, peak_bytes = peak_in_flight(table), []
     for device, moments in enumerate(fullest_moments(table)):
-        own = [stage for stage in range(table.stages) if table.lane_of[stage] == device]
-        peaks = [summary["stages"][stage]["peak_memory_bytes"] for stage in own]
+        stages = [stage for stage in range(table.stages) if table.lane_of[stage] == device]
+        peaks = [summary["stages"][stage]["peak_memory_bytes"] for stage in stages]
         if summary["device_memory"]:
-            found.append(max(peaks))
+            peak_bytes.append(max(peaks))
             continue
-        each = [summary["stages"][stage].get("microbatch_bytes", 0) for stage in own]
-        at_peaks = sum(in_flight[stage] * nbytes for stage, nbytes in zip(own, each, strict=True))
-        together = max(sum(map(mul, moment.inputs, each)) for moment in moments)
-        found.append(sum(peaks) - at_peaks + together)
-    return found
+        sizes = [summary["stages"][stage].get("microbatch_bytes", 0) for stage in stages]
+        at_peaks = sum(
+            in_flight[stage] * nbytes for stage, nbytes in zip(stages, sizes, strict=True)
+        )
+        together = max(sum(map(mul, moment.inputs, sizes)) for moment in moments)
+        peak_bytes.append(sum(peaks) - at_peaks + together)
+    return peak_bytes
 
 
 def prediction_in_words(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
