@@ -431,11 +431,11 @@ class Trainer:
             CheckpointError: it is missing or damaged, or is of another model.
             ConfigError: a run counted in epochs has another number of samples per step.
         """
-        found = find_checkpoint(path, self.world, missing_ok)
-        if found is not None:
-            restore_run(self._step, found, self.states, progress=self)
-            self._checkpoints.begin_at(self, found)
-        return found is not None
+        checkpoint = find_checkpoint(path, self.world, missing_ok)
+        if checkpoint is not None:
+            restore_run(self._step, checkpoint, self.states, progress=self)
+            self._checkpoints.begin_at(self, checkpoint)
+        return checkpoint is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress of the run, in JSON's types; the position counts samples."""
