@@ -20,7 +20,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from hybridtrain._base.hardware import Hardware
-from hybridtrain.errors import check_choice
+from hybridtrain.errors import ConfigError, check_choice
 from hybridtrain.observe import TRACKERS
 from hybridtrain.options import LoaderOptions, PipelineOptions, TrainerOptions
 
@@ -247,6 +247,13 @@ class MonitorConfig(Group):
     group: str | None = None
     """The name of runs that belong together, in W&B and MLflow; null: that of the sweep, if there
     is one."""
+
+    def __post_init__(self) -> None:
+        for name in TRACKERS:
+            if not isinstance(value := getattr(self, name), bool | Mapping | None):
+                raise ConfigError(
+                    f"monitor.{name}={value} must be true, false or a mapping of its arguments"
+                )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MonitorConfig) and vars(self) == vars(other)
