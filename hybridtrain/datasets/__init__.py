@@ -9,18 +9,23 @@ Random parts of a sample, such as crops or masked tokens, are drawn with PyTorch
 one sample at a time, so that a loader can seed them per sample.
 """
 
-from hybridtrain.datasets.chat import chat
-from hybridtrain.datasets.cifar10 import cifar10
-from hybridtrain.datasets.digits import digits
-from hybridtrain.datasets.hf_datasets import hf_datasets
-from hybridtrain.datasets.image_folder import image_folder
-from hybridtrain.datasets.image_table import image_table
-from hybridtrain.datasets.imdb import imdb
-from hybridtrain.datasets.mnist import mnist
-from hybridtrain.datasets.python_source import python_source
-from hybridtrain.datasets.standard_input import STANDARD_INPUT
-from hybridtrain.datasets.text_files import text_files
-from hybridtrain.datasets.token_files import token_files
+from typing import TYPE_CHECKING
+
+from hybridtrain._base.registry import import_on_first_use
+
+if TYPE_CHECKING:
+    from hybridtrain.datasets.chat import chat
+    from hybridtrain.datasets.cifar10 import cifar10
+    from hybridtrain.datasets.digits import digits
+    from hybridtrain.datasets.hf_datasets import hf_datasets
+    from hybridtrain.datasets.image_folder import image_folder
+    from hybridtrain.datasets.image_table import image_table
+    from hybridtrain.datasets.imdb import imdb
+    from hybridtrain.datasets.mnist import mnist
+    from hybridtrain.datasets.python_source import python_source
+    from hybridtrain.datasets.standard_input import STANDARD_INPUT
+    from hybridtrain.datasets.text_files import text_files
+    from hybridtrain.datasets.token_files import token_files
 
 __all__ = [
     "STANDARD_INPUT",
@@ -36,3 +41,6 @@ __all__ = [
     "text_files",
     "token_files",
 ]
+
+# each name is that of its module
+import_on_first_use(__name__, (f"{__name__}.{name.lower()}:{name}" for name in __all__))

@@ -90,14 +90,14 @@ class Proposal(NamedTuple):
 
 def advise(step: RecordedStep) -> list[Proposal]:
     """Returns the changes worth making, largest part of the step first; empty if there are none."""
-    found = []
+    proposals = []
     for part, propose in _PROPOSALS.items():
         if getattr(step.account, part) > _SMALL * step.account.total:
             proposal = propose(step)
             if proposal is not None and proposal.seconds < (1 - _LEAST_GAIN) * step.account.total:
-                found.append(proposal)
-    found.sort(key=lambda proposal: -getattr(step.account, proposal.part))
-    return found[:_MOST]
+                proposals.append(proposal)
+    proposals.sort(key=lambda proposal: -getattr(step.account, proposal.part))
+    return proposals[:_MOST]
 
 
 def _load_ahead(step: RecordedStep) -> Proposal | None:
@@ -228,10 +228,10 @@ def _unequal_devices(
 
 def _keep_activations(step: RecordedStep) -> Proposal | None:
     """Suggests no recomputation, where the size of the activations is known."""
-    kept = [sum(cost.activation_bytes for cost in stage.layers) for stage in step.plan.stages]
-    if not any(kept):  # not measured
+    sizes = [sum(cost.activation_bytes for cost in stage.layers) for stage in step.plan.stages]
+    if not any(sizes):  # not measured
         return None
-    more = max(size * stage.in_flight for size, stage in zip(kept, step.plan.stages, strict=True))
+    more = max(size * stage.in_flight for size, stage in zip(sizes, step.plan.stages, strict=True))
     costs = step.costs
     saved = step.account.recompute / step.account.forward
     once = {

@@ -61,8 +61,8 @@ def check_arguments(
             )
     if isinstance(callbacks, Callback):
         raise ConfigError(f"callbacks= must be a list: use callbacks=[{_named(callbacks)}(...)]")
-    found = list(callbacks)
-    for callback in found:
+    checked = list(callbacks)
+    for callback in checked:
         if not isinstance(callback, Callback):
             raise ConfigError(
                 f"callbacks= has {_named(callback)}, which is not a Callback: pass an instance, "
@@ -70,7 +70,7 @@ def check_arguments(
                 "hybridtrain.Callback"
             )
         check_hooks(callback)
-    return found
+    return checked
 
 
 def check_hooks(callback: Callback) -> None:
@@ -190,7 +190,7 @@ def batch_norms_watched(model: HybridModel, train: Loader) -> Iterator[None]:
     finally:
         if hook is not None:
             hook.remove()
-    found = {name: one for part in world.gather(fails) for name, one in part.items()}
+    norms_fail = {name: one for part in world.gather(fails) for name, one in part.items()}
     text = (
         f"the last batch of an epoch has {last} samples, so one of its micro-batches has only 1 "
         f"(replicas: {replicas}, {setting('chunks', chunks)})"
@@ -199,11 +199,11 @@ def batch_norms_watched(model: HybridModel, train: Loader) -> Iterator[None]:
         f"set {setting('drop_last', True)}, lower {argument('chunks')}, or choose another "
         f"{argument('batch_size')}"
     )
-    if single := [name for name, one in found.items() if one]:
+    if single := [name for name, one in norms_fail.items() if one]:
         raise ConfigError(
             f"{text}; the batch norm {single[0]} would get 1 value per channel and fail at the "
             f"end of the epoch: {way_out}"
         )
     norms = any(isinstance(module, _BatchNorm) and module.training for module in names)
-    if norms and not found and world.is_main:  # compiled, or traced into a graph without modules
+    if norms and not norms_fail and world.is_main:  # compiled, or in a graph without modules
         _log.warning("%s; batch norm may fail on it: %s", text, way_out)

@@ -167,23 +167,23 @@ class Interruptions:
         """
         store = self._world.watchdog.store if self._world.watchdog is not None else None
         work = f"stop/{next(_evaluation_numbers)}"
-        told, look_at = False, 0.0
+        is_shared, look_at = False, 0.0
 
         def wanted() -> bool:
-            nonlocal told, look_at
+            nonlocal is_shared, look_at
             self._look_at_clock()
             reason = self._flags.requested("stop")
-            if told or store is None:
+            if is_shared or store is None:
                 return reason is not None
             with suppress(RuntimeError):  # the store is gone: the next collective reports it
                 if reason is not None:
-                    told = True
+                    is_shared = True
                     store.request_stop(work, reason)
                 elif (now := time.monotonic()) >= look_at:
                     look_at = now + _POLL_S
                     reason = store.stop_reason(work)
                     if reason is not None:
-                        told = True
+                        is_shared = True
                         self._flags.set("stop", reason)
             return reason is not None
 

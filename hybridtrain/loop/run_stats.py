@@ -71,12 +71,12 @@ def around_pipeline(
     account = Account.sum_of(parts)
     begin, end = windows[0][0], windows[-1][1]
     late = max(0.0, ends["data"] - begin)
-    told = min(late, account.messages)
+    waited = min(late, account.messages)
     between = sum(b[0] - a[1] for a, b in pairwise(windows))
     optimizer = max(0.0, ends["optimizer"] - max(ends["pipeline"], end))
     return account._replace(
-        data=max(0.0, ends["data"] - late + told),
-        messages=account.messages - told,
+        data=max(0.0, ends["data"] - late + waited),
+        messages=account.messages - waited,
         optimizer=optimizer,
         host=account.host
         + max(0.0, begin - ends["data"])
@@ -84,7 +84,7 @@ def around_pipeline(
         + ends["host"]
         - end
         - optimizer
-        + min(0.0, ends["data"] - late + told),
+        + min(0.0, ends["data"] - late + waited),
     )
 
 
@@ -112,12 +112,12 @@ def slow_replica(
         shares: the relative number of samples of each replica; None: it cannot be changed.
     """
     by_replica = _by_replica(accounts)
-    own = own_times(accounts)
-    if len(own) < 2:
+    times = own_times(accounts)
+    if len(times) < 2:
         return None
-    slowest = max(own, key=own.__getitem__)
-    others = Account.mean([by_replica[replica] for replica in own if replica != slowest])
-    late, step = own[slowest] - (others.total - others.stragglers), by_replica[slowest].total
+    slowest = max(times, key=times.__getitem__)
+    others = Account.mean([by_replica[replica] for replica in times if replica != slowest])
+    late, step = times[slowest] - (others.total - others.stragglers), by_replica[slowest].total
     if late < _CLEARLY_SLOWER * step:
         return None
     more = {
@@ -284,11 +284,11 @@ class RunStats:
             self._recorded.keep(recorded)
             values |= {f"account/{name}_ms": s * 1e3 for name, s in mean._asdict().items()}
             if world.data_parallel_size > 1:
-                own = list(own_times(accounts).values())
-                slowest = max(range(len(own)), key=own.__getitem__)
+                times = list(own_times(accounts).values())
+                slowest = max(range(len(times)), key=times.__getitem__)
                 values["replicas/slowest"] = slowest
-                values["replicas/slowest_ms"] = own[slowest] * 1e3
-                values["replicas/mean_ms"] = sum(own) / len(own) * 1e3
+                values["replicas/slowest_ms"] = times[slowest] * 1e3
+                values["replicas/mean_ms"] = sum(times) / len(times) * 1e3
         for index, stage in enumerate(self.stages(optimizer)):
             values[f"stage{index}/forward_ms"] = stage["forward_ms"]
             values[f"stage{index}/backward_ms"] = stage["backward_ms"]
@@ -301,13 +301,13 @@ class RunStats:
         """Returns the time breakdowns of the last step for all devices."""
         world = self._model.world
         in_pipeline = [self._accounts_in_pipeline(timeline) for timeline in self._timelines]
-        own = []
+        accounts = []
         for number, lane in enumerate(self._timelines[-1].own_lanes):
             windows = [each.window(lane, phases.begin[number]) for each in self._timelines]
             parts = [of_batch[lane] for of_batch in in_pipeline]
             account = around_pipeline(phases.ends(number), windows, parts)
-            own.append(DeviceAccount(world.data_parallel_rank, lane, account))
-        return [each for of_rank in world.gather(own) for each in of_rank]
+            accounts.append(DeviceAccount(world.data_parallel_rank, lane, account))
+        return [each for of_rank in world.gather(accounts) for each in of_rank]
 
     def _accounts_in_pipeline(self, timeline: Timeline) -> list[Account]:
         """Returns each device's time breakdown between the batch's first and last action."""
@@ -316,8 +316,10 @@ class RunStats:
         # only the last batch averages gradients
         if self._model.world.data_parallel_size > 1 and timeline is self._timelines[-1]:
             # An all-reduce ends everywhere at once, so its shortest duration contains no waiting.
-            known = self._model.world.gather(reductions)
-            least = {action: min(each.get(action, 0.0) for each in known) for action in reductions}
+            of_ranks = self._model.world.gather(reductions)
+            least = {
+                action: min(times.get(action, 0.0) for times in of_ranks) for action in reductions
+            }
         again = self._model.pipeline.recomputed(schedule.chunks)
         return account_of(schedule, spans, reductions, least, again)
 
@@ -344,8 +346,8 @@ class RunStats:
                 is_fixed = world.fixed_replicas or isinstance(self._train, OwnLoader)
                 shares = None if is_fixed else world.shares
                 slow = slow_replica(self._means(), shares)
-                told = [proposal.text for proposal in advise(typical)]
-                self._advice = [*told, *([slow] if slow else [])]
+                sentences = [proposal.text for proposal in advise(typical)]
+                self._advice = [*sentences, *([slow] if slow else [])]
             except Exception:  # a failure here must not fail a completed run
                 _log.debug("could not compute advice", exc_info=True)
         return self._advice

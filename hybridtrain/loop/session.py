@@ -304,15 +304,15 @@ def keep_own_parameters(optimizer: Optimizer, model: HybridModel, before: Collec
     Raises:
         ConfigError: the optimizer holds parameters that the model does not have.
     """
-    own = {id(parameter) for parameter in model.parameters()}
+    parameters = {id(parameter) for parameter in model.parameters()}
     for group in optimizer.param_groups:
-        if any(id(p) not in own and id(p) not in before for p in group["params"]):
+        if any(id(p) not in parameters and id(p) not in before for p in group["params"]):
             raise ConfigError(
                 "the optimizer holds parameters that the model does not have: build it from "
                 "model.parameters() of the model that you prepare with it"
             )
-        kept = [p for p in group["params"] if id(p) in own]
-        if len(kept) < len(group["params"]):
+        params = [p for p in group["params"] if id(p) in parameters]
+        if len(params) < len(group["params"]):
             if model.world.processes_per_replica == 1:
                 raise ConfigError(
                     "the prepared model's parameters differ from the module's: call "
@@ -320,7 +320,7 @@ def keep_own_parameters(optimizer: Optimizer, model: HybridModel, before: Collec
                     "parameters()"
                 )
             # an optimizer needs at least one
-            group["params"] = kept or [Parameter(torch.empty(0))]
+            group["params"] = params or [Parameter(torch.empty(0))]
 
 
 @dataclass(frozen=True)
@@ -587,11 +587,11 @@ class Session:
                 raise BatchError("gather_for_metrics() needs tensors with the samples in dim 0")
             return leaf[:samples].detach().cpu()
 
-        found = self.world.gather(tree_map(own, values))
+        of_ranks = self.world.gather(tree_map(own, values))
         places = [
             self.world.rank_of(replica, 0) for replica in range(self.world.data_parallel_size)
         ]
-        return merge([found[rank] for rank in places])
+        return merge([of_ranks[rank] for rank in places])
 
     def print(self, *values: Any, **options: Any) -> None:
         """Prints on rank 0."""

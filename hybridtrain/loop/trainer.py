@@ -434,11 +434,11 @@ class Trainer:
             CheckpointError: the checkpoint is missing or damaged, or belongs to another model.
             ConfigError: the number of samples per step changed in a run counted in epochs.
         """
-        found = find_checkpoint(path, self.world, missing_ok)
-        if found is not None:
-            restore_run(self._step, found, self.states, progress=self)
-            self._checkpoints.begin_at(self, found)
-        return found is not None
+        checkpoint = find_checkpoint(path, self.world, missing_ok)
+        if checkpoint is not None:
+            restore_run(self._step, checkpoint, self.states, progress=self)
+            self._checkpoints.begin_at(self, checkpoint)
+        return checkpoint is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress of the run as JSON types; the position counts samples."""

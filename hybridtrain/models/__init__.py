@@ -10,22 +10,24 @@ A wrapper takes the module of any model and returns the module to train; its nam
 `model`.
 """
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from hybridtrain.models.basicnet import basicnet
+from hybridtrain._base.registry import import_on_first_use
 from hybridtrain.models.check import loss_of_model as loss_of_model
 from hybridtrain.models.check import returns as returns
-from hybridtrain.models.gpt import gpt
-from hybridtrain.models.lora import lora
-from hybridtrain.models.timm_models import timm_model
-from hybridtrain.models.torchvision_models import torchvision_model
-from hybridtrain.models.transformer import transformer
-from hybridtrain.models.transformers_models import transformers_model
 
-WRAPPERS: dict[str, Callable[..., nn.Module]] = {"lora": lora}
-"""Functions that change a model after its creation, in this order, by the key of `model`."""
+if TYPE_CHECKING:
+    from hybridtrain.models.basicnet import basicnet
+    from hybridtrain.models.gpt import gpt
+    from hybridtrain.models.lora import lora as lora
+    from hybridtrain.models.timm_models import timm_model
+    from hybridtrain.models.torchvision_models import torchvision_model
+    from hybridtrain.models.transformer import transformer
+    from hybridtrain.models.transformers_models import transformers_model
+
+WRAPPERS = {"lora": "hybridtrain.models.lora:lora"}
+"""Functions that change a model after its creation, in this order, by the key of `model`; each as
+`module:function`."""
 
 __all__ = [
     "basicnet",
@@ -35,3 +37,16 @@ __all__ = [
     "transformer",
     "transformers_model",
 ]
+
+import_on_first_use(
+    __name__,
+    [
+        "hybridtrain.models.basicnet:basicnet",
+        "hybridtrain.models.gpt:gpt",
+        "hybridtrain.models.timm_models:timm_model",
+        "hybridtrain.models.torchvision_models:torchvision_model",
+        "hybridtrain.models.transformer:transformer",
+        "hybridtrain.models.transformers_models:transformers_model",
+        *WRAPPERS.values(),
+    ],
+)

@@ -9,10 +9,10 @@ hyperparameters  the keys by which runs are compared
 notebook       pictures of a run in a notebook
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hybridtrain._base.registry import on_first_use
-from hybridtrain.observe.trackers import TRACKERS
+from hybridtrain._base.registry import import_on_first_use
+from hybridtrain.observe.trackers import TRACKERS, RegisteredTracker
 
 if TYPE_CHECKING:
     from hybridtrain.observe.confusion import confusion_of, is_confusion
@@ -60,6 +60,7 @@ __all__ = [
     "NodesPoint",
     "Progress",
     "QueuedTracker",
+    "RegisteredTracker",
     "RunRecord",
     "RunSettings",
     "TensorBoard",
@@ -96,12 +97,8 @@ _NAMES = {
 }
 """The names of each module; a module is imported when one of its names is first used."""
 
-
-def __getattr__(name: str) -> Any:
-    # on first use: a run without pictures or a report imports neither PIL nor drawing modules
-    paths = [
-        f"{__name__}.{module}:{exported}"
-        for module, names in _NAMES.items()
-        for exported in names.split()
-    ]
-    return on_first_use(__name__, name, paths)
+# on first use: a run without pictures or a report imports neither PIL nor drawing modules
+import_on_first_use(
+    __name__,
+    (f"{__name__}.{module}:{name}" for module in _NAMES for name in _NAMES[module].split()),
+)

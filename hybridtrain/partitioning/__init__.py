@@ -41,7 +41,12 @@ from hybridtrain.partitioning.planner import (
     balance_by_time,
     plan,
 )
-from hybridtrain.partitioning.recompute import RecomputePolicy, recompute_policy, whole_stages
+from hybridtrain.partitioning.recompute import (
+    RecomputePolicy,
+    priced_mode,
+    recompute_policy,
+    whole_stages,
+)
 from hybridtrain.partitioning.stage_owners import StageOwners
 
 __all__ = [
@@ -77,6 +82,7 @@ __all__ = [
     "needs_costs",
     "partition",
     "plan",
+    "priced_mode",
     "recompute_policy",
     "set_partition",
     "stage_costs",

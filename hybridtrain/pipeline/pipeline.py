@@ -26,7 +26,7 @@ from hybridtrain.errors import ConfigError, did_you_mean, setting
 from hybridtrain.graph import Segment, VariantCut
 from hybridtrain.launch import activity, second_signal_ends
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import Plan, PlannedLayers, recompute_policy, whole_stages
+from hybridtrain.partitioning import Plan, PlannedLayers, recompute_policy
 from hybridtrain.pipeline.agreement import check_frozen_alike
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.engine import Head, Source, Step
@@ -260,7 +260,7 @@ class Pipeline:
         for stage in self.stages if reduce else ():
             if stage.reducer is not None:
                 stage.reducer.begin_step()
-        recomputed = whole_stages(self._policy.mode, schedule.chunks)
+        recomputed = self._policy.whole_stages(schedule.chunks)
         training = self._net.training
         state = ThreadState.capture()
         step = Step(

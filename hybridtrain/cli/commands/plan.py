@@ -38,12 +38,7 @@ from hybridtrain.data import DataSplits, batches_in, first_samples, length_of
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.launch import detect
 from hybridtrain.observe import NodesPoint, draw_plan, in_ms
-from hybridtrain.options import RECOMPUTE_MODES
-from hybridtrain.partitioning import (
-    Plan,
-    Planner,
-    StageOwners,
-)
+from hybridtrain.partitioning import Plan, Planner, StageOwners, priced_mode
 from hybridtrain.pipeline import plan_without_values
 from hybridtrain.price import (
     Choices,
@@ -259,7 +254,7 @@ def _fixed(settings: Settings) -> Choices:
         value = getattr(getattr(settings.config, group), key)
         if f"{group}.{key}" in set_keys and value != AUTO:
             values[key] = [value]
-    if values.get("recompute", ["never"])[0] not in RECOMPUTE_MODES:
+    if "recompute" in values and priced_mode(values["recompute"][0]) == "layers":
         raise ConfigError(
             f"pipeline.recompute={values['recompute'][0]} is not priced: use never, except_last "
             f"or always, or leave it to the search"

@@ -118,8 +118,8 @@ def _on_gpus(settings: Settings, overrides: Sequence[str]) -> list[str]:
 
     So that a job which sees no GPU ends, also where its recipe has `auto`.
     """
-    config, given = settings.config, "world.devices" in given_keys(overrides)
-    is_open = config.submit.gpus_per_node and config.world.devices in (None, "auto") and not given
+    config, is_set = settings.config, "world.devices" in given_keys(overrides)
+    is_open = config.submit.gpus_per_node and config.world.devices in (None, "auto") and not is_set
     return ["world.devices=cuda"] if is_open else []
 
 

@@ -40,7 +40,7 @@ from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.launch import detect
 from hybridtrain.loss import resolve
 from hybridtrain.options import PipelineOptions, is_per_device
-from hybridtrain.partitioning import MEASURED_SPLITS, CostTable, Planner
+from hybridtrain.partitioning import MEASURED_SPLITS, CostTable, Planner, priced_mode
 from hybridtrain.price import (
     Choices,
     DoesNotFit,
@@ -147,9 +147,9 @@ def _chosen_keys(settings: Settings) -> list[str]:
     something other than the default. A split by hand gives the number of stages.
     """
     pipeline, defaults = settings.config.pipeline, PipelineConfig()
-    keys, given = auto_keys(pipeline), given_keys(settings.overrides)
+    keys, set_keys = auto_keys(pipeline), given_keys(settings.overrides)
     for key in _WITH_SCHEDULE if "schedule" in keys else ():
-        is_set = f"pipeline.{key}" in given or getattr(pipeline, key) != getattr(defaults, key)
+        is_set = f"pipeline.{key}" in set_keys or getattr(pipeline, key) != getattr(defaults, key)
         by_hand = key == "stages_per_device" and pipeline.split not in _SPLITS
         if key not in keys and not is_set and not by_hand:
             keys.append(key)
@@ -317,6 +317,9 @@ def _choices(
 ) -> Choices:
     """Returns what a search may choose from; `share` is a replica's part of a batch."""
     pipeline, free = config.pipeline, Choices()
+    given_mode = priced_mode(pipeline.recompute)
+    if given_mode == "layers":  # a search would choose others; whole stages cost about as much
+        given_mode = "always"
     cuts_by_rule = options.split in _SPLITS
     modes = [
         mode
@@ -332,12 +335,7 @@ def _choices(
         stages_per_device=free.stages_per_device
         if "stages_per_device" in keys
         else [pipeline.stages_per_device],
-        recompute=modes if "recompute" in keys else [_as_mode(pipeline.recompute)],
+        recompute=modes if "recompute" in keys else [given_mode],
         shard=[config.world.shard],
         options=options if cuts_by_rule else None,
     )
-
-
-def _as_mode(recompute: Any) -> str:
-    """Returns the mode that costs about what the option does: single layers as whole stages."""
-    return recompute if isinstance(recompute, str) else "always"

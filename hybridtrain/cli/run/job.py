@@ -130,9 +130,9 @@ def layout_of(config: Config) -> JobLayout:
             )
         processes = gpus // per_process or (nb_part if distributed else 1)
     elif gpus and processes * per_process > gpus:
-        each = "1 GPU" if distributed else f"pipeline.nb_part={nb_part}"
+        need = "1 GPU" if distributed else f"pipeline.nb_part={nb_part}"
         raise ConfigError(
-            f"submit.processes_per_node={processes} x {each} need {processes * per_process} GPUs "
+            f"submit.processes_per_node={processes} x {need} need {processes * per_process} GPUs "
             f"on a node, and submit.gpus_per_node={gpus}: set one of them to fit"
         )
     layout = JobLayout(
@@ -159,27 +159,27 @@ def container_of(submit: SubmitConfig) -> Container | None:
     Raises:
         ConfigError: `submit.container` is not a mapping of the keys of a `Container`.
     """
-    given = submit.container
-    if given is None:
+    container = submit.container
+    if container is None:
         return None
-    known = [field.name for field in fields(Container)]
-    if not isinstance(given, Mapping) or not given.get("image"):
+    names = [field.name for field in fields(Container)]
+    if not isinstance(container, Mapping) or not container.get("image"):
         raise ConfigError(
-            f"submit.container={given} must be null, or a mapping with an image: "
+            f"submit.container={container} must be null, or a mapping with an image: "
             f"submit.container={{image: my.sqsh, runtime: pyxis}}"
         )
-    for key, value in given.items():
-        check_choice("a key of submit.container", key, known)
+    for key, value in container.items():
+        check_choice("a key of submit.container", key, names)
         if isinstance(value, list) != (key in ("mounts", "args")):
             raise ConfigError(
                 f"submit.container.{key}={value} must be a list"
                 if key in ("mounts", "args")
                 else f"submit.container.{key}={value} must be a text"
             )
-    lists = {key: tuple(map(str, given[key])) for key in ("mounts", "args") if key in given}
-    gpus = given.get("gpus", "nvidia")
+    lists = {key: tuple(map(str, container[key])) for key in ("mounts", "args") if key in container}
+    gpus = container.get("gpus", "nvidia")
     check_choice("submit.container.gpus", gpus, GPU_VENDORS)
-    return Container(str(given["image"]), given.get("runtime"), gpus, **lists)
+    return Container(str(container["image"]), container.get("runtime"), gpus, **lists)
 
 
 def cpus_of_a_process(submit: SubmitConfig, layout: JobLayout) -> int | None:
@@ -414,9 +414,9 @@ def kubernetes_manifest(run: JobRun, submit: SubmitConfig, layout: JobLayout) ->
         "--node-rank=$(JOB_COMPLETION_INDEX)",
     ]
     words += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}", "-m", "hybridtrain"]
-    own = ["train", *([] if run.config_dir is None else ["--config-dir", run.config_dir])]
+    command = ["train", *([] if run.config_dir is None else ["--config-dir", run.config_dir])]
     # Kubernetes replaces $(NAME), and $$ by $
-    words += [word.replace("$", "$$") for word in (*own, *run.overrides)]
+    words += [word.replace("$", "$$") for word in (*command, *run.overrides)]
     if before := _before_run(submit):
         script = "\n".join([*before, 'exec "$@"']).replace("$", "$$")
         words = ["bash", "-c", script, "bash", *words]

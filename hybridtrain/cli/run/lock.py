@@ -259,8 +259,8 @@ def _guard(path: Path, holder: Owner) -> Path:
 
 
 def _is_of(path: Path, owner: Owner) -> bool:
-    found = _read(path)
-    return found is not None and found.key == owner.key
+    holder = _read(path)
+    return holder is not None and holder.key == owner.key
 
 
 def _to_text(owner: Owner) -> str:

@@ -20,7 +20,7 @@ from hybridtrain.data import DataSplits, largest_batch, length_of
 from hybridtrain.graph import Layer
 from hybridtrain.loss import LossFn
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import LayerCost, LossOfStep, Plan, recompute_policy
+from hybridtrain.partitioning import LayerCost, LossOfStep, Plan, priced_mode, recompute_policy
 from hybridtrain.price import (
     ParallelLayout,
     Prediction,
@@ -89,7 +89,7 @@ def predict_step_of_run(
         chunks=len(sizes) * len(world.owned_replicas),
         schedule=options.schedule,
         stages_per_device=options.stages_per_device,
-        recompute=options.recompute if isinstance(options.recompute, str) else "layers",
+        recompute=priced_mode(options.recompute),
         shard=options.shard if world.data_parallel_size > 1 else "none",
         arrangement=arrangement_of_run(hardware, world),
     )
@@ -162,18 +162,20 @@ def _by_device(summary: Mapping[str, Any], table: Schedule) -> list[int]:
     different times, which the table takes into account. All stages of a GPU have the allocator's
     peak.
     """
-    in_flight, found = peak_in_flight(table), []
+    in_flight, peak_bytes = peak_in_flight(table), []
     for device, moments in enumerate(fullest_moments(table)):
-        own = [stage for stage in range(table.stages) if table.lane_of[stage] == device]
-        peaks = [summary["stages"][stage]["peak_memory_bytes"] for stage in own]
+        stages = [stage for stage in range(table.stages) if table.lane_of[stage] == device]
+        peaks = [summary["stages"][stage]["peak_memory_bytes"] for stage in stages]
         if summary["device_memory"]:
-            found.append(max(peaks))
+            peak_bytes.append(max(peaks))
             continue
-        each = [summary["stages"][stage].get("microbatch_bytes", 0) for stage in own]
-        at_peaks = sum(in_flight[stage] * nbytes for stage, nbytes in zip(own, each, strict=True))
-        together = max(sum(map(mul, moment.inputs, each)) for moment in moments)
-        found.append(sum(peaks) - at_peaks + together)
-    return found
+        sizes = [summary["stages"][stage].get("microbatch_bytes", 0) for stage in stages]
+        at_peaks = sum(
+            in_flight[stage] * nbytes for stage, nbytes in zip(stages, sizes, strict=True)
+        )
+        together = max(sum(map(mul, moment.inputs, sizes)) for moment in moments)
+        peak_bytes.append(sum(peaks) - at_peaks + together)
+    return peak_bytes
 
 
 def prediction_in_words(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str:

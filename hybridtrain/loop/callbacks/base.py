@@ -136,12 +136,12 @@ class Comparison:
             raise ConfigError(
                 f"{setting('value', self.value)} needs an evaluation, but this run has none"
             )
-        known = ("loss", *trainer.metrics)
-        metric = metric_of(self.value, known)
+        names = ("loss", *trainer.metrics)
+        metric = metric_of(self.value, names)
         if metric is None:
             raise ConfigError(
                 f"{setting('value', self.value)} is not a value of the evaluation: "
-                f"{did_you_mean(self.value, known)}"
+                f"{did_you_mean(self.value, names)}"
             )
         self.mode = direction("mode", self.value, trainer.metrics.get(metric), self.mode)
         trainer.compared.add(self.value)
@@ -151,10 +151,10 @@ class Comparison:
 
         NaN is the worst.
         """
-        found = values[self.value]
-        if math.isnan(found):
+        value = values[self.value]
+        if math.isnan(value):
             return math.inf
-        return -found if self.mode == "max" else found
+        return -value if self.mode == "max" else value
 
 
 _log = logging.getLogger(__name__)

@@ -51,13 +51,13 @@ class BestWeights(Callback):
 
     def on_evaluate(self, trainer: Trainer, values: Mapping[str, float]) -> None:
         """Writes the weights if they are among the best, and removes the file they displace."""
-        found, step = self._comparison.of(values), trainer.step
-        if not math.isfinite(found):
+        value, step = self._comparison.of(values), trainer.step
+        if not math.isfinite(value):
             return
         before = [entry for entry in self._kept if entry[1] != step]
         # the earlier of two equal values is better
-        self._kept = sorted([*before, (found, step)])[: self._k]
-        if all(kept != step for _, kept in self._kept):
+        self._kept = sorted([*before, (value, step)])[: self._k]
+        if all(saved != step for _, saved in self._kept):
             return
         state = trainer.model.state_dict()
         trainer.world.on_main(lambda: write_weights(self._path(step), state))

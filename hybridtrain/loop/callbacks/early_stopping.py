@@ -68,11 +68,11 @@ class EarlyStopping(Callback):
 
     def is_over(self, values: Mapping[str, float]) -> bool:
         """Counts an evaluation; returns whether patience has run out."""
-        found = self._comparison.of(values)
-        if found < self._best - self._min_delta or (
-            math.isinf(self._best) and math.isfinite(found)
+        value = self._comparison.of(values)
+        if value < self._best - self._min_delta or (
+            math.isinf(self._best) and math.isfinite(value)
         ):
-            self._best, self._without_progress = found, 0
+            self._best, self._without_progress = value, 0
         else:
             self._without_progress += 1
         return self.stops

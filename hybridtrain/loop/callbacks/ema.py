@@ -87,12 +87,12 @@ class EMA(Callback):
             return
         average, parameters = self._pairs()
         with torch.no_grad():
-            kept = [parameter.clone() for parameter in parameters]
+            weights = [parameter.clone() for parameter in parameters]
             torch._foreach_copy_(parameters, average)
             try:
                 yield
             finally:
-                torch._foreach_copy_(parameters, kept)
+                torch._foreach_copy_(parameters, weights)
 
     def average(self) -> dict[str, Tensor]:
         """Returns the average of this process's stages by parameter name."""
@@ -103,8 +103,8 @@ class EMA(Callback):
         assert self._model is not None
         average = self.average()
         if self._model.world.pipeline_group is not None:  # tensors are sent from the CPU
-            own = [(name, value.cpu()) for name, value in average.items()]
-            average = dict(self._model.pipeline.gather(own))
+            tensors = [(name, value.cpu()) for name, value in average.items()]
+            average = dict(self._model.pipeline.gather(tensors))
         return {"average": average, "updates": self._updates, "evaluates": self._evaluates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -117,10 +117,10 @@ class EMA(Callback):
         self._updates, saved = state["updates"], state["average"]
         for name, value in self._average.items():
             if name not in saved or saved[name].shape != value.shape:
-                found = f"has shape {list(saved[name].shape)}" if name in saved else "is missing"
+                shape = f"has shape {list(saved[name].shape)}" if name in saved else "is missing"
                 raise CheckpointError(
                     f"the checkpoint's EMA does not match the model: {name}, of shape "
-                    f"{list(value.shape)} in the model, {found} in the checkpoint. Use the model "
+                    f"{list(value.shape)} in the model, {shape} in the checkpoint. Use the model "
                     "that the checkpoint was made with, or remove EMA"
                 )
         for name, value in self._average.items():
@@ -137,8 +137,8 @@ class EMA(Callback):
             if all_change or parameter.requires_grad
         }
         for name, parameter in parameters.items():
-            known = self._average.get(name)
-            if known is None or known.shape != parameter.shape:
+            before = self._average.get(name)
+            if before is None or before.shape != parameter.shape:
                 half = parameter.dtype in (torch.float16, torch.bfloat16)
                 self._average[name] = parameter.detach().to(
                     torch.float32 if half else parameter.dtype, copy=True

@@ -53,10 +53,12 @@ class Freeze(Callback):
         """Checks that parameters match and that the optimizer holds those trained later."""
         names = [name for name, _ in trainer.model.net.named_parameters()]
         held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
-        found = matching(self._match, names, "match")
-        own = dict(trainer.model.named_parameters())
+        chosen = matching(self._match, names, "match")
+        parameters = dict(trainer.model.named_parameters())
         ever_trained = self._start > 0 or self._until is not None
-        missing = [name for name in found if name in own and id(own[name]) not in held]
+        missing = [
+            name for name in chosen if name in parameters and id(parameters[name]) not in held
+        ]
         if missing and ever_trained:
             raise ConfigError(
                 f"Freeze({setting('match', self._match, repr)}) trains {missing[0]} for part of "

@@ -47,8 +47,8 @@ class GradientNorms(Callback):
 
     def on_log(self, trainer: Trainer, values: dict[str, float]) -> None:
         """Adds the norms, summed over the processes that share a part."""
-        own = [(part, float(norm) ** 2) for part, norm in self._norms.items()]
+        parts = [(part, float(norm) ** 2) for part, norm in self._norms.items()]
         squares: dict[str, float] = {}
-        for part, square in trainer.model.pipeline.gather(own):
+        for part, square in trainer.model.pipeline.gather(parts):
             squares[part] = squares.get(part, 0.0) + square
         values.update({f"grad_norm/{part}": square**0.5 for part, square in squares.items()})

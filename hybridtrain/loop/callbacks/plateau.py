@@ -57,8 +57,8 @@ class Plateau(Callback):
         """Checks that the value exists, and wraps the learning rate schedule."""
         self._stopping.on_init(trainer)
         self._lowered = []
-        own = trainer.lr_schedule
-        inner = own._inner if isinstance(own, _Lowered) else own
+        schedule = trainer.lr_schedule
+        inner = schedule._inner if isinstance(schedule, _Lowered) else schedule
         trainer.lr_schedule = _Lowered(trainer.optimizer, inner, self._lowered, self._factor)
 
     def on_evaluate(self, trainer: Trainer, values: Mapping[str, float]) -> None:
