@@ -3,8 +3,9 @@
 from hybridtrain import HybridModel, Trainer, World
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hybridtrain._base.registry import import_on_first_use
 
 if TYPE_CHECKING:
     from hybridtrain._base.microbatch import shared
@@ -43,38 +44,35 @@ __all__ = [
     "verify",
 ]
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
-_MODULE_OF = {
-    "Callback": "hybridtrain.loop.callbacks.base",
-    "EvalLoader": "hybridtrain.data.loader",
-    "Loader": "hybridtrain.data.loader",
-    "Session": "hybridtrain.loop.session",
-    "StageOwners": "hybridtrain.partitioning.stage_owners",
-    "HybridModel": "hybridtrain.model",
-    "OptimizerStep": "hybridtrain.step",
-    "PipelineOptions": "hybridtrain.options",
-    "ShardedOptimizer": "hybridtrain.step.sharded_optimizer",
-    "TrainStepResult": "hybridtrain.model",
-    "Trainer": "hybridtrain.loop.trainer",
-    "TrainerOptions": "hybridtrain.loop.trainer",
-    "Verification": "hybridtrain.verification",
-    "World": "hybridtrain.world",
-    "notebook_launcher": "hybridtrain.launch.notebook",
-    "partition": "hybridtrain.partitioning.manual_split",
-    "set_partition": "hybridtrain.partitioning.manual_split",
-    "shared": "hybridtrain._base.microbatch",
-    "pop": "hybridtrain._base.skip",
-    "stash": "hybridtrain._base.skip",
-    "verify": "hybridtrain.verification",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # on first use, so that commands that only show a config do not wait a second for torch
-    if name in _MODULE_OF:
-        return getattr(import_module(_MODULE_OF[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# commands that only show a config do not wait a second for torch
+import_on_first_use(
+    __name__,
+    [
+        "hybridtrain.loop.callbacks.base:Callback",
+        "hybridtrain.data.loader:EvalLoader",
+        "hybridtrain.data.loader:Loader",
+        "hybridtrain.loop.session:Session",
+        "hybridtrain.partitioning.stage_owners:StageOwners",
+        "hybridtrain.model:HybridModel",
+        "hybridtrain.step:OptimizerStep",
+        "hybridtrain.options:PipelineOptions",
+        "hybridtrain.step.sharded_optimizer:ShardedOptimizer",
+        "hybridtrain.model:TrainStepResult",
+        "hybridtrain.loop.trainer:Trainer",
+        "hybridtrain.loop.trainer:TrainerOptions",
+        "hybridtrain.verification:Verification",
+        "hybridtrain.world:World",
+        "hybridtrain.launch.notebook:notebook_launcher",
+        "hybridtrain.partitioning.manual_split:partition",
+        "hybridtrain.partitioning.manual_split:set_partition",
+        "hybridtrain._base.microbatch:shared",
+        "hybridtrain._base.skip:pop",
+        "hybridtrain._base.skip:stash",
+        "hybridtrain.verification:verify",
+    ],
+)
 
 
 def __dir__() -> list[str]:

@@ -1,12 +1,12 @@
 """Exceptions for mistakes in a user's request.
 
-Each package raises its own type where the fact is known. The message says what is wrong, which
-argument, layer or file it concerns, and how to fix it. The command line prints it without a
-traceback. Every other exception is a bug, and keeps its traceback.
+Each package raises its own type where it detects the mistake. The message says what is wrong, which
+argument, layer or file is affected, and how to fix it. The command line prints it without a
+traceback. Any other exception is a bug and keeps its traceback.
 
-A message names an argument through `argument` or `setting`, since users set it in different ways:
+Messages name arguments through `argument` and `setting`, because users set them in different ways:
 in Python (`chunks=`), on the command line (`pipeline.chunks=`) or in smp (`microbatches=`).
-`naming` says which, for all threads of this process.
+`naming` selects the form, for all threads of this process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ class UserError(Exception):
     """A mistake in a user's request, reported in one message that says how to fix it.
 
     Attributes:
-        exit_code: of the command line, when this error ends it.
-        copy_of: the `Problem` of the process that has found the mistake and reports it; None: it is
-            this process.
+        exit_code: the exit code of the command line when this error ends it.
+        copy_of: the `Problem` of the process that detected the mistake; None in that process.
     """
 
     exit_code = 2
@@ -35,29 +34,29 @@ class ConfigError(UserError):
 
 
 class WorldError(UserError):
-    """The processes, devices or backend asked for are not there."""
+    """The requested processes, devices or backend are not available."""
 
 
 class OtherProcessError(RuntimeError):
-    """Another process has failed, other than by a `UserError`; the message has its error."""
+    """Another process failed with an error other than a `UserError`; the message includes it."""
 
     copy_of: object = None
 
 
 class ProcessFailedError(RuntimeError):
-    """A process that `notebook_launcher` has started has failed; the message has its traceback."""
+    """A process started by `notebook_launcher` failed; the message includes its traceback."""
 
 
 class SplitError(UserError):
-    """The model cannot be cut into the stages asked for."""
+    """The model cannot be split into the requested stages."""
 
 
 class ScheduleError(UserError):
-    """A schedule is unknown, or breaks a rule that every schedule must keep."""
+    """A schedule is unknown, or violates a rule for all schedules."""
 
 
 class BatchError(UserError):
-    """A batch cannot be split into micro-batches, or its parts do not fit together."""
+    """A batch cannot be split into micro-batches, or its tensors do not match."""
 
 
 class DataError(UserError):
@@ -65,34 +64,34 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing, damaged or does not fit the model."""
+    """A checkpoint is missing, damaged or does not match the model."""
 
 
 class NotExactError(UserError):
-    """A pipeline computes other numbers than the module that it was made of."""
+    """A pipeline's results differ from the unsplit module's."""
 
     exit_code = 1
 
 
 class DivergedError(UserError):
-    """Losses, gradients or weights are not finite, so that training on is of no use."""
+    """Losses, gradients or weights are not finite, so training cannot continue."""
 
     exit_code = 3
 
 
 class Interrupted(UserError):
-    """Training has stopped and saved, because of a signal or a time limit; it can be resumed."""
+    """Training saved and stopped because of a signal or a time limit; it can be resumed."""
 
-    exit_code = 75  # EX_TEMPFAIL of sysexits.h: the same command, called again, goes on
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: rerun the same command to resume
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Returns the known name that `name` is most probably a typo of, or None."""
+    """Returns the closest known name to a possible typo `name`, or None."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    """Raises a ConfigError that names the argument, if `value` is not one of `choices`."""
+    """Raises a ConfigError that names the argument if `value` is not one of `choices`."""
     choices = list(choices)
     if value not in choices:
         hint = did_you_mean(str(value), choices)
@@ -108,12 +107,12 @@ def did_you_mean(name: str, known: Iterable[str], kind: str = "choices") -> str:
 
 @dataclass(frozen=True)
 class Naming:
-    """The names of the library's arguments in one interface.
+    """The names that one interface uses for the library's arguments.
 
     Attributes:
-        keys: the names that users know arguments by; an argument without one keeps its own.
-        value: writes the value of an argument, given the argument and the value.
-        phrases: what users of this interface do instead, by what users of Python do.
+        keys: the interface's name of each argument; an argument without an entry keeps its own.
+        value: formats the value of an argument, given the argument and the value.
+        phrases: this interface's equivalent of a Python user's action, by the Python phrase.
     """
 
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -121,15 +120,15 @@ class Naming:
     phrases: Mapping[str, str] = field(default_factory=dict)
 
 
-_naming = Naming()  # not a context variable: engines and loaders write messages in their threads
+_naming = Naming()  # not a context variable: engines and loaders create messages in their threads
 
 
 @contextmanager
 def naming(names: Naming | Mapping[str, str]) -> Iterator[None]:
-    """Has messages that are written inside name arguments as `names` does.
+    """Makes messages created inside the block use the argument names of `names`.
 
     Args:
-        names: the names of an interface, or keys that are added to those in effect.
+        names: the names of an interface, or keys to add to the current ones.
     """
     global _naming
     outer = _naming
@@ -146,8 +145,8 @@ def argument(name: str, owner: str | None = None) -> str:
     """Returns an argument as its user sets it: `chunks=`, or `pipeline.chunks=` in a config.
 
     Args:
-        name: of the argument.
-        owner: who takes it, where several take arguments of that name, which have other keys.
+        name: the argument.
+        owner: the object that takes it, if several take an argument of this name.
     """
     key = _naming.keys.get(f"{owner}.{name}") or _naming.keys.get(name, name)
     return f"{key}="
@@ -157,14 +156,14 @@ def setting(name: str, value: object, form: Callable[[object], str] = str) -> st
     """Returns an argument with its value: `keep=None`, or `checkpoint.keep=null` in a config.
 
     Args:
-        name: as for `argument`.
-        value: of the argument.
-        form: writes a value that is a text or a number; `repr` puts texts in quotes.
+        name: the argument.
+        value: its value.
+        form: formats a string or a number; `repr` adds quotes to strings.
     """
     is_word = form is str or value is None or isinstance(value, bool)
     return f"{argument(name)}{_naming.value(name, value) if is_word else form(value)}"
 
 
 def phrase(text: str) -> str:
-    """Returns what users of the interface in use do, where users of Python do `text`."""
+    """Returns the current interface's equivalent of `text`, an action of a Python user."""
     return _naming.phrases.get(text, text)

@@ -1,7 +1,7 @@
-"""HybridModel: the user's module as a pipeline of stages, kept equal over the replicas.
+"""HybridModel: a user's module, run as a pipeline of stages and kept in sync across replicas.
 
-Before the class stand the checks and messages for what one would do with an `nn.Module`, and a
-`HybridModel` does otherwise.
+The functions before the class check arguments and raise errors for `nn.Module` methods that a
+`HybridModel` replaces.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ from hybridtrain.pipeline import (
     construct_own_stages,
     remove_aliases,
     unscale_,
+    with_device_speeds,
     with_sync_batch_norm,
 )
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
@@ -74,36 +75,36 @@ _MOVES = ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "t
 
 
 def check_arguments(net: Any, world: Any, options: Any, *, constructs: bool = False) -> None:
-    """Checks the types of the arguments of `HybridModel`, or of its `construct`.
+    """Checks the types of the arguments of `HybridModel` or `HybridModel.construct`.
 
     Raises:
-        ConfigError: one of them is something else; shows the call.
+        ConfigError: an argument has the wrong type; the message shows a correct call.
     """
     call = "HybridModel(net, World.from_env(nb_part=2), chunks=4)"
     if constructs:
         call = "HybridModel.construct(lambda: MyNet(), World.from_env(nb_part=2), chunks=4)"
         if isinstance(net, nn.Module) or not callable(net):
-            what = f"the module {type(net).__name__}" if isinstance(net, nn.Module) else f"{net!r}"
+            value = f"the module {type(net).__name__}" if isinstance(net, nn.Module) else f"{net!r}"
             raise ConfigError(
-                f"build= must be a function that makes the module, not {what[:200]}: {call}"
+                f"build= must be a function that returns the module, not {value[:200]}: {call}"
             )
     elif not isinstance(net, nn.Module):
         is_class = isinstance(net, type) and issubclass(net, nn.Module)
-        given = f"the class {net.__name__}, not a module of it" if is_class else f"{net!r}"
-        raise ConfigError(f"net= must be a torch.nn.Module, not {given[:200]}: {call}")
+        value = f"the class {net.__name__}, not an instance of it" if is_class else f"{net!r}"
+        raise ConfigError(f"net= must be a torch.nn.Module, not {value[:200]}: {call}")
     if world is None:
-        raise ConfigError(f"world= is missing, the processes and devices to train on: {call}")
+        raise ConfigError(f"missing argument world= (the processes and devices): {call}")
     if not isinstance(world, World):
-        raise ConfigError(f"world={str(world)[:200]} is not a World: {call}")
+        raise ConfigError(f"world= must be a World, not {str(world)[:200]}: {call}")
     if not isinstance(options, PipelineOptions | None):
         raise ConfigError(
-            f"options={str(options)[:200]} is not a PipelineOptions; single settings go by name: "
-            f"{call}"
+            f"options= must be a PipelineOptions, not {str(options)[:200]}; pass single settings "
+            f"by name: {call}"
         )
 
 
 def sequence_first_layer(net: nn.Module) -> str | None:
-    """Returns the name of the first layer if it takes the samples in dim 1, of a batch itself."""
+    """Returns the name of the first layer if it expects the batch dimension in dim 1."""
     first = layers_of(net)[0]
     module = first.module
     if isinstance(module, nn.TransformerEncoder):
@@ -116,37 +117,38 @@ def sequence_first_layer(net: nn.Module) -> str | None:
 
 
 def check_grad_mode() -> None:
-    """Raises a UserError under `torch.inference_mode()`, where nothing can be trained."""
+    """Raises a UserError under `torch.inference_mode()`, which disables gradients."""
     if torch.is_inference_mode_enabled():
         raise UserError(
-            "train_step computes gradients, and torch.inference_mode() is on around it, where "
-            "there are none: leave it out for training"
+            "train_step computes gradients, but runs under torch.inference_mode(), which disables "
+            "them: leave inference_mode before training"
         )
 
 
 def check_fixed_replicas(options: PipelineOptions, world: World) -> None:
-    """Refuses options with which a run would depend on the number of processes.
+    """Refuses options that would make results depend on the number of processes.
 
     Raises:
-        ConfigError: one of them is set.
+        ConfigError: such an option is set.
     """
     if not options.broadcast_buffers:
         raise ConfigError(
-            f"{setting('broadcast_buffers', False)} keeps buffers apart for each process, and with "
-            f"a fixed number of replicas they are those of replica 0: leave it out"
+            f"{setting('broadcast_buffers', False)} keeps separate buffers per process, but a "
+            f"fixed number of replicas uses replica 0's buffers everywhere: remove this setting"
         )
     if options.find_unused_parameters:
         raise ConfigError(
-            f"{setting('find_unused_parameters', True)} looks at the last backward of a process "
-            f"alone, and a fixed number of replicas must not depend on processes: leave it out"
+            f"{setting('find_unused_parameters', True)} depends on each process's last backward "
+            f"pass, but results of a fixed number of replicas must not depend on the number of "
+            f"processes: remove this setting"
         )
     if world.logical_replicas == world.data_parallel_size:
         return
     if options.sync_batch_norm:
         raise ConfigError(
-            f"{setting('sync_batch_norm', True)} computes with the samples of all replicas, and "
-            f"{world.data_parallel_size} processes run the {world.logical_replicas} replicas one "
-            f"after another: start a process for each replica"
+            f"{setting('sync_batch_norm', True)} needs all {world.logical_replicas} replicas to "
+            f"run at the same time, but {world.data_parallel_size} processes run them one after "
+            f"another: start one process per replica"
         )
 
 
@@ -154,24 +156,24 @@ def check_loss_function(loss_fn: Any, net: nn.Module, world: World) -> None:
     """Checks the loss function of a training step.
 
     Raises:
-        ConfigError: it is not a function, as where arguments are swapped, or has parameters that
-            the replicas would train apart.
+        ConfigError: it is not a function (often because arguments are swapped), or it has
+            trainable parameters, which would diverge between the replicas.
     """
     if not callable(loss_fn):
         raise ConfigError(
-            f"{argument('loss_fn')} must be a function, not a {type(loss_fn).__name__}: the order "
-            "is train_step(inputs, targets, loss_fn)"
+            f"{argument('loss_fn')} must be a function, not a {type(loss_fn).__name__}: the "
+            "signature is train_step(inputs, targets, loss_fn)"
         )
     if world.data_parallel_size > 1 and (trained := trained_by_loss(loss_fn, net)):
         raise ConfigError(
-            f"the loss has trainable parameters ({', '.join(trained[:3])}), and only those of the "
-            f"model are averaged over the replicas: make them part of the model, whose forward may "
-            f"return them beside its output, or freeze them with requires_grad_(False)"
+            f"the loss has trainable parameters ({', '.join(trained[:3])}), but only gradients of "
+            f"the model's parameters are averaged over the replicas: move them into the model, "
+            f"which may return them next to its output, or freeze them with requires_grad_(False)"
         )
 
 
 def trained_by_loss(loss_fn: Any, net: nn.Module) -> list[str]:
-    """Returns the names of the trainable parameters of a loss that the model does not have."""
+    """Returns the names of a loss's trainable parameters that are not parameters of the model."""
     inner: Any = loss_fn
     while not isinstance(inner, nn.Module):
         if isinstance(inner, partial):
@@ -182,31 +184,32 @@ def trained_by_loss(loss_fn: Any, net: nn.Module) -> list[str]:
             inner = inner.__self__
         else:
             return []
-    own = [(name, p) for name, p in inner.named_parameters() if p.requires_grad]
-    if not own:
+    trainable = [(name, p) for name, p in inner.named_parameters() if p.requires_grad]
+    if not trainable:
         return []
-    theirs = {id(parameter) for parameter in net.parameters()}
-    return [name for name, parameter in own if id(parameter) not in theirs]
+    model_parameters = {id(parameter) for parameter in net.parameters()}
+    return [name for name, parameter in trainable if id(parameter) not in model_parameters]
 
 
 NO_GRAPH = (
-    "the output of model(inputs) has no graph, and a backward of it would fail: "
-    "model.train_step(inputs, targets, loss_fn) runs forward, loss and backward. Where no backward "
-    "is meant, call the model under torch.no_grad()"
+    "model(inputs) returns an output without a graph, so calling backward on it would fail. To "
+    "train, call model.train_step(inputs, targets, loss_fn), which runs forward, loss and "
+    "backward. For inference, call the model under torch.no_grad()"
 )
 
 
 class StepLoss(Tensor):
-    """The loss of a step: a tensor without a graph, which says so where one calls `backward`."""
+    """The loss of a step: a tensor without a graph, with a clear error when `backward` is
+    called."""
 
-    # what is computed from it is a plain tensor
+    # results of operations on it are plain tensors
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises a UserError."""
+        """Raises a UserError, because `train_step` has already run the backward pass."""
         raise UserError(
-            "train_step has run the backward already: the gradients are in parameter.grad, and the "
-            "optimizer's step is next"
+            "train_step has already run the backward pass: the gradients are in parameter.grad, so "
+            "call optimizer.step() next"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -222,20 +225,20 @@ class StepLoss(Tensor):
 
 
 def no_attribute(net: nn.Module | None, name: str) -> NoReturn:
-    """Raises an AttributeError that says where to find `name`."""
+    """Raises an AttributeError that says what to use instead of `name`."""
     text = f"'HybridModel' object has no attribute {name!r}"
     if name in _MOVES:
         text += (
-            ": its layers are on their stages' devices, "
-            f"World.from_env(devices=...). Convert the module before you wrap it; "
-            f"the option {argument('precision')} computes in bf16 or fp16"
+            ": its layers are on the devices of their stages, set by World.from_env(devices=...). "
+            "Convert the module before wrapping it; to compute in bf16 or fp16, set "
+            f"{argument('precision')}"
         )
     elif name == "forward":
         text += ": call model(inputs), or model.train_step(inputs, targets, loss_fn) to train"
     elif name == "backward":
         text += ": model.train_step(inputs, targets, loss_fn) runs the backward"
     elif net is not None and hasattr(net, name):
-        text += f": it is not an nn.Module. Use the module that it trains: model.net.{name}"
+        text += f": a HybridModel is not an nn.Module. Use the wrapped module: model.net.{name}"
     raise AttributeError(text)
 
 
@@ -247,13 +250,13 @@ class TrainStepResult:
     """Result of a training step.
 
     Attributes:
-        loss: the mean over what the loss counts in this replica's batch, or over its samples, a
-            0-dim tensor on the last stage's device; 0 if nothing counts, NaN in a process that
-            does not have the last stage.
+        loss: the mean of the loss over this replica's batch, a 0-dim tensor on the last stage's
+            device. It is a mean over samples, or over the items that the loss function counts; 0
+            if it counts none, NaN in a process without the last stage.
         samples: the number of samples in this replica's batch.
-        count: what `loss` is a mean over: the samples, or what the loss function counts.
-        timeline: the measured times of its actions, if they were asked for.
-        share_losses: the loss of each logical replica of this process; empty: it is `loss`.
+        count: the number of samples or counted items that `loss` is the mean of.
+        timeline: the measured times of the step's actions, if requested.
+        share_losses: the loss of each logical replica of this process; empty if there is only one.
     """
 
     loss: Tensor
@@ -266,37 +269,37 @@ class TrainStepResult:
 class HybridModel:
     """Trains `net` as a pipeline of stages, together with the other replicas.
 
-    `net` stays the user's module: its layers are moved to the stages' devices where they are, and
-    parameters, states and checkpoints go by its names, whatever the split.
+    `net` stays the user's module: its layers are moved to the devices of their stages in place.
+    Parameters, state dicts and checkpoints keep its names, whatever the split.
 
     Args:
-        net: any module. An `nn.Sequential` is cut between its elements (nested ones are
+        net: any module. An `nn.Sequential` is split between its elements (nested ones are
             flattened); any other module is traced, see `hybridtrain.graph`.
-        world: the processes and devices; `world.nb_part` devices make one pipeline.
-        options: how the model is cut and run; see `PipelineOptions`.
-        example_inputs: the inputs of a batch, as `train_step` takes them; needed to measure layers
-            and to trace models whose forward has optional arguments or that torch.fx cannot trace.
+        world: the processes and devices; `world.nb_part` devices form one pipeline.
+        options: how to split and run the model; see `PipelineOptions`.
+        example_inputs: the inputs of a batch, as for `train_step`; needed to measure layers and to
+            trace models whose forward has optional arguments or that torch.fx cannot trace.
         **settings: fields of `options` to change: `HybridModel(net, world, chunks=8)`.
 
     Attributes:
         net: the module.
         world: the processes.
         options: the settings.
-        pipeline: the stages that this process owns, and what concerns the whole model.
-        stages: the stages of this process, in the order of the pipeline.
-        plan: how the model is divided, and from which costs.
-        planned: the layers of all stages as they were planned; those of other processes are on the
+        pipeline: the stages that this process owns, and operations on the whole model.
+        stages: the stages of this process, in pipeline order.
+        plan: the split into stages, and the layer costs it is based on.
+        planned: the layers of all stages at planning time; layers of other processes are on the
             meta device.
-        changes: how often parameters were frozen or freed since.
+        changes: how often parameters have been frozen or unfrozen since construction.
         base: the frozen weights of a model with an adapter, once `init_from` has loaded them.
-        rng: seeds the random operations of the layers; its `step` belongs into a checkpoint.
+        rng: seeds the random operations of the layers; checkpoints store its `step`.
 
     Raises:
-        SplitError, ScheduleError, ConfigError: an argument does not fit, or `example_inputs` are
-            needed.
+        SplitError, ScheduleError, ConfigError: an argument is invalid, or `example_inputs` is
+            required.
     """
 
-    @torch.inference_mode(False)  # parameters may be made here
+    @torch.inference_mode(False)  # construction may create parameters
     def __init__(
         self,
         net: nn.Module,
@@ -309,6 +312,7 @@ class HybridModel:
         check_arguments(net, world, options)
         assert world is not None
         options = with_settings(options or PipelineOptions(), settings)
+        options = with_device_speeds(options, world)
         check_schedule(options, world)
         if options.sync_batch_norm:
             net = with_sync_batch_norm(net, world)
@@ -317,7 +321,7 @@ class HybridModel:
         plan = world.from_main(planner.plan)
         planned = planner.layers_of(plan)
         if world.processes_per_replica > 1 and example_inputs is not None:
-            # later no process has the whole model
+            # the only time at which a process has the whole model
             check = SelfCheck(CutModel(net, plan, planned, options, world))
             world.on_main(partial(check.check_at_construction, example_inputs))
         self._begin(net, world, options, plan, planned)
@@ -333,32 +337,33 @@ class HybridModel:
         example_inputs: Any = None,
         **settings: Any,
     ) -> HybridModel:
-        """Returns a `HybridModel` of `build()`; with `engine="distributed"` made in parts.
+        """Returns a `HybridModel` of `build()`, built stage by stage with `engine="distributed"`.
 
             torch.manual_seed(0)
             model = HybridModel.construct(lambda: gpt(50257, 1024), world, split=[6, 6, 6, 9])
 
-        There, each process makes the values of its stages alone, bitwise those that
-        `HybridModel(build(), ...)` has under the same seeds. No process holds the whole model,
-        also where layers are measured for the split. A model that cannot be made in parts (its
-        constructor looks at values, its modules are lazy, or torch.export has to trace it) is built
-        whole in each process; the log says so.
+        With that engine, each process initializes only the weights of its stages, bitwise
+        identical to `HybridModel(build(), ...)` under the same seeds. No process holds the whole
+        model, not even to measure layers for the split. Some models cannot be built in parts: their
+        constructor reads tensor values, their modules are lazy, or torch.export has to trace them.
+        Each process then builds the whole model, and logs the reason.
 
         Args:
-            build: a function without arguments, or a class, that makes the module on the CPU. It
+            build: a function without arguments, or a class, that returns the module on the CPU. It
                 runs several times and must return a new module each time.
-            world: as for `HybridModel`, and so are the other arguments.
-            options: see there.
-            example_inputs: see there.
-            **settings: see there.
+            world: as in `HybridModel`.
+            options: as in `HybridModel`.
+            example_inputs: as in `HybridModel`.
+            **settings: as in `HybridModel`.
 
         Raises:
             ConfigError: `build` is not a function.
-            SplitError, ScheduleError, ConfigError: as of `HybridModel`.
+            SplitError, ScheduleError, ConfigError: as in `HybridModel`.
         """
         check_arguments(build, world, options, constructs=True)
         assert world is not None
         options = with_settings(options or PipelineOptions(), settings)
+        options = with_device_speeds(options, world)
         check_schedule(options, world)
 
         def make() -> nn.Module:
@@ -391,16 +396,16 @@ class HybridModel:
             codec.allow(codec.classes_around({type(module) for module in net.modules()}))
         self._batch_check = BatchCheck(world)
         self._sequence_first = sequence_first_layer(net)
-        self._resolved: tuple[LossFn, CountedLoss] | None = None  # the last one
-        self._says_no_graph = False  # once
-        self._seen_losses = SeenLosses()  # by the proof of the first step
-        self._read_losses = SeenLosses()  # by the last stage's look at its graph
+        self._resolved: tuple[LossFn, CountedLoss] | None = None  # the most recent loss
+        self._says_no_graph = False  # warn only once
+        self._seen_losses = SeenLosses()  # checked numerically in their first step
+        self._read_losses = SeenLosses()  # whose autograd graph the last stage has inspected
         self._join_proof = JoinProof()
         if world.fixed_replicas is not None:
             check_fixed_replicas(options, world)
         if options.shard != "none" and world.data_parallel_size == 1:
             shard = setting("shard", options.shard)
-            log.info("%s has no effect: there is one replica", shard)
+            log.info("%s has no effect with a single replica", shard)
         self.pipeline = Pipeline(net, plan, planned, world, options)
         cut_model = CutModel(net, plan, planned, options, world)
         self._self_check = SelfCheck(cut_model, self.pipeline.variants_of)
@@ -410,9 +415,9 @@ class HybridModel:
         self._device_type = world.devices[0].type
 
     def _follow_changes(self, trains: bool) -> None:
-        """Trains what now requires a gradient; refuses other changes of `net`."""
+        """Follows changes of `requires_grad` in `net`; refuses other changes."""
         names = self.pipeline.frozen_or_freed()
-        # a forward is the same for frozen parameters, and one replica may run it alone
+        # frozen parameters do not change a forward, which one replica may run alone
         if names and trains:
             self.pipeline.follow_requires_grad(names)
             self.changes += 1
@@ -423,10 +428,12 @@ class HybridModel:
         options, devices = self.options, self.world.nb_part
         schedule = forward_only(devices, len(parts), options.stages_per_device, options.placement)
         with self.autocast():
-            return self.pipeline.run_forward(schedule, parts.__getitem__, head, places)
+            return self.pipeline.run_forward(
+                schedule, parts.__getitem__, head, places, self._batch_check.compare
+            )
 
     def schedule(self, chunks: int) -> Schedule:
-        """Returns the schedule of a training step of `chunks` micro-batches."""
+        """Returns the training schedule for `chunks` micro-batches."""
         options = self.options
         shape = self.world.nb_part, chunks, options.stages_per_device
         return make_schedule(options.schedule, *shape, options.max_inflight)
@@ -442,32 +449,32 @@ class HybridModel:
         scale_loss: Callable[[Tensor], Tensor] | None = None,
         timeline: bool = False,
     ) -> TrainStepResult:
-        """Runs forward, loss and backward of a batch; gradients are added to `parameter.grad`.
+        """Runs forward, loss and backward for a batch; adds the gradients to `parameter.grad`.
 
-        With several replicas, all call it together, each with its own batch, and the gradients
-        become the mean over the replicas of what each would have alone.
+        All replicas call it together, each with its own batch. The gradients become the mean over
+        the replicas.
 
         Args:
-            inputs: a pytree of tensors with the batch in dim 0; what the first layer is given.
-                Arrays of numpy, and lists without tensors that are as long as the batch, are cut as
-                well; `hybridtrain.shared` marks values that are not.
+            inputs: a pytree of tensors with the batch in dim 0, passed to the first layer. NumPy
+                arrays, and lists without tensors that are as long as the batch, are split as well;
+                wrap values that must not be split in `hybridtrain.shared`.
             targets: as `inputs`; None if `loss_fn` needs none.
-            loss_fn: `loss_fn(output, targets)` gives, for one micro-batch, the mean of the loss
-                over its samples. A mean over something else, such as the targets that are not
-                ignored, is a `SumLoss` or a `MeanLoss`; `cross_entropy` and `nll` of PyTorch and
-                of `hybridtrain.loss` need neither.
-            weight: one of `step_weights`, which weigh the batches of a step and of the replicas.
-                A number multiplies the gradient of the batch's mean. None: 1, or for a loss with
-                a count the weight of this batch among those of the replicas.
+            loss_fn: `loss_fn(output, targets)` returns the mean loss over the samples of one
+                micro-batch. Wrap a mean over something else, such as the targets that are not
+                ignored, in `SumLoss` or `MeanLoss`; `cross_entropy` and `nll` from PyTorch and
+                `hybridtrain.loss` need no wrapper.
+            weight: an element of `step_weights`, which weights the batches of a step and of the
+                replicas. A number scales the gradient of the batch mean. None: 1, or for a loss
+                with a count this batch's weight among the replicas.
             sync: False to accumulate gradients without averaging them over the replicas yet; the
-                last `train_step` before the optimizer's must have it True.
-            scale_loss: applied to the loss where the backward starts, such as `GradScaler.scale`.
+                last `train_step` before `optimizer.step` needs True.
+            scale_loss: applied to the loss before the backward, such as `GradScaler.scale`.
             timeline: record the start and end of every action.
 
         Raises:
-            BatchError: the batch is empty or its parts do not fit together.
-            Exception: an exception of a layer or of `loss_fn`, with a note that names the layer,
-                the stage and the micro-batch. Gradients are incomplete then.
+            BatchError: the batch is empty, or its tensors differ in their number of samples.
+            Exception: raised by a layer or `loss_fn`, with a note that names the layer, stage and
+                micro-batch. Gradients are incomplete in this case.
         """
         check_grad_mode()
         check_loss_function(loss_fn, self.net, self.world)
@@ -477,7 +484,7 @@ class HybridModel:
         cut = self._cut(inputs, targets)
         sizes = cut.sizes
         self._check_synchronised(len(sizes))
-        # comparisons of a first step take a share for the batch: it is one, of a logical replica
+        # first-step checks use the first logical replica's share, which is a whole batch for them
         compared = first_share(inputs), cut.of_first_share
         self._self_check.check_batch(*compared, trains=True)
         input_parts = cut.of(inputs)
@@ -486,7 +493,7 @@ class HybridModel:
         if not isinstance(weight, BatchWeight):
             weight = self._weight_alone(loss, inputs, targets, weight)
         elif weight.microbatches != len(sizes):
-            raise BatchError("weight= is one of another batch: pass step_weights in order")
+            raise BatchError("weight= belongs to another batch: pass step_weights in batch order")
         batch_weight = weight
         is_whole = batch_weight.is_single_microbatch
         proof = self._proof(loss, compared[0], first_share(targets), compared[1], is_whole)
@@ -494,13 +501,13 @@ class HybridModel:
         def head(microbatch: int, output: Any) -> HeadOutput:
             if proof is not None and microbatch < len(compared[1]):
                 proof.observe(microbatch, output)
-            # the mean of nothing is not a number
+            # the mean over zero items would be NaN
             factor = batch_weight.weights[microbatch]
             value = loss(output, target_parts[microbatch]) if factor else zero_of(output)
             root = value if scale_loss is None else scale_loss(value)
             value = value.detach()
-            # scale - 0 x value: NaN if the value is not finite, also where the derivative would be
-            # finite. Then all replicas see it in the averaged gradients, and skip the step together
+            # scale - 0 x value: NaN if the value is not finite, even if its derivative is finite.
+            # All replicas then see NaN in the averaged gradients and skip the step together
             gradient = torch.rsub(value, batch_weight.grad_scales[microbatch], alpha=0)
             return HeadOutput(value, root, gradient)
 
@@ -514,6 +521,7 @@ class HybridModel:
                 reduce=sync,
                 timeline=recorded,
                 places=cut.places,
+                meanwhile=self._batch_check.compare,
             )
         self._batch_check.finish()
         mean = batch_weight.mean(losses)
@@ -525,10 +533,10 @@ class HybridModel:
     def _weight_alone(
         self, loss: CountedLoss, inputs: Any, targets: Any, weight: float | None
     ) -> BatchWeight:
-        """Returns the weight of a batch that is a step by itself; see `train_step`."""
+        """Returns the weight of a batch that is a whole step; see `train_step`."""
         total = None
         if weight is None and self.world.fixed_replicas is None:
-            # without a count each replica has the same part, as if all had as many samples
+            # a loss without a count gives all replicas equal weights, as for equal batch sizes
             total = batch_size(inputs, targets) * self.world.data_parallel_size
         elif weight is None and loss.counts_samples:
             weight = 1.0
@@ -538,16 +546,16 @@ class HybridModel:
     def _proof(
         self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int], is_whole: bool
     ) -> OutputProof | LogProbabilityCheck | None:
-        """Returns what looks at the outputs of a first step with a loss; None if nothing must.
+        """Returns the check for the outputs of a loss's first step, or None if it needs none.
 
-        All processes of a pipeline call it together: a loss of the model's own takes a forward.
+        A collective call in the pipeline: for a loss computed by the model it runs a forward.
 
         Args:
-            loss: of the step.
-            inputs: of the batch.
-            targets: of the batch.
-            sizes: of its micro-batches.
-            is_whole: the step is one micro-batch, so that no mean is taken of several.
+            loss: the loss of the step.
+            inputs: the inputs of the batch.
+            targets: the targets of the batch.
+            sizes: the sizes of its micro-batches.
+            is_whole: the step has one micro-batch, so no mean over micro-batches is taken.
         """
         if loss.is_known_reduction and not loss.takes_log_probabilities:
             return None
@@ -569,7 +577,7 @@ class HybridModel:
             return OutputProof(loss, inputs, targets, sizes, warn)
         proof = ModelLossProof(loss, inputs, targets, sizes, warn)
         try:
-            # without dropout, and without changes of running statistics
+            # evaluation mode: no dropout, no update of running statistics
             with self.evaluating(), torch.no_grad():
                 self._run_forward(proof.inputs, proof.head)
         except ConfigError:
@@ -578,9 +586,11 @@ class HybridModel:
             if self.world.pipeline_group is not None:  # the other processes wait
                 error.add_note("in an evaluation that compares the model's loss with its count")
                 raise
-            log.warning("the loss is not compared with its count: the evaluation failed: %s", error)
+            log.warning(
+                "could not compare the loss with its count: the evaluation failed: %s", error
+            )
         prove_in_training(loss, self.net, inputs, targets, sizes, warn)
-        # in the step too, if it is computed from outputs that have samples
+        # also check in the step itself, if the loss is computed from per-sample outputs
         is_output = loss.function is model_output
         return None if is_output else OutputProof(loss, inputs, targets, sizes, warn)
 
@@ -594,10 +604,10 @@ class HybridModel:
     ) -> StepWeights:
         """Returns the `weight` of each batch of an optimizer step, for `train_step`.
 
-        With them the gradients that are accumulated are those of the mean over all batches of all
-        replicas: over the samples, or over what `loss_fn` counts. With several replicas, all call
-        it together; it starts one all-reduce of a number, for which the last stage's first forward
-        waits.
+        With these weights, the accumulated gradients are the gradient of the mean over all batches
+        of all replicas: over samples, or over the items that `loss_fn` counts. All replicas call it
+        together. It starts an all-reduce of one number, which the last stage's first forward waits
+        for.
 
             weights = model.step_weights(batches, loss_fn)
             for index, (inputs, targets) in enumerate(batches):
@@ -607,9 +617,9 @@ class HybridModel:
         Args:
             batches: this replica's `(inputs, targets)`.
             loss_fn: as in `train_step`.
-            samples: for each batch the samples that count, if it is not all of them: 0 for a batch
-                that only fills a place.
-            total: the samples of the step over all batches and replicas, if they are known; saves
+            samples: the number of samples of each batch that count, if not all do: 0 for a batch
+                that is only padding.
+            total: the number of samples in the step over all batches and replicas, if known; saves
                 the all-reduce for a loss without a count.
         """
         loss, chunks = self.resolve_loss(loss_fn), self.options.chunks
@@ -617,7 +627,7 @@ class HybridModel:
         return StepWeights(loss, batches, chunks, self.world, samples=samples, total=total)
 
     def resolve_loss(self, loss_fn: LossFn) -> CountedLoss:
-        """Returns `loss_fn` with what it counts; see `loss.resolve`."""
+        """Returns `loss_fn` wrapped with its count; see `loss.resolve`."""
         if self._resolved is None or self._resolved[0] is not loss_fn:
             self._resolved = loss_fn, resolve(loss_fn, self.net)
             if self.owns_output and self._read_losses.is_new(self._resolved[1], divided=False):
@@ -626,23 +636,23 @@ class HybridModel:
         return self._resolved[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output for a batch, pipelined, on the last stage's device.
+        """Returns the model's output for a batch, run through the pipeline, on the last device.
 
-        Called as the module is, or with the inputs of a batch as `train_step` takes them. The
-        output carries no graph. In `train()` mode dropout is active and running statistics are
-        updated, as in any module.
+        Call it like the module, or with the inputs of a batch as in `train_step`. The output has no
+        autograd graph. In training mode, dropout is active and running statistics are updated, as
+        in any module.
 
-        The outputs of the micro-batches are joined along dim 0. For a 0-dim tensor, such as the
-        loss that a model of `transformers` returns, there is one value for each micro-batch.
-        Constants must be equal in all micro-batches. `map_outputs` gives everything else.
+        The outputs of the micro-batches are concatenated along dim 0. A 0-dim tensor, such as the
+        loss returned by a `transformers` model, becomes a tensor with one value per micro-batch.
+        Constants must be equal in all micro-batches. Use `map_outputs` for any other output.
 
         Raises:
-            BatchError: a tensor does not have the samples in dim 0, or another value depends on
-                the samples; see `check_joinable`.
+            BatchError: a tensor does not have the batch in dim 0, or another value depends on the
+                samples; see `check_joinable`.
         """
         inputs: Any = kwargs if kwargs and not args else args[0] if len(args) == 1 else args
         if args and kwargs:
-            raise BatchError("pass the inputs all by position or all by keyword")
+            raise BatchError("pass the inputs either all by position or all by keyword")
         if self.training and torch.is_grad_enabled() and not self._says_no_graph:
             self._says_no_graph = True
             log.warning(NO_GRAPH)
@@ -652,15 +662,15 @@ class HybridModel:
         return merge(outputs) if outputs else None
 
     def check_joinable(self, inputs: Any, outputs: Sequence[Any]) -> None:
-        """Makes sure that the outputs of the micro-batches of a batch can be joined along dim 0.
+        """Checks that the outputs of a batch's micro-batches can be concatenated along dim 0.
 
-        In evaluation mode a forward of another number of samples is compared, once for each kind of
-        output. It leaves buffers and generators unchanged. All processes of a pipeline call it
-        together.
+        In evaluation mode, it compares them with a forward of another number of samples, once per
+        kind of output, and leaves buffers and generators unchanged. All processes of a pipeline
+        call it together.
 
         Args:
-            inputs: of the batch.
-            outputs: of its micro-batches, where the last stage is; empty elsewhere.
+            inputs: the inputs of the batch.
+            outputs: the outputs of its micro-batches on the last stage; empty elsewhere.
 
         Raises:
             BatchError: a value depends on the number of samples other than by its size in dim 0.
@@ -685,7 +695,9 @@ class HybridModel:
                     f"in a forward of {other_size} samples, see hybridtrain._base.joining"
                 )
                 raise
-            log.warning("the outputs are joined unproven: %s samples failed: %s", other_size, error)
+            log.warning(
+                "could not check that outputs can be joined: %s samples: %s", other_size, error
+            )
             return
         if outputs:
             check_same_but_samples(outputs[0], sizes[0], others[0], other_size)
@@ -693,12 +705,12 @@ class HybridModel:
     def map_outputs(
         self, inputs: Any, targets: Any, function: Callable[[Any, Any], Any]
     ) -> list[Any]:
-        """Runs a forward, and `function(output, targets)` of each micro-batch at the last stage.
+        """Runs a forward and applies `function(output, targets)` to each micro-batch's output.
 
         Args:
             inputs: the inputs of a batch.
             targets: a pytree of tensors with the batch in dim 0, or None.
-            function: called under `no_grad` and this model's autocast.
+            function: runs on the last stage, under `no_grad` and this model's autocast.
 
         Returns:
             the results by micro-batch; an empty list in a process without the last stage.
@@ -728,18 +740,19 @@ class HybridModel:
         sync: bool = True,
         compared: Any = None,
     ) -> list[Any]:
-        """Runs a step over micro-batches that the caller has cut, with a head of the caller's.
+        """Runs a step over micro-batches prepared by the caller, with a custom loss callback.
 
         Args:
             inputs: the model's inputs of each micro-batch.
-            head: ends each forward, at the last stage; see `pipeline.step`.
-            trains: run the backward too, from the root that the head returns; gradients are added
-                to `parameter.grad`. Otherwise the caller turns gradients off.
-            sync: as of `train_step`.
-            compared: what else the processes of a pipeline must be given alike.
+            head: runs after each forward on the last stage; see `pipeline.step`.
+            trains: also run the backward, from the root that `head` returns, and add the gradients
+                to `parameter.grad`. If False, the caller disables gradients.
+            sync: as in `train_step`.
+            compared: further values that must be equal in all processes of a pipeline.
 
         Returns:
-            the head's values by micro-batch; an empty list in a process without the last stage.
+            the values returned by `head`, by micro-batch; an empty list in a process without the
+            last stage.
         """
         self._follow_changes(trains)
         self._batch_check.begin(inputs, compared)
@@ -748,7 +761,11 @@ class HybridModel:
             schedule = self.schedule(len(inputs))
             with self.autocast():
                 values = self.pipeline.run_train_step(
-                    schedule, inputs.__getitem__, head, reduce=sync
+                    schedule,
+                    inputs.__getitem__,
+                    head,
+                    reduce=sync,
+                    meanwhile=self._batch_check.compare,
                 )
         else:
             values = self._run_forward(inputs, head)
@@ -764,28 +781,28 @@ class HybridModel:
         reference: nn.Module | None = None,
         times: int = 3,
     ) -> Verification:
-        """Compares steps and evaluations of a batch in stages with those of the unsplit module.
+        """Compares training steps and evaluations of the pipeline with the unsplit module.
 
             print(model.verify(inputs, targets, loss_fn))  # or: assert ....exact
 
-        See `hybridtrain.verify`, which takes several batches.
+        `hybridtrain.verify` takes several batches.
 
         Args:
-            inputs: of this replica's batch, as in `train_step`.
-            targets: of this replica's batch, as in `train_step`.
+            inputs: the inputs of this replica's batch, as in `train_step`.
+            targets: the targets of this replica's batch, as in `train_step`.
             loss_fn: as in `train_step`.
-            reference: the module before it was wrapped; needed with `engine="distributed"`.
-            times: the steps, each with an evaluation; what a forward leaves behind shows in the
-                next one.
+            reference: the module before it was wrapped; required with `engine="distributed"`.
+            times: the number of steps, each followed by an evaluation; state that a forward changes
+                shows in the next step.
         """
         return verify(self, [(inputs, targets)] * times, loss_fn, reference)
 
     def without_self_check(self) -> AbstractContextManager[None]:
-        """Leaves out, in the block, the comparison that the option `self_check` asks for."""
+        """Disables `self_check` inside the block."""
         return self._self_check.off()
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Returns the autocast context of `precision`; for fp32 the caller's autocast counts."""
+        """Returns the autocast context for `precision`; fp32 keeps the caller's autocast."""
         return autocast(self.options.precision, self._device_type)
 
     def train(self, mode: bool = True) -> HybridModel:
@@ -801,7 +818,7 @@ class HybridModel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Has all modules in evaluation mode in the block, then in the modes they were in."""
+        """Sets all modules to evaluation mode inside the block, then restores their modes."""
         modes = [(module, module.training) for module in self.net.modules()]
         self.eval()
         try:
@@ -813,7 +830,7 @@ class HybridModel:
 
     @property
     def owns_output(self) -> bool:
-        """True if this process has the last stage, and so the loss and the outputs."""
+        """True if this process has the last stage, which computes the loss and the outputs."""
         return self.pipeline.owns_output
 
     @property
@@ -822,16 +839,16 @@ class HybridModel:
         return self.net.training
 
     def parameters(self) -> Iterator[Parameter]:
-        """Returns the parameters of `net`, for an optimizer; of this process's stages.
+        """Returns the parameters of this process's stages, for an optimizer.
 
-        With `engine="distributed"` those that require a gradient may be none: where all stages of a
-        process are frozen, PyTorch refuses an optimizer of `(p for p in model.parameters() if
-        p.requires_grad)` as empty. Give it all of them.
+        With `engine="distributed"`, all stages of a process may be frozen. PyTorch then rejects an
+        optimizer of `(p for p in model.parameters() if p.requires_grad)` as empty, so pass all
+        parameters.
         """
         return iter(self.pipeline.trained)
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Returns the parameters of `net` under its names; of this process's stages."""
+        """Returns the parameters of this process's stages with their names in `net`."""
         return iter(self.pipeline.parameters.items())
 
     def modules(self) -> Iterator[nn.Module]:
@@ -839,61 +856,62 @@ class HybridModel:
         return self.net.modules()
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Returns the modules of `net` under its names."""
+        """Returns the modules of `net` with their names."""
         yield from self.net.named_modules()
 
     def buffers(self) -> Iterator[Tensor]:
-        """Returns the buffers of `net`; of this process's stages."""
+        """Returns the buffers of this process's stages."""
         return (buffer for _, buffer in self.named_buffers())
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Returns the buffers of `net` under its names; of this process's stages."""
+        """Returns the buffers of this process's stages with their names in `net`."""
         return ((name, b) for name, b in self.net.named_buffers() if not b.is_meta)
 
     def requires_grad_(self, requires_grad: bool = True) -> HybridModel:
-        """Freezes or frees all parameters, from the next step on; all replicas must do it."""
+        """Freezes or unfreezes all parameters from the next step on; call it on all replicas."""
         self.net.requires_grad_(requires_grad)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, as `nn.Module.zero_grad`."""
+        """Clears the gradients, as `nn.Module.zero_grad`."""
         self.net.zero_grad(set_to_none)
 
     def grad_norm(self) -> Tensor:
         """Returns the L2 norm of the gradients of all stages, a 0-dim tensor.
 
-        With `engine="distributed"` all processes of a pipeline call this together, as well as
+        With `engine="distributed"`, all processes of a pipeline must call this together, as well as
         `clip_grad_norm_`, `unscale_`, `state_dict` and `stage_summaries`.
         """
         return self.pipeline.grad_norm()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales the gradients of all stages down to `max_norm`; returns their norm before."""
+        """Clips the gradient norm over all stages to `max_norm`; returns the norm before
+        clipping."""
         return self.pipeline.clip_grad_norm_(max_norm)
 
     def unscale_(self, scaler: GradScaler, optimizer: Optimizer) -> None:
-        """Unscales the gradients for `scaler.step`, with one decision for all stages.
+        """Unscales the gradients for `scaler.step`, with one overflow decision for all stages.
 
-        With `engine="distributed"` it takes the place of `scaler.unscale_(optimizer)`.
+        With `engine="distributed"`, use it instead of `scaler.unscale_(optimizer)`.
         """
         unscale_(scaler, optimizer, self.world)
 
     def reduce_loss(self, sums: Tensor) -> Tensor:
-        """Returns the sum over the replicas of `sums`, which are known at the last stage."""
+        """Returns the sum over the replicas of `sums`, computed on the last stage."""
         return self.pipeline.sum_over_replicas(sums)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of `net` under its names; `net.load_state_dict` takes it.
+        """Returns the state dict of `net`, which `net.load_state_dict` accepts.
 
-        With `engine="distributed"` every process gets the whole model, on the CPU, and all of a
-        pipeline call it together. A checkpoint does not need it.
+        With `engine="distributed"`, every process returns the whole model on the CPU, and all
+        processes of a pipeline must call it together. Saving a checkpoint does not need it.
         """
         return self.pipeline.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
-        """Loads a state of `net`, of this or any other split. All replicas must load the same."""
+        """Loads a state dict of `net`, from any split. All replicas must load the same one."""
         with warnings.catch_warnings():
-            # values of other processes' stages are left out on purpose
+            # tensors of other processes' stages are on the meta device and stay there
             warnings.filterwarnings("ignore", message=".*meta parameter.*no-op")
             return self.net.load_state_dict(state, strict=strict)
 
@@ -906,7 +924,7 @@ class HybridModel:
         return self.pipeline.memory_bytes()
 
     def stage_summaries(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Returns for each stage its layers, parameters and peak memory."""
+        """Returns the layers, parameters and peak memory of each stage."""
         return self.pipeline.stage_summaries(optimizer)
 
     def __repr__(self) -> str:
@@ -924,28 +942,28 @@ class HybridModel:
         no_attribute(self.__dict__.get("net"), name)
 
     def __getitem__(self, index: Any) -> NoReturn:
-        raise TypeError(f"a HybridModel is not an nn.Sequential: write model.net[{index!r}]")
+        raise TypeError(f"a HybridModel is not an nn.Sequential: use model.net[{index!r}]")
 
-    def __reduce__(self) -> NoReturn:  # copy asks for it too
+    def __reduce__(self) -> NoReturn:  # copy calls it too
         raise TypeError(
-            "a HybridModel has threads and process groups, and cannot be copied or pickled: save "
-            "model.state_dict(), or copy.deepcopy(model.net) and make a HybridModel of the copy"
+            "a HybridModel holds threads and process groups and cannot be copied or pickled: save "
+            "model.state_dict(), or wrap copy.deepcopy(model.net) in a new HybridModel"
         )
 
     def _cut(self, inputs: Any, targets: Any) -> MicrobatchCut:
-        """Returns how a batch is cut into micro-batches, along dim 0."""
+        """Returns the split of a batch into micro-batches along dim 0."""
         owned = self.world.owned_replicas
         if self.training and len(owned) > 1 and not isinstance(inputs, Shares):
             raise BatchError(
-                f"this process runs {len(owned)} of {self.world.logical_replicas} replicas, and a "
-                f"batch must say which samples are whose: take batches from TrainLoader(dataset, "
-                f"batch_size, world), or start a process for each replica"
+                f"this process runs {len(owned)} of {self.world.logical_replicas} replicas, so a "
+                f"batch must assign its samples to replicas: take batches from "
+                f"TrainLoader(dataset, batch_size, world), or start one process per replica"
             )
         cut = MicrobatchCut(self.options.chunks, inputs, targets)
         if self._sequence_first is not None and len(cut.sizes) > 1:
             raise BatchError(
-                f"the first layer, {self._sequence_first!r}, takes the samples in dim 1, and "
-                "micro-batches are cut along dim 0: make it with batch_first=True, or set "
+                f"the first layer, {self._sequence_first!r}, expects the batch in dim 1, but "
+                "batches are split along dim 0: construct the layer with batch_first=True, or set "
                 f"{setting('chunks', 1)}"
             )
         return cut
@@ -953,8 +971,8 @@ class HybridModel:
     def _check_synchronised(self, microbatches: int) -> None:
         """Refuses a batch for which replicas may have unequal numbers of micro-batches.
 
-        Each of them is a collective call of every synchronised batch norm, and one too many would
-        wait for ever.
+        Every micro-batch is a collective call of each synchronized batch norm; a replica with one
+        more would wait forever.
         """
         chunks = self.options.chunks
         if (
@@ -963,8 +981,8 @@ class HybridModel:
             and microbatches < chunks
         ):
             raise BatchError(
-                f"this batch has {microbatches} samples for {setting('chunks', chunks)}, and with "
-                f"{setting('sync_batch_norm', True)} all replicas must have equally many "
+                f"this batch has {microbatches} samples for {setting('chunks', chunks)}, but with "
+                f"{setting('sync_batch_norm', True)} all replicas must run the same number of "
                 f"micro-batches: lower {argument('chunks')}, or set {setting('drop_last', True)} "
-                "so that there is no short last batch"
+                "to skip a short last batch"
             )

@@ -1,8 +1,8 @@
-"""The settings of a pipeline, a loader and a `Trainer`, each in one frozen object.
+"""The settings of a pipeline, a loader and a `Trainer`, each a frozen dataclass.
 
-`HybridModel(net, world, PipelineOptions(chunks=8))` and its short form `HybridModel(net, world,
-chunks=8)` are the same. The fields are the config keys of the command line, which takes their
-names, types, defaults and docstrings from here. Nothing here imports torch.
+`HybridModel(net, world, chunks=8)` is short for `HybridModel(net, world,
+PipelineOptions(chunks=8))`. The command line takes the names, types, defaults and docstrings of its
+config keys from these fields. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ Init = TypeVar("Init", bound=Callable[..., None])
 PRECISIONS = ("fp32", "bf16", "fp16")
 BATCH_NORM_MODES = ("micro_batch", "deferred")
 SHARD_MODES = ("none", "optimizer")
+AUTO = "auto"
 RECOMPUTE_MODES = ("never", "except_last", "always")
 
-# Names that other libraries have for arguments of this one.
+# Names that other libraries use for this library's arguments.
 OTHER_NAMES = {
     **dict.fromkeys(["train_batch_size", "per_device_train_batch_size"], "batch_size"),
     **dict.fromkeys(["num_workers", "dataloader_num_workers"], "workers"),
@@ -70,73 +71,78 @@ OTHER_NAMES = {
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """The cut of a model into stages, and how these run.
+    """The split of a model into stages, and the way to run them.
 
     Raises:
-        ConfigError: a value is out of its range; the message names the argument.
-        SplitError: `split` or `memory_weight` is not understood.
+        ConfigError: a value is out of range; the message names the argument.
+        SplitError: `split` or `memory_weight` is invalid.
     """
 
     chunks: int = 1
-    """Micro-batches that a batch is cut into along dim 0; fewer if it has fewer samples."""
+    """Micro-batches to split a batch into, along dim 0; fewer if the batch has fewer samples."""
     schedule: str = "1f1b"
-    """The order of forwards and backwards: `1f1b`, `gpipe`; with backwards in two parts `zb-h1`,
-    and with `stages_per_device=2` `zb-v`, `v-half` and `v-min`, whose activations take as much
-    memory as with `1f1b`, half of it and a third; or a user-defined schedule, by its name or the
-    path of its file (`.csv`, or a plan's `.yaml`)."""
+    """The order of forwards and backwards: `1f1b` or `gpipe`; `zb-h1`, which splits the backward
+    pass in two; with `stages_per_device=2`, `zb-v`, `v-half` and `v-min`, whose activations take as
+    much memory as with `1f1b`, half and a third of it; or a user-defined schedule, by its name or
+    the path of its file (`.csv`, or a plan's `.yaml`)."""
     split: SplitSpec = "uniform"
-    """The measure that the largest stage should be small in: `uniform` (number of layers), `size`
-    (parameters), `time`, `memory` or `balanced` (what each layer is measured to cost); `manual`: as
-    marked by `partition` and `set_partition`; the path of a plan (`.yaml`); or a list of layer
+    """The quantity to balance across stages: `uniform` (number of layers), `size`
+    (parameters), or measured `time`, `memory` or both (`balanced`). `manual`: the stages set by
+    `partition` and `set_partition`. Otherwise the path of a plan (`.yaml`), or a list of layer
     counts, cut points, layer names or name patterns."""
     recompute: RecomputeSpec = "never"
-    """Activations to recompute in the backward pass instead of storing them: none with `never`;
-    whole stages with `always`, or for all micro-batches but the last with `except_last`;
-    every kth layer with `{every: k}`; or a list of layer names."""
+    """Activations to recompute in the backward pass instead of storing them: `never`; `always`
+    (whole stages); `except_last` (whole stages, for all micro-batches but the last); every kth
+    layer with `{every: k}`; or a list of layer names."""
     stages_per_device: int = 1
-    """Stages that each device runs; more than one interleaves 1F1B; `zb-h1` needs 1,
-    and `zb-v`, `v-half` and `v-min` need 2."""
+    """Stages per device; more than one interleaves 1F1B. `zb-h1` needs 1; `zb-v`, `v-half` and
+    `v-min` need 2."""
     max_inflight: int | None = None
-    """Micro-batches that may be in flight at one time; None: the schedule decides."""
+    """Maximum number of micro-batches in flight; None: the schedule decides."""
     batch_norm: str = "micro_batch"
-    """The update of running statistics: at each `micro_batch`, as in the unsplit model under
-    gradient accumulation, or `deferred` to once per step."""
+    """The time to update running statistics: after every `micro_batch`, as in the unsplit model
+    with gradient accumulation, or once per step (`deferred`)."""
     sync_batch_norm: bool = False
-    """Normalise over the micro-batches of all replicas (GPUs only, as in PyTorch)."""
+    """Normalize over the micro-batches of all replicas (GPUs only, as in PyTorch)."""
     precision: str = "fp32"
-    """`fp32`, or `bf16` or `fp16` for autocast. `train_step` needs its `scale_loss` for fp16."""
+    """`fp32`, or `bf16` or `fp16` for autocast. With fp16, pass `scale_loss` to `train_step`."""
     compile: bool = False
-    """Compile each layer with `torch.compile`; those that draw random numbers, such as dropout, run
-    uncompiled in training."""
+    """Compile each layer with `torch.compile`; layers that draw random numbers, such as dropout,
+    run uncompiled in training."""
     seed: int = 0
     """The seed of random layers such as dropout."""
     self_check: bool = True
     """Compare a small sample with the unsplit module before the first step of each kind of input
     (dtypes, numbers of dimensions, sizes of 0 and 1, training or evaluation), on copies of the
-    model; a difference is an error."""
+    model. A difference raises an error."""
     find_unused_parameters: bool = False
-    """As in DistributedDataParallel: allow steps in which a parameter gets no gradient."""
+    """As in DistributedDataParallel: allow steps in which some parameters get no gradient."""
     broadcast_buffers: bool = True
-    """As in DistributedDataParallel: every step begins with rank 0's buffers on all replicas. When
-    off, running statistics are each replica's own until an evaluation."""
+    """As in DistributedDataParallel: copy rank 0's buffers to all replicas before every step. If
+    False, each replica keeps its own running statistics until an evaluation."""
     shard: str = "none"
-    """The tensors of which each replica keeps only a part: `none`, or the state of the `optimizer`,
-    which must be a `ShardedOptimizer`. Without effect where there is one replica."""
+    """The tensors to shard over the replicas: `none`, or the state of the `optimizer`, which must
+    be a `ShardedOptimizer`. No effect with a single replica."""
     memory_weight: float = 0.2
-    """For the split `balanced`: 0 balances time alone, 1 memory alone."""
-    memory_limit_gib: float | None = None
-    """GiB that a device may hold, for a split by measured costs and for keys that are `auto`; None:
-    no limit, and for `auto` the memory of the device."""
+    """For the split `balanced`: 0 balances time only, 1 memory only."""
+    memory_limit_gib: float | Sequence[float] | None = None
+    """GiB that a device may use, for splits by measured cost and for keys set to `auto`; a list
+    such as `[16, 48]` has one value per device of a pipeline; None: no limit for splits, and the
+    device's memory for `auto`."""
+    device_speeds: Sequence[float] | str | None = None
+    """The relative speed of each device of a pipeline, such as `[1, 2]` if the second is twice as
+    fast: splits by layers, parameters or costs give a slow device less work. `auto`: measure the
+    devices when the model is built; None: all devices are equally fast."""
     default_partition: int | None = None
-    """For the split `manual`: the stage of layers without a mark, or the nearest that their order
-    allows; None: each needs one."""
+    """For the split `manual`: the stage of unmarked layers (or the nearest stage that keeps the
+    layers in order); None: every layer needs a mark."""
     optimizer_tensors_per_param: int = 2
-    """For a split by memory: tensors of a parameter's size that the optimizer keeps for it (AdamW
-    keeps 2)."""
+    """For splits by memory: the number of optimizer tensors per parameter, each of the parameter's
+    size (2 for AdamW)."""
 
     @property
     def placement(self) -> Placement:
-        """The layout of stages over the devices that the schedule needs."""
+        """The placement of stages on devices that the schedule requires."""
         return registered(self.schedule).placement
 
     def __post_init__(self) -> None:
@@ -153,15 +159,19 @@ class PipelineOptions:
                 )
         if not 0 <= self.memory_weight <= 1:
             raise SplitError(
-                f"{setting('memory_weight', self.memory_weight)} must lie between 0 (time alone) "
-                "and 1 (memory alone)"
+                f"{setting('memory_weight', self.memory_weight)} must be between 0 (time only) and "
+                "1 (memory only)"
             )
-        if self.memory_limit_gib is not None and not self.memory_limit_gib > 0:
-            raise ConfigError(
-                f"{setting('memory_limit_gib', self.memory_limit_gib)} must be positive"
-            )
+        _check_positive("memory_limit_gib", self.memory_limit_gib)
+        if self.device_speeds != AUTO:
+            if isinstance(self.device_speeds, int | float):
+                raise ConfigError(
+                    f"{setting('device_speeds', self.device_speeds)} must be a list with a speed "
+                    f"for each device of a pipeline, or {AUTO!r}"
+                )
+            _check_positive("device_speeds", self.device_speeds)
         if (self.default_partition or 0) < 0:
-            raise ConfigError(f"{argument('default_partition')} must be the index of a stage")
+            raise ConfigError(f"{argument('default_partition')} must be a stage index (0, 1, ...)")
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"{setting('seed', self.seed)} must fit in 64 bits")
         _check_split(self.split)
@@ -172,44 +182,44 @@ def with_settings(options: Options, settings: Mapping[str, Any]) -> Options:
     """Returns a copy of the dataclass `options` with some fields changed.
 
     Raises:
-        TypeError: there is no such field.
+        TypeError: the dataclass does not have such a field.
     """
     check_names(options, settings)
     return replace(options, **settings) if settings else options
 
 
 def check_names(options: Any, settings: Mapping[str, Any], others: Sequence[str] = ()) -> None:
-    """Checks that the dataclass `options`, or an instance of it, has fields of these names.
+    """Checks that every name in `settings` is a field of the dataclass `options`.
 
     Args:
-        options: the dataclass.
-        settings: by name.
-        others: what may be meant too, arguments that are not fields.
+        options: the dataclass or an instance of it.
+        settings: the values by name.
+        others: names of further arguments to suggest for a typo.
 
     Raises:
-        TypeError: there is no such field.
+        TypeError: a name is not a field.
     """
-    known = [one.name for one in fields(options)]
+    names = [option.name for option in fields(options)]
     for name in settings:
-        if name not in known:
-            raise TypeError(f"unknown setting {name}=: {_meant(name, [*known, *others])}")
+        if name not in names:
+            raise TypeError(f"unknown setting {name}=: {_meant(name, [*names, *others])}")
 
 
-def _meant(name: str, known: Sequence[str]) -> str:
+def _meant(name: str, names: Sequence[str]) -> str:
     other = OTHER_NAMES.get(name)
-    return f"did you mean {other!r}?" if other in known else did_you_mean(name, known, "settings")
+    return f"did you mean {other!r}?" if other in names else did_you_mean(name, names, "settings")
 
 
 def names_checked(init: Init) -> Init:
-    """Decorates an `__init__`: an argument that it does not have is told with the nearest one."""
-    known = list(inspect.signature(init).parameters)[1:]
+    """Decorates an `__init__` to raise a TypeError with a suggestion for an unknown argument."""
+    names = list(inspect.signature(init).parameters)[1:]
 
     @wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
-            if name not in known:
+            if name not in names:
                 raise TypeError(
-                    f"{type(self).__name__}: unknown setting {name}=: {_meant(name, known)}"
+                    f"{type(self).__name__}: unknown setting {name}=: {_meant(name, names)}"
                 )
         init(self, *args, **kwargs)
 
@@ -217,7 +227,7 @@ def names_checked(init: Init) -> Init:
 
 
 def check_batch_size(batch_size: Any) -> None:
-    """Raises a ConfigError, if it is not a number of samples."""
+    """Raises a ConfigError if `batch_size` is not a positive number of samples."""
     if type(batch_size) is not int or batch_size < 1:
         raise ConfigError(
             f"{setting('batch_size', batch_size)} must be a positive number of samples"
@@ -226,26 +236,26 @@ def check_batch_size(batch_size: Any) -> None:
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """The settings of a loader of batches.
+    """The settings of a data loader.
 
     Raises:
-        ConfigError: a value is out of its range; the message names the argument.
+        ConfigError: a value is out of range; the message names the argument.
     """
 
     workers: int = 0
-    """Processes per replica that load batches ahead; 0: a thread of the training process."""
+    """Worker processes per replica that prefetch batches; 0: a thread of the training process."""
     drop_last: bool = False
-    """Leave out a last training batch that is not full."""
+    """Drop the last training batch if it is incomplete."""
     timeout_s: float = 120.0
-    """Seconds after which a worker that does not answer is an error."""
+    """Seconds to wait for a worker before raising an error."""
     divided: bool = False
-    """An iterable data set gives each replica and each worker its own samples; False: it gives all
-    of them the same, and the loader divides them."""
+    """True if an iterable data set shards itself over replicas and workers; False: every worker
+    reads all samples, and the loader shards them."""
     first_batches: int | None = None
-    """Take the first so many batches of the data alone: with 1 a model should learn these by heart,
-    or something is wrong; None: all."""
+    """Train on the first batches only, this many of them, for debugging: with 1, a working model
+    overfits them; None: all batches."""
     collate: Callable[[Any], Any] | None = None
-    """Makes a batch of a list of samples; None: torch's `default_collate`."""
+    """Collates a list of samples into a batch; None: torch's `default_collate`."""
 
     def __post_init__(self) -> None:
         if type(self.workers) is not int or self.workers < 0:
@@ -265,6 +275,40 @@ class LoaderOptions:
             raise ConfigError(
                 f"{setting('timeout_s', self.timeout_s)} must be a positive number of seconds"
             )
+
+
+def check_device_lists(options: PipelineOptions, nb_part: int) -> None:
+    """Checks that lists with a value per device have one for each device of a pipeline.
+
+    Raises:
+        ConfigError: a list has another length.
+    """
+    for name in ("device_speeds", "memory_limit_gib"):
+        values = getattr(options, name)
+        if is_per_device(values) and len(values) != nb_part:
+            raise ConfigError(
+                f"{setting(name, list(values))} has {len(values)} values, and a pipeline has "
+                f"{nb_part} devices: give one per device, or set {setting('nb_part', len(values))}"
+            )
+
+
+def is_per_device(values: Any) -> bool:
+    """Returns whether the value of an option is a list with one value per device."""
+    return isinstance(values, Sequence) and not isinstance(values, str)
+
+
+def _check_positive(name: str, values: Any) -> None:
+    """Raises a ConfigError unless `values` is None, a positive number or a list of these."""
+    if values is None:
+        return
+    numbers = values if is_per_device(values) else [values]
+    if not numbers:
+        raise ConfigError(f"{setting(name, [])} must have a value per device of a pipeline")
+    for number in numbers:
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not 0 < number < math.inf:
+            shown = list(values) if is_per_device(values) else values
+            raise ConfigError(f"{setting(name, shown, repr)}: {number!r} must be a positive number")
 
 
 def _check_split(split: Any) -> None:
@@ -318,54 +362,52 @@ _POSITIVE = ("clip_norm", "loss_scale", "checkpoint_every_minutes")
 class TrainerOptions:
     """The length of a training run, and when to log, evaluate, save and stop.
 
-    Each `..._every...` also takes place at the last step.
+    Actions with an `..._every...` interval also run at the last step.
 
     Raises:
-        ConfigError: a value is out of its range; the message names the argument.
+        ConfigError: a value is out of range; the message names the argument.
     """
 
     steps: int | None = None
-    """Optimizer steps in total; give this or `epochs`."""
+    """Total number of optimizer steps; set either this or `epochs`."""
     epochs: int | None = None
-    """Passes over the data in total."""
+    """Total number of passes over the data."""
     max_time: float | str | None = None
-    """Time after which the run saves and stops, at the end of a step: seconds, or text such as
-    `"01:30:00"`, `"1-12:00:00"` (with days) or `90m`; None: no limit. `fit` raises `Interrupted`
-    then. An evaluation that a run starts or resumes with is completed even after that time."""
+    """Time limit, after which the run saves and stops at the end of a step: seconds, or text such
+    as `"01:30:00"`, `"1-12:00:00"` (with days) or `90m`; None: no limit. `fit` then raises
+    `Interrupted`. An evaluation at the start of a run or after resuming always completes."""
     accumulate: int = 1
-    """Batches whose gradients an optimizer step adds up. A step does not reach into the next
-    epoch."""
+    """Batches per optimizer step, for gradient accumulation. A step never spans two epochs."""
     clip_norm: float | None = None
-    """Largest norm of the gradient, over all stages."""
+    """Maximum norm of the gradient, over all stages."""
     loss_scale: float | None = None
-    """A fixed scale of the loss, for fp16; None: an adaptive one."""
+    """Fixed loss scale for fp16; None: an adaptive scale."""
     max_skipped: int | None = 10
-    """Consecutive steps that may be skipped because the loss or a gradient is not finite; None: any
-    number. One more is a `DivergedError`."""
+    """Number of consecutive steps that may be skipped because of a loss or gradient that is not
+    finite; one more raises `DivergedError`. None: no limit."""
     log_every: int = 10
-    """Steps between two logged lines."""
+    """Steps between log lines."""
     eval_every: int | None = None
-    """Steps between two evaluations; None: only at the end."""
+    """Steps between evaluations; None: only at the end."""
     eval_every_epochs: int | None = None
-    """Epochs between two evaluations."""
+    """Epochs between evaluations."""
     eval_first: bool = False
-    """Evaluate before the first step too, at step 0. Otherwise one batch of the evaluation runs
-    there, which counts for nothing, so that an error in a metric is found."""
+    """Evaluate before the first step too, as step 0. If False, a single evaluation batch runs
+    before training, only to find errors in metrics early."""
     checkpoint_every_steps: int | None = None
-    """Steps between two checkpoints; None: only at the end."""
+    """Steps between checkpoints; None: only at the end."""
     checkpoint_every_epochs: int | None = None
-    """Epochs between two checkpoints."""
+    """Epochs between checkpoints."""
     checkpoint_every_minutes: float | None = None
-    """Minutes of rank 0's clock between two checkpoints."""
+    """Minutes between checkpoints, by rank 0's clock."""
     best: str | None = None
-    """A value of the evaluation, `loss` or the name of a metric, whose best step is saved as well
-    and never removed; None: none."""
+    """The evaluation result to track, `loss` or the name of a metric. The checkpoint of its best
+    step is saved as well and never deleted. None: off."""
     best_mode: str | None = None
-    """`min` if the smallest value is best, `max` if the largest is; None: by the value: the loss
-    and perplexity are best where they are smallest, accuracy where it is largest, and metrics of
-    torchmetrics say it themselves."""
+    """`min` if lower values of `best` are better, `max` if higher; None: inferred: `min` for the
+    loss and perplexity, `max` for accuracy, and as declared by metrics of torchmetrics."""
     timeline_every: int | None = None
-    """Steps between two timelines of the stages; None: only at the end."""
+    """Steps between recorded timelines of the stages; None: only at the end."""
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
@@ -398,23 +440,23 @@ class TrainerOptions:
         """Returns the number of optimizer steps of the whole run.
 
         Raises:
-            ConfigError: it is counted in `epochs`, and their length is not known.
+            ConfigError: the run is counted in `epochs`, and the length of the data is unknown.
         """
         if self.steps is not None:
             return self.steps
         if batches_per_epoch is None:
             raise ConfigError(
                 f"{setting('epochs', self.epochs)} needs the length of the training data, which "
-                f"has none (`__len__`): set {argument('steps')} in place of {argument('epochs')}"
+                f"has no `__len__`: set {argument('steps')} instead of {argument('epochs')}"
             )
         return (self.epochs or 0) * -(-batches_per_epoch // self.accumulate)
 
 
 def seconds(max_time: Any) -> float | None:
-    """Returns the seconds of a time as `TrainerOptions.max_time` takes it.
+    """Converts a `TrainerOptions.max_time` to seconds.
 
     Raises:
-        ConfigError: it cannot be read, or is not positive.
+        ConfigError: it cannot be parsed, or is not positive.
     """
     if max_time is None:
         return None

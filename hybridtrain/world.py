@@ -1,28 +1,30 @@
 """The processes of a run: ranks, replicas, devices and process groups.
 
-A replica is one copy of the model. With `engine="local"` each process is one replica and owns the
-`nb_part` devices of its pipeline. 3 nodes of 4 GPUs with nb_part=2 are 6 processes, 2 on each node:
+A replica is one copy of the model. With `engine="local"`, each process is one replica and owns the
+`nb_part` devices of its pipeline. 3 nodes of 4 GPUs with nb_part=2 run 6 processes, 2 per node:
 
     node 0                  node 1                  node 2
     rank 0: cuda:0 cuda:1   rank 2: cuda:0 cuda:1   rank 4: cuda:0 cuda:1
     rank 1: cuda:2 cuda:3   rank 3: cuda:2 cuda:3   rank 5: cuda:2 cuda:3
 
-With `engine="distributed"` each process owns one device, and `nb_part` processes are a replica. 2
-nodes of 4 GPUs with nb_part=4 are 8 processes and 2 replicas. With `inner="pp"` a pipeline has
-consecutive ranks, and so stays inside a node; with `inner="dp"` the replicas of a stage have:
+With `engine="distributed"`, each process owns one device, and `nb_part` processes form a replica. 2
+nodes of 4 GPUs with nb_part=4 run 8 processes and 2 replicas. With `inner="pp"`, the processes of a
+pipeline have consecutive ranks, so a pipeline stays inside a node; with `inner="dp"`, the processes
+that run the same stage in different replicas do:
 
                    node 0            node 1
     inner="pp"     a0 a1 a2 a3       b0 b1 b2 b3      a, b: replicas; 0 to 3: places in the pipeline
     inner="dp"     a0 b0 a1 b1       a2 b2 a3 b3
 
-Nothing outside this module takes a process for a replica. Code asks for what it means:
+Code outside this module must not assume that a process is a replica. It uses the property it needs:
 `data_parallel_rank` and `data_parallel_size` (which copy of the model), `owned_replicas` and
-`logical_replicas` (whose data and dropout masks), `is_main` (who writes), `stage_owners` (which
-process owns which stage).
+`logical_replicas` (data shards and dropout masks), `is_main` (the process that writes),
+`stage_owners` (which process owns which stage).
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,6 +47,7 @@ from hybridtrain._base.devices import (
     physical_gpus,
 )
 from hybridtrain._base.problem import Problem, first_problem
+from hybridtrain._base.replica_shares import samples_by_replica
 from hybridtrain._base.summation_tree import owned_by
 from hybridtrain._base.torch_private import get_default_store
 from hybridtrain.errors import WorldError, argument, setting
@@ -67,34 +70,35 @@ from hybridtrain.partitioning import StageOwners
 
 T = TypeVar("T")
 
-# Rank 0 may spend long on a download or a checkpoint, while the others wait. A process that is gone
-# ends the run long before: `launch.watchdog`.
+# Rank 0 may take long for a download or a checkpoint while the others wait. If a process dies,
+# `launch.watchdog` ends the run long before.
 _SETUP_TIMEOUT = timedelta(hours=24)
 
 
 @dataclass(eq=False)
 class World:
-    """This process among the others.
+    """The processes of a run, and this process's place among them.
 
     Attributes:
         launcher: `torchrun`, `slurm` or `single`.
-        rank: the number of this process.
+        rank: the global rank of this process.
         size: the number of processes.
-        local_rank: the number of this process on its node.
+        local_rank: the rank of this process on its node.
         devices: the devices of this process, in the order of its stages.
         backend: `gloo` or `nccl`, for gradients and values.
-        timeout_s: seconds that a collective may take before it is an error, and that a process may
-            give no sign of life.
+        timeout_s: seconds before a collective call, or a process without a sign of life, is an
+            error.
         stall_s: seconds without progress after which a run ends; 0: never. See `from_env`.
         engine: the name of the engine that executes pipelines.
-        processes_per_replica: processes that share a pipeline.
-        inner: which processes have consecutive ranks: `pp`, those of a pipeline; `dp`, those that
-            have the same stages.
-        fixed_replicas: the number of logical replicas; None: one for each copy of the model.
-        pipeline_group: the processes of this replica, in the order of the pipeline; None if it is
-            one.
-        pipeline_object_group: the same processes, where they may wait for long.
-        watchdog: ends a run that has failed or stands still; see `from_env`.
+        processes_per_replica: the number of processes that share a pipeline.
+        inner: which processes have consecutive ranks: `pp`, the processes of a pipeline; `dp`, the
+            processes with the same stages.
+        fixed_replicas: the number of logical replicas; None: one per copy of the model.
+        replica_shares: the relative number of samples of a batch that each copy of the model gets;
+            None: equal shares.
+        pipeline_group: the processes of this replica, in pipeline order; None for a single process.
+        pipeline_object_group: the same processes, in a group with a long timeout.
+        watchdog: ends a run that has failed or stalled; see `from_env`.
     """
 
     launcher: str = "single"
@@ -109,6 +113,7 @@ class World:
     processes_per_replica: int = 1
     inner: str = "pp"
     fixed_replicas: int | None = None
+    replica_shares: tuple[float, ...] | None = None
     pipeline_group: dist.ProcessGroup | None = field(default=None, repr=False)
     pipeline_object_group: dist.ProcessGroup | None = field(default=None, repr=False)
     watchdog: Watchdog | None = field(default=None, repr=False)
@@ -128,33 +133,35 @@ class World:
         stall_s: float = 300.0,
         inner: str = "pp",
         replicas: int | None = None,
+        replica_shares: Sequence[float] | None = None,
     ) -> World:
-        """Reads the environment and, with several processes, joins the process group.
+        """Reads the launcher's environment and joins the process group, if there are several.
 
-        The environment is only read, never written.
+        It does not change the environment.
 
         Args:
-            nb_part: the devices of a pipeline, and so its stages (times `stages_per_device`); None:
-                the environment variable HYBRIDTRAIN_NB_PART, or 1.
-            devices: None for the GPUs `local_rank * nb_part ...`, or the CPU on a machine without
-                (an error, if the launcher has given GPUs and PyTorch sees none);
-                `"auto"` for the GPUs if there are enough of them, else the CPU; `"cpu"`; `"cuda"`;
-                or a list: `nb_part` devices that every process uses, or those of all local
-                processes one after the other.
-            backend: None for `nccl` on GPUs and `gloo` on CPUs.
-            timeout_s: seconds that a collective may take.
-            engine: what executes a pipeline; `local`, all stages in one process; `distributed`,
-                `nb_part` processes with a device each.
+            nb_part: the number of devices per pipeline, and so of stages (times
+                `stages_per_device`); None: the environment variable HYBRIDTRAIN_NB_PART, or 1.
+            devices: None: the GPUs from `local_rank * nb_part` on, or the CPU on a machine without
+                GPUs (an error if the launcher has allocated GPUs and PyTorch sees none); `"auto"`:
+                the GPUs if there are enough, else the CPU; `"cpu"`; `"cuda"`; or a list: `nb_part`
+                devices that every process uses, or the devices of all local processes in order.
+            backend: None: `nccl` on GPUs and `gloo` on CPUs.
+            timeout_s: timeout of collective calls, in seconds.
+            engine: what executes a pipeline: `local` runs all stages in one process; `distributed`
+                runs `nb_part` processes with one device each.
             stall_s: seconds without progress in a step, an evaluation or a run of a `Trainer` after
-                which the process ends with exit code 4, and names what stands still; 0: never. The
+                which the process exits with code 4 and reports what has stalled; 0: never. The
                 first steps may take four times as long, a checkpoint ten times.
             inner: see the class.
-            replicas: the number of logical replicas. The run is then bitwise the same on any number
-                of copies of the model from 1 to `replicas`; see `logical_replicas`. None: as many
-                as there are copies.
+            replicas: the number of logical replicas. Results are then bitwise identical for any
+                number of copies of the model from 1 to `replicas`; see `logical_replicas`. None:
+                one per copy.
+            replica_shares: the relative number of samples of a batch that each copy of the model
+                gets, such as `[1, 2]` for a slow and a fast one; None: equal shares.
 
         Raises:
-            WorldError: the devices, the backend or the launcher's variables do not fit.
+            WorldError: the devices, the backend or the launcher's variables are inconsistent.
         """
         launch = detect(os.environ)
         if launch.problem is not None:
@@ -162,7 +169,9 @@ class World:
         if nb_part is None:
             nb_part = launch.nb_part
         gpus = torch.cuda.device_count()
-        world = cls.of_launch(launch, gpus, nb_part, devices, backend, engine, inner, replicas)
+        world = cls.of_launch(
+            launch, gpus, nb_part, devices, backend, engine, inner, replicas, replica_shares
+        )
         world.timeout_s, world.stall_s = timeout_s, stall_s
         end_with_parent()
         if world.size > 1:
@@ -180,27 +189,30 @@ class World:
         engine: str = "local",
         inner: str = "pp",
         replicas: int | None = None,
+        replica_shares: Sequence[float] | None = None,
     ) -> World:
-        """Returns the World of a process that need not run here, without process groups.
+        """Returns the World of a process of any launch, without joining process groups.
 
-        It knows the ranks, devices and stage owners; its collective calls fail.
+        It has ranks, devices and stage owners; its collective calls fail.
 
         Args:
             launch: the launcher's facts about the process.
             gpus: the number of GPUs that the process sees.
-            nb_part: as of `from_env`, and so are the others.
-            devices: see there.
-            backend: see there.
-            engine: see there.
-            inner: see there.
-            replicas: see there.
+            nb_part: as in `from_env`.
+            devices: as in `from_env`.
+            backend: as in `from_env`.
+            engine: as in `from_env`.
+            inner: as in `from_env`.
+            replicas: as in `from_env`.
+            replica_shares: as in `from_env`.
 
         Raises:
-            WorldError: the devices, the backend or the number of processes do not fit.
+            WorldError: the devices, the backend or the number of processes are inconsistent.
         """
         per_replica, own_devices = _shape(launch, gpus, nb_part, devices, engine, inner)
         chosen = choose_backend(backend, own_devices)
         check_logical_replicas(replicas, launch.size // per_replica)
+        check_replica_shares(replica_shares, launch.size // per_replica, replicas)
         return cls(
             launcher=launch.launcher,
             rank=launch.rank,
@@ -212,24 +224,26 @@ class World:
             processes_per_replica=per_replica,
             inner=inner,
             fixed_replicas=replicas,
+            replica_shares=None if replica_shares is None else tuple(replica_shares),
         )
 
     def divided(self, nb_part: int, devices: DeviceSpec = None) -> World:
         """Returns a World of the same processes, with pipelines of `nb_part` devices.
 
-        For a number that is known only when the processes have met: this World, made with
-        `nb_part=1` and no model, is given up for the new one. A collective call.
+        Use it if `nb_part` is known only after the processes have joined: create a World with
+        `nb_part=1`, and replace it with the result before any model uses it. A collective call.
 
         Args:
-            nb_part: as of `from_env`.
-            devices: as of `from_env`, and of the same kind.
+            nb_part: as in `from_env`.
+            devices: as in `from_env`, and of the same type as this World's.
 
         Raises:
-            WorldError: the devices or the number of processes do not fit.
+            WorldError: the devices or the number of processes are inconsistent.
         """
         launch, gpus = detect(os.environ), torch.cuda.device_count()
         per_replica, own_devices = _shape(launch, gpus, nb_part, devices, self.engine, self.inner)
         check_logical_replicas(self.fixed_replicas, self.size // per_replica)
+        check_replica_shares(self.replica_shares, self.size // per_replica, self.fixed_replicas)
         if own_devices[0].type == "cuda":
             torch.cuda.set_device(own_devices[0])
         divided = replace(self, devices=own_devices, processes_per_replica=per_replica)
@@ -240,26 +254,26 @@ class World:
         uses_nccl = self.backend == "nccl"
         if self.size > 1 and uses_nccl:
             check_not_shared(self.gather(physical_gpus(self.devices)))
-            # NCCL's memory is taken now, not in the middle of a run: `sum` and `broadcast_tensor`
-            # are used with what the first and the last stage have
+            # Allocate NCCL's memory now, not in the middle of a run: `sum` and `broadcast_tensor`
+            # take tensors of the first and the last stage
             self._connect(None, dict.fromkeys((self.devices[0], self.devices[-1])))
         if self.processes_per_replica > 1:
             timeout = timedelta(seconds=self.timeout_s)
-            # with gloo for what is on the CPU also where the devices are GPUs
+            # with several backends: CPU tensors go through gloo even if the devices are GPUs
             self.pipeline_group = self._new_pipeline_group(None, timeout)
             self.pipeline_object_group = self._new_pipeline_group("gloo", _SETUP_TIMEOUT)
             if uses_nccl:
-                # all must take part in its first use, and a step's first messages are between two
+                # all processes must join its first collective, and a step starts with pairs
                 self._connect(self.pipeline_group, self.devices)
         return self
 
     def _connect(self, group: dist.ProcessGroup | None, devices: Iterable[torch.device]) -> None:
-        """Has NCCL make the communicators of a group, which it does in the first collective."""
+        """Makes NCCL create a group's communicators, which it does in the first collective."""
         for device in devices:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def _new_pipeline_group(self, backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
-        """Makes the groups of all replicas, a collective call, and returns this replica's."""
+        """Creates the groups of all replicas (a collective call) and returns this replica's."""
         places = range(self.processes_per_replica)
         groups = [
             _new_group(backend, timeout, [self.rank_of(replica, place) for place in places])
@@ -268,7 +282,7 @@ class World:
         return groups[self.data_parallel_rank]
 
     def _watched(self) -> World:
-        """Adds a watchdog, which runs from now on, and returns this World."""
+        """Starts a watchdog and returns this World."""
         running = current()
         if self.size > 1 and running is not None and running.store.size > 1:
             self.watchdog = running  # of another World of these processes
@@ -282,14 +296,14 @@ class World:
         return self
 
     def watch(self, stacks: Path) -> None:
-        """Ends the run also between two steps, if another process dies; from now on until `close`.
+        """Also ends the run if another process dies between two steps, until `close`.
 
-        Every step, evaluation and run of a `Trainer` is watched without: the run ends if another
-        process dies or nothing moves for `stall_s`. Nothing is expected to move between the steps
-        of a script's own loop, unless another process waits there in a step.
+        Every step, evaluation and run of a `Trainer` is always watched: the run ends if another
+        process dies or makes no progress for `stall_s`. Between the steps of a custom loop, no
+        progress is expected unless another process is waiting inside a step.
 
         Args:
-            stacks: the folder for the stacks of all processes, if the run stands still.
+            stacks: the folder for the stack traces of all processes if the run stalls.
         """
         if self.watchdog is not None:
             self.watchdog.stacks = stacks
@@ -297,14 +311,14 @@ class World:
             activity.now(Phase.SETUP)
 
     def say_stages(self, stages: Sequence[int]) -> None:
-        """Tells the others which stages this process has, for the reports of failures."""
+        """Tells the other processes which stages this process has, for failure reports."""
         if self.watchdog is not None and self.processes_per_replica > 1:
             several = "s" * (len(stages) > 1)
             self.watchdog.store.set_place(f"stage{several} {', '.join(map(str, stages))}")
 
     @cached_property
     def nb_part(self) -> int:
-        """The number of devices of a pipeline."""
+        """The number of devices per pipeline."""
         return len(self.devices) * self.processes_per_replica
 
     @cached_property
@@ -314,18 +328,18 @@ class World:
 
     @cached_property
     def data_parallel_rank(self) -> int:
-        """The number of the copy that this process belongs to."""
+        """The index of this process's copy of the model."""
         if self.inner == "dp":
             return self.rank % self.data_parallel_size
         return self.rank // self.processes_per_replica
 
     @cached_property
     def logical_replicas(self) -> int:
-        """The number of replicas that a global batch is divided over.
+        """The number of replicas that share a global batch.
 
         A logical replica has its own share of each batch, its own random numbers and its own place
-        in the order in which gradients are added. Each copy of the model runs one of them, or with
-        `fixed_replicas` several.
+        in the order in which gradients are summed. Each copy of the model runs one of them, or
+        several if `fixed_replicas` is set.
         """
         return self.fixed_replicas or self.data_parallel_size
 
@@ -335,8 +349,17 @@ class World:
         return owned_by(self.data_parallel_rank, self.data_parallel_size, self.logical_replicas)
 
     @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """The relative number of samples that each logical replica gets of a batch."""
+        return self.replica_shares or (1,) * self.logical_replicas
+
+    def samples_by_replica(self, total: int) -> list[int]:
+        """Returns how many of the `total` samples of a batch each logical replica gets."""
+        return samples_by_replica(total, self.shares)
+
+    @cached_property
     def pipeline_rank(self) -> int:
-        """The number of this process among those of its replica."""
+        """The rank of this process within its replica."""
         if self.inner == "dp":
             return self.rank // self.data_parallel_size
         return self.rank % self.processes_per_replica
@@ -349,25 +372,25 @@ class World:
 
     @property
     def wire_device(self) -> torch.device:
-        """The device of tensors that go to other processes one by one: gloo takes the CPU's."""
+        """The device for tensors sent to other processes: the CPU with gloo."""
         return torch.device("cpu") if self.backend == "gloo" else self.devices[0]
 
     @property
     def stage_owners(self) -> StageOwners:
-        """The devices of a pipeline and which of its processes owns them."""
+        """The devices of a pipeline, and which of its processes owns which."""
         names = tuple(map(str, self.devices)) * self.processes_per_replica
         return StageOwners(names, self.processes_per_replica, self.data_parallel_size)
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which alone writes to disk and to the terminal."""
+        """True on rank 0, the only process that writes to disk and to the terminal."""
         return self.rank == 0
 
     def new_stage_group(self, pipeline_rank: int) -> dist.ProcessGroup | None:
-        """Makes a group of the processes with this place in each replica; replica 0's is first.
+        """Creates a group of the processes at this place in each replica, replica 0's first.
 
         Every process calls it for the owner of every stage, in the same order. Returns None with
-        one replica.
+        a single replica.
         """
         if self.data_parallel_size == 1:
             return None
@@ -376,14 +399,13 @@ class World:
         return _new_group(self.backend, timedelta(seconds=self.timeout_s), ranks)
 
     def saving_group(self, wait: Callable[[], None]) -> dist.ProcessGroup:
-        """Returns a group of all processes for saves, which may go on in a thread.
+        """Returns a group of all processes for saves, which may run in a background thread.
 
-        With gloo, and a long timeout. The first call is a collective one; only with several
-        processes.
+        It uses gloo with a long timeout. The first call is collective. Requires several processes.
 
         Args:
-            wait: returns when the caller has no save under way; called before another one gets the
-                group.
+            wait: returns once the caller has no save in progress; called before another caller
+                gets the group.
         """
         self._check_open()
         if self._wait_for_save is not None and self._wait_for_save != wait:
@@ -397,37 +419,37 @@ class World:
         """Runs `action` on rank 0 while the others wait; they get None.
 
         Raises:
-            Exception: rank 0's error, on every rank, so that none waits for ever; see `on_all`.
+            Exception: rank 0's error, on every rank, so that no rank waits forever; see `on_all`.
         """
         runs_here = self.is_main or self.size == 1
         return self._all_or_none(lambda: action() if runs_here else None, self.broadcast)
 
     def from_main(self, action: Callable[[], T]) -> T:
-        """Runs `action` on rank 0, and returns its result, see `gather`, on every rank.
+        """Runs `action` on rank 0 and returns its result on every rank; see `gather` for types.
 
         Raises:
-            Exception: rank 0's error, on every rank, so that none waits for ever; see `on_all`.
+            Exception: rank 0's error, on every rank, so that no rank waits forever; see `on_all`.
         """
         return cast(T, self.broadcast(self.on_main(action)))
 
     def on_all(self, action: Callable[[], T]) -> T:
-        """Runs `action` on every rank and returns its result there; a collective call.
+        """Runs `action` on every rank and returns its local result; a collective call.
 
         Raises:
-            Exception: an error of one rank is an error of all, so that none waits for ever. The
-                rank that failed, the lowest of several, raises its own error; the others raise a
-                copy: a `UserError` of the same type, otherwise an `OtherProcessError`.
+            Exception: if any rank fails, all ranks raise, so that none waits forever. The lowest
+                failing rank raises its own error; the others raise a copy: a `UserError` of the
+                same type, otherwise an `OtherProcessError`.
         """
         return self._all_or_none(action, lambda problem: first_problem(self.gather(problem)))
 
     def _all_or_none(
         self, action: Callable[[], T], agree: Callable[[Problem | None], Problem | None]
     ) -> T:
-        """Returns what `action` does, unless the processes `agree` on a problem, which is raised.
+        """Returns the result of `action`, or raises the problem that the processes agree on.
 
         Args:
-            action: of this process.
-            agree: takes this process's problem, and returns the one that all of them raise.
+            action: runs in this process.
+            agree: takes this process's problem, and returns the problem that all of them raise.
         """
         failure: Exception | None = None
         try:
@@ -441,17 +463,17 @@ class World:
             if problem is not None:
                 raise problem.error()
         finally:
-            del failure  # or its traceback holds the caller's model until the next collection
+            del failure  # or its traceback keeps the caller's model alive until the next collection
         return result
 
     def broadcast(self, value: T) -> T:
         """Returns rank 0's `value` on every rank.
 
         Args:
-            value: of the kinds that `gather` takes.
+            value: of a type that `gather` supports.
 
         Raises:
-            UserError: the value is of another kind.
+            UserError: the type of the value is not supported.
         """
         if self.size == 1:
             return value
@@ -459,14 +481,14 @@ class World:
         return cast(T, objects.broadcast(value, self._object_group, 0))
 
     def gather(self, value: T) -> list[T]:
-        """Returns every rank's `value`, in the order of the ranks, on every rank.
+        """Returns the `value` of every rank, in rank order, on every rank.
 
         Args:
             value: tensors, NumPy arrays, plain values, paths, dates, containers of these, and
-                dataclasses, named tuples and enums that the modules of the model define or import.
+                dataclasses, named tuples and enums that the model's modules define or import.
 
         Raises:
-            UserError: the value of a rank is of another kind. Nothing is pickled between processes.
+            UserError: a rank's value has another type. Nothing is pickled between processes.
         """
         if self.size == 1:
             return [value]
@@ -474,29 +496,29 @@ class World:
         return objects.gather(value, self._object_group)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sums `values`, on the CPU or one of the devices, over all ranks, in place."""
+        """Sums `values` over all ranks in place; they may be on the CPU or one of the devices."""
         if self.size > 1:
             self._check_open()
             dist.all_reduce(values)
         return values
 
     def begin_sum(self, values: Tensor) -> dist.Work | None:
-        """Starts `sum` and does not wait: `values` have it after `wait()` of the result, if any."""
+        """Starts `sum` without waiting; call `wait()` on the result, if any, before reading."""
         return dist.all_reduce(values, async_op=True) if self.size > 1 else None
 
     def begin_max(self, values: Tensor) -> dist.Work:
-        """Begins to take the largest of every rank's `values`, on the CPU, in place.
+        """Starts an element-wise maximum of `values` over all ranks, on the CPU, in place.
 
-        The result is there after `wait()` of what it returns. Only with several processes.
+        Call `wait()` on the returned work before reading. Requires several processes.
         """
         assert self._object_group is not None
-        # Not dist.all_reduce, whose checks and logging cost 30 us, for each step.
+        # not dist.all_reduce, whose checks and logging cost 30 us per step
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         return self._object_group.allreduce([values], options)
 
     def all_arrive(self, seconds: float) -> bool:
-        """Waits until all processes have called this; returns whether they have, in `seconds`."""
+        """Waits up to `seconds` for all processes to call this; returns whether they all did."""
         if self.size == 1:
             return True
         try:
@@ -515,14 +537,14 @@ class World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # an error is told to the other processes first; see `launch.failure`
+        if kind is None:  # `launch.failure` reports an error to the other processes first
             self.close()
 
     def close(self) -> None:
-        """Leaves the process groups, at the end of a run; the World cannot be used afterwards.
+        """Leaves the process groups at the end of a run; the World cannot be used afterwards.
 
-        Returns when the threads of `broadcast`, `gather` and `on_main` have ended. A gloo thread
-        that outlives the interpreter and still releases the tensors of the last message aborts the
+        Returns once the threads of `broadcast`, `gather` and `on_main` have ended. A gloo thread
+        that outlives the interpreter while it releases the tensors of the last message aborts the
         process (pytorch/pytorch#190489), and torchrun would report a finished run as failed. The
         threads that average gradients end with their model.
         """
@@ -532,14 +554,14 @@ class World:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
             self._closed = True
-            # the last references to them
+            # drop the last references to the groups
             self._object_group = self._saving_group = self._wait_for_save = None
             self.pipeline_group = self.pipeline_object_group = None
 
     def _check_open(self) -> None:
         if self._closed:
             raise WorldError(
-                "this World is closed, and its processes cannot meet again: call world.close() "
+                "this World is closed, and its processes cannot join again: call world.close() "
                 "once, after the last model of the run"
             )
 
@@ -554,10 +576,10 @@ class World:
 
 
 def check_logical_replicas(replicas: int | None, copies: int) -> None:
-    """Makes sure that each copy of the model has a logical replica to run.
+    """Checks that each copy of the model has a logical replica to run.
 
     Raises:
-        WorldError: a copy has none, or the number is not positive.
+        WorldError: there are fewer replicas than copies, or the number is not positive.
     """
     if replicas is None:
         return
@@ -565,23 +587,54 @@ def check_logical_replicas(replicas: int | None, copies: int) -> None:
         raise WorldError(f"{setting('replicas', replicas)} must be a positive number")
     if copies > replicas:
         raise WorldError(
-            f"{setting('replicas', replicas)} is less than the {copies} copies of the model that "
-            f"are started: start at most {replicas} times the processes of a pipeline, or raise "
+            f"{setting('replicas', replicas)} is less than the {copies} copies of the model being "
+            f"started: start at most {replicas} times the processes of a pipeline, or raise "
             f"{argument('replicas')}"
+        )
+
+
+def check_replica_shares(
+    shares: Sequence[float] | None, copies: int, fixed_replicas: int | None
+) -> None:
+    """Makes sure that each copy of the model has a share of a batch.
+
+    Raises:
+        WorldError: the number of shares is another, one is not positive, or the run is to be the
+            same on any number of copies.
+    """
+    if shares is None:
+        return
+    if not isinstance(shares, Sequence) or isinstance(shares, str):
+        raise WorldError(
+            f"{setting('replica_shares', shares)} must be a list with a number for each replica"
+        )
+    shown = setting("replica_shares", list(shares))
+    for share in shares:
+        is_number = isinstance(share, int | float) and not isinstance(share, bool)
+        if not is_number or not 0 < share < math.inf:
+            raise WorldError(f"{shown}: {share!r} must be a positive number")
+    if fixed_replicas is not None:
+        raise WorldError(
+            f"{shown} depends on the processes, and {setting('replicas', fixed_replicas)} makes a "
+            f"run the same on any number of them: leave one of the two out"
+        )
+    if len(shares) != copies:
+        raise WorldError(
+            f"{shown} has {len(shares)} values, and there are {copies} replicas: give one for each"
         )
 
 
 def _shape(
     launch: Launch, gpus: int, nb_part: int, devices: DeviceSpec, engine: str, inner: str
 ) -> tuple[int, tuple[torch.device, ...]]:
-    """Returns the number of processes of a replica, and the devices of this one."""
+    """Returns the number of processes per replica, and the devices of this process."""
     check_nb_part(nb_part)
     per_replica, size = nb_part if engine == "distributed" else 1, launch.size
     if inner not in ("pp", "dp"):
-        raise WorldError(f"{setting('inner', inner)} is unknown; it is pp or dp")
+        raise WorldError(f"{setting('inner', inner)} is unknown: use pp or dp")
     if size % per_replica:
         raise WorldError(
-            f"{size} process{'es' * (size > 1)} cannot be shared by pipelines of "
+            f"{size} process{'es' * (size > 1)} cannot be divided into pipelines of "
             f"{setting('nb_part', per_replica)} processes: start a multiple of {per_replica}, or "
             f"set {setting('engine', 'local')}"
         )
@@ -599,7 +652,7 @@ def _join(
         check_reachable(store, launch, os.environ)
         try:
             dist.init_process_group(
-                # objects and CPU tensors always travel through gloo
+                # objects and CPU tensors always use gloo
                 backend="gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl",
                 store=store,
                 rank=launch.rank,

@@ -15,7 +15,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from hybridtrain.world import World
 from scripts.bench import host_cost as tiny
 from scripts.bench.common import interleave, mean_loss, print_table, timed
 from scripts.gpu_parts import run_parts
-from tests.support.matrix import TOLERANCE, compared, difference, random_cells
+from tests.support.matrix import TOLERANCE, Cell, compared, difference, random_cells
 
 # Dense bf16 peak in FLOP/s, as the vendor states it; fp16 where a GPU has no bf16.
 PEAK = {
@@ -131,12 +131,17 @@ class Check:
         self.file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def exactness(check: Check, until: float) -> None:
-    """Compares cells of the exactness matrix, on the device, with the unsplit model."""
+def exactness(check: Check, cells: Sequence[Cell], until: float) -> None:
+    """Compares cells of the exactness matrix, on the device, with the unsplit model.
+
+    Args:
+        check: the table.
+        cells: what to train.
+        until: the seconds that are left for the other checks; no cell begins with fewer.
+    """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
     gpus = torch.cuda.device_count()
-    cells = random_cells(60 if check.small else 300)
     kinds = sorted({(cell.case, cell.precision) for cell in cells})
     for case, precision in kinds:
         chosen = [cell for cell in cells if (cell.case, cell.precision) == (case, precision)]
@@ -168,13 +173,13 @@ def exactness(check: Check, until: float) -> None:
 
 def host_cost(check: Check) -> None:
     """Measures stages that do next to nothing, on one device."""
-    chunks = 32
-    for stages in (1, 2, 4, 8):
+    chunks, repeats = (4, 1) if check.small else (32, 7)
+    for stages in (1, 2) if check.small else (1, 2, 4, 8):
         devices = check.devices(stages)
         x = torch.randn(chunks, 4, device=devices[0])
 
         def cost(step: Callable[[], object], stages: int = stages) -> str:
-            return f"{check.seconds(step, 3, 7) / (stages * chunks) * 1e6:.0f} us"
+            return f"{check.seconds(step, 3, repeats) / (stages * chunks) * 1e6:.0f} us"
 
         beside = f"plain loop {cost(tiny.plain(stages, x, chunks))}"
         for schedule in ("gpipe", "1f1b"):
@@ -319,6 +324,9 @@ def speed(check: Check) -> None:
         torch.cuda.empty_cache()
 
 
+COSTS: tuple[Callable[[Check], None], ...] = (host_cost, memory, speed)
+
+
 def main() -> int:
     """Runs all and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -343,11 +351,12 @@ def main() -> int:
     try:
         # the parts that come later keep most of the time, and the speed a third of it
         reserve = min(150.0, options.seconds / 3)
-        exactness(check, until=options.seconds * 0.6)
+        cells = random_cells(60 if check.small else 300)
+        exactness(check, cells, until=options.seconds * 0.6)
         failed, left_out = run_parts(check.devices(1)[0], lambda: check.left - reserve, check.add)
         check.failed |= bool(failed)
         check.cut_off += left_out
-        for part in (host_cost, memory, speed):
+        for part in COSTS:
             name = part.__name__.replace("_", " ")
             if check.left < 0:
                 check.cut_off.append(name)

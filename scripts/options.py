@@ -27,6 +27,7 @@ from omegaconf import OmegaConf
 
 from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.config.schema import LOADER_OPTIONS, Config, groups
+from hybridtrain.observe import TRACKERS
 from hybridtrain.options import LoaderOptions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,11 +90,16 @@ def texts_of(kind: type) -> dict[str, str]:
         if isinstance(statement, ast.AnnAssign):
             name = ast.unparse(statement.target)
         elif name and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-            text = " ".join(str(statement.value.value).split()).rstrip(".")
-            for word, of_yaml in (("None", "null"), ("True", "true"), ("False", "false")):
-                text = re.sub(rf"\b{word}\b", of_yaml, text)
-            found[name] = text
+            found[name] = one_line(str(statement.value.value))
     return found
+
+
+def one_line(text: str) -> str:
+    """Returns the text of a key on one line, with the values as YAML has them."""
+    text = " ".join(text.split()).rstrip(".")
+    for word, of_yaml in (("None", "null"), ("True", "true"), ("False", "false")):
+        text = re.sub(rf"\b{word}\b", of_yaml, text)
+    return text
 
 
 def keys() -> Iterator[tuple[str, str, Any, str]]:
@@ -107,10 +113,12 @@ def keys() -> Iterator[tuple[str, str, Any, str]]:
         for options, taken in schema.taken.items():
             found = texts_of(options)
             texts |= {key: found[name] for name, key in taken.items()}
-        texts |= texts_of(schema)
+        texts |= texts_of(schema) | {key: one_line(text) for key, text in schema.texts.items()}
         hints = get_type_hints(schema)
         for each in fields(schema):  # type: ignore[arg-type]
-            yield group, each.name, hints[each.name], texts.get(each.name, "")
+            # a tracker is true, false or its arguments, for which OmegaConf has no type
+            kind = bool | dict if each.name in schema.texts else hints[each.name]
+            yield group, each.name, kind, texts.get(each.name, "")
     for name, text in texts_of(LoaderOptions).items():
         if name in LOADER_OPTIONS:
             yield "data", name, get_type_hints(LoaderOptions)[name], text
@@ -216,6 +224,9 @@ def schema(all_keys: list[tuple[str, str, Any, str]]) -> str:
             at = root["properties"].setdefault(group, made)
             at.setdefault("properties", {})
         at["properties"][name] = {**json_type(kind), "description": text.replace("`", "")}
+    for name, text in texts_of(Config).items():
+        if name in groups():
+            root["properties"][name]["description"] = text.replace("`", "")
     return (
         json.dumps({"$schema": "http://json-schema.org/draft-07/schema#", **root}, indent=1) + "\n"
     )
@@ -241,6 +252,9 @@ def main(check: bool) -> int:
         if path.exists():
             texts = {name: text for own, name, _, text in all_keys if own == group}
             wanted[path] = with_comments(path, texts)
+    for name in TRACKERS:  # `monitor=[name]`; one with arguments lists them in its file
+        path = ROOT / f"configs/monitor/{name}.yaml"
+        wanted.setdefault(path, path.read_text() if path.exists() else f"{name}: true\n")
     stale = [p for p, text in wanted.items() if not p.exists() or p.read_text() != text]
     for path in stale:
         print(f"{path.relative_to(ROOT)} is not what its docstrings say: run scripts/options.py")

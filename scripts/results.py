@@ -33,12 +33,8 @@ from hybridtrain import World
 from hybridtrain._base.text_table import markdown_table
 from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.config.schema import Config
-from hybridtrain.cli.run.components import (
-    build_lr_schedule,
-    build_model,
-    build_optimizer,
-    load_data,
-)
+from hybridtrain.cli.run.components import build_lr_schedule, build_model, build_optimizer
+from hybridtrain.cli.run.run_data import load_data
 from hybridtrain.data import EvalLoader, TrainLoader
 from hybridtrain.options import LoaderOptions
 

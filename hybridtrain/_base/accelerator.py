@@ -1,7 +1,7 @@
 """Asynchronous devices: their streams, events, copies and memory.
 
-The engines use such a device only through an `Accelerator`, of which CUDA's is here. The CPU, which
-computes synchronously, has none.
+The engines use such a device only through an `Accelerator`; this module implements CUDA's. The CPU,
+which computes synchronously, has none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Stream(Protocol):
         """Makes later work of this stream wait for `event`."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Makes later work of this stream wait for the work that is queued in `stream` now."""
+        """Makes later work of this stream wait for the work currently queued in `stream`."""
 
 
 class PeakMemory(NamedTuple):
@@ -42,7 +42,7 @@ class PeakMemory(NamedTuple):
 
 
 class Accelerator(Protocol):
-    """A kind of device, as the engines use it; only `synchronize` blocks the host."""
+    """The interface to a kind of device; only `synchronize` blocks the host."""
 
     def has(self, device: torch.device) -> bool:
         """Returns whether `device` is of this kind."""
@@ -53,11 +53,11 @@ class Accelerator(Protocol):
         ...
 
     def current_stream(self, device: torch.device) -> Stream:
-        """Returns the stream that this thread queues work of `device` in."""
+        """Returns the stream in which this thread queues work of `device`."""
         ...
 
     def default_stream(self, device: torch.device) -> Stream:
-        """Returns the stream that a new thread queues work of `device` in."""
+        """Returns the stream in which a new thread queues work of `device`."""
         ...
 
     def using(self, streams: Iterable[Stream]) -> AbstractContextManager[object]:
@@ -65,13 +65,13 @@ class Accelerator(Protocol):
         ...
 
     def record_event(self, stream: Stream, timing: bool = False) -> Event:
-        """Returns an event after the work that is queued in `stream`."""
+        """Records an event after the work queued in `stream`."""
         ...
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         """Keeps the memory of `tensor` from reuse until `stream` has reached this point.
 
-        The allocator only knows the stream that the memory was allocated in.
+        The allocator knows only the stream in which the memory was allocated.
         """
         ...
 
@@ -127,7 +127,7 @@ class Cuda:
             yield
 
     def record_event(self, stream: Any, timing: bool = False) -> torch.cuda.Event:
-        # blocking: a thread that waits sleeps, instead of keeping a CPU core busy
+        # blocking: a waiting thread sleeps instead of keeping a CPU core busy
         event = torch.cuda.Event(enable_timing=timing, blocking=True)
         event.record(stream)
         return event
@@ -139,7 +139,7 @@ class Cuda:
         return tensor.to(device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        return tensor.to("cpu", non_blocking=True)  # into pinned memory, which PyTorch takes for it
+        return tensor.to("cpu", non_blocking=True)  # PyTorch allocates pinned memory for this copy
 
     def set_device(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
@@ -160,7 +160,7 @@ class Cuda:
 
 
 ACCELERATORS: list[Accelerator] = [Cuda()]
-"""The known kinds of devices; tests add one."""
+"""The supported kinds of devices; tests add one."""
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
@@ -176,13 +176,13 @@ def put(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
     accelerator = accelerator_of(device)
-    if accelerator is None:  # what the host reads must have arrived
+    if accelerator is None:  # the host reads the copy, so it must be complete
         return tensor.to(device)
     return accelerator.copy(tensor, device)
 
 
 class PendingNumbers:
-    """Numbers that are copied from a device asynchronously; reading them waits for the copy.
+    """Numbers copied from a device asynchronously; reading them waits for the copy.
 
     Args:
         values: 0-dim tensors on one device.

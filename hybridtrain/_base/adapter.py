@@ -1,8 +1,7 @@
-"""An adapter: trained tensors inside a model with frozen weights, which come from elsewhere.
+"""An adapter: trained tensors inside a model with frozen weights loaded from another source.
 
-A model function that adds one puts it on the module (`put_adapter`). `init_from` then finds the
-base's weights by their names without the adapter, and a checkpoint leaves them out and names their
-source.
+A model function that adds an adapter registers it with `put_adapter`. `init_from` then finds the
+base weights by their names without the adapter, and checkpoints omit them and record their source.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ class Adapter(Protocol):
     """The names of an adapter's tensors, and its export."""
 
     def base_name(self, name: str) -> str | None:
-        """Returns the name that a tensor of the module has in the base without an adapter.
+        """Returns the name of a tensor in the base model without an adapter.
 
-        Several tensors may have the same one. None: the base has no such tensor.
+        Several tensors may have the same base name. None if the base does not have the tensor.
         """
 
     def follow_base(self, net: nn.Module) -> None:
-        """Sets the initial values that depend on the base's, after these have been loaded."""
+        """Sets initial values that depend on the base weights, after these are loaded."""
 
     def merged(self, net: nn.Module) -> nn.Module:
-        """Returns the module with the adapter's effect in the base's weights; changes `net`."""
+        """Merges the adapter into the base weights and returns the module; changes `net`."""
 
     def write(self, folder: Path, net: nn.Module, state: Mapping[str, Tensor], base: str) -> None:
-        """Writes the adapter alone, in the format that its library reads.
+        """Writes only the adapter, in the format of its library.
 
         Args:
-            folder: to write into, which exists.
+            folder: the existing folder to write to.
             net: the module; its values may be missing.
             state: the values.
             base: the source of the base, or "".
@@ -56,13 +55,13 @@ def adapter_of(net: nn.Module) -> Adapter | None:
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """The frozen weights that a model with an adapter has been loaded with.
+    """The frozen base weights of a model with an adapter.
 
     Attributes:
-        source: as `init_from` was given it.
-        digest: of the source's tensors.
-        names: the model's own names of the tensors that came from there.
-        prefix: of the names in the source, which the model's do not have.
+        source: the value of `init_from`.
+        digest: the digest of the source's tensors.
+        names: the model's names of the tensors loaded from the source.
+        prefix: the prefix of the names in the source that the model's names lack.
     """
 
     source: str

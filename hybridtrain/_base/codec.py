@@ -1,25 +1,25 @@
 """A closed binary format for values that processes of a run exchange: decoding runs no code.
 
-A pickle can run anything while it is read. This format has a tag for each kind of value that it
-can carry, and refuses everything else, when a value is encoded and when bytes are decoded:
+Reading a pickle can run arbitrary code. This format has a tag for each supported kind of value, and
+rejects everything else, both when encoding and when decoding:
 
     plain values    None, bool, int, float, complex, str, bytes, range, slice, enum members
     containers      tuple, list, dict, set, frozenset, and registered pytree nodes
     PyTorch, NumPy  tensors, dtypes, devices, sizes, layouts, arrays, scalars, `TreeSpec`
     library         paths, dates, times, Decimal, Fraction, UUID
-    classes         by name, from those that this process knows
+    classes         by name, if this process knows them
 
-Objects of subclasses of str, int, float and bytes arrive as these. Bytes name a class, and never
-import one. A process knows the dataclasses, named tuples, enums and
-error types of hybridtrain, the nodes that are registered with `torch.utils._pytree`, and what
-`allow` was given: the classes that the model's own modules define or import. Objects are made
-without calling a constructor, except that of a pytree node, which has registered its own.
+Objects of subclasses of str, int, float and bytes arrive as the base type. Encoded bytes name a
+class but never import one. A process knows the dataclasses, named tuples, enums and error types of
+hybridtrain, nodes registered with `torch.utils._pytree`, and classes passed to `allow`: the classes
+that the model's own modules define or import. Objects are created without calling a constructor,
+except for pytree nodes, which have registered their own.
 
-    value      tag, then what the tag says
+    value      tag, then content that depends on the tag
     integer    length, its bytes (little-endian, signed)
     text       length, UTF-8
     container  number of values, the values
-    length     8 bytes; never more than the bytes that are left
+    length     8 bytes; at most the number of remaining bytes
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _allowed: dict[str, type] = {}
 
 
 class CodecError(UserError):
-    """A value cannot be encoded, or bytes are not a value."""
+    """A value cannot be encoded, or bytes cannot be decoded."""
 
 
 def allow(kinds: Iterable[type]) -> None:
@@ -93,7 +93,7 @@ def allow(kinds: Iterable[type]) -> None:
 def classes_around(kinds: Iterable[type]) -> set[type]:
     """Returns the data classes that the Python modules of `kinds` define or import.
 
-    Also those of the modules that these import as such (`import outputs`), and nested classes.
+    Includes classes of modules imported by name (`import outputs`), and nested classes.
     """
     modules = {
         sys.modules[base.__module__]
@@ -108,7 +108,7 @@ def classes_around(kinds: Iterable[type]) -> set[type]:
         for value in vars(module).values()
         if isinstance(value, ModuleType) and value.__name__.partition(".")[0] in packages
     }
-    found: set[type] = set()
+    classes: set[type] = set()
     rest = [value for module in modules for value in vars(module).values()]
     seen: set[int] = set()
     while rest:
@@ -117,14 +117,14 @@ def classes_around(kinds: Iterable[type]) -> set[type]:
             continue
         seen.add(id(value))
         if _is_data(value):
-            found.add(value)
+            classes.add(value)
         prefix = f"{value.__qualname__}."
         rest += [
             inner
             for inner in vars(value).values()
             if isinstance(inner, type) and inner.__qualname__.startswith(prefix)
         ]
-    return found
+    return classes
 
 
 _LIBRARIES = frozenset(["builtins", "torch", "typing", "collections", "abc"])
@@ -134,7 +134,7 @@ def encode(value: Any) -> bytes:
     """Returns `value` as bytes.
 
     Raises:
-        CodecError: the format does not carry the value, or something in it; says what.
+        CodecError: the value contains an unsupported type; names it.
     """
     parts: list[bytes] = []
     _write(value, parts, 0)
@@ -142,26 +142,26 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """Returns the value that `encode` has made these bytes of.
+    """Decodes the bytes of `encode`.
 
     Raises:
-        CodecError: they are something else. Memory and time are limited by the number of bytes.
+        CodecError: the bytes are invalid. Memory and time are bounded by the number of bytes.
     """
     try:
         reader = _Reader(memoryview(data))
         value = reader.value(0)
         if reader.left:
-            raise CodecError(f"{reader.left} bytes follow the value")
+            raise CodecError(f"{reader.left} extra bytes follow the value")
     except CodecError:
         raise
-    except Exception as error:  # of a constructor, such as Decimal's
+    except Exception as error:  # raised by a constructor, such as Decimal's
         raise CodecError(f"{type(error).__name__}: {error}") from error
     return value
 
 
 def _write(value: Any, parts: list[bytes], depth: int) -> None:
     if depth > MOST_DEPTH:
-        raise CodecError(f"values are nested more than {MOST_DEPTH} deep")
+        raise CodecError(f"values are nested more than {MOST_DEPTH} levels deep")
     kind = type(value)
 
     def tagged(tag: bytes, *inner: Any) -> None:
@@ -172,8 +172,8 @@ def _write(value: Any, parts: list[bytes], depth: int) -> None:
     def several(tag: bytes, items: Iterable[Any]) -> None:
         items = list(items)
         parts.append(tag + _LENGTH.pack(len(items)))
-        for one in items:
-            _write(one, parts, depth + 1)
+        for item in items:
+            _write(item, parts, depth + 1)
 
     def sized(tag: bytes, data: bytes) -> None:
         parts.extend((tag + _LENGTH.pack(len(data)), data))
@@ -195,7 +195,7 @@ def _write(value: Any, parts: list[bytes], depth: int) -> None:
     elif kind is dict:
         several(b"d", (part for pair in value.items() for part in pair))
     elif kind is set or kind is frozenset:
-        # in an order that equal sets have in all processes
+        # in the same order for equal sets in all processes
         encoded = sorted(map(encode, value))
         parts.append((b"S" if kind is set else b"Z") + _LENGTH.pack(len(encoded)))
         parts.extend(encoded)
@@ -211,7 +211,7 @@ def _write(value: Any, parts: list[bytes], depth: int) -> None:
         _write_tensor(value, parts, depth)
     elif kind is np.ndarray or isinstance(value, np.generic):
         if not _NUMPY_DTYPE.fullmatch(value.dtype.str):
-            raise CodecError(f"it has a NumPy value of dtype {value.dtype}")
+            raise CodecError(f"it contains a NumPy value of dtype {value.dtype}")
         tagged(b"a" if kind is np.ndarray else b"g", value.dtype.str, value.shape, value.tobytes())
     elif kind in _TEXTS:
         text = value.isoformat() if isinstance(value, (date, time)) else str(value)
@@ -224,7 +224,7 @@ def _write(value: Any, parts: list[bytes], depth: int) -> None:
         sized(b"P", str(value).encode("utf-8", "surrogatepass"))
     elif isinstance(value, Enum):
         if kind.__members__.get(value.name or "") is not value:
-            raise CodecError(f"it has {value!r}, a combination of flags")
+            raise CodecError(f"it contains {value!r}, a combination of flags")
         tagged(b"e", kind, value.name)
     elif isinstance(value, type) or value is namedtuple:
         sized(b"c", _name_of_known(value).encode())
@@ -238,10 +238,10 @@ def _write(value: Any, parts: list[bytes], depth: int) -> None:
         values = [getattr(value, name) for name in names]
         several(b"o", (kind, tuple(names), *values))
     elif (plain := next((p for p in _PLAIN if isinstance(value, p)), None)) is not None:
-        _write(plain(value), parts, depth)  # such as torch.__version__
+        _write(plain(value), parts, depth)  # for example torch.__version__
     else:
         name = f" ({value.__qualname__})" if hasattr(value, "__qualname__") else ""
-        raise CodecError(f"it has an object of {kind.__module__}.{kind.__qualname__}{name}")
+        raise CodecError(f"it contains an object of {kind.__module__}.{kind.__qualname__}{name}")
 
 
 def _write_structure(spec: TreeSpec, parts: list[bytes], depth: int) -> None:
@@ -250,25 +250,27 @@ def _write_structure(spec: TreeSpec, parts: list[bytes], depth: int) -> None:
         return
     children = spec.children()
     parts.append(b"y" + _LENGTH.pack(len(children) + 2))
-    for one in (spec.type, spec.context, *children):
-        _write(one, parts, depth + 1)
+    for part in (spec.type, spec.context, *children):
+        _write(part, parts, depth + 1)
 
 
 def _write_tensor(tensor: Tensor, parts: list[bytes], depth: int) -> None:
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-        raise CodecError(f"it has a tensor of {tensor.layout}, and only dense tensors are sent")
+        raise CodecError(
+            f"it contains a tensor of layout {tensor.layout}, but only dense tensors can be sent"
+        )
     data = b""
     if not tensor.is_meta:
         dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         data = dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
     parts.append(b"x")
     facts = (tensor.dtype, tuple(tensor.shape), tensor.device, tensor.requires_grad, data)
-    for one in facts:
-        _write(one, parts, depth + 1)
+    for fact in facts:
+        _write(fact, parts, depth + 1)
 
 
 class _Reader:
-    """Reads values from bytes, each once, from the first to the last."""
+    """Reads values from bytes, in order."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -277,11 +279,11 @@ class _Reader:
 
     @property
     def left(self) -> int:
-        """The number of bytes that are not read yet."""
+        """The number of unread bytes."""
         return len(self._data) - self._at
 
     def value(self, depth: int) -> Any:
-        """Reads a value that is nested `depth` deep."""
+        """Reads a value at nesting depth `depth`."""
         self._values += 1
         if depth > MOST_DEPTH or self._values > MOST_VALUES:
             raise CodecError("nested too deep" if depth > MOST_DEPTH else "too many values")
@@ -291,19 +293,19 @@ class _Reader:
         if tag in _FROM_TEXT:
             return _FROM_TEXT[tag](self._text())
         if (read := _READERS.get(tag)) is None:
-            raise CodecError(f"there is no tag {tag!r}")
+            raise CodecError(f"unknown tag {tag!r}")
         return read(self, depth)
 
     def _take(self, size: int) -> memoryview:
         if size > self.left:
-            raise CodecError(f"{size} bytes should follow, and {self.left} do")
+            raise CodecError(f"expected {size} more bytes, found {self.left}")
         self._at += size
         return self._data[self._at - size : self._at]
 
     def _length(self) -> int:
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size))
-        if length > self.left:  # each value has at least one byte
-            raise CodecError(f"a length of {length}, and {self.left} bytes are left")
+        if length > self.left:  # each value takes at least one byte
+            raise CodecError(f"length {length} exceeds the remaining {self.left} bytes")
         return int(length)
 
     def _bytes(self) -> memoryview:
@@ -321,7 +323,7 @@ class _Reader:
     def _of(self, kind: type | tuple[type, ...], depth: int) -> Any:
         value = self.value(depth + 1)
         if not isinstance(value, kind):
-            raise CodecError(f"{type(value).__name__} is in the place of another type")
+            raise CodecError(f"unexpected {type(value).__name__}")
         return value
 
     def _dict(self, depth: int) -> dict[Any, Any]:
@@ -337,7 +339,7 @@ class _Reader:
     def _device(self, depth: int) -> torch.device:
         text = self._text()
         if not _DEVICE.fullmatch(text):
-            raise CodecError("no device")
+            raise CodecError("invalid device")
         return torch.device(text)
 
     def _tensor(self, depth: int) -> Tensor:
@@ -350,22 +352,22 @@ class _Reader:
             tensor = torch.frombuffer(data, dtype=dtype).reshape(shape).to(device)
         else:
             if 0 not in shape:
-                raise CodecError("a tensor without its numbers")
+                raise CodecError("a tensor without data")
             tensor = torch.empty(shape, dtype=dtype, device=device)
         return tensor.requires_grad_() if requires_grad else tensor
 
     def _shape(self, depth: int) -> tuple[int, ...]:
         shape: tuple[int, ...] = self._of(tuple, depth)
         if not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
-            raise CodecError("no shape")
+            raise CodecError("invalid shape")
         return shape
 
     def _array(self, depth: int) -> Any:
         kind = self._of(str, depth)
         if not _NUMPY_DTYPE.fullmatch(kind):
-            raise CodecError("no dtype")
+            raise CodecError("invalid dtype")
         shape = self._shape(depth)
-        data = bytearray(self._of(bytes, depth))  # which can be written to
+        data = bytearray(self._of(bytes, depth))  # makes it writable
         if not data and 0 in shape:
             return np.empty(shape, dtype=np.dtype(kind))
         return np.frombuffer(data, dtype=np.dtype(kind)).reshape(shape)
@@ -382,13 +384,13 @@ class _Reader:
     def _enum(self, depth: int) -> Any:
         kind, name = self.value(depth + 1), self._of(str, depth)
         if not (isinstance(kind, type) and issubclass(kind, Enum)):
-            raise CodecError("no enum")
+            raise CodecError("invalid enum")
         return kind.__members__[name]
 
     def _named_tuple(self, depth: int) -> Any:
         kind, *values = self._items(depth)
         if not _is_named_tuple(kind) or len(values) != len(kind._fields):
-            raise CodecError("no named tuple")
+            raise CodecError("invalid named tuple")
         return tuple.__new__(kind, values)
 
     def _node(self, depth: int) -> Any:
@@ -398,9 +400,9 @@ class _Reader:
 
     def _object(self, depth: int) -> Any:
         kind, names, *values = self._items(depth)
-        known = isinstance(kind, type) and _is_data(kind) and dataclasses.is_dataclass(kind)
-        if not known or not {field.name for field in dataclasses.fields(kind)} >= set(names):
-            raise CodecError("no dataclass")
+        is_dataclass = isinstance(kind, type) and _is_data(kind) and dataclasses.is_dataclass(kind)
+        if not is_dataclass or not {field.name for field in dataclasses.fields(kind)} >= set(names):
+            raise CodecError("invalid dataclass")
         value = object.__new__(kind)
         for name, inner in zip(names, values, strict=True):
             object.__setattr__(value, name, inner)
@@ -409,7 +411,7 @@ class _Reader:
     def _structure(self, depth: int) -> TreeSpec:
         kind, context, *children = self._items(depth)
         if not all(isinstance(child, TreeSpec) for child in children):
-            raise CodecError("no structure")
+            raise CodecError("invalid structure")
         if isinstance(kind, type) and kind not in SUPPORTED_NODES and _is_data(kind):
             register(kind)
         _check_node(kind, context, children)
@@ -452,17 +454,17 @@ def _name(kind: type) -> str:
 
 
 def _name_of_known(kind: Any) -> str:
-    """Returns the name by which `_find` finds a class.
+    """Returns the name with which `_find` finds a class.
 
     Raises:
-        CodecError: it is not one that processes know.
+        CodecError: processes do not know the class.
     """
     name = str(kind.__name__)
     if _TYPES.get(name) is kind:
         return name
     name = _name(kind)
     if _find(name) is not kind:
-        raise CodecError(f"it has the class {kind.__module__}.{kind.__qualname__}")
+        raise CodecError(f"it contains the unknown class {kind.__module__}.{kind.__qualname__}")
     return name
 
 
@@ -473,19 +475,21 @@ def _find(name: str) -> Any:
     if name in _allowed:
         return _allowed[name]
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = vars(found).get(part) if isinstance(found, (ModuleType, type)) else None
-    if not isinstance(found, type) or _name(found) != name:
+        value = vars(value).get(part) if isinstance(value, (ModuleType, type)) else None
+    if not isinstance(value, type) or _name(value) != name:
         return None
     is_ours = module.partition(".")[0] == "hybridtrain"
-    if found in SUPPORTED_NODES or (is_ours and (_is_data(found) or issubclass(found, UserError))):
-        return found
+    if value in SUPPORTED_NODES or (is_ours and (_is_data(value) or issubclass(value, UserError))):
+        return value
     return None
 
 
 def _is_data(kind: type) -> bool:
-    """Returns whether objects of `kind` are their fields, so that no code is needed to make one."""
+    """Returns whether objects of `kind` are only their fields, so that creating one runs no
+    code.
+    """
     if issubclass(kind, Enum) or _is_named_tuple(kind):
         return True
     if not dataclasses.is_dataclass(kind) or issubclass(kind, nn.Module):
@@ -500,12 +504,12 @@ def _is_named_tuple(kind: Any) -> bool:
 def _check_node(kind: Any, context: Any, children: list[Any]) -> None:
     """Raises a CodecError unless `kind` is a registered node that calls nothing in `context`."""
     if kind not in SUPPORTED_NODES:
-        raise CodecError("no node")
+        raise CodecError("invalid node")
     if kind is namedtuple and not (
         _is_named_tuple(context) and len(context._fields) == len(children)
     ):
-        raise CodecError("no named tuple")
+        raise CodecError("invalid named tuple")
     if kind is defaultdict:
         factory, keys = context
         if len(keys) != len(children) or factory not in (None, *_TYPES.values()):
-            raise CodecError("no defaultdict")
+            raise CodecError("invalid defaultdict")

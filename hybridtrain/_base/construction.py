@@ -1,14 +1,14 @@
 """Constructs a model in a process that owns only a part of it.
 
-In `construct_part`, `build` runs twice. The first run, on the meta device, finds out which of the
-parameters that the constructor registers or clones end up under names that the process owns. The
-second run is normal construction, except that unowned parameters have memory only while an
-operation uses them; only the one written last keeps its memory. So every random operation fills
-memory of the full size, and the generator advances as usual.
+`construct_part` runs `build` twice. The first run, on the meta device, determines which registered
+or cloned parameters end up under names that the process owns. The second run is normal
+construction, except that unowned parameters have memory only while an operation uses them; only the
+most recently written one keeps its memory. Every random operation therefore fills memory of the
+full size, and the generator advances as usual.
 
-The content of a dropped parameter is lost, so results that are computed from it are dropped too. If
-a dropped tensor is part of the owned model at the end, or the constructor reads a dropped value,
-the model is built normally instead. A wrong guess of the first run costs time and memory, but never
+The content of a dropped parameter is lost, so results computed from it are dropped too. If a
+dropped tensor is part of the owned model at the end, or the constructor reads a dropped value, the
+model is built normally instead. A wrong guess in the first run costs time and memory, but never
 changes a value.
 """
 
@@ -36,13 +36,13 @@ from hybridtrain.errors import SplitError
 log = logging.getLogger("hybridtrain")
 
 _BLOCK = 1 << 16  # distinct random numbers in the stand-in for a parameter
-_TRIM = 1 << 24  # freed bytes after which the allocator returns memory to the system
-# The results of these operations, or how many random numbers they draw, may depend on the content
-# of tensors in ways that cannot be followed; but some only overwrite their first argument.
+_TRIM = 1 << 24  # freed bytes after which memory is returned to the system
+# The results of these operations, or the number of their random draws, may depend on tensor
+# contents in ways that cannot be tracked; some only overwrite their first argument.
 _UNPREDICTABLE = {Tag.nondeterministic_seeded, Tag.data_dependent_output, Tag.dynamic_output_shape}
 _RANDOM_FILLS = ("normal", "uniform", "random", "exponential", "geometric", "cauchy", "log_normal")
 _FILLS = {f"aten::{name}_" for name in (*_RANDOM_FILLS, "zero", "fill")}
-# Functions that access a tensor's memory without an operation.
+# Functions that access a tensor's memory without an operator.
 _READS = ("numpy", "data_ptr", "__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__")
 
 
@@ -51,8 +51,8 @@ def construct_part(build: Callable[[], nn.Module], owns: Callable[[str], bool]) 
 
     Owned parameters and buffers have bitwise the initial values of normal construction, and
     PyTorch's default generator ends in the same state. The others become meta tensors with the same
-    shapes, dtypes, `requires_grad` and ties. A parameter with several names is owned if one of its
-    names is.
+    shapes, dtypes, `requires_grad` and ties. A parameter with several names is owned if one of the
+    names is owned.
 
     In addition to the owned part, construction needs memory for one operation on the largest
     parameter and for the buffers of the whole model. If the constructor reads the values of a
@@ -60,8 +60,8 @@ def construct_part(build: Callable[[], nn.Module], owns: Callable[[str], bool]) 
     why.
 
     Args:
-        build: makes the model on the CPU. It may run three times, and must draw from the default
-            generators of PyTorch, NumPy or Python, or from generators that it makes itself.
+        build: creates the model on the CPU. It may run three times, and must draw from the default
+            generators of PyTorch, NumPy or Python, or from generators that it creates itself.
         owns: `owns(name)` returns whether this process owns the parameter or buffer `name`.
     """
     draws = default_generators()
@@ -72,9 +72,11 @@ def construct_part(build: Callable[[], nn.Module], owns: Callable[[str], bool]) 
         net = _without_rest(dropping.run(build), owns)
         gc.collect()
         if dropping.read or dropping.sizes:  # the constructor may have caught the error of a read
-            raise RuntimeError(dropping.read or "something is computed from a parameter not owned")
-    except Exception as error:  # plain construction works, or shows the constructor's own error
-        log.debug("the model is built whole, as a part of it cannot be: %r", error)
+            raise RuntimeError(
+                dropping.read or "a value is computed from a parameter that is not owned"
+            )
+    except Exception as error:  # normal construction works, or raises the constructor's own error
+        log.debug("building the whole model, because a part cannot be built separately: %r", error)
     else:
         return net
     rewind(draws)
@@ -84,11 +86,11 @@ def construct_part(build: Callable[[], nn.Module], owns: Callable[[str], bool]) 
 def construct_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """Returns `build()` on the meta device: its structure and shapes, without values.
 
-    The default generators of PyTorch, NumPy and Python are left as they were.
+    The default generators of PyTorch, NumPy and Python are left unchanged.
 
     Raises:
-        SplitError: a parameter is on another device, as where `build` returns a module that was
-            there before.
+        SplitError: a parameter is on another device, for example because `build` returns an
+            existing module.
         Exception: raised by a constructor that needs values.
     """
     draws = default_generators()
@@ -99,7 +101,7 @@ def construct_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         rewind(draws)
     for name, parameter in net.named_parameters():
         if not parameter.is_meta:
-            raise SplitError(f"parameter {name} is made on the device {parameter.device}")
+            raise SplitError(f"parameter {name} is created on the device {parameter.device}")
     return net
 
 
@@ -117,8 +119,8 @@ def rewind(states: tuple[Tensor, Any, Any]) -> None:
 
 
 def give_back_memory() -> None:
-    """Returns freed memory to the system, which glibc does not always do."""
-    with suppress(AttributeError, OSError, TypeError):  # another C library
+    """Returns freed memory to the system, which glibc does not always do automatically."""
+    with suppress(AttributeError, OSError, TypeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -126,7 +128,7 @@ def stand_in(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns a tensor on `device` with random values, for a tensor on the meta device.
 
     The values have the usual scale of weights. A block of numbers is repeated, because drawing all
-    of them would take longer than a forward.
+    numbers would take longer than a forward.
     """
     value = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
     if not value.is_floating_point():
@@ -144,9 +146,9 @@ def stand_in(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _unowned(build: Callable[[], nn.Module], owns: Callable[[str], bool]) -> list[bool]:
-    """Returns, for each parameter that is registered or cloned, whether it ends up as not owned.
+    """Returns, for each registered or cloned parameter, whether it ends up as not owned.
 
-    What ends up without a name, as a template that a constructor copies, does not.
+    A parameter without a final name, such as a template that a constructor copies, counts as owned.
     """
     storages: list[UntypedStorage] = []
     with torch.device("meta"):
@@ -171,7 +173,7 @@ def drop_values(modules: Iterable[nn.Module], keep: Iterable[Tensor]) -> None:
     replacements = {id(tensor): tensor for tensor in keep}
     for module in {part: None for root in modules for part in root.modules()}:
         if isinstance(module, torch.jit.ScriptModule):
-            continue  # its tensors cannot be replaced
+            continue  # a module with tensors that cannot be replaced
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is None or not _storages(tensor):
@@ -183,22 +185,22 @@ def drop_values(modules: Iterable[nn.Module], keep: Iterable[Tensor]) -> None:
                     meta.__dict__.update(tensor.__dict__)
                     replacements[id(tensor)] = meta
                     replacements[id(meta)] = meta
-                if isinstance(module, nn.RNNBase):  # keeps a second list of its weights
+                if isinstance(module, nn.RNNBase):  # it keeps a second list of its weights
                     setattr(module, name, replacements[id(tensor)])
                 else:
                     table[name] = replacements[id(tensor)]  # type: ignore[assignment]
 
 
 class _Dropping(TorchDispatchMode):
-    """Runs a constructor in which some storages have memory only while operations use them.
+    """Runs a constructor with some storages that have memory only while operations use them.
 
     Attributes:
         sizes: the sizes in bytes of the storages without memory.
-        read: the error message of a read of one of them, or "".
+        read: the error message of a read of such a storage, or "".
     """
 
     def __init__(self, drops: Callable[[UntypedStorage], bool | None]) -> None:
-        """`drops(storage)` is called for every registered or cloned parameter; True: drop it."""
+        """`drops(storage)` is called for every registered or cloned parameter; True drops it."""
         super().__init__()
         self.sizes: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()
         self.read = ""
@@ -215,7 +217,7 @@ class _Dropping(TorchDispatchMode):
     def check_not_read(self, what: str, values: object) -> None:
         """Raises an error if a tensor in `values` has a storage without memory."""
         if self._dropped(values):
-            self.read = f"{what} needs the values of a parameter not owned"
+            self.read = f"{what} needs the values of a parameter that is not owned"
             raise RuntimeError(self.read)
 
     def _dropped(self, values: object) -> set[UntypedStorage]:
@@ -243,15 +245,15 @@ class _Dropping(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or PyTorch loads its compiler, which takes 1.5 seconds and 150 MiB
+        return False  # otherwise PyTorch loads its compiler, which takes 1.5 seconds and 150 MiB
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name
         if name in _FILLS and args[0].is_meta:
-            return args[0]  # PyTorch would load its compiler for it on the meta device
+            return args[0]  # on the meta device, PyTorch would load its compiler for it
         dropped = self._dropped((args, kwargs))
         if not dropped or name.endswith("_like") or name.startswith("aten::new_"):
-            result = func(*args, **kwargs)  # the content of dropped tensors does not matter
+            result = func(*args, **kwargs)  # the content of dropped tensors is irrelevant
         else:
             if not _UNPREDICTABLE.isdisjoint(func.tags) and name not in _FILLS:
                 self.check_not_read(name, (args, kwargs))
@@ -273,7 +275,7 @@ class _Dropping(TorchDispatchMode):
 
 
 class _Reads(TorchFunctionMode):
-    """Detects reads of a storage without memory that are not operations."""
+    """Detects reads of a storage without memory outside operators."""
 
     def __init__(self, dropping: _Dropping) -> None:
         super().__init__()

@@ -30,12 +30,12 @@ def choose_devices(
 
     Args:
         nb_part: the number of devices of this process.
-        devices: `auto`, `cpu`, `cuda`, a device, or a list of devices; None: GPUs if there are any.
+        devices: `auto`, `cpu`, `cuda`, a device, or a list of devices; None for GPUs if available.
         launch: the launcher's facts about this process.
         gpus: the number of GPUs that this process sees.
 
     Raises:
-        WorldError: not enough devices exist; the message has both numbers.
+        WorldError: there are not enough devices; the message has both numbers.
     """
     needed_gpus, first = launch.local_size * nb_part, launch.local_rank * nb_part
     if gpus == nb_part and gpus < needed_gpus <= launch.node_gpus:
@@ -55,7 +55,7 @@ def choose_devices(
         if gpus < needed_gpus:
             raise WorldError(
                 f"{launch.local_size} process{'es' * (launch.local_size != 1)} on this node x "
-                f"{setting('nb_part', nb_part)} need {needed_gpus} GPUs, and there are {gpus}: "
+                f"{setting('nb_part', nb_part)} need {needed_gpus} GPUs, but there are {gpus}: "
                 f"start fewer processes, lower {argument('nb_part')}, or set "
                 f"{setting('devices', 'cpu')}"
             )
@@ -65,24 +65,22 @@ def choose_devices(
         chosen = chosen[first : first + nb_part]
     if len(chosen) != nb_part:
         raise WorldError(
-            f"{setting('devices', list(devices))} names {len(chosen)} devices; give "
+            f"{setting('devices', list(devices))} lists {len(chosen)} devices; list "
             f"{setting('nb_part', nb_part)}, or {needed_gpus} for the {launch.local_size} "
             "processes on this node"
         )
     if len({device.type for device in chosen}) > 1:
-        raise WorldError(
-            f"{setting('devices', list(devices))} mixes kinds of devices; use one kind"
-        )
+        raise WorldError(f"{setting('devices', list(devices))} mixes device types; use one type")
     return tuple(chosen)
 
 
 def _not_seen(variable: str) -> str:
     if torch.version.cuda is None and torch.version.hip is None:
-        reason = "it is a build for the CPU alone: install one for CUDA"
+        reason = "it is a CPU-only build: install a CUDA build"
     else:
-        reason = f"see what nvidia-smi says on {socket.gethostname()}"
+        reason = f"check the output of nvidia-smi on {socket.gethostname()}"
     return (
-        f"{variable} gives this process GPUs, and PyTorch {torch.__version__} sees none "
+        f"{variable} assigns GPUs to this process, but PyTorch {torch.__version__} sees none "
         f"({reason}); to train on the CPU, set {setting('devices', 'cpu')}"
     )
 
@@ -92,7 +90,7 @@ def _device(item: str | int, gpus: int) -> torch.device:
         device = torch.device("cuda", item) if isinstance(item, int) else torch.device(item)
     except RuntimeError:
         raise WorldError(
-            f"{setting('devices', item, repr)} is not a device; examples: cpu, cuda:0"
+            f"{setting('devices', item, repr)} is not a device; valid examples are cpu and cuda:0"
         ) from None
     if device.type not in ("cpu", "cuda"):
         raise WorldError(
@@ -102,7 +100,7 @@ def _device(item: str | int, gpus: int) -> torch.device:
         device = torch.device("cuda", device.index or 0)
         if device.index >= gpus:
             raise WorldError(
-                f"{setting('devices', device)} is not there: this machine has {gpus} GPUs"
+                f"{setting('devices', device)} does not exist: this machine has {gpus} GPUs"
             )
     return device
 
@@ -110,7 +108,7 @@ def _device(item: str | int, gpus: int) -> torch.device:
 def physical_gpus(devices: Sequence[torch.device]) -> list[str]:
     """Returns the identity of each GPU in `devices`, which is the same in all processes.
 
-    The indices of GPUs are not, if each process sees different GPUs.
+    GPU indices differ if each process sees different GPUs.
     """
     return [
         f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
@@ -120,7 +118,7 @@ def physical_gpus(devices: Sequence[torch.device]) -> list[str]:
 
 
 def check_not_shared(gpus: Sequence[Sequence[str]]) -> None:
-    """Refuses two processes on one GPU, which NCCL cannot connect.
+    """Rejects two processes on one GPU, which NCCL does not support.
 
     Args:
         gpus: `physical_gpus` of each rank.
@@ -133,9 +131,9 @@ def check_not_shared(gpus: Sequence[Sequence[str]]) -> None:
         for gpu in gpus_of_rank:
             if rank_of.setdefault(gpu, rank) != rank:
                 raise WorldError(
-                    f"ranks {rank_of[gpu]} and {rank} have the same GPU ({gpu}), and NCCL cannot "
-                    f"connect them: give each process its own GPU ({argument('devices')}, start "
-                    f"fewer processes), or set {setting('backend', 'gloo')}"
+                    f"ranks {rank_of[gpu]} and {rank} use the same GPU ({gpu}), which NCCL does "
+                    f"not support: assign each process its own GPU (set {argument('devices')} or "
+                    f"start fewer processes), or set {setting('backend', 'gloo')}"
                 )
 
 
@@ -143,7 +141,7 @@ def choose_backend(backend: str | None, devices: Sequence[torch.device]) -> str:
     """Returns the communication backend for tensors on `devices`.
 
     Args:
-        backend: `gloo` or `nccl`; None: the usual backend for the devices.
+        backend: `gloo` or `nccl`; None for the default of the devices.
         devices: the devices of this process.
 
     Raises:
@@ -159,6 +157,6 @@ def choose_backend(backend: str | None, devices: Sequence[torch.device]) -> str:
         )
     if chosen == "nccl" and not on_gpu:
         raise WorldError(
-            f"{setting('backend', 'nccl')} needs GPUs, and the stages are on the CPU: use gloo"
+            f"{setting('backend', 'nccl')} needs GPUs, but the stages are on the CPU: use gloo"
         )
     return chosen

@@ -19,14 +19,14 @@ from hybridtrain.errors import DataError
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Opens a temporary file that replaces `path` at the end, unless an exception is raised."""
-    # Not `tempfile`, whose files only the owner may read. A process id would not be unique for two
-    # nodes that share the folder.
+    # Not `tempfile`, which creates files readable only by the owner. A process ID would not be
+    # unique for two nodes that share the folder.
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         with open(temporary, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # a power cut must not leave the new name without content
+            os.fsync(file.fileno())  # a power failure must not leave the new name without content
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -34,7 +34,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Makes a temporary folder that replaces `path` at the end, unless an exception is raised.
+    """Creates a temporary folder that replaces `path` at the end, unless an exception is raised.
 
     An existing folder is kept under a hidden name until it is replaced, and restored if that fails.
     """
@@ -46,7 +46,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             if path.exists():
                 path.replace(backup)
             temporary.replace(path)
-        except BaseException:  # a Ctrl-C too
+        except BaseException:  # including Ctrl-C
             if backup.exists() and not path.exists():
                 backup.replace(path)
             raise
@@ -56,12 +56,12 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def open_to_append(path: Path) -> TextIO:
-    """Opens a text file of a run to append to it; a link in its place is replaced by a file.
+    """Opens a text file of a run for appending; replaces a link in its place by a file.
 
     A run directory may come from someone else, and a link in it could lead anywhere.
 
     Raises:
-        OSError: the file cannot be opened, or the folder that it is in is a link.
+        OSError: the file cannot be opened, or its folder is a link.
     """
     if path.parent.is_symlink():
         raise OSError(errno.ELOOP, "its folder is a link", str(path.parent))
@@ -72,11 +72,11 @@ def open_to_append(path: Path) -> TextIO:
             if error.errno not in (errno.ELOOP, errno.EMLINK):
                 raise
             path.unlink()
-    raise OSError(errno.ELOOP, "another process puts a link in its place", str(path))
+    raise OSError(errno.ELOOP, "another process replaced it by a link", str(path))
 
 
 def _without_links(path: str, flags: int) -> int:
-    # without waiting for a reader, if it is a pipe
+    # does not wait for a reader if it is a pipe
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -120,7 +120,7 @@ def reading(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise DataError(f"{path} cannot be read ({reason}): restore it, or remove it") from error
+        raise DataError(f"cannot read {path} ({reason}): restore it, or remove it") from error
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -158,12 +158,12 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
             return
         entries = list(entries_of(lines))
         if not entries and any(line.endswith(b"\n") for line in lines):
-            raise ValueError("no line of it has a step")
+            raise ValueError("no line has a step")
     yield from entries
 
 
 def entries_of(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects that have a step, and skips incomplete lines."""
+    """Yields the JSON objects that have a step, skipping incomplete lines."""
     for line in lines:
         try:
             entry: Any = parse_json(line)

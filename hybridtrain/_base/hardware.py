@@ -1,11 +1,12 @@
-"""The hardware for predictions: devices, nodes and links. This module does not import torch."""
+"""The hardware for cost predictions: devices, nodes and links. Does not import torch."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from hybridtrain.errors import ConfigError, argument, check_choice
 
@@ -19,56 +20,64 @@ def host_memory() -> int:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that a run is priced for; the fields are the keys of `hardware`.
+    """The hardware for which to predict a run's cost; the fields are the keys of `hardware`.
 
-    Rates are those of the data sheet, and `flops_reached` and `bandwidth_reached` the shares of
-    them that training reaches. The default of the first is what Narayanan et al.
-    (arXiv:2104.04473, table 1) report for GPT on A100s, 44% to 52%; the others are guesses, unless
-    `hybridtrain measure-machine` has measured them.
+    Rates are data sheet values; `flops_reached` and `bandwidth_reached` are the fractions of them
+    that training achieves. The default of `flops_reached` follows Narayanan et al.
+    (arXiv:2104.04473, table 1), who report 44% to 52% for GPT on A100s. Other defaults are guesses;
+    `hybridtrain measure-machine` measures them.
 
     Raises:
         ConfigError: a value is out of its range; the message names the key.
     """
 
     device: str = "cuda"
-    """`cuda` or `cpu`; between CPU stages of one process nothing is copied."""
+    """`cuda` or `cpu`; CPU stages of one process exchange tensors without copies."""
     nodes: int = 1
-    """Nodes of the machine."""
+    """The number of nodes."""
     devices_per_node: int = 1
-    """Devices of a node."""
+    """The number of devices per node."""
     memory_gib: float = 16.0
-    """Memory of a device, in GiB."""
+    """The memory of a device, in GiB."""
+    device_speeds: Sequence[float] | None = None
+    """The relative speed of each device of a node, where they differ, such as `[1, 1, 2, 2]`; the
+    rates are those of a device of speed 1. null: all are equal."""
+    device_memory_gib: Sequence[float] | None = None
+    """Memory of each device of a node in GiB, where they differ; null: `memory_gib` each."""
     reserved_gib: float = 1.0
-    """Memory of a device that the run cannot use: the CUDA context, NCCL's communicators,
-    fragmentation."""
+    """Memory of a device in GiB that the run cannot use: CUDA context, NCCL communicators,
+    fragmentation.
+    """
     margin: float = 0.0
-    """The share of the rest that a plan leaves free, for what a prediction does not know."""
+    """The fraction of the remaining memory that a plan leaves free, as a safety margin for
+    predictions.
+    """
     price_per_gpu_hour: float = 0.0
-    """The price of a device for an hour, in any currency; 0: not known."""
+    """The price per device and hour, in any currency; 0 if unknown."""
     flops_per_s: Mapping[str, float] = field(default_factory=dict)
-    """Floating point operations in matrix products, by precision: fp32, tf32, bf16, fp16."""
+    """Peak FLOPs per second of matrix products, by precision: fp32, tf32, bf16, fp16."""
     flops_reached: float = 0.5
-    """The share of `flops_per_s` that training reaches."""
+    """The fraction of `flops_per_s` that training achieves."""
     memory_bytes_per_s: float = 1e12
-    """Bytes that a device reads from and writes to its memory."""
+    """The bandwidth of a device's memory in bytes per second, reads and writes together."""
     bandwidth_reached: float = 0.8
-    """The share of all bandwidths that training reaches: memory, node and network."""
+    """The fraction of the memory, node and network bandwidths that training achieves."""
     node_bytes_per_s: float = 1e10
-    """Bytes from one device of a node to another, in one direction."""
+    """The bandwidth between two devices of a node in bytes per second, in one direction."""
     node_latency_s: float = 5e-6
-    """Latency in seconds of a message inside a node."""
+    """The latency of a message inside a node, in seconds."""
     network_bytes_per_s: float = 1e10
-    """Bytes that leave a node, over all of its network cards."""
+    """The network bandwidth of a node in bytes per second, over all its network cards."""
     network_latency_s: float = 1e-5
-    """Latency in seconds of a message between nodes."""
+    """The latency of a message between nodes, in seconds."""
     network_cards: int = 1
-    """Cards that share `network_bytes_per_s`; one message goes over one of them."""
+    """The number of network cards that share `network_bytes_per_s`; a message uses one card."""
     operator_s: float = 6e-6
-    """Host time in seconds to call a PyTorch operator."""
+    """The host time to call a PyTorch operator, in seconds."""
     action_s: float = 1e-4
-    """Host time in seconds of an action of the schedule, without its operators."""
+    """The host time per action of the schedule in seconds, without its operators."""
     message_s: float = 1e-4
-    """Host time in seconds to send a message to another process or to receive one."""
+    """The host time to send or receive a message to or from another process, in seconds."""
 
     def __post_init__(self) -> None:
         check_choice("hardware.device", self.device, ("cuda", "cpu"))
@@ -80,59 +89,129 @@ class Hardware:
             value = getattr(self, setting.name)
             if setting.type == "float" and not _is_number(value):
                 raise ConfigError(
-                    f"hardware.{setting.name}={value!r} must be a number, not negative"
+                    f"hardware.{setting.name}={value!r} must be a non-negative number"
                 )
         for name in ("memory_gib", "memory_bytes_per_s", "node_bytes_per_s", "network_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"hardware.{name}={getattr(self, name)} must be positive")
         if self.margin >= 1:
-            raise ConfigError(f"hardware.margin={self.margin} is a share that stays free: below 1")
+            raise ConfigError(
+                f"hardware.margin={self.margin} must be less than 1: it is the fraction of memory "
+                "left free"
+            )
         for name in ("flops_reached", "bandwidth_reached"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(
-                    f"hardware.{name}={getattr(self, name)} must lie between 0 and 1: it is the "
-                    f"share of the data sheet's rate that training reaches"
+                    f"hardware.{name}={getattr(self, name)} must be between 0 and 1: it is the "
+                    "fraction of the data sheet's rate that training achieves"
                 )
         for precision, rate in self.flops_per_s.items():
             if not _is_number(rate) or not rate > 0:
                 raise ConfigError(f"hardware.flops_per_s.{precision}={rate!r} must be positive")
-        if self.reserved_gib >= self.memory_gib:
+        for name in ("device_speeds", "device_memory_gib"):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            if isinstance(values, str) or not isinstance(values, Sequence):
+                raise ConfigError(f"hardware.{name}={values!r} must be a list of numbers")
+            if len(values) != self.devices_per_node:
+                raise ConfigError(
+                    f"hardware.{name} has {len(values)} values, and a node has "
+                    f"hardware.devices_per_node={self.devices_per_node} devices: give one for each"
+                )
+            for value in values:
+                if not _is_number(value) or not value > 0:
+                    raise ConfigError(f"hardware.{name}: {value!r} must be a positive number")
+        smallest = min(self.device_memory_gib or [self.memory_gib])
+        if self.device_memory_gib is not None and self.reserved_gib >= smallest:
             raise ConfigError(
                 f"hardware.reserved_gib={self.reserved_gib:g} leaves nothing of "
+                f"{smallest:g} in hardware.device_memory_gib"
+            )
+        if self.reserved_gib >= self.memory_gib:
+            raise ConfigError(
+                f"hardware.reserved_gib={self.reserved_gib:g} must be less than "
                 f"hardware.memory_gib={self.memory_gib:g}"
             )
 
     @property
     def devices(self) -> int:
-        """The number of all devices."""
+        """The total number of devices."""
         return self.nodes * self.devices_per_node
 
     @property
     def usable_bytes(self) -> float:
         """The bytes that a plan may use on a device."""
-        return (self.memory_gib - self.reserved_gib) * GIB * (1 - self.margin)
+        return self.usable_of(self.memory_gib)
+
+    def usable_of(self, memory_gib: float) -> float:
+        """Returns the bytes that a plan may use on a device with this much memory."""
+        return (memory_gib - self.reserved_gib) * GIB * (1 - self.margin)
+
+    @property
+    def is_unequal(self) -> bool:
+        """True if the devices of a node differ."""
+        lists = self.device_speeds, self.device_memory_gib
+        return any(values is not None and len(set(values)) > 1 for values in lists)
+
+    @property
+    def mean_speed(self) -> float:
+        """The mean relative speed of the devices."""
+        speeds = self.device_speeds or [1.0]
+        return sum(speeds) / len(speeds)
+
+    @property
+    def weakest(self) -> Hardware:
+        """The same number of devices, all as slow and as small as any of these."""
+        slowest = min(self.device_speeds or [1.0])
+        return replace(
+            self,
+            memory_gib=min(self.device_memory_gib or [self.memory_gib]),
+            flops_per_s={name: rate * slowest for name, rate in self.flops_per_s.items()},
+            memory_bytes_per_s=self.memory_bytes_per_s * slowest,
+            device_speeds=None,
+            device_memory_gib=None,
+        )
+
+    def with_devices(self, devices: int) -> Hardware:
+        """Returns one node with this many of the devices, which repeat if they are too few."""
+        lists: dict[str, Any] = {
+            name: [values[i % len(values)] for i in range(devices)]
+            for name in ("device_speeds", "device_memory_gib")
+            if (values := getattr(self, name)) is not None
+        }
+        return replace(self, nodes=1, devices_per_node=devices, **lists)
+
+    def speed_of(self, device: int) -> float:
+        """Returns the relative speed of a device of a node."""
+        return 1.0 if self.device_speeds is None else self.device_speeds[device]
+
+    def memory_of(self, device: int) -> float:
+        """Returns the GiB of a device of a node."""
+        return self.memory_gib if self.device_memory_gib is None else self.device_memory_gib[device]
 
     def sustained_flops(self, precision: str) -> float:
-        """Returns the operations per second that training reaches.
+        """Returns the FLOPs per second that training achieves.
 
         Raises:
-            ConfigError: the rate of this precision is not known.
+            ConfigError: the rate of this precision is unknown.
         """
         if precision not in self.flops_per_s:
             precisions = ", ".join(self.flops_per_s) or "none"
             raise ConfigError(
                 f"hardware.flops_per_s has no rate for {precision} (it has: {precisions}): set "
-                f"{argument('precision')} to one of these, or hardware.flops_per_s.{precision}="
+                f"{argument('precision')} to one of these, or set "
+                f"hardware.flops_per_s.{precision}="
             )
         return self.flops_per_s[precision] * self.flops_reached
 
     @property
     def sustained_bandwidth(self) -> float:
-        """The bytes per second from and to a device's memory that training reaches."""
+        """The memory bandwidth in bytes per second that training achieves."""
         return self.memory_bytes_per_s * self.bandwidth_reached
 
     def transfer_s(self, nbytes: float, between_nodes: bool) -> float:
-        """Returns the seconds that a message takes from one device to another."""
+        """Returns the seconds that a message takes between two devices."""
         if between_nodes:
             rate = self.network_bytes_per_s / self.network_cards
             return self.network_latency_s + nbytes / (rate * self.bandwidth_reached)
@@ -149,7 +228,7 @@ class Hardware:
         if replicas == 1 or nbytes == 0:
             return 0.0
         rate, latency = self.node_bytes_per_s, self.node_latency_s
-        if replicas > max(1, self.devices_per_node // nb_part):  # more than are in one node
+        if replicas > max(1, self.devices_per_node // nb_part):  # more than one node's
             rings = min(nb_part, self.devices_per_node)
             rate = min(rate, self.network_bytes_per_s / rings)
             latency = self.network_latency_s

@@ -1,9 +1,9 @@
 """Checks that the merged outputs of micro-batches are the output of the batch.
 
-Shapes alone do not show that. With micro-batches of 2 samples, is (2, 2) two classes or the
-similarity of every pair, is a number 2 a constant or the number of samples, and is (2, 8) a table
-or the samples? So the model runs once more for each kind of output, on a different number of
-samples, and only dim 0 of tensors may change with the number of samples.
+Shapes alone are not sufficient. With micro-batches of 2 samples, (2, 2) may be two classes or
+pairwise similarities, a number 2 may be a constant or the number of samples, and (2, 8) may be a
+table or the samples. Therefore, for each kind of output, the model runs once more on a different
+number of samples, and only dim 0 of tensors may change with the number of samples.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from hybridtrain._base.microbatch import WAY_OUT, output_place
+from hybridtrain._base.microbatch import ADVICE, output_place
 from hybridtrain._base.values import leaves_of, same_constant
 from hybridtrain.errors import BatchError
 
@@ -26,12 +26,12 @@ class JoinProof:
         self._proven = set[str]()
 
     def asks(self, outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
-        """Returns whether a forward of another number of samples is needed; once per kind.
+        """Returns whether a forward on another number of samples is needed; once per output kind.
 
         Args:
             outputs: the outputs of the micro-batches.
-            sizes: the number of samples of each micro-batch; if they differ, `merge` is enough to
-                find dependencies.
+            sizes: the number of samples of each micro-batch; if they differ, `merge` alone detects
+                dependencies.
         """
         if len(set(sizes)) > 1 or not outputs:
             return False
@@ -66,8 +66,8 @@ def check_same_but_samples(
     (leaves, spec), (other_leaves, other_spec) = _flat(output), _flat(other_output)
     if spec != other_spec:
         raise BatchError(
-            f"the structure of the model's output depends on the number of samples, as a list of "
-            f"an entry for each does, and only tensors are joined, along dim 0. {WAY_OUT}"
+            "the structure of the model's output depends on the number of samples, for example a "
+            f"list with one entry per sample, but only tensors are joined, along dim 0. {ADVICE}"
         )
     for number, (leaf, other_leaf) in enumerate(zip(leaves, other_leaves, strict=True)):
         if isinstance(leaf, Tensor) and isinstance(other_leaf, Tensor):
@@ -94,6 +94,6 @@ def check_same_but_samples(
                 :200
             ]
         raise BatchError(
-            f"{output_place(output, number)} {values}, and micro-batches are joined along dim 0, "
-            f"where the samples must be. {WAY_OUT}"
+            f"{output_place(output, number)} {values}, but micro-batches are joined along dim 0, "
+            f"which must be the sample dimension. {ADVICE}"
         )

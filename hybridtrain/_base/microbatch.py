@@ -1,9 +1,9 @@
-"""Batches as pytrees: cutting them into micro-batches, and merging the outputs.
+"""Cuts batches, as pytrees, into micro-batches, and merges the outputs.
 
 A batch is any pytree (tuples, lists, dicts, dataclasses, and mappings such as a `BatchEncoding` of
 transformers, which are treated as dicts). Per-sample values are cut along dim 0: tensors, NumPy
-arrays, and lists without tensors that are as long as the batch, such as lists of names. Every
-micro-batch gets the whole of 0-dim tensors, constants and values marked by `shared`.
+arrays, and lists without tensors that are as long as the batch, such as lists of names. 0-dim
+tensors, constants and values marked by `shared` are passed to every micro-batch unchanged.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ from hybridtrain.errors import BatchError
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The inputs of one micro-batch, passed instead of a batch; they are not cut further."""
+    """The inputs of one micro-batch, passed instead of a batch; not cut further."""
 
     inputs: Any
 
 
 class Unread:
-    """Stands for the inputs or targets of a batch in a process that uses neither.
+    """A placeholder for the inputs or targets of a batch in a process that uses neither.
 
-    With `engine="distributed"` that is a process without the first and the last stage.
+    With `engine="distributed"`, these are the processes that run neither the first nor the last
+    stage.
 
     Attributes:
         samples: the number of samples of the batch.
@@ -60,7 +61,7 @@ class Unread:
 
 
 class Shared:
-    """A value that every micro-batch gets whole; made by `shared`.
+    """A value passed to every micro-batch unchanged; created by `shared`.
 
     Attributes:
         value: any pytree.
@@ -73,17 +74,17 @@ class Shared:
         return f"shared({self.value!r})"
 
 
-# entered by pytree functions, which move and compare batches
+# traversed by pytree functions, which move and compare batches
 register_pytree_node(
     Shared, lambda mark: ([mark.value], None), lambda values, _: Shared(next(iter(values)))
 )
 
 
 def shared(value: Any) -> Any:
-    """Marks a value that all samples of a batch share, so that every micro-batch gets all of it.
+    """Marks a value that all samples of a batch share, so that it is not cut into micro-batches.
 
-    The tensors of a batch are cut along dim 0, the dimension of the samples. A mask of shape
-    (time, time), a table of positions or a configuration object must not be cut:
+    The tensors of a batch are cut along dim 0, the dimension of the samples. A mask of shape (time,
+    time), a table of positions or a configuration object must not be cut:
 
         model.train_step({"x": x, "mask": shared(mask)}, targets, loss_fn)
 
@@ -149,10 +150,10 @@ def batch_size(*batches: Any) -> int:
                 continue
             if samples is not None and leaf.shape[0] != samples:
                 raise BatchError(
-                    f"the tensors of a batch must have the same size in dim 0: "
-                    f"{_place(batch, number)} has shape {tuple(leaf.shape)}, others have {samples} "
-                    f"samples. If all samples have it in common, as a mask of (time, time), pass "
-                    f"hybridtrain.shared(...) of it, so that every micro-batch gets it whole"
+                    "the tensors of a batch must have the same size in dim 0: "
+                    f"{_place(batch, number)} has shape {tuple(leaf.shape)}, others have "
+                    f"{samples} samples. If all samples share this tensor, such as a mask of "
+                    "shape (time, time), wrap it in hybridtrain.shared(...)"
                 )
             samples = leaf.shape[0]
     if not samples:
@@ -181,12 +182,12 @@ class MicrobatchCut:
     """The cut of a batch into micro-batches along dim 0; each share is cut separately.
 
     Args:
-        chunks: the most micro-batches of a share.
-        batches: what belongs together, such as inputs and targets.
+        chunks: the maximum number of micro-batches per share.
+        batches: the batches to cut together, such as inputs and targets.
 
     Attributes:
-        sizes: of all micro-batches.
-        places: the place of each; None for a batch that is not made of shares.
+        sizes: the sizes of all micro-batches.
+        places: the origin of each micro-batch; None for a batch without shares.
     """
 
     def __init__(self, chunks: int, *batches: Any) -> None:
@@ -207,7 +208,7 @@ class MicrobatchCut:
         ]
 
     def of(self, batch: Any) -> list[Any]:
-        """Returns the micro-batches of one of the batches; see `split`."""
+        """Returns the micro-batches of a batch; see `split`."""
         if not isinstance(batch, Shares):
             return split(batch, self.sizes)
         shares = zip(batch.parts, self._sizes_of_shares, strict=True)
@@ -223,13 +224,14 @@ def joined(batch: Any) -> Any:
     """Returns the samples of all shares of a batch as one batch.
 
     Raises:
-        BatchError: they cannot be joined, as where each share is padded to its own length.
+        BatchError: the shares cannot be joined, for example because each is padded to its own
+            length.
     """
     return merge(batch.parts) if isinstance(batch, Shares) else batch
 
 
 def first_share(batch: Any) -> Any:
-    """Returns the first share of a batch, or the batch if it is not made of shares."""
+    """Returns the first share of a batch, or the batch if it has no shares."""
     return batch.parts[0] if isinstance(batch, Shares) else batch
 
 
@@ -240,8 +242,8 @@ def shares_of(*batches: Any) -> list[tuple[Any, ...]]:
         return [batches]
     if len(counts) > 1:
         raise BatchError(
-            f"inputs and targets have {' and '.join(map(str, sorted(counts)))} shares: pass those "
-            f"of one batch of the loader"
+            f"inputs and targets have {' and '.join(map(str, sorted(counts)))} shares: pass "
+            "inputs and targets of the same batch of the loader"
         )
     (count,) = counts
     columns = [
@@ -255,7 +257,7 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """Cuts `batch` into micro-batches of these sizes, without copying.
 
     Raises:
-        BatchError: a value can be neither cut nor passed whole.
+        BatchError: a value can neither be cut nor passed unchanged.
     """
     if isinstance(batch, Tensor) and batch.dim():
         return [batch] if len(sizes) == 1 else cut(batch, sizes)
@@ -292,9 +294,9 @@ def _parts(spec: TreeSpec, number: int, leaf: Any, sizes: Sequence[int]) -> Sequ
         if not is_constant(value):
             place = named_leaves(tree_unflatten(range(spec.num_leaves), spec), "batch")[number][0]
             raise BatchError(
-                f"{place} holds a {type(value).__name__}, which cannot be cut into "
-                f"micro-batches: {as_base(type(value))}, or pass hybridtrain.shared(...) of it, so "
-                f"that every micro-batch gets it whole"
+                f"{place} holds a {type(value).__name__}, which cannot be cut into micro-batches: "
+                f"{as_base(type(value))}, or wrap it in hybridtrain.shared(...) to pass it to "
+                "every micro-batch unchanged"
             )
     return [leaf] * len(sizes)
 
@@ -304,7 +306,7 @@ def cut(tensor: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
 
     Autograd keeps one version counter for a tensor and its views, so a layer that changes one
     micro-batch in place would invalidate tensors saved from another one, although their memory is
-    disjoint. So each part of a tensor without a graph gets a separate counter.
+    disjoint. Therefore each part of a tensor without a graph gets a separate counter.
     """
     parts = tensor.split(list(sizes), dim=dim)
     return list(parts) if tensor.requires_grad else [part.data for part in parts]
@@ -325,8 +327,8 @@ def merge(outputs: Sequence[Any]) -> Any:
         leaves, other_spec = tree_flatten(output)
         if other_spec != spec:
             raise BatchError(
-                f"micro-batches gave outputs of different structure: {spec}, {other_spec}. "
-                f"{WAY_OUT}"
+                f"micro-batches returned outputs of different structure: {spec}, {other_spec}. "
+                f"{ADVICE}"
             )
         columns.append(leaves)
     joined = [
@@ -336,8 +338,8 @@ def merge(outputs: Sequence[Any]) -> Any:
     return tree_unflatten(joined, spec)
 
 
-WAY_OUT = (
-    "Take the output of each micro-batch with map_outputs(inputs, None, lambda output, _: output)"
+ADVICE = (
+    "To get the output of each micro-batch, use map_outputs(inputs, None, lambda output, _: output)"
 )
 
 
@@ -357,11 +359,11 @@ def check_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> None:
         if unknown := find_unknown(output, "output"):
             place, leaf = unknown
             raise BatchError(
-                f"{place} is a {type(leaf).__name__}, and the outputs of micro-batches are joined "
-                f"where they are tensors, constants, and tuples, lists, dicts or dataclasses of "
-                f"them: {as_base(type(leaf))} in the model. {WAY_OUT}"
+                f"{place} is a {type(leaf).__name__}, but only tensors, constants, and tuples, "
+                "lists, dicts or dataclasses of them can be joined over micro-batches: "
+                f"{as_base(type(leaf))} in the model. {ADVICE}"
             )
-    # `merge` refuses other structures
+    # `merge` rejects other structures
     for number, column in enumerate(zip(*map(leaves_of, outputs), strict=False)):
         shapes = [tuple(leaf.shape) for leaf in column if isinstance(leaf, Tensor) and leaf.dim()]
         if len(shapes) < len(column):
@@ -375,9 +377,9 @@ def check_samples(outputs: Sequence[Any], sizes: Sequence[int]) -> None:
             if second or shape[0] % samples or shape[0] * sizes[0] != shapes[0][0] * samples:
                 raise BatchError(
                     f"{output_place(outputs[0], number)} of a micro-batch with {samples} samples "
-                    f"has shape {shape}, and outputs are joined along dim 0, where the samples "
-                    f"must be: return it with the samples first (.transpose(0, 1)), or take the "
-                    f"outputs of each micro-batch with map_outputs()"
+                    f"has shape {shape}, but outputs are joined along dim 0, which must be the "
+                    "sample dimension: return it with the samples first (.transpose(0, 1)), or "
+                    "get the output of each micro-batch with map_outputs()"
                 )
 
 
@@ -388,14 +390,14 @@ def _join(output: Any, number: int, column: tuple[Any, ...]) -> Any:
         if len({(leaf.dim(), str(leaf.shape[1:])) for leaf in column if not leaf.is_nested}) > 1:
             shapes = ", ".join(str(tuple(leaf.shape)) for leaf in column)
             raise BatchError(
-                f"{output_place(output, number)} has the shapes {shapes} in the micro-batches, and "
-                f"outputs are joined along dim 0. {WAY_OUT}"
+                f"{output_place(output, number)} has the shapes {shapes} in the micro-batches, "
+                f"which cannot be joined along dim 0. {ADVICE}"
             )
         try:
             return torch.cat(column) if first.dim() else torch.stack(column)
-        except (RuntimeError, NotImplementedError) as error:  # of sparse and nested tensors
+        except (RuntimeError, NotImplementedError) as error:  # raised for sparse and nested tensors
             raise BatchError(
-                f"{output_place(output, number)} cannot be joined along dim 0. {WAY_OUT}"
+                f"{output_place(output, number)} cannot be joined along dim 0. {ADVICE}"
             ) from error
     if len(column) == 1 or all(same_constant(leaf, first) for leaf in column[1:]):
         return first
@@ -405,8 +407,8 @@ def _join(output: Any, number: int, column: tuple[Any, ...]) -> Any:
     else:
         description = f"a {type(different if is_constant(first) else first).__name__}"
     raise BatchError(
-        f"{output_place(output, number)} is {description}: only tensors are joined, along dim 0, "
-        f"and constants that are equal. {WAY_OUT}"
+        f"{output_place(output, number)} is {description}: only tensors (along dim 0) and equal "
+        f"constants can be joined. {ADVICE}"
     )
 
 

@@ -1,7 +1,7 @@
-"""Values that processes exchange outside of a step, as bytes of the `codec`.
+"""Exchanges values between processes outside a step, encoded by the `codec`.
 
-PyTorch's own functions for objects (`broadcast_object_list` and the like) unpickle what they
-receive, which can run anything. These send the length of the bytes, then the bytes, on the CPU.
+PyTorch's object collectives (`broadcast_object_list` etc.) unpickle received data, which can run
+arbitrary code. The functions here send the number of bytes, then the bytes, on the CPU.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor
 from hybridtrain._base.codec import CodecError, decode, encode
 
 MOST_BYTES = 1 << 36
-"""The largest value, in bytes: a length is not trusted either."""
+"""The largest value, in bytes, because received lengths are not trusted either."""
 
 
 def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Returns the `value` of each process of `group`, in the order of their ranks in it.
+    """Returns the `value` of each process of `group`, ordered by group rank.
 
     Raises:
-        CodecError: the codec does not carry the value of a process; in all processes.
+        CodecError: a process's value cannot be encoded; raised in all processes.
     """
     data, problem = _encoded(value)
     size = dist.get_world_size(group)
     sizes = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
-    lengths = [_checked(int(one)) for one in sizes]
+    lengths = [_checked(int(tensor)) for tensor in sizes]
     most = max(lengths)
     padded = torch.zeros(most, dtype=torch.uint8)
     padded[: data.numel()] = data
@@ -36,14 +36,14 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     dist.all_gather(received, padded, group=group)
     if problem is not None:
         raise problem
-    return [_decoded(one[:length]) for one, length in zip(received, lengths, strict=True)]
+    return [_decoded(tensor[:length]) for tensor, length in zip(received, lengths, strict=True)]
 
 
 def broadcast(value: Any, group: dist.ProcessGroup | None, source: int) -> Any:
-    """Returns the `value` of the process with rank `source` in `group`, on each process of it.
+    """Returns the `value` of rank `source` in `group`, on all processes of the group.
 
     Raises:
-        CodecError: the codec does not carry the value; in all processes.
+        CodecError: the value cannot be encoded; raised in all processes.
     """
     is_source = dist.get_rank(group) == source
     data, problem = _encoded(value if is_source else None)
@@ -61,7 +61,7 @@ def send(value: Any, group: dist.ProcessGroup | None, target: int) -> None:
     """Sends `value` to the process with rank `target` in `group`, which calls `receive`.
 
     Raises:
-        CodecError: the codec does not carry the value; in both processes.
+        CodecError: the value cannot be encoded; raised in both processes.
     """
     data, problem = _encoded(value)
     dist.send(torch.tensor([data.numel()]), group=group, group_dst=target)
@@ -71,10 +71,10 @@ def send(value: Any, group: dist.ProcessGroup | None, target: int) -> None:
 
 
 def receive(group: dist.ProcessGroup | None, source: int) -> Any:
-    """Returns what the process with rank `source` in `group` sends.
+    """Receives a value from the process with rank `source` in `group`.
 
     Raises:
-        CodecError: it has sent no value that this process can read.
+        CodecError: the received bytes cannot be decoded in this process.
     """
     length = torch.empty(1, dtype=torch.int64)
     dist.recv(length, group=group, group_src=source)
@@ -83,16 +83,16 @@ def receive(group: dist.ProcessGroup | None, source: int) -> Any:
     return _decoded(data)
 
 
-_REFUSED = b"!"  # no tag of the codec
+_REFUSED = b"!"  # not a tag of the codec
 
 
 def _encoded(value: Any) -> tuple[Tensor, CodecError | None]:
-    """Returns `value` as bytes, or the error, and its text as bytes for the other processes."""
+    """Returns `value` as bytes; or an error, with its text as bytes for the other processes."""
     problem: CodecError | None = None
     try:
         data = encode(value)
     except CodecError as error:
-        problem = CodecError(f"a value cannot be sent to the other processes ({error})")
+        problem = CodecError(f"cannot send a value to the other processes ({error})")
         data = _REFUSED + str(problem).encode("utf-8", "replace")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8), problem
 
@@ -104,10 +104,10 @@ def _decoded(data: Tensor) -> Any:
     try:
         return decode(content)
     except CodecError as error:
-        raise CodecError(f"what another process has sent cannot be read: {error}") from error
+        raise CodecError(f"cannot read a value from another process: {error}") from error
 
 
 def _checked(length: int) -> int:
     if not 0 < length <= MOST_BYTES:
-        raise CodecError(f"another process announces a value of {length} bytes")
+        raise CodecError(f"another process announced a value of {length} bytes")
     return length

@@ -1,8 +1,8 @@
 """Autocast, and the thread-local state of PyTorch that worker threads inherit.
 
-A new thread starts with autocast off and gradients on, whatever its creator has set. The threads
-get the caller's modes and saved-tensor hooks as `torch_private.CallerModes`, and its context
-variables as a copy of its context. They do not get the values of a `threading.local`.
+A new thread starts with autocast off and gradients on, regardless of its creator's settings. The
+threads get the caller's modes and saved-tensor hooks as `torch_private.CallerModes`, and its
+context variables as a copy of its context. They do not get the values of a `threading.local`.
 """
 
 from __future__ import annotations
@@ -65,13 +65,14 @@ class ThreadState(NamedTuple):
             yield
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Returns a context with this autocast, for a forward and the head."""
+        """Returns a context with this autocast, for a forward and the loss."""
         if not self.autocast_dtypes:
             return _UNCHANGED
         stack = ExitStack()
         for device_type, dtype in self.autocast_dtypes:
-            # without the cache of cast weights: all threads share it, and one stage that leaves
-            # autocast would empty it under another, so that sums would be grouped at random
+            # without the cache of cast weights: all threads share it, and a stage that leaves
+            # autocast would clear it for the others, which would change the grouping of sums at
+            # random
             stack.enter_context(torch.autocast(device_type, dtype, cache_enabled=False))
         return stack
 

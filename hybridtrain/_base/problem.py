@@ -1,4 +1,4 @@
-"""An error of one process, as the other processes are told of it: all of them raise the same."""
+"""An error of one process, sent to the other processes so that all raise the same error."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Problem:
     """An exception of one process, in a form that can be sent to the others.
 
     Attributes:
-        rank: of the process.
+        rank: the rank of the process.
         kind: the type of a `UserError`; None for any other exception.
-        message: of the exception, with its type if that is not sent.
+        message: the exception's message, including its type if `kind` is None.
     """
 
     rank: int
@@ -24,21 +24,23 @@ class Problem:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Problem:
-        """Returns the problem that `error` on `rank` is, or the one that it is a copy of."""
+        """Returns the problem for `error` on `rank`; for a copied error, the original problem."""
         if (original := copied_problem(error)) is not None:
             return original
         for kind in type(error).__mro__:
-            # a type of the user's own may not be there in the other processes
+            # the other processes may not have a user-defined type
             if issubclass(kind, UserError) and kind.__module__.startswith("hybridtrain."):
                 return cls(rank, kind, str(error))
         return cls(rank, None, f"{type(error).__name__}: {error}")
 
     def error(self) -> Exception:
-        """Returns the exception for the other processes: a copy, of the same type if it can be."""
+        """Returns the exception for the other processes: a copy, of the same type if possible."""
         copy: UserError | OtherProcessError
         if self.kind is None:
             copy = OtherProcessError(f"rank {self.rank} failed: {self.message}")
-        else:  # a mistake that rank 0 finds is the run's; another rank's may be its host's
+        # an error on rank 0 concerns the whole run; an error on another rank may be specific to its
+        # host
+        else:
             copy = self.kind(f"rank {self.rank}: {self.message}" if self.rank else self.message)
         copy.copy_of = self
         return copy
@@ -50,6 +52,6 @@ def first_problem(problems: Iterable[Problem | None]) -> Problem | None:
 
 
 def copied_problem(error: BaseException) -> Problem | None:
-    """Returns what `error` is a copy of; None if it happened in this process."""
+    """Returns the problem that `error` is a copy of; None if it was raised in this process."""
     copy_of = getattr(error, "copy_of", None)
     return copy_of if isinstance(copy_of, Problem) else None

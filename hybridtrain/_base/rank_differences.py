@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridtrain.errors import ConfigError, argument
 
-# Longer lists of hosts end in dots.
+# Longer lists of hosts are abbreviated.
 _MOST_HOSTS = 4
 
 
@@ -23,7 +23,7 @@ class RankFacts:
     """The facts of one rank, by name, with its host.
 
     Attributes:
-        facts: short values, which are compared and shown in messages; None: unknown.
+        facts: short values, which are compared and shown in messages; None if unknown.
         host: the name of the rank's host.
     """
 
@@ -44,10 +44,10 @@ def check_same_settings(
     Args:
         gather: returns the facts of all ranks (`World.gather`).
         owner: the name of the object's class, for messages.
-        settings: its arguments, by name; `None` is a value.
+        settings: its arguments, by name; `None` counts as a value.
 
     Raises:
-        ConfigError: one differs; the message has its values with their ranks and hosts.
+        ConfigError: a setting differs; the message has its values with ranks and hosts.
     """
     texts = {name: repr(value) for name, value in settings.items()}
     for name, values in differences(gather(facts_here(texts))):

@@ -1,8 +1,8 @@
-"""A batch in shares, one for each logical replica that a process runs.
+"""A batch made of shares, one for each logical replica that a process runs.
 
 With `world.replicas=4` on two processes, each process runs two logical replicas. Its batch is not
-one batch of twice the size: each share is cut into micro-batches, weighted and seeded as if it had
-a process to itself, and the micro-batches of all shares go through one schedule:
+one batch of twice the size: each share is cut into micro-batches, weighted and seeded as if it ran
+in its own process, and the micro-batches of all shares run through one schedule:
 
     process 0    replica 0: micro-batches 0 1 2    replica 1: micro-batches 0 1 2
     schedule              F0 F1 F2 ...                      F3 F4 F5 ...
@@ -20,10 +20,10 @@ class Share(NamedTuple):
     """The origin of a share: its logical replica and its batch.
 
     Attributes:
-        replica: the number of the logical replica.
-        samples: how many of its samples count; 0 for a share that only fills a place.
-        ahead: the number of its batch in the optimizer step, minus the number of the batch that
-            it is run with; see `data.in_order_of_replicas`.
+        replica: the index of the logical replica.
+        samples: the number of samples that count; 0 for a padding share.
+        ahead: the index of its batch in the optimizer step, minus the index of the batch it runs
+            with; see `data.in_order_of_replicas`.
     """
 
     replica: int
@@ -36,7 +36,7 @@ class Shares:
 
     Attributes:
         parts: for each share, a pytree of tensors with its samples in dim 0.
-        shares: where each part comes from.
+        shares: the origin of each part.
     """
 
     def __init__(self, parts: Sequence[Any], shares: Sequence[Share]) -> None:
@@ -56,12 +56,12 @@ register_pytree_node(
 
 
 class MicrobatchPlace(NamedTuple):
-    """The place of a micro-batch: its logical replica and its number there.
+    """The origin of a micro-batch: its logical replica and its index there.
 
     Attributes:
-        replica: the number of the logical replica.
-        ahead: as of its `Share`.
-        number: of the micro-batch in its share.
+        replica: the index of the logical replica.
+        ahead: the same as in its `Share`.
+        number: the index of the micro-batch in its share.
     """
 
     replica: int

@@ -12,10 +12,10 @@
             return torch.cat([x, pop("features")], dim=1)
 
 A module declares the names that it stashes and pops on its class or instance, so that the pipeline
-knows in advance which values each stage needs. A value goes from its stage to the first stage that
-pops it, and from there to the next one; its gradient goes back the same way. Stages in between pass
-it on. Both functions also work in a plain `nn.Sequential` without a pipeline. (The idea is
-torchgpipe's `skippable`: Kim et al., arXiv:2004.09910.)
+knows in advance which values each stage needs. A value is sent from its stage to the first stage
+that pops it, and from there to the next one; its gradient takes the same route back. Stages in
+between pass it on. Both functions also work in a plain `nn.Sequential` without a pipeline. (The
+idea is from torchgpipe's `skippable`: Kim et al., arXiv:2004.09910.)
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from torch import nn
 class _Values(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         raise KeyError(
-            f"pop({name!r}): no earlier layer has stashed it; declare {name!r} in `stashes` of the "
-            f"layer that stashes it, and in `pops` of the one that pops it"
+            f"pop({name!r}): no earlier layer has stashed it; declare {name!r} in `stashes` of "
+            "the layer that stashes it, and in `pops` of the layer that pops it"
         )
 
 
 class _NoValues(_Values):
-    """For layers that declare no names: all micro-batches would share a stashed value."""
+    """Rejects `stash` in layers without declared names, where micro-batches would share values."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         raise KeyError(
-            f"stash({name!r}): not declared; put {name!r} into `stashes` of the layer that stashes "
-            f"it and into `pops` of the one that pops it"
+            f"stash({name!r}): not declared; add {name!r} to `stashes` of the layer that stashes "
+            "it, and to `pops` of the layer that pops it"
         )
 
 
@@ -56,7 +56,7 @@ _scope = _Scope()
 
 
 def stash(name: str, value: Any) -> None:
-    """Keeps `value` (a tensor or a pytree) for a later layer of the same micro-batch."""
+    """Stores `value` (a tensor or a pytree) for a later layer of the same micro-batch."""
     _scope.values[name] = value
 
 
@@ -70,7 +70,7 @@ def pop(name: str) -> Any:
 
 
 def pop_last(name: str) -> Any:
-    """Returns the value like `pop` and frees it; for the last layer that needs it."""
+    """Like `pop`, but frees the value; for the last layer that needs it."""
     value = _scope.values[name]
     _scope.values[name] = None
     return value

@@ -1,4 +1,4 @@
-"""The one order in which the gradients of logical replicas are added, however they are spread.
+"""The order in which gradients of logical replicas are summed, for any number of processes.
 
     replicas     0   1   2   3   4        each inner node adds its two halves
                   \\ /     \\   3-4
@@ -9,7 +9,8 @@
 
 A process runs consecutive replicas, and adds up every subtree that lies within them: with replicas
 0 to 2, the subtree 0-1 and the single replica 2. The rest is added between the processes, in the
-same order. So neither the number of processes nor their shares of the replicas change a bit.
+same order. Therefore the result is bitwise independent of the number of processes and of their
+shares of the replicas.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def sums_of_halves(replicas: int) -> Mapping[tuple[Node, Node], Node]:
 
 
 def total(values: Mapping[Node, T], replicas: int, add: Callable[[T, T], T]) -> T:
-    """Returns the sum of `values`, of subtrees that cover all replicas, in the tree's order."""
+    """Sums `values` of subtrees that cover all replicas, in the tree's order."""
 
     def of(node: Node) -> T:
         if node in values:

@@ -34,14 +34,14 @@ class Saved:
 
 @contextmanager
 def count_saved(module: nn.Module, inputs: Sequence[Tensor] = ()) -> Iterator[Saved]:
-    """Counts the tensors that forwards in the block save for their backward.
+    """Counts the tensors that forwards in the block save for backward.
 
-    Parameters, buffers and `inputs` are left out, and so are tensors saved inside `torch.func.grad`
+    Parameters, buffers and `inputs` are not counted, nor are tensors saved inside `torch.func.grad`
     and similar functions.
 
     Args:
-        module: the module whose parameters and buffers are left out.
-        inputs: further tensors to leave out, which the caller counts.
+        module: the module; its parameters and buffers are not counted.
+        inputs: further tensors to exclude, which the caller counts.
     """
     saved = Saved()
     left_out = [*module.parameters(), *module.buffers(), *inputs]
@@ -103,7 +103,7 @@ _COMPONENTS = {
 
 
 def byte_size(tensor: Tensor) -> int:
-    """Returns the bytes of the values of a tensor; for a sparse tensor, the bytes of its parts."""
+    """Returns the bytes of a tensor's values; for a sparse tensor, the bytes of its parts."""
     if tensor.layout is not torch.strided and (parts := components(tensor)):
         return sum(part.nbytes for part in parts)
     return tensor.nbytes
@@ -118,7 +118,7 @@ def have_same_layout(first: Tensor, second: Tensor) -> bool:
 
 def have_same_values(first: Tensor, second: Tensor) -> bool:
     """Returns whether two tensors are equal, where NaN equals NaN; meta tensors are equal."""
-    if first.is_meta or second.is_meta:  # another process has it
+    if first.is_meta or second.is_meta:  # held by another process
         return first.is_meta and second.is_meta
     if first.layout != second.layout or first.is_nested != second.is_nested:
         return False
@@ -131,7 +131,7 @@ def have_same_values(first: Tensor, second: Tensor) -> bool:
         return False
     if parts := components(first):
         return all(map(have_same_values, parts, components(second)))
-    if first.layout != torch.strided:  # of mkldnn
+    if first.layout != torch.strided:  # mkldnn tensors
         first, second = first.to_dense(), second.to_dense()
     if torch.equal(first, second):
         return True
@@ -143,9 +143,9 @@ def have_same_values(first: Tensor, second: Tensor) -> bool:
 def resident_bytes(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
     """Returns the bytes of the parameters, gradients and buffers of `module`.
 
-    An `optimizer` adds its state of these parameters.
+    With an `optimizer`, also counts its state for these parameters.
     """
-    # one walk over the modules, since it takes longer than the sums
+    # one walk over the modules, because the walk takes longer than the sums
     modules = list(module.modules())
     parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
     buffers = {id(b): b for m in modules for b in m._buffers.values() if b is not None}

@@ -30,15 +30,15 @@ class Block(str):
 def in_log(value: Any) -> Any:
     """Returns an argument for a log line: text without line breaks, unless it is a `Block`.
 
-    Otherwise a name from a config or a file could forge a line of the log.
+    Otherwise a name from a config or a file could forge a log line.
     """
     if isinstance(value, Block):
-        return Block(printable(value))  # a record may pass through several filters
+        return Block(printable(value))  # a record may pass several filters
     return in_one_line(str(value)) if isinstance(value, str | Path | BaseException) else value
 
 
 def text_table(lines: Sequence[Sequence[str]], right_aligned: int) -> list[str]:
-    """Returns lines with aligned columns, of which the first `right_aligned` are right-aligned."""
+    """Returns lines with aligned columns; the first `right_aligned` columns are right-aligned."""
     lines = [list(map(in_one_line, line)) for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
@@ -52,20 +52,19 @@ def text_table(lines: Sequence[Sequence[str]], right_aligned: int) -> list[str]:
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """Returns a Markdown table; the first line is its header, and all other columns but the first
-    are right-aligned."""
+    """Returns a Markdown table with a header row, right-aligned except for the first column."""
     cells = [[in_one_line(cell).replace("|", "\\|") for cell in line] for line in lines]
     head, *body = ("| " + " | ".join(line) + " |" for line in cells)
     return "\n".join([head, "|---" + "|---:" * (len(lines[0]) - 1) + "|", *body])
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
-    """Returns a number with its noun, such as `1 node` or `2 nodes`."""
+    """Formats a number with its noun, such as `1 node` or `2 nodes`."""
     return f"{number} {noun}{plural * (number != 1)}"
 
 
 def with_unit(nbytes: float) -> str:
-    """Returns `nbytes` in GiB, MiB or KiB."""
+    """Formats `nbytes` in GiB, MiB or KiB."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit}"

@@ -1,7 +1,7 @@
-"""Private parts of PyTorch that this project uses, behind names of this project.
+"""Wrappers for the private APIs of PyTorch that this project uses.
 
-Each docstring names the private API, and says why no public one suffices. Check a new PyTorch
-release here first. Two private names are used elsewhere: `torch.utils._pytree`, which has no public
+Each docstring names the private API, and why no public API suffices. Check a new PyTorch release
+here first. Two private names are used elsewhere: `torch.utils._pytree`, which has no public
 counterpart, and `nn.Module._apply`, which `graph.segment.Segment` overrides because `nn.Module.to`
 calls it.
 """
@@ -32,10 +32,10 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import Variable, profiler
 from torch.nn.parallel import DistributedDataParallel
 
-# The mode that torch.set_default_device and `with torch.device(...)` set.
+# The mode set by torch.set_default_device and `with torch.device(...)`.
 from torch.utils._device import DeviceContext
 
-# The public modes see calls of torch functions only, not the operators that they compute with.
+# The public modes see only calls of torch functions, not the operators that these run.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # The exception that ends the recomputation of torch.utils.checkpoint early.
@@ -104,14 +104,14 @@ FAKE_TENSOR_LIMITS = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-"""The errors of operators that need values, and so do not run on fake tensors."""
+"""The errors of operators that need values and cannot run on fake tensors."""
 
 
 # --- profiling
 
 
 def import_compiler() -> None:
-    """Imports `torch._dynamo`, as the first optimizer of a process does in any case."""
+    """Imports `torch._dynamo`, which the first optimizer of a process imports anyway."""
     import torch._dynamo  # noqa: F401
 
 
@@ -135,14 +135,14 @@ def profiled(name: object) -> AbstractContextManager[object]:
 def all_threads_profiled() -> Any:
     """Returns the `experimental_config` for a profiler of all threads, including the stages'.
 
-    `torch._C._profiler._ExperimentalConfig`: without it a profiler only sees the thread that starts
-    it.
+    `torch._C._profiler._ExperimentalConfig`: without it, a profiler sees only the thread that
+    starts it.
     """
     return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 
 
 def record_cuda_memory() -> None:
-    """Starts to record each GPU allocation with its stack.
+    """Starts recording each GPU allocation with its stack.
 
     `torch.cuda.memory._record_memory_history`, which PyTorch documents under this name.
     """
@@ -175,9 +175,9 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
 def compile_module(module: nn.Module, **options: Any) -> None:
     """Compiles `module` and its hooks at its next call, with the `options` of torch.compile.
 
-    Uses `nn.Module._compiled_call_impl` and `_call_impl`, as `module.compile()` does. But up to
-    PyTorch 2.13 that compiles nothing of the classes in torch.nn, such as a Linear or a
-    TransformerEncoderLayer: Dynamo does not begin inside PyTorch's own code.
+    Uses `nn.Module._compiled_call_impl` and `_call_impl`, as `module.compile()` does. Up to PyTorch
+    2.13, however, this does not compile modules of classes in torch.nn, such as a Linear or a
+    TransformerEncoderLayer, because Dynamo does not start inside PyTorch's own code.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -196,7 +196,7 @@ def call_uncompiled(module: nn.Module, *args: Any) -> Any:
 
 
 def allow_recompilations(layers: int) -> None:
-    """Makes Dynamo compile a function for this many layers of different kinds.
+    """Allows Dynamo to compile a function for this many layers of different kinds.
 
     `torch._dynamo.config.recompile_limit`: Dynamo compiles at most 8 variants of a function and
     runs further ones uncompiled, and all modules are called by the same function.
@@ -264,10 +264,11 @@ def backward_of_batch_norm() -> bool:
 def allowing_torch_func() -> Iterator[None]:
     """Lets `torch.func.grad` and similar functions run inside saved-tensor hooks.
 
-    They raise inside such hooks, which activation checkpointing and memory counting use. This
-    removes the hooks meanwhile. It uses `torch._C._autograd._top_saved_tensors_default_hooks` and
-    similar functions, because the caller's hooks have no public name, and replaces the function
-    with which torch.func forbids such hooks.
+    These functions raise inside such hooks, which activation checkpointing and memory counting use.
+    The context removes the hooks temporarily. It uses
+    `torch._C._autograd._top_saved_tensors_default_hooks` and similar functions, because the
+    caller's hooks have no public name, and replaces the function with which torch.func forbids such
+    hooks.
     """
     global _allowing
     with _allowing_lock:
@@ -410,16 +411,16 @@ def noting_saved(note: Callable[[Tensor], None]) -> Iterator[None]:
 def operator_schema(function: Callable[..., Any] | str) -> torch.FunctionSchema | None:
     """Returns the schema of an operator of an exported graph; None for any other function.
 
-    Uses `torch._ops.OpOverload._schema`: nothing else says which arguments an operator writes, and
-    which ones its result is a view of.
+    Uses `torch._ops.OpOverload._schema`: no public API lists the arguments that an operator
+    modifies or returns a view of.
     """
     return function._schema if isinstance(function, torch._ops.OpOverload) else None
 
 
 def operator_overloads(name: str) -> list[torch.FunctionSchema]:
-    """Returns the schemas of PyTorch's own operator `name`; none if there is no such operator.
+    """Returns the schemas of PyTorch's operator `name`; empty if there is no such operator.
 
-    Uses `torch._ops.OpOverloadPacket`, as `operator_schema` does its overloads.
+    Uses `torch._ops.OpOverloadPacket`, for the reason in `operator_schema`.
     """
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     if not isinstance(packet, torch._ops.OpOverloadPacket):
@@ -510,9 +511,9 @@ def _context() -> InterceptedDraws:
     if len(active) == 1:
         return active[0]
     raise UserError(
-        "a layer draws random numbers in a thread that it has started, while other stages run in "
-        "this process too, so that nobody knows whose they are: draw them in the layer's forward, "
-        f"or set {setting('engine', 'distributed')}"
+        "a layer draws random numbers in a thread that it started, while other stages run in the "
+        "same process, so the draws cannot be assigned to a stage: draw them in the layer's "
+        f"forward, or set {setting('engine', 'distributed')}"
     )
 
 
@@ -560,7 +561,7 @@ def draws_here() -> InterceptedDraws | None:
 
 
 def leave_draws(outer: InterceptedDraws | None) -> None:
-    """Leaves contexts that an interrupt kept from exiting, up to `outer`; None: all."""
+    """Leaves contexts that did not exit because of an interrupt, up to `outer`; None for all."""
     if outer is None and _active.pop(threading.get_ident(), None) is not None:
         _set_draws_key(_DRAWS_KEY, False)
     elif outer is not None:
@@ -570,7 +571,8 @@ def leave_draws(outer: InterceptedDraws | None) -> None:
 def is_traced(args: tuple[Any, ...]) -> bool:
     """Returns whether torch.compile is tracing an operation on `args`, so that it draws nothing.
 
-    `torch._guards.detect_fake_mode`: torch.compiler only informs traced code, not its operations.
+    `torch._guards.detect_fake_mode`: torch.compiler reports tracing only to traced code, not to its
+    operations.
     """
     return torch._guards.detect_fake_mode(args) is not None
 
@@ -629,7 +631,7 @@ def _nothing(_: Tensor) -> None:
 
 
 def _is_gone(_: None) -> Tensor:
-    raise RuntimeError("a node of the graph runs again after its saved tensors were given up")
+    raise RuntimeError("a node of the graph ran again after its saved tensors were freed")
 
 
 # --- gradient scaling
@@ -658,7 +660,7 @@ def ddp_ignore_parameters(module: nn.Module, names: Sequence[str]) -> None:
 
 
 def ddp_prepare_for_backward(ddp: DistributedDataParallel, roots: Sequence[Tensor]) -> None:
-    """Makes the next backward all-reduce the gradients, as DDP's forward does at its end.
+    """Makes the next backward all-reduce the gradients, like DDP's forward does at its end.
 
     Args:
         ddp: the DDP module.
@@ -668,7 +670,7 @@ def ddp_prepare_for_backward(ddp: DistributedDataParallel, roots: Sequence[Tenso
 
 
 def ddp_rebuild_buckets(ddp: DistributedDataParallel) -> None:
-    """Orders the buckets as the gradients of the first backward came; a collective call, once."""
+    """Orders the buckets by arrival of the first backward's gradients; a collective call, once."""
     ddp.reducer._rebuild_buckets()
 
 
@@ -693,12 +695,12 @@ def before_ddp_waits(parameters: Iterable[Tensor], note: Callable[[], None]) -> 
 
     `Variable._execution_engine.queue_callback`: DDP waits in an engine callback that it queues
     after the hook of the last parameter. A callback queued in the hook of the first parameter runs
-    before it, after the computation of the backward. No public hook runs at this point.
+    before that one, after the computation of the backward. No public hook runs at this point.
     """
     queued = {-1}
 
     def queue(_: Tensor) -> None:
-        task = torch._C._current_graph_task_id()  # a backward in two parts has several
+        task = torch._C._current_graph_task_id()  # a split backward has several
         if task not in queued:
             queued.add(task)
             Variable._execution_engine.queue_callback(note)
@@ -712,7 +714,7 @@ def before_ddp_waits(parameters: Iterable[Tensor], note: Callable[[], None]) -> 
 
 
 def ddp_find_buffers(ddp: DistributedDataParallel) -> None:
-    """Makes DDP look up the module's buffers again, which its constructor has done before."""
+    """Makes DDP look up the module's buffers again."""
     ddp._assign_modules_buffers()
 
 
@@ -751,15 +753,15 @@ def end_loader(iterator: Any, kill: bool) -> None:
     """Ends the worker processes of a DataLoader's iterator, and another thread's wait for a batch.
 
     `_remove_worker_pids`: torch's handler of SIGCHLD, which another loader may have installed,
-    otherwise raises for the killed workers wherever the main thread is.
-    `_worker_result_queue`: a wait otherwise lasts until the loader's timeout.
-    `_shutdown_workers`: otherwise only called when the iterator is collected, which is late if a
-    traceback holds it, and may happen in a process forked later, which waits for them in vain.
+    otherwise raises for the killed workers wherever the main thread is. `_worker_result_queue`: a
+    wait otherwise lasts until the loader's timeout. `_shutdown_workers`: otherwise only called when
+    the iterator is collected, which is late if a traceback holds it, and may happen in a later
+    forked process, which waits for the workers forever.
 
     Args:
         iterator: the iterator of a DataLoader.
-        kill: whether to kill the workers instead of asking them to stop; a hanging one would not
-            answer.
+        kill: whether to kill the workers instead of asking them to stop; a hanging worker would not
+            stop.
     """
     if not hasattr(iterator, "_shutdown_workers"):
         return
@@ -769,5 +771,6 @@ def end_loader(iterator: Any, kill: bool) -> None:
             iterator._worker_pids_set = False
         for worker in iterator._workers:
             worker.kill()
-        iterator._worker_result_queue.put(None)  # not a pair of a number and a batch: raises there
+        # not an (index, batch) pair: makes the waiting thread raise
+        iterator._worker_result_queue.put(None)
     iterator._shutdown_workers()

@@ -1,4 +1,4 @@
-"""Tells the user's code from libraries: the names that it looks up, and its generators.
+"""Distinguishes the user's code from libraries, and finds the names and generators that it uses.
 
 A copy of a loss, a snapshot of a model's state and a trace all follow the user's code and stop at
 library code.
@@ -40,13 +40,13 @@ def names_in(code: CodeType) -> list[str]:
 def state_functions(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
     """Returns functions that read and set the state of a generator of Python or NumPy.
 
-    The modules `random` and `numpy.random`, which have a generator each, count as generators.
+    The modules `random` and `numpy.random`, which have one generator each, count as generators.
     Returns None for other objects.
     """
     if generator is random or isinstance(generator, random.Random):
         return generator.getstate, generator.setstate
     numpy_random: Any = sys.modules.get("numpy.random")
-    if numpy_random is None:  # nothing can be a generator of NumPy
+    if numpy_random is None:  # no object can be a NumPy generator
         return None
     if generator is numpy_random or isinstance(generator, numpy_random.RandomState):
         return generator.get_state, generator.set_state

@@ -3,8 +3,8 @@
 A container is a pytree node: tuples, lists, dicts, named tuples and registered types, such as the
 outputs of `transformers`. Dataclasses are registered here. A constant cannot contain a tensor and
 is immutable. Any other object, such as a subclass of dict or an object with attributes, may hold
-tensors or values of single samples that cannot be found, cut, moved or merged. It is refused where
-it would cross a stage boundary or leave the model.
+tensors or per-sample values that cannot be found, cut, moved or merged. Such an object is an error
+if it would cross a stage boundary or leave the model.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ def leaves_of(tree: Any) -> list[Any]:
 def _is_new_dataclass(kind: type) -> bool:
     if kind in SUPPORTED_NODES or not dataclasses.is_dataclass(kind):
         return False
-    # not a type that holds more than attributes, such as a subclass of dict
+    # except types that hold more than attributes, such as a subclass of dict
     return kind.__new__ is object.__new__ and not issubclass(kind, torch.nn.Module)
 
 
 def register(kind: type) -> None:
     """Registers a dataclass as a pytree node, with all attributes of its objects as children.
 
-    PyTorch's `register_dataclass` calls the class to make an object, so it would run
+    PyTorch's `register_dataclass` calls the class to create an object, which would run
     `__post_init__` again and drop attributes that are not fields.
     """
     if kind in SUPPORTED_NODES:
@@ -154,10 +154,10 @@ def as_base(kind: type) -> str:
     """Returns advice for an error message on how to convert a value of type `kind`."""
     for base, call in ((Mapping, "dict(...)"), (list, "list(...)"), (tuple, "tuple(...)")):
         if issubclass(kind, base):
-            return f"convert it by {call}"
+            return f"convert it with {call}"
     if kind.__module__.partition(".")[0] == "numpy":
-        return "convert it by torch.from_numpy(...)"
-    return "take the tensors out of it"
+        return "convert it with torch.from_numpy(...)"
+    return "extract its tensors"
 
 
 def find_unknown(tree: Any, name: str = "") -> tuple[str, Any] | None:

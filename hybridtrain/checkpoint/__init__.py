@@ -1,31 +1,31 @@
-"""Checkpoints: the state that a resume needs, in directories that are complete or absent.
+"""Checkpoints: the state needed to resume a run, in directories that are complete or absent.
 
 The arrows show how data flows in a save:
 
 model, optimizer -> state_table -> state -> saving -> store -> step_00000100/
                                             joint_save
 
-run                save a run, find its newest checkpoint, restore it and go on
-state_table        which process has which tensor, and which one writes it; the optimizer's by name
-state              the files of a checkpoint, and its restore
+run                saves a run, finds its newest checkpoint, restores it
+state_table        which process has which tensor and which one writes it; optimizer state by name
+state              the files of a checkpoint, and how to restore them
 saving             a save by all processes: rank 0 alone, gathered by rank 0, or joint
 joint_save         each process writes its files into one directory
-store              publishes, keeps, writes in the background
-host_copies        what is written while training goes on
-read               reading by all processes, or by rank 0 for all
-shared_files       which files the processes of several hosts share
+store              publishes, prunes, writes in the background
+host_copies        copies in host memory, written while training continues
+read               reading by all processes, or by rank 0 on behalf of all
+shared_files       which files the processes on several hosts share
 broadcast          a tree of values from rank 0
-manifest           sizes and sums of all files
-directory          the names of checkpoints, the renames of a save, the mark of the best
+manifest           sizes and checksums of all files
+directory          checkpoint names, the renames of a save, the mark of the best checkpoint
 tensor_files       safetensors
 json_tree          JSON for everything else
-weights            the model's tensors in a checkpoint: read, checked, loaded
-weight_sources     files and folders of weights, of this library and of others
-base               the frozen weights that a checkpoint of an adapter leaves out
-init_from          weights from elsewhere
+weights            the model's tensors in a checkpoint: reading, checking, loading
+weight_sources     files and folders of weights, from this library and others
+base               the frozen weights that an adapter's checkpoint omits
+init_from          initial weights from another source
 """
 
-from hybridtrain.checkpoint.base import Source, checkpoint_weights
+from hybridtrain.checkpoint.base import Source, checkpoint_weights, is_moved, source_of_base
 from hybridtrain.checkpoint.broadcast import broadcast_tree
 from hybridtrain.checkpoint.init_from import (
     InitReport,
@@ -77,6 +77,7 @@ __all__ = [
     "find_weights",
     "finishing_saves",
     "init_from",
+    "is_moved",
     "locate_weights",
     "parse_init_from",
     "read_manifest",
@@ -89,6 +90,7 @@ __all__ = [
     "save_checkpoint",
     "save_run",
     "save_step",
+    "source_of_base",
     "step_of",
     "under_all_names",
     "verify",

@@ -1,7 +1,7 @@
-"""The base of a checkpoint: frozen weights that it leaves out, since they are elsewhere.
+"""The base of a checkpoint: frozen weights that it omits, because their source still has them.
 
-Only models with an adapter have one (`_base.adapter`), after `init_from`. The checkpoint names the
-source in `state.json`, with a digest of its tensors:
+Only models with an adapter have a base (`_base.adapter`), after `init_from`. The checkpoint names
+the source in `state.json`, with a digest of its tensors:
 
     "base": {"source": "./llama", "digest": "8a1b...", "prefix": ""}
 """
@@ -23,7 +23,7 @@ from hybridtrain.checkpoint.weights import read_tree, read_weights
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
 
-# Of each tensor, the numbers at its beginning that the digest covers.
+# The number of leading elements of each tensor that the digest covers.
 _FIRST = 256
 
 
@@ -31,11 +31,11 @@ class Source(NamedTuple):
     """The weights of a source.
 
     Attributes:
-        tensors: by the source's names; a base's tensors come first.
+        tensors: the tensors by the source's names, a base's tensors first.
         extra: other state.
-        base: the source of the frozen weights: another one if this is a checkpoint of an adapter.
-        base_tensors: what is there, by its names without a prefix.
-        prefix: of these names.
+        base: the source of the frozen weights; a different one for a checkpoint of an adapter.
+        base_tensors: the tensors of `base`, by its names without `prefix`.
+        prefix: the prefix of those names.
     """
 
     tensors: dict[str, Tensor]
@@ -45,7 +45,7 @@ class Source(NamedTuple):
     prefix: str = ""
 
     def below(self, prefix: str) -> Source:
-        """Returns the tensors that begin with `prefix`, without it."""
+        """Returns the tensors with names that begin with `prefix`, with the prefix removed."""
         if not prefix:
             return self
         parts = [
@@ -56,64 +56,102 @@ class Source(NamedTuple):
 
 
 def open_source(located: Path, source: str) -> Source:
-    """Returns the weights at a place, and of its base if it is a checkpoint that has one.
+    """Returns the weights at a location, and those of its base if it is a checkpoint with one.
 
     Args:
-        located: of `locate`.
-        source: as the user has named it.
+        located: the result of `locate`.
+        source: the source as the user named it.
 
     Raises:
-        CheckpointError: it cannot be read, or the base is missing or has changed.
+        CheckpointError: it cannot be read, or its base is missing or has changed.
     """
     tensors, extra = read_source(located)
     record = record_of_base(located)
     if record is None:
         return Source(tensors, extra, source, tensors)
     base = open_base(located, record)
-    return Source({**base, **tensors}, extra, record["source"], base, record["prefix"])
+    merged = {**base.tensors, **tensors}
+    return Source(merged, extra, base.source, base.tensors, record["prefix"])
+
+
+def source_of_base(checkpoint: Path) -> str | None:
+    """Returns where the base of a checkpoint was when it was saved; None: it has no base."""
+    record = record_of_base(checkpoint)
+    return None if record is None else record["source"]
 
 
 def record_of_base(checkpoint: Path) -> dict[str, str] | None:
-    """Returns what a checkpoint says of its base; None: it has none, or is another source."""
+    """Returns a checkpoint's record of its base; None without a base or for another source."""
     if not (checkpoint / MANIFEST).exists():
         return None
     state = read_tree(checkpoint, "state", read_manifest(checkpoint)["files"])
     return state.get("base")  # type: ignore[no-any-return]
 
 
-def find_base(checkpoint: Path, source: str) -> Path:
-    """Returns the place of a checkpoint's base.
+class Base(NamedTuple):
+    """The base weights of a checkpoint.
+
+    Attributes:
+        source: the location in the form that `init_from` takes.
+        place: the file or folder.
+        tensors: the tensors by their names without a prefix.
+    """
+
+    source: str
+    place: Path
+    tensors: dict[str, Tensor]
+
+
+def open_base(checkpoint: Path, record: Mapping[str, str], now: str | None = None) -> Base:
+    """Returns the base of a checkpoint.
+
+    Args:
+        checkpoint: the directory of the checkpoint.
+        record: the result of `record_of_base`.
+        now: the new location of a base that was moved; None, or a location with other weights: the
+            recorded one.
 
     Raises:
-        CheckpointError: it is not there.
+        CheckpointError: the base is at neither location, or its weights have changed.
     """
+    problems = []
+    for source in dict.fromkeys([now or record["source"], record["source"]]):
+        try:
+            place = locate(find_weights(source), False)
+            found = open_source(place, source)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        tensors = (found if found.prefix else found.below(record["prefix"])).base_tensors
+        if digest_of(tensors) == record["digest"]:
+            return Base(found.base, place, tensors)
+        problems.append(f"init_from={source} contains other weights now")
+    raise CheckpointError(
+        f"{checkpoint} contains only an adapter, and its base weights {record['source']} are "
+        f"missing: {'; '.join(problems)}. If they were moved, set init_from= to their location, "
+        f"or the key that the recipe takes it from, such as model.source="
+    )
+
+
+def is_moved(checkpoint: Path, now: str) -> bool:
+    """Returns True if a checkpoint's base is not at its recorded location, and `now` is another.
+
+    Args:
+        checkpoint: the directory of the checkpoint.
+        now: a location in the form that `init_from` takes.
+    """
+    record = record_of_base(checkpoint)
+    if record is None or record["source"] == now:
+        return False
     try:
-        return locate(find_weights(source), False)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{checkpoint} has an adapter alone, for the weights of {source}: put them there again "
-            f"({error})"
-        ) from error
-
-
-def open_base(checkpoint: Path, record: Mapping[str, str]) -> dict[str, Tensor]:
-    """Returns the tensors of a checkpoint's base.
-
-    Raises:
-        CheckpointError: they are missing, or other ones than those it was trained on.
-    """
-    place = find_base(checkpoint, record["source"])
-    tensors = open_source(place, record["source"]).below(record["prefix"]).tensors
-    if digest_of(tensors) != record["digest"]:
-        raise CheckpointError(
-            f"{checkpoint} has an adapter alone, for the weights of {record['source']}, and these "
-            f"have changed since: put back what was there"
-        )
-    return tensors
+        open_base(checkpoint, record)
+    except CheckpointError:
+        return True
+    return False
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """Returns a digest of names, shapes, dtypes and the first numbers of each tensor."""
+    """Returns a digest of the names, shapes, dtypes and first elements of the tensors."""
     hasher = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -126,12 +164,12 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
 def without_base(
     model: HybridModel, state: Mapping[str, Any], updated: Collection[str]
 ) -> dict[str, Any]:
-    """Returns the entries of a state dict that a checkpoint of `model` has to hold.
+    """Returns the entries of a state dict that a checkpoint of `model` has to store.
 
     Args:
-        model: which may have a base.
-        state: with the model's own tensors.
-        updated: names of parameters that an optimizer has updated; they may be frozen by now.
+        model: the model, which may have a base.
+        state: a state dict that includes the model's tensors.
+        updated: names of parameters that an optimizer has updated, even if they are frozen now.
     """
     base: BaseWeights | None = model.base
     if base is None:
@@ -147,16 +185,20 @@ def _is_trained(value: Any) -> bool:
     return not isinstance(value, torch.nn.Parameter) or value.requires_grad
 
 
-def checkpoint_weights(path: Path, files: Mapping[str, Any]) -> Source:
-    """Returns the weights in a checkpoint, without its base's, which are apart.
+def checkpoint_weights(path: Path, files: Mapping[str, Any], now: str | None = None) -> Source:
+    """Returns the weights in a checkpoint, with those of its base as `base_tensors`.
 
     Args:
-        path: its directory, verified.
-        files: of its manifest.
+        path: the directory of the checkpoint, already verified.
+        files: the files listed in its manifest.
+        now: the new location of a base that was moved; see `open_base`.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or its base is missing or has changed.
     """
     tensors, extra = read_weights(path, files)
     record = record_of_base(path)
     if record is None:
         return Source(tensors, extra, "", {})
-    base = open_base(path, record)
-    return Source(tensors, extra, record["source"], base, record["prefix"])
+    base = open_base(path, record, now)
+    return Source(tensors, extra, base.source, base.tensors, record["prefix"])

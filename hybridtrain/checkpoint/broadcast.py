@@ -13,7 +13,7 @@ from hybridtrain.world import World
 
 
 def broadcast_tree(world: World, tree: Any, move: Callable[[KeyPath, Tensor], Tensor]) -> Any:
-    """Returns rank 0's `tree` on every rank; its tensors are copied one by one, then `move`d."""
+    """Returns rank 0's `tree` on every rank; sends its tensors one by one and `move`s each."""
     kinds = world.broadcast(
         tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), tree)
     )
@@ -24,7 +24,7 @@ def broadcast_tree(world: World, tree: Any, move: Callable[[KeyPath, Tensor], Te
         value = torch.empty_like(kind, device="cpu")
         if world.is_main:
             value.copy_(*mains)
-        # in memory order, as bytes: gloo and NCCL do not know every dtype
+        # as bytes in memory order: gloo and NCCL do not support every dtype
         world.broadcast_tensor(value.as_strided((value.numel(),), (1,)).view(torch.uint8))
         return move(path, value)
 

@@ -1,7 +1,7 @@
-"""The names in a directory of checkpoints, the renames between them, and the mark of the best.
+"""The names in a checkpoint directory, the renames between them, and the mark of the best.
 
-A checkpoint is built under a hidden name and appears under its own in one step, so it is complete
-or absent:
+A checkpoint is built under a hidden name and published with a single rename, so it is complete or
+absent:
 
     .tmp-100-<uuid>/     each file hashed while it is written, then fsync
                          manifest.json last: size and hash of every file
@@ -10,15 +10,15 @@ or absent:
         v
     step_00000100/       published
 
-A directory cannot be renamed onto another that has files, so a step that is saved again (a run
-resumed from an earlier checkpoint reaches it again) is first published beside the old one:
+A directory cannot be renamed onto another one that contains files. If a step is saved again (a run
+resumed from an earlier checkpoint), the new checkpoint is first published next to the old one:
 
     step_00000100  step_00000100.1      published: the highest generation of a step counts
-    .tmp-<uuid>    step_00000100.1      tidy: the old one hidden, and
+    .tmp-<uuid>    step_00000100.1      cleanup: the old one hidden, and
                    step_00000100        the new one renamed, the hidden files removed
 
-Every line of this picture has a complete checkpoint of step 100, and each is on disk before the
-next begins. `store` makes a save of these steps.
+Every line of this diagram has a complete checkpoint of step 100, and is on disk before the next one
+begins. `store` implements a save with these operations.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from hybridtrain.errors import CheckpointError
 
 BEST = "best.json"
 TEMPORARY = ".tmp-"
-"""The beginning of the names in a root that the next save removes."""
+"""The prefix of names in a root that the next save removes."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Best:
-    """The step of the best checkpoint, the value that it was chosen by, and what that is of."""
+    """The step of the best checkpoint, with the value and the criterion that selected it."""
 
     step: int
     value: float
@@ -53,7 +53,7 @@ class Best:
 
 
 def path_of(root: Path, step: int) -> Path:
-    """Returns the directory of the checkpoint of `step`, while there is one generation of it."""
+    """Returns the directory of the checkpoint of `step`, if it has a single generation."""
     return root / f"step_{step:08d}"
 
 
@@ -71,33 +71,33 @@ def generations(root: Path, step: int) -> list[Path]:
 
 
 def rename_into_place(root: Path, temporary: Path, step: int) -> Path:
-    """Renames a complete checkpoint, beside older generations of `step`; returns its path."""
+    """Renames a complete checkpoint, next to older generations of `step`; returns its path."""
     target = path_of(root, step)
     if numbers := [number for other, number, _ in published(root) if other == step]:
         target = target.with_suffix(f".{numbers[-1] + 1}")
     os.rename(temporary, target)
-    sync_directory(root)  # before anything older is removed
+    sync_directory(root)  # before any older checkpoint is removed
     return target
 
 
 def tidy(root: Path, step: int, newest: Path) -> None:
     """Removes the older generations of `step` and gives the newest the plain name."""
     if retired := [_retire(root, p) for p in generations(root, step) if p != newest]:
-        # the old one has left its name on disk before the new one takes it
+        # the old name must be gone on disk before the new checkpoint takes it
         sync_directory(root)
         os.rename(newest, path_of(root, step))
         remove(root, retired)
 
 
 def remove_steps(root: Path, steps: Collection[int]) -> None:
-    """Removes the checkpoints of `steps`."""
+    """Removes the checkpoints of the given `steps`."""
     if retired := [_retire(root, path) for step in steps for path in generations(root, step)]:
         remove(root, retired)
 
 
 def remove(root: Path, hidden: Iterable[Path]) -> None:
-    """Removes hidden directories; only warns about what cannot be removed."""
-    # a power cut must not bring back a name whose files are already removed
+    """Removes hidden directories; logs a warning if one cannot be removed."""
+    # after a power cut, no name may come back without its files
     sync_directory(root)
     for path in hidden:
         try:
@@ -106,11 +106,11 @@ def remove(root: Path, hidden: Iterable[Path]) -> None:
             else:
                 path.unlink()
         except OSError as error:
-            _log.warning("%s is no longer needed, but cannot be removed: %s", path, error)
+            _log.warning("%s is no longer needed, but could not be removed: %s", path, error)
 
 
 def read_best(root: Path) -> Best | None:
-    """Returns the mark in `root`, or None if nothing is marked.
+    """Returns the mark in `root`, or None without one.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -126,14 +126,14 @@ def read_best(root: Path) -> Best | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{file} is damaged ({error!r}), so that the best checkpoint is not known: remove it "
-            f"to mark a new one, or write the step and the value of the best into it"
+            f"{file} is damaged ({error!r}), so the best checkpoint is unknown: delete it to let "
+            f"the run mark a new one, or write the best step and its value into it"
         ) from None
     return Best(step, float(value), criterion)
 
 
 def write_best(root: Path, best: Best) -> None:
-    """Replaces the mark in `root`; it is on disk when this returns."""
+    """Replaces the mark in `root`; the mark is on disk when this returns."""
     temporary = root / f"{TEMPORARY}{uuid4().hex}"
     entries = {name: value for name, value in asdict(best).items() if value is not None}
     content = json.dumps(entries).encode() + b"\n"
@@ -146,7 +146,7 @@ def write_best(root: Path, best: Best) -> None:
 
 
 def _retire(root: Path, path: Path) -> Path:
-    """Hides a checkpoint under a temporary name, so that it is never found half removed."""
+    """Hides a checkpoint under a temporary name, so that no reader finds it half removed."""
     hidden = root / f"{TEMPORARY}{uuid4().hex}"
     os.rename(path, hidden)
     return hidden

@@ -1,4 +1,4 @@
-"""Copies of a state in host memory, which a thread writes while training goes on."""
+"""Copies of a state in host memory, which a thread writes while training continues."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _Key = tuple[str, str]  # the stem of a file, and the name of a tensor in it
 
 
 class HostCopies:
-    """Copies of tensors in host memory, to be written while training goes on.
+    """Copies of tensors in host memory, to be written while training continues.
 
-    New memory costs more than the copy: pages to map on a CPU, to pin for a GPU. So one copy of
-    all that this process writes stays allocated between two saves.
+    Allocating memory (and pinning it for a GPU) costs more than the copy itself. So the buffers for
+    everything that this process writes stay allocated between saves.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class HostCopies:
 
     @torch.no_grad()
     def take(self, tensors: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:
-        """Returns copies, in the memory of the last ones, which are overwritten."""
+        """Returns copies of `tensors`; they overwrite the previous ones."""
         self._buffers = {key: copy for key, copy in self._buffers.items() if key in tensors}
         for key, tensor in tensors.items():
             copy = self._buffers.get(key)
@@ -30,13 +30,13 @@ class HostCopies:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                 self._buffers[key] = copy
             copy.copy_(tensor, non_blocking=True)
-        # training must not change what is not copied yet; each stage has its own stream, so
-        # the whole device is waited for
+        # training must not change a tensor before its copy is complete; each stage has its own
+        # stream, so synchronize the whole device
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)
         return dict(self._buffers)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of host memory that the copies hold."""
+        """The size of the copies in host memory, in bytes."""
         return sum(copy.nbytes for copy in self._buffers.values())

@@ -1,4 +1,4 @@
-"""Initial weights from elsewhere: a file, a checkpoint, a run, or a folder of the Hub."""
+"""Initial weights from a file, a checkpoint, a run, or a folder of the Hub."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybridtrain.checkpoint.weights import EXTRA_STATE, load_weights, split_stat
 from hybridtrain.errors import CheckpointError
 from hybridtrain.model import HybridModel
 
-# the beginnings that wrappers give to names
+# the prefixes that wrappers add to names
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 _log = logging.getLogger(__name__)
@@ -31,20 +31,20 @@ class InitReport:
     """The names of tensors that were loaded into a model, and of those that were not."""
 
     source: str
-    """The file or directory."""
+    """The source file or directory."""
     loaded: tuple[str, ...]
-    """Names of the model."""
+    """Names of the model that were loaded."""
     missing: tuple[str, ...]
-    """Names of the model that the source lacks: they keep their initial values."""
+    """Names of the model that the source lacks; they keep their initial values."""
     unexpected: tuple[str, ...]
-    """Names of the source that the model lacks: they are left out."""
+    """Names of the source that the model lacks; they were not loaded."""
     reshaped: tuple[str, ...]
-    """Names of both, whose shapes differ: left out; each with the two shapes."""
+    """Names in both with different shapes, with the two shapes; they were not loaded."""
     prefix: str
-    """The beginning of the names in the source, or in the model, that was left out to match."""
+    """The prefix that was removed from the names of the source or the model to match them."""
 
     def problems(self) -> list[str]:
-        """Returns one phrase per tensor that was not loaded."""
+        """Returns one phrase for each tensor that was not loaded."""
         return [
             *(f"it lacks {name}" for name in self.missing),
             *(f"the model has no {name}" for name in self.unexpected),
@@ -54,7 +54,7 @@ class InitReport:
     def __str__(self) -> str:
         lines = [f"initial weights from {self.source}: {len(self.loaded)} tensors loaded"]
         if self.prefix:
-            lines[0] += f", by their names without {self.prefix!r}"
+            lines[0] += f", after removing the prefix {self.prefix!r}"
         for kind in ("missing", "unexpected", "reshaped"):
             if names := getattr(self, kind):
                 shown = ", ".join(names[:5]) + (f", and {len(names) - 5} more" * (len(names) > 5))
@@ -70,29 +70,31 @@ def init_from(
     best: bool = False,
     prefix: str = "",
 ) -> InitReport:
-    """Loads weights alone into `model`; a collective call. Call it before training begins.
+    """Loads initial weights into `model`, without any other state; a collective call.
+
+    Call it before training begins.
 
     Args:
-        model: whose parameters and buffers are overwritten.
-        source: a file of safetensors, or of `torch.save` (`.pt`, `.pth`, `.bin`, `.ckpt`; loaded
-            with `weights_only=True`); the directory of a checkpoint or of a run; a folder as on the
-            Hugging Face Hub; a folder that Accelerate or torchtune has written, or the Trainer of
-            transformers, or the folder of such a run (its newest checkpoint); or a model's name
-            on the Hub, whose safetensors are fetched into the Hub's cache. Each process reads the
-            tensors of its stages; if not all of them see the same files as rank 0, it sends the
-            tensors one by one.
-        strict: a tensor that is missing, unexpected or of another shape is an error. Otherwise the
-            others are loaded, and the report is logged.
-        best: of a run, the best checkpoint in place of the newest.
-        prefix: the beginning of the names that are loaded, which the model's names do not have,
-            such as `net.` in a checkpoint of Lightning; other tensors are left out.
+        model: its parameters and buffers are overwritten.
+        source: one of: a safetensors file; a `torch.save` file (`.pt`, `.pth`, `.bin`, `.ckpt`;
+            loaded with `weights_only=True`); the directory of a checkpoint or a run; a folder in
+            the Hugging Face Hub's layout; a folder written by Accelerate, torchtune or the Trainer
+            of transformers, or their run folder (its newest checkpoint is used); the name of a
+            model on the Hub, which is downloaded to the Hub's cache as safetensors. Each process
+            reads the tensors of its stages. If some processes do not see rank 0's files, rank 0
+            sends the tensors one by one.
+        strict: raise an error if a tensor is missing, unexpected or has another shape. If False,
+            load the other tensors and log the report.
+        best: for a run, use its best checkpoint instead of the newest.
+        prefix: load only names with this prefix, and remove it to match the model's names, such as
+            `net.` in a Lightning checkpoint.
 
     Returns:
-        what was loaded, on every rank.
+        a report of the loaded tensors, on every rank.
 
     Raises:
-        CheckpointError: the source is missing, damaged or holds no weights; or, if `strict`, does
-            not fit; or none of its names is one of the model.
+        CheckpointError: the source is missing, damaged or contains no weights; no name matches the
+            model; or, with `strict`, the tensors do not match.
     """
 
     world = model.world
@@ -104,33 +106,33 @@ def init_from(
 
     chosen, extra, report, base = reader.read(read) or ({}, {}, None, None)
     report, base = world.broadcast((report, base))
-    own, own_extra = split_state(model.net.state_dict())
-    known_extra = {name: value for name, value in extra.items() if name in own_extra}
-    load_weights(model, reader, {**own, **chosen}, {**own_extra, **known_extra})
+    model_tensors, model_extra = split_state(model.net.state_dict())
+    known_extra = {name: value for name, value in extra.items() if name in model_extra}
+    load_weights(model, reader, {**model_tensors, **chosen}, {**model_extra, **known_extra})
     assert report is not None
     model.base = base
     adapter = adapter_of(model.net)
     if adapter is not None and all(adapter.base_name(name) is not None for name in report.loaded):
-        adapter.follow_base(model.net)  # its own values were not there
+        adapter.follow_base(model.net)  # the base does not contain the adapter's values
     if world.is_main:
-        _log.info("%s", report)  # with strict=false, the user has accepted what is left out
+        _log.info("%s", report)  # with strict=false, the user accepts tensors that are not loaded
     return report
 
 
 def check_weights(
     net: nn.Module, located: Path, source: str, *, strict: bool = True, prefix: str = ""
 ) -> InitReport:
-    """Returns what `init_from` would load into `net`, which may be on the meta device.
+    """Returns the report of loading weights into `net`, which may be on the meta device.
 
     Args:
         net: the model.
-        located: by `locate_weights`.
-        source: for messages.
-        strict: as of `init_from`.
-        prefix: as of `init_from`.
+        located: the result of `locate_weights`.
+        source: the source's name in messages.
+        strict: as in `init_from`.
+        prefix: as in `init_from`.
 
     Raises:
-        CheckpointError: the tensors do not fit.
+        CheckpointError: the tensors do not match the model.
     """
     return _matched(net, located, source, strict, prefix)[2]
 
@@ -142,32 +144,32 @@ def _matched(net: nn.Module, located: Path, source: str, strict: bool, prefix: s
     """Returns the tensors by the names of `net`, other state, the report, and the base.
 
     Raises:
-        CheckpointError: the tensors do not fit.
+        CheckpointError: the tensors do not match the model.
     """
-    found = open_source(located, source).below(prefix)
-    if not found.tensors:
+    source_weights = open_source(located, source).below(prefix)
+    if not source_weights.tensors:
         raise CheckpointError(
-            f"init_from={source} has no tensor that begins with {prefix!r}: its names begin "
-            f"with {_beginnings(open_source(located, source).tensors)}"
+            f"init_from={source} has no tensor with the prefix {prefix!r}; its names begin with "
+            f"{_beginnings(open_source(located, source).tensors)}"
         )
-    chosen, report = match_weights(net, found.tensors, source)
+    chosen, report = match_weights(net, source_weights.tensors, source)
     problems = report.problems()
     if not report.loaded:
         raise CheckpointError(
-            f"init_from={source} has no tensor that the model has: it has "
-            f"{', '.join(sorted(found.tensors)[:3])}, ..., and the model has "
-            f"{', '.join(list(net.state_dict())[:3])}, ...; prefix= leaves out the "
-            f"beginning of the source's names"
+            f"init_from={source} has no tensor of the model: the source has "
+            f"{', '.join(sorted(source_weights.tensors)[:3])}, ..., and the model has "
+            f"{', '.join(list(net.state_dict())[:3])}, ...; prefix= removes a prefix of the "
+            f"source's names"
         )
     if strict and problems:
         shown = "; ".join(problems[:3])
         more = f"; and {len(problems) - 3} more" * (len(problems) > 3)
         raise CheckpointError(
-            f"init_from={source} does not fit the model: {shown}{more}. With strict=false the "
-            f"other {len(report.loaded)} tensors are loaded"
+            f"init_from={source} does not match the model: {shown}{more}. Set strict=false to load "
+            f"the other {len(report.loaded)} tensors"
         )
-    base = base_of(net, found.base, found.base_tensors, found.prefix)
-    return chosen, found.extra, report, base
+    base = base_of(net, source_weights.base, source_weights.base_tensors, source_weights.prefix)
+    return chosen, source_weights.extra, report, base
 
 
 def _beginnings(names: Iterable[str]) -> str:
@@ -177,16 +179,16 @@ def _beginnings(names: Iterable[str]) -> str:
 def base_of(
     net: nn.Module, source: str, weights: Mapping[str, Tensor], prefix: str
 ) -> BaseWeights | None:
-    """Returns what `net` has as its base after loading `weights`; None if it has no adapter.
+    """Returns the base of `net` after loading `weights`; None without an adapter.
 
     Args:
         net: the model.
-        source: as `init_from` was given it.
-        weights: of the source, by their names without `prefix`.
-        prefix: of the names in the source.
+        source: the source as passed to `init_from`.
+        weights: the tensors of the source, by their names without `prefix`.
+        prefix: the prefix of the source's names.
 
     Raises:
-        CheckpointError: a frozen parameter is not there.
+        CheckpointError: the source lacks a frozen parameter.
     """
     if adapter_of(net) is None:
         return None
@@ -195,19 +197,19 @@ def base_of(
     for name in (*report.missing, *(text.partition(" ")[0] for text in report.reshaped)):
         if isinstance(state[name], nn.Parameter) and not state[name].requires_grad:
             raise CheckpointError(
-                f"init_from={source} has no weights for {name}, which is frozen: have it trained, "
-                f"with the module's name in modules_to_save of the adapter"
+                f"init_from={source} has no weights for the frozen parameter {name}: train it, by "
+                f"adding its module's name to modules_to_save of the adapter"
             )
     names = frozenset(under_all_names(net, weights))
     return BaseWeights(source, digest_of(weights), names, prefix)
 
 
 def under_all_names(net: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns weights of a source under the names of `net`; a tied tensor under each of its names.
+    """Returns the source's tensors under the names of `net`, tied tensors under all their names.
 
     Args:
         net: the model.
-        weights: of the source.
+        weights: the tensors of the source.
     """
     chosen, _ = match_weights(net, weights, "")
     tensors = split_state(net.state_dict(keep_vars=True))[0]
@@ -225,16 +227,16 @@ def match_weights(
 
     Args:
         net: the model.
-        weights: of the source.
-        source: for the report.
+        weights: the tensors of the source.
+        source: the name of the source, for the report.
     """
-    # the parameters themselves: a tied one is known by being the same under all its names
+    # parameter objects: a tied parameter is the same object under all its names
     state = net.state_dict(keep_vars=True)
     adapter = adapter_of(net)
-    base = getattr(net, "base_model_prefix", "")  # the part without a head, of transformers
+    base = getattr(net, "base_model_prefix", "")  # transformers: the prefix of the headless model
     tensors = {name: value for name, value in split_state(state)[0].items() if _is_weight(name)}
     plain_own: dict[str, list[str]] = {}
-    optional = set()  # of an adapter, which begins anew where the source has none
+    optional = set()  # the adapter's tensors, which start fresh if the source has none
     for name in tensors:
         base_name = name if adapter is None else adapter.base_name(name)
         if base_name is None:
@@ -254,21 +256,23 @@ def match_weights(
         for target in targets:
             if value.shape != tensors[target].shape:
                 there, here = list(value.shape), list(tensors[target].shape)
-                reshaped[target] = f"{target} is {there} there and {here} in the model"
+                reshaped[target] = f"{target} is {there} in the source and {here} in the model"
             else:
                 chosen[target] = value
             if target != name:
-                known = (*_PREFIXES, *([f"{base}."] if base else []))
+                known_prefixes = (*_PREFIXES, *([f"{base}."] if base else []))
                 prefixes |= {
-                    prefix for prefix in known if (prefix in name) is not (prefix in target)
+                    prefix
+                    for prefix in known_prefixes
+                    if (prefix in name) is not (prefix in target)
                 }
-    # a tied tensor has its values if one of its names has
+    # a tied tensor is loaded if any of its names is
     _, others = without_aliases(tensors)
-    given = {others.get(name, name) for name in chosen}
+    matched = {others.get(name, name) for name in chosen}
     missing = [
         name
         for name in tensors
-        if others.get(name, name) not in given and name not in reshaped and name not in optional
+        if others.get(name, name) not in matched and name not in reshaped and name not in optional
     ]
     return chosen, InitReport(
         source,
@@ -285,18 +289,18 @@ def _is_weight(name: str) -> bool:
 
 
 def _names(name: str, base: str) -> Iterator[str]:
-    """Yields what the model may call a tensor of the source."""
-    plain = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", _plain(name))  # of BERT's authors
+    """Yields the names that the model may use for a tensor of the source."""
+    plain = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", _plain(name))  # original BERT names
     plain = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", plain)
     yield plain
     if base:
         yield f"{base}.{plain}"
         yield plain.removeprefix(f"{base}.")
-    yield plain.removeprefix("model.")  # of Lightning
+    yield plain.removeprefix("model.")  # Lightning
 
 
 def _plain(name: str) -> str:
-    """Returns a name without what DDP and torch.compile put into it."""
+    """Returns a name without the prefixes of DDP and torch.compile."""
     name = name.replace("_orig_mod.", "")
     while name.startswith("module."):
         name = name.removeprefix("module.")
@@ -304,23 +308,23 @@ def _plain(name: str) -> str:
 
 
 def parse_init_from(setting: Any) -> dict[str, Any] | None:
-    """Returns the arguments of `init_from` in a config's value, or None if it is null.
+    """Returns the arguments of `init_from` from a config value, or None for null.
 
     Args:
-        setting: a path, or a mapping of `path`, `strict`, `best` and `prefix`.
+        setting: a path, or a mapping with `path`, `strict`, `best` and `prefix`.
 
     Raises:
-        CheckpointError: it is neither.
+        CheckpointError: the value has another form.
     """
     if setting is None:
         return None
-    given = setting if isinstance(setting, Mapping) else {"path": setting}
-    path = given.get("path")
-    flags = {key: value for key, value in given.items() if key not in ("path", "prefix")}
-    named = {key: value for key, value in given.items() if key == "prefix"}
-    if path is None and "path" in given:
+    arguments = setting if isinstance(setting, Mapping) else {"path": setting}
+    path = arguments.get("path")
+    flags = {key: value for key, value in arguments.items() if key not in ("path", "prefix")}
+    named = {key: value for key, value in arguments.items() if key == "prefix"}
+    if path is None and "path" in arguments:
         raise CheckpointError(
-            "init_from.path is not set: set it, or the key that the recipe takes it from, such as "
+            "init_from.path is not set: set it, or the key that the recipe reads it from, such as "
             "model.source="
         )
     if (

@@ -1,16 +1,15 @@
-"""A checkpoint that all processes write together, each its own files into one directory.
+"""A checkpoint written by all processes together, each with its own files in one directory.
 
     rank 0          makes .tmp-100-<uuid>                --- its name --->  all
     each process    writes its files there, hashed and synced to the disk
                                               --- size and hash of each, or an error --->  rank 0
     rank 0          manifest, rename                     --- path, or an error --->  all
 
-So every process knows the same outcome, and raises the same. Only where rank 0 itself ends on the
-way have the others nothing but the error of their connection: its checkpoint may be published or
-not. The messages have their own process group: in the background this runs in a thread while
-training communicates in other groups. They go from process to process, not as a collective
-operation, so that the end of one process is an error in rank 0 at once, and rank 0 can still tell
-the others.
+So every process sees the same outcome and raises the same error. One exception: if rank 0 itself
+dies during the save, the others only see their connection fail, and the checkpoint may or may not
+be published. The messages use their own process group, because a background save runs in a thread
+while training communicates in other groups. They are point-to-point, not collective, so that rank 0
+sees the death of another process at once and can still notify the others.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ _Entries = dict[str, dict[str, Any]]
 
 
 def worst(problems: list[Problem]) -> Problem | None:
-    """Returns the problem that decides, the first rank's; a full disk only if there is no other.
+    """Returns the problem to report, the lowest rank's; a full disk only if there is no other.
 
-    A run may go on after a full disk, but not after anything else.
+    A run may continue after a full disk, but not after any other problem.
     """
     others = [problem for problem in problems if problem.kind is not NoSpaceError]
     return first_problem(others or problems)
@@ -44,14 +43,14 @@ class JointSave:
     """The processes of a run that save together; one save at a time.
 
     Args:
-        group: a gloo group of all processes that nothing else uses at the same time.
+        group: a gloo group of all processes, used only for saves.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._rank = dist.get_rank(group)
         self._others = range(1, dist.get_world_size(group))
-        self._failure: BaseException | None = None  # of this process
+        self._failure: BaseException | None = None  # in this process
 
     def save(
         self,
@@ -62,21 +61,21 @@ class JointSave:
         prune: bool = True,
         background: bool | None = None,
     ) -> Path:
-        """Publishes the checkpoint of `step` with the files of all processes; all call it.
+        """Publishes the checkpoint of `step` with the files of all processes; a collective call.
 
         Args:
-            store: of this process; all have the same directory.
-            step: the optimizer steps done.
-            files: of this process; no two processes have one of the same name.
+            store: this process's store; all stores have the same directory.
+            step: the number of completed optimizer steps.
+            files: this process's files; names must be unique over all processes.
             prune: see `CheckpointStore.save`.
-            background: see there.
+            background: see `CheckpointStore.save`.
 
         Returns:
-            its directory.
+            the checkpoint's directory.
 
         Raises:
-            Exception: a process has failed; the error of that one, or of the first of several. On
-                the others it is of the same kind, with the rank in its message.
+            Exception: a process failed. The lowest failing rank raises its own error; the others
+                raise one of the same type, with that rank in the message.
         """
         for name in files:
             check_file_name(name)
@@ -91,18 +90,17 @@ class JointSave:
             else:
                 name, problem = self._on_another(store, step, files)
             if problem is not None:
-                own = self._failure if problem.rank == self._rank else None
-                raise own or problem.error()
+                failure = self._failure if problem.rank == self._rank else None
+                raise failure or problem.error()
             return store.root / name
         finally:
-            self._failure = None  # its traceback holds the caller's frames, and with them the model
+            self._failure = None  # its traceback keeps the caller's frames, and the model, alive
 
     def _on_rank_0(
         self, store: CheckpointStore, step: int, files: Mapping[str, FileWriter], prune: bool
     ) -> tuple[str, Problem | None]:
-        # Each of the others receives, sends and receives again, once, whatever happens: so rank 0
-        # sends, receives and sends also after a failure; what cannot be sent to a process that is
-        # gone is ignored.
+        # Every other process receives, sends and receives again, exactly once. So rank 0 sends,
+        # receives and sends even after a failure, and ignores processes that it cannot reach.
         temporary, problems = self._attempt(lambda: store.begin(step))
         problems += self._tell(None if temporary is None else temporary.name)
         path = None
@@ -118,7 +116,7 @@ class JointSave:
                     lambda: store.publish(step, temporary, entries, prune)
                 )
         finally:
-            # not published; removed before the others are told, since they may end the run then
+            # remove it before notifying the others, which may end the run then
             if temporary is not None and temporary.is_dir():
                 shutil.rmtree(temporary, ignore_errors=True)
         outcome = path.name if path else "", worst(problems)
@@ -137,7 +135,7 @@ class JointSave:
         return outcome
 
     def _attempt(self, action: Callable[[], T]) -> tuple[T | None, list[Problem]]:
-        """Returns what `action` returns, or the problem that it has had."""
+        """Returns the result of `action`, or the problem that it raised."""
         try:
             return action(), []
         except BaseException as error:
@@ -145,7 +143,7 @@ class JointSave:
             return None, [Problem.of(self._rank, error)]
 
     def _tell(self, value: object) -> list[Problem]:
-        """Sends rank 0's `value` to all others; returns the problems of those that are gone."""
+        """Sends rank 0's `value` to all others; returns a problem for each unreachable one."""
         lost = []
         for rank in self._others:
             try:
@@ -164,10 +162,10 @@ class JointSave:
             if rank in lost:
                 continue
             try:
-                own, problem = self._receive(rank)
-            except RuntimeError as error:  # its connection broke
-                own, problem = {}, Problem.of(rank, error)
-            entries |= own
+                received, problem = self._receive(rank)
+            except RuntimeError as error:  # the connection broke
+                received, problem = {}, Problem.of(rank, error)
+            entries |= received
             if problem is not None:
                 problems.append(problem)
         return problems

@@ -1,7 +1,7 @@
-"""A tree of values as JSON, with its tensors apart.
+"""A tree of values as JSON, with its tensors stored separately.
 
-What JSON has (dicts with string keys, lists, strings, numbers, true, false, null) is written
-unchanged. Anything else is a dict with one key that begins with `$`:
+JSON's own types (dicts with string keys, lists, strings, numbers, true, false, null) are written
+unchanged. Any other value becomes a dict with one key that begins with `$`:
 
     {"$tensor": "state.0.weight.exp_avg"}      a tensor, by its name in the safetensors file
     {"$array": "..."}, {"$number": "..."}      an array or a number of numpy
@@ -9,7 +9,7 @@ unchanged. Anything else is a dict with one key that begins with `$`:
     {"$bytes": "base64"}, {"$float": "nan"}, {"$complex": [re, im]}, {"$dtype": "float32"},
     {"$device": "cuda:0"}, {"$path": "..."}
 
-Nothing is pickled, and reading makes no other types than these.
+Nothing is pickled, and reading creates no other types.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from hybridtrain.errors import CheckpointError
 
 
 def pack(what: str, tree: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Returns `tree` as JSON's types, and its tensors by name.
+    """Returns `tree` as JSON types, and its tensors by name.
 
     Subclasses of dict, list and tuple become plain ones.
 
     Args:
         what: the name of `tree` in errors.
-        tree: dicts, lists, tuples, sets, tensors, numpy's arrays and plain values.
+        tree: dicts, lists, tuples, sets, tensors, NumPy arrays and plain values.
 
     Raises:
-        CheckpointError: it holds a value of another type; names its place.
+        CheckpointError: the tree contains a value of another type; the message names its place.
     """
     tensors: dict[str, Tensor] = {}
     return _pack(tree, what, "", tensors), tensors
 
 
 def unpack(content: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Returns the tree that `pack` was given.
+    """Returns the tree that `pack` converted.
 
     Raises:
-        ValueError: `content` is not what `pack` returns, or a tensor is missing.
+        ValueError: `content` is not a result of `pack`, or a tensor is missing.
     """
     if isinstance(content, list):
         return [unpack(item, tensors) for item in content]
@@ -83,7 +83,7 @@ def _pack(value: Any, what: str, path: str, tensors: dict[str, Tensor]) -> Any:
         return store("$tensor", value.detach())
     if isinstance(value, (np.ndarray, np.generic)):
         try:
-            # a copy, since the array may be read-only or change while it is written
+            # a copy: the array may be read-only or change while it is written
             tensor = torch.from_numpy(np.array(value))
         except TypeError:
             raise _refused(value, what, path) from None
@@ -111,9 +111,9 @@ def _pack(value: Any, what: str, path: str, tensors: dict[str, Tensor]) -> Any:
 def _refused(value: Any, what: str, path: str) -> CheckpointError:
     place = f" at {path}" if path else ""
     return CheckpointError(
-        f"cannot save {what}: it holds a {type(value).__module__}.{type(value).__qualname__}"
-        f"{place}, and a checkpoint holds tensors, dicts, lists, numbers and strings: return "
-        f"those from its state_dict() or get_extra_state()"
+        f"cannot save {what}: it contains a {type(value).__module__}.{type(value).__qualname__}"
+        f"{place}, but a checkpoint stores tensors, dicts, lists, numbers and strings: return "
+        f"these from state_dict() or get_extra_state()"
     )
 
 

@@ -1,9 +1,9 @@
 """Reading a checkpoint by all processes of a run.
 
-The nodes of a run may share files or not. If all processes see the same ones (`same_files`), each
-reads what it needs of them, memory-mapped. Otherwise rank 0 alone reads, and sends one tensor at a
-time. Neither way does a process hold more of the model and the optimizer than its own part, and one
-tensor.
+The nodes of a run may or may not share files. If all processes see the same files (`same_files`),
+each reads the tensors that it needs, memory-mapped. Otherwise only rank 0 reads, and sends one
+tensor at a time. In both cases, a process holds no more of the model and the optimizer than its own
+part and one tensor.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ T = TypeVar("T")
 
 
 class CheckpointReader:
-    """Reads the files of a state for all processes; all calls are collective ones.
+    """Reads the files of a state for all processes; all calls are collective.
 
     Args:
         world: the processes.
-        paths: the files, or one that differs wherever any does, such as a manifest; rank 0's count.
+        paths: the files, or a file that differs whenever they do, such as a manifest; rank 0's
+            paths are used.
 
     Attributes:
-        shared: all processes see the same files, so that each reads them; False: rank 0 sends what
-            it reads.
+        shared: True if all processes see the same files and each reads them; False if rank 0 reads
+            and sends.
     """
 
     def __init__(self, world: World, paths: Sequence[Path]) -> None:
@@ -40,55 +41,55 @@ class CheckpointReader:
         self.shared = same_files(world, paths)
 
     def read(self, action: Callable[[], T]) -> T | None:
-        """Returns what `action` opens: on every process, or on rank 0 alone.
+        """Returns the result of `action`, which opens files, on every process or only on rank 0.
 
         Raises:
-            Exception: that of rank 0, or of the first process that fails, on every process.
+            Exception: the error of rank 0, or of the first process that failed, on every process.
         """
         if not self.shared:
             return self.world.on_main(action)
-        # rank 0 first: what is wrong with the files is said once
+        # rank 0 first, so that a problem with the files is reported once
         opened = self.world.on_main(action)
         return self.world.on_all(lambda: action() if opened is None else opened)
 
     def tree(
         self, tree: Any, move: Callable[[KeyPath, Tensor], Tensor] = lambda _, value: value
     ) -> Any:
-        """Returns a tree that `read` gave, on every process, with copies of its tensors `move`d."""
+        """Returns a tree from `read` on every process, with `move`d copies of its tensors."""
         if not self.shared:
             return broadcast_tree(self.world, tree, move)
 
-        def own(path: KeyPath, value: Any) -> Any:
+        def local_copy(path: KeyPath, value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             moved = move(path, value)
-            # not the memory of the file
+            # copy, so that the tensor does not map the file
             return moved.clone() if moved is value else moved
 
-        return tree_map_with_path(own, tree)
+        return tree_map_with_path(local_copy, tree)
 
     def sent(
-        self, given: Mapping[str, Tensor], state: Mapping[str, Any], left_out: Container[str]
+        self, available: Mapping[str, Tensor], state: Mapping[str, Any], left_out: Container[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields what rank 0 sends, where it alone reads, of the tensors that this process has.
+        """Yields the tensors that rank 0 sends to this process, if only rank 0 reads.
 
         Args:
-            given: what `read` gave, by name; some may be missing.
-            state: of the model, the same names on every process.
-            left_out: names that are not wanted.
+            available: the tensors from `read`, by name; some may be missing.
+            state: the model's state dict, with the same names on every process.
+            left_out: names to skip.
         """
         if self.shared:
             return
-        names = self.world.broadcast(set(given))
+        names = self.world.broadcast(set(available))
         for name, tensor in state.items():
             if name in left_out or name not in names:
                 continue
             if self.world.is_main:
-                value = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(given[name])
-            elif tensor.is_meta:  # of another stage
+                value = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(available[name])
+            elif tensor.is_meta:  # another process's stage
                 value = torch.empty(tensor.shape, dtype=tensor.dtype)
             else:
-                value = tensor.cpu().contiguous()  # no copy of a contiguous CPU tensor
+                value = tensor.cpu().contiguous()  # does not copy a contiguous CPU tensor
             self.world.broadcast_tensor(value)
             if not self.world.is_main and not tensor.is_meta:
                 yield name, value

@@ -1,10 +1,10 @@
-"""A run and its checkpoints: save it, find the newest checkpoint, restore it and go on.
+"""A run and its checkpoints: saving, finding the newest checkpoint, restoring it.
 
-    save_run      -> save_step     awaits the step, checks that its weights are finite, saves
-    resume_run    find_checkpoint -> restore_run -> the learning-rate schedule is stepped on
+    save_run      -> save_step     waits for the step, checks that weights are finite, saves
+    resume_run    find_checkpoint -> restore_run -> fast-forwards the learning-rate schedule
 
-`Trainer`, `Session`, `hybridtrain.smp` and loops written by hand use these. A step in progress is
-known here by what a checkpoint needs of it (`SavableStep`).
+`Trainer`, `Session`, `hybridtrain.smp` and custom loops use these functions. They know a step in
+progress only through the protocol `SavableStep`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class SavableStep(Protocol):
-    """The part of an `OptimizerStep` that a checkpoint needs."""
+    """The interface of `OptimizerStep` that a checkpoint needs."""
 
     model: HybridModel
     number: int
@@ -39,32 +39,32 @@ class SavableStep(Protocol):
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer, or several as one; None: none is saved."""
+        """The optimizer, or several combined into one; None: no optimizer state is saved."""
 
     def check_savable(self) -> None:
-        """Raises if the weights are not finite, or differ between replicas; a collective call."""
+        """Raises if weights are not finite or differ between replicas; a collective call."""
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
-        """Gives the parameters the values to save, in the block."""
+        """Sets the parameters to the values to save, inside the block."""
 
     def show_weights(self, training: bool) -> None:
-        """Gives the parameters the values to train on, or those to evaluate and save."""
+        """Sets the parameters to the values for training, or to the ones to evaluate and save."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the number of the step, the loss scale, counts and losses."""
+        """Returns the step number, the loss scale, counts and losses."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a `state_dict`."""
 
 
 class FixedState:
-    """A given state, which is saved unchanged; a restored one takes its place.
+    """A fixed state that is saved unchanged; a restored state replaces it.
 
     Args:
-        content: of JSON's types for `state.json`, tensors and plain values for other files.
+        content: JSON types for `state.json`; tensors and plain values for other files.
 
     Attributes:
-        content: what is saved, or was restored.
+        content: the state that is saved, or was restored.
     """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
@@ -75,7 +75,7 @@ class FixedState:
         return self.content
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what was saved."""
+        """Replaces the content with the saved one."""
         self.content = state_dict
 
 
@@ -90,21 +90,21 @@ def save_run(
     """Saves a checkpoint in a folder of `directory`; returns the folder. A collective call.
 
     Args:
-        step: of the run, which is between two steps.
-        directory: of all checkpoints of the run.
-        *loaders: whose positions are saved, in an order that `resume_run` is given too.
-        states: what else is saved, by name.
-        keep: how many of the newest to keep; None: all.
-        progress: what is saved in place of the step's own `state_dict`, which it includes.
+        step: the optimizer step of the run; call this between two steps.
+        directory: the directory of all checkpoints of the run.
+        *loaders: the loaders to save positions of; pass them to `resume_run` in the same order.
+        states: further states to save, by name.
+        keep: the number of newest checkpoints to keep; None: all.
+        progress: saved instead of the step's own `state_dict`, which it must include.
 
     Raises:
-        CheckpointError: it cannot be written.
-        DivergedError: weights or moments are not finite; nothing is written.
+        CheckpointError: the checkpoint cannot be written.
+        DivergedError: weights or optimizer state are not finite; nothing is written.
         UserError: the weights of the replicas differ; nothing is written.
     """
     store = CheckpointStore(directory, keep)
     path = save_step(step, store, _by_name(loaders, states), progress)
-    assert path is not None  # a full disk is an error
+    assert path is not None  # a full disk raises an error
     return path
 
 
@@ -122,11 +122,11 @@ def save_step(
 
     Args:
         step: as in `save_run`.
-        store: of the run's checkpoints.
+        store: the store of the run's checkpoints.
         states: as in `save_run`.
         progress: as in `save_run`.
-        record: what else `state.json` has, in JSON's types; no resume loads it.
-        required: a full disk is an error; otherwise a warning.
+        record: further JSON values for `state.json`, ignored when resuming.
+        required: True if a full disk is an error; otherwise it is a warning.
         prune: whether older checkpoints may be removed.
 
     Returns:
@@ -160,24 +160,25 @@ def resume_run(
     missing_ok: bool = False,
     progress: Stateful | None = None,
 ) -> dict[str, Any] | None:
-    """Continues from the checkpoint at `path`, or from the newest in that directory.
+    """Resumes from the checkpoint at `path`, or from the newest one in that directory.
 
-    Weights and the optimizer's state are the checkpoint's; hyperparameters are this program's. The
-    next loop over a loader continues in its epoch, and the schedule is stepped on to where it was.
+    Weights and optimizer state come from the checkpoint; hyperparameters stay as set in this
+    program. The next loop over a loader continues in the saved epoch, and the learning-rate
+    schedule is fast-forwarded.
 
     Args:
-        step: of this program.
-        path: a checkpoint, or the directory of all.
+        step: the optimizer step of this program.
+        path: a checkpoint, or the directory of all checkpoints.
         *loaders: as in `save_run`.
         states: as in `save_run`.
-        missing_ok: if there is none, do nothing.
+        missing_ok: do nothing if there is no checkpoint.
         progress: as in `save_run`.
 
     Returns:
-        what the checkpoint says of its progress; None if there is none.
+        the saved progress; None if there is no checkpoint.
 
     Raises:
-        CheckpointError: it is missing or damaged, or is of another model.
+        CheckpointError: the checkpoint is missing, damaged or of another model.
     """
     newest = find_checkpoint(path, step.model.world, missing_ok)
     if newest is None:
@@ -191,15 +192,15 @@ def restore_run(
     states: Mapping[str, Stateful],
     progress: Stateful | None = None,
 ) -> dict[str, Any]:
-    """Loads `checkpoint` into a step and what belongs to it, and steps its schedule on.
+    """Loads `checkpoint` into a step and its states, and fast-forwards its schedule.
 
     Returns:
-        what the checkpoint says of its progress.
+        the saved progress.
 
     Raises:
-        CheckpointError: it is damaged, or is of another model.
+        CheckpointError: the checkpoint is damaged or of another model.
     """
-    step.show_weights(training=False)  # as they were saved
+    step.show_weights(training=False)  # the form in which they were saved
     saved = restore_checkpoint(
         checkpoint, step.model, step.optimizer, {"progress": progress or step}, states
     )
@@ -217,30 +218,30 @@ def find_checkpoint(
     """Returns the checkpoint at `path`, or the newest in that directory; a collective call.
 
     Args:
-        path: a checkpoint, or the directory of all.
-        world: the processes; rank 0 looks.
-        missing_ok: return None if no checkpoint is found.
-        choose: the one of a directory to take, in place of the newest.
+        path: a checkpoint, or the directory of all checkpoints.
+        world: the processes; rank 0 searches.
+        missing_ok: return None if there is no checkpoint.
+        choose: selects a checkpoint of a directory, instead of the newest.
 
     Raises:
-        CheckpointError: no checkpoint is found, unless `missing_ok`.
+        CheckpointError: there is no checkpoint, and `missing_ok` is False.
     """
     path = Path(path)
     checkpoint = world.from_main(
         lambda: path if (path / MANIFEST).exists() else choose(CheckpointStore(path))
     )
     if checkpoint is None and not missing_ok:
-        raise CheckpointError(f"{path} has no checkpoint")
+        raise CheckpointError(f"{path} contains no checkpoint")
     return checkpoint
 
 
 def replay(lr_schedule: LRScheduler, steps: int) -> None:
-    """Steps a learning-rate schedule from 0 again, for a run that is resumed.
+    """Steps a learning-rate schedule from 0 to `steps`, for a resumed run.
 
-    It is not loaded, since its parameters and length are this run's.
+    Its state is not loaded, because its parameters and length are the new run's.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the optimizer has not stepped in between
+        warnings.simplefilter("ignore")  # about scheduler steps without optimizer steps
         for _ in range(steps):
             lr_schedule.step()
 

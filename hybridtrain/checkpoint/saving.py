@@ -1,7 +1,7 @@
-"""Saving by all processes of a run: what fails in one of them ends the run everywhere.
+"""Saving by all processes of a run: a failure in one of them ends the run everywhere.
 
-Who writes is the store's choice, `CheckpointStore(writers=...)`, and an assignment in the table of
-the state (`state_table`): `alone`, `gathered` or `joint`.
+`CheckpointStore(writers=...)` selects who writes, as an assignment in the table of the state
+(`state_table`): `alone`, `gathered` or `joint`.
 """
 
 from __future__ import annotations
@@ -42,36 +42,37 @@ def save_checkpoint(
 ) -> Path | None:
     """Saves a checkpoint; a collective call.
 
-    If the store saves in the background, this returns when the state is copied to host memory:
-    where rank 0 has all of it, by rank 0; where all processes write, each its share. Where rank 0
-    gathers the state, it is always written before this returns.
+    If the store saves in the background, this returns once the state is copied to host memory: by
+    rank 0 if it has the whole state, or by each process if all write. If rank 0 gathers the state,
+    this always returns after the write.
 
     Args:
-        store: where it goes; every process has one. Its `writers` are the processes
-            that write.
-        step: the optimizer steps done.
+        store: the store to save to, one per process. Its `writers` selects the processes that
+            write.
+        step: the number of completed optimizer steps.
         model: see `checkpoint_files`.
         optimizer: see `checkpoint_files`.
         progress: see `checkpoint_files`.
-        states: what else is saved, by name; see `checkpoint_files`. Every process asks them
-            for their `state_dict`, which may communicate; rank 0's is saved.
-        required: a full disk is an error; otherwise it is a warning, and a later save may succeed.
-        prune: False to remove no older checkpoint this time.
+        states: further states to save, by name; see `checkpoint_files`. Every process calls their
+            `state_dict`, which may communicate; rank 0's is saved.
+        required: True if a full disk is an error; otherwise it is a warning, and a later save may
+            succeed.
+        prune: False to keep all older checkpoints this time.
 
     Returns:
-        the directory of the checkpoint, on every process; None if the disk is full.
+        the checkpoint's directory, on every process; None if the disk is full.
 
     Raises:
-        CheckpointError: this save, or the one before in the background, has failed; or not all
-            processes see the directory that they should write to.
+        CheckpointError: this save, or the previous one in the background, failed; or some
+            processes do not see the directory that they should write to.
     """
     world = model.world
-    # in every process, in the same order: a `state_dict` may communicate
+    # in every process, in the same order, because a `state_dict` may communicate
     dicts = {name: entry.state_dict() for name, entry in states.items()}
     form = _form(store, model)
 
     def save_files(table: StateTable, joint: JointSave | None = None) -> Path | None:
-        # copies of what other processes have would be the whole model in this one
+        # copying the other processes' tensors would put the whole model into this one
         background = store.background and form != "gathered"
         copies = store.host_copies if background else None
         files = state.checkpoint_files(
@@ -83,14 +84,14 @@ def save_checkpoint(
         except NoSpaceError as error:
             if required:
                 raise
-            _log.warning("no checkpoint of step %d; training goes on: %s", step, error)
+            _log.warning("no checkpoint of step %d; training continues: %s", step, error)
             return None
 
     if form == "joint":
         _wait_for_last(store)
         joint = JointSave(world.saving_group(store.wait))
         path = save_files(StateTable(model, optimizer, form), joint)
-        # of a save in the background it is the name that it will have
+        # for a background save, the name that the directory will have
         return world.broadcast(path)
     table = None
     if form == "gathered":
@@ -98,25 +99,25 @@ def save_checkpoint(
 
     def by_rank_0() -> Path | None:
         try:
-            _wait_for_last(store)  # its copies are used again
+            _wait_for_last(store)  # its copies are about to be overwritten
             return save_files(table or StateTable(model, optimizer))
         finally:
             if table is not None:
                 table.end()
 
     if table is not None:
-        table.serve()  # nothing on rank 0, which asks in `by_rank_0` and then ends it
-    # the others wait in a group where a long wait is allowed
+        table.serve()  # returns at once on rank 0, which asks in `by_rank_0` and then ends it
+    # the others wait in a group with a long timeout
     return world.from_main(by_rank_0)
 
 
 def check_directory(store: CheckpointStore | None, world: World) -> None:
-    """Checks before a run that all processes see the directory, if all are to write into it.
+    """Checks before a run that all processes see the directory, if all are to write to it.
 
     A collective call.
 
     Raises:
-        CheckpointError: some do not; names them, and both ways out.
+        CheckpointError: some processes do not see it; the message lists them and both fixes.
     """
     if store is not None and store.writers == "all" and world.size > 1:
         store.is_seen_by_all(world, again=True)
@@ -124,11 +125,11 @@ def check_directory(store: CheckpointStore | None, world: World) -> None:
 
 @contextmanager
 def finishing_saves(store: CheckpointStore | None, world: World) -> Iterator[None]:
-    """Waits at the end of the block for a save in the background; a collective call.
+    """Waits for a background save at the end of the block; a collective call.
 
     Raises:
-        CheckpointError: the save has failed. After an exception in the block this is logged
-            instead, unless that is `Interrupted`, which promises a checkpoint.
+        CheckpointError: the save failed. If the block raised an exception, the failure is logged
+            instead, except for `Interrupted`, which promises a checkpoint.
     """
     if store is None:
         yield
@@ -139,8 +140,8 @@ def finishing_saves(store: CheckpointStore | None, world: World) -> Iterator[Non
         world.on_all(store.wait)
         raise
     except BaseException:
-        # the other processes may be gone: nothing is sent to them
-        with suppress(Exception):  # which its thread has logged
+        # the other processes may be gone, so send them nothing
+        with suppress(Exception):  # already logged by the saving thread
             store.wait()
         raise
     world.on_all(store.wait)
@@ -150,12 +151,12 @@ def _wait_for_last(store: CheckpointStore) -> None:
     try:
         store.wait()
     except NoSpaceError as error:
-        # the next save is newer than the one that has failed
-        _log.warning("the last checkpoint was not saved: %s", error)
+        # the next save replaces the failed one
+        _log.warning("the previous checkpoint was not saved: %s", error)
 
 
 def _form(store: CheckpointStore, model: HybridModel) -> Form:
-    """Returns who writes, the same on every process; the first call may try the directory."""
+    """Returns who writes, the same on every process; the first call may test the directory."""
     world = model.world
     whole = world.pipeline_group is None and model.options.shard == "none"
     may_be_joint = store.writers == "all" or (store.writers == "auto" and not whole)

@@ -1,4 +1,4 @@
-"""Files and folders that the processes of several hosts share."""
+"""Files and folders shared by the processes of several hosts."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hybridtrain.checkpoint.directory import TEMPORARY
 from hybridtrain.errors import CheckpointError
 from hybridtrain.world import World
 
-# How long a file of another node may take to appear: NFS asks again after a few seconds.
+# How long to wait for a file from another node: NFS refreshes after a few seconds.
 _APPEARS_S = 5.0
 _PIECES, _PIECE_BYTES = 16, 64 << 10
 
 
 def hosts_without(root: Path, world: World) -> list[str]:
-    """Returns the ranks and hosts that do not see the directory `root` of rank 0.
+    """Returns the ranks and hosts that do not see rank 0's directory `root`.
 
-    A collective call; it makes the directory, and removes a file in it.
+    A collective call. Creates the directory, and a temporary file in it.
 
     Args:
-        root: the directory, by the path that each process has.
+        root: the directory, by this process's path.
         world: the processes.
 
     Raises:
-        CheckpointError: rank 0 cannot make the directory or write to it; on every process.
+        CheckpointError: rank 0 cannot create or write to the directory; raised on every process.
     """
     if world.size == 1:
         return []
@@ -46,7 +46,7 @@ def hosts_without(root: Path, world: World) -> list[str]:
 
     name = world.from_main(make)
     deadline = time.monotonic() + _APPEARS_S
-    # False, not an error, where a process may not look
+    # False, not an error, if a process lacks the permission
     while not (seen := os.path.exists(root / name)) and time.monotonic() < deadline:
         time.sleep(0.1)
     everyones = world.gather((seen, socket.gethostname()))
@@ -56,19 +56,21 @@ def hosts_without(root: Path, world: World) -> list[str]:
 
 
 def same_files(world: World, paths: Sequence[Path]) -> bool:
-    """Returns whether all processes see the same files under rank 0's `paths`; a collective call.
+    """Returns whether all processes see the same files at rank 0's `paths`; a collective call.
 
-    Files are the same that have the same size and the same bytes in 16 places.
+    Files count as the same if they have the same size and the same bytes in 16 places.
     """
     if world.size == 1:
         return True
     expected = world.broadcast([(path, fingerprint(path)) for path in paths])
-    all_match = all(found is not None and fingerprint(path) == found for path, found in expected)
+    all_match = all(
+        rank_0s is not None and fingerprint(path) == rank_0s for path, rank_0s in expected
+    )
     return all(world.gather(all_match))
 
 
 def fingerprint(path: Path) -> tuple[int, int] | None:
-    """Returns the size of a file and a checksum of some of its bytes; None if it is not there."""
+    """Returns a file's size and a checksum of a sample of its bytes; None if it is missing."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

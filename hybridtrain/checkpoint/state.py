@@ -1,18 +1,18 @@
 """The content of a checkpoint, under the user's own names, so that any split can load it.
 
     step_00000100/
-        model.safetensors       the parameters and buffers of `net.state_dict()`; in shards if large
-        model_extra.json        what get_extra_state() returned, unless that is a tensor
+        model.safetensors       the parameters and buffers of `net.state_dict()`; sharded if large
+        model_extra.json        non-tensor results of get_extra_state()
         optimizer.json          the optimizer's state by parameter name, not by number,
         optimizer.safetensors   and its tensors
-        ema.json, ...           the same for each of a trainer's `states`, of which `callbacks` and
-                                `data` are its own
+        ema.json, ...           the same for each of a trainer's `states`, including its built-in
+                                `callbacks` and `data`
         state.json              the progress of the run: step, epoch, sample, random state, scale
         manifest.json           sizes and checksums of the above (see `manifest`)
 
-Rank 0 writes all of it, or each process a share, as a `StateTable` says. A state is loaded tensor
-by tensor from memory-mapped files, by each process or by rank 0 for all (`CheckpointReader`), so
-there is never a second copy of the model or of the optimizer's state.
+Rank 0 writes all files, or each process a share, as its `StateTable` says. Loading goes tensor by
+tensor from memory-mapped files, by each process or by rank 0 on behalf of all (`CheckpointReader`),
+so there is never a second copy of the model or the optimizer state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hybridtrain.checkpoint.base import checkpoint_weights, find_base, record_of_base
+from hybridtrain.checkpoint.base import checkpoint_weights, open_base, record_of_base
 from hybridtrain.checkpoint.host_copies import HostCopies
 from hybridtrain.checkpoint.init_from import base_of, under_all_names
 from hybridtrain.checkpoint.json_tree import pack
@@ -75,24 +75,24 @@ def checkpoint_files(
     copies: HostCopies | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, FileWriter]:
-    """Returns the names of a checkpoint's files, each with the function that writes it.
+    """Returns the names of a checkpoint's files, each with a function that writes it.
 
     Args:
-        model: whose parameters, buffers and random state are saved.
-        optimizer: over the parameters of `model`; None: no optimizer's state is saved.
-        progress: what else is saved in `state.json`: JSON's types, under keys that no other has.
+        model: its parameters, buffers and random state are saved.
+        optimizer: an optimizer of the parameters of `model`; None: save no optimizer state.
+        progress: further content for `state.json`: JSON types, under unique keys.
         states: state dicts by name, such as `{"ema": ema.state_dict()}`: tensors and plain values,
-            each in files with that name. Rank 0's are saved, and so are its `progress`.
-        table: who writes what; the files are this process's. If all write, this is a collective
-            call. None: this process has and writes everything.
-        copies: copy all tensors to host memory now, so that training may go on while they are
-            written; None: they are read when they are written.
-        shard_bytes: the tensors of a file, at most; the others go into further files.
+            each in files of that name. Rank 0's `states` and `progress` are saved.
+        table: which process writes what; this process's files are returned. If all processes
+            write, this is a collective call. None: this process has and writes everything.
+        copies: copy all tensors to host memory now, so that training can continue while they are
+            written; None: read them when they are written.
+        shard_bytes: the maximum size of a tensor file; further tensors go into further files.
 
     Raises:
-        CheckpointError: a value is of a type that is not saved; names its place.
-        ValueError: two of `progress` use the same key, or a name in `states` cannot be that of a
-            file.
+        CheckpointError: a value has a type that cannot be saved; the message names its place.
+        ValueError: two of `progress` use the same key, or a name in `states` is not a valid file
+            name.
     """
     table = table or StateTable(model, optimizer)
 
@@ -106,12 +106,12 @@ def checkpoint_files(
     documents = (model.world.on_main(of_rank_0) if all_write else of_rank_0()) or {}
     value: Callable[[Key], Tensor] = table.value
     if copies is not None:
-        own = [key for key, rank in table.written_by.items() if rank == table.rank]
-        value = copies.take({key: table.value(key) for key in own}).__getitem__
-    infos: dict[str, dict[str, TensorInfo]] = {"model": {}}  # without tensors it has a file too
+        owned_keys = [key for key, rank in table.written_by.items() if rank == table.rank]
+        value = copies.take({key: table.value(key) for key in owned_keys}).__getitem__
+    infos: dict[str, dict[str, TensorInfo]] = {"model": {}}  # its file exists even without tensors
     for (stem, name), info in table.infos.items():
         infos.setdefault(stem, {})[name] = info
-    # of the files in the manifest
+    # the file names in the manifest
     order = ["model", *(["optimizer"] if all_write else []), "model_extra", "optimizer", *infos]
     files: dict[str, FileWriter] = {}
     for stem in (stem for stem in dict.fromkeys(order) if stem in infos):
@@ -136,8 +136,8 @@ def _packed(
     table: StateTable,
     states: Mapping[str, Mapping[str, Any]],
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """Returns the content of the JSON files by name, and the tensors that the table lacks."""
-    # `draws_step` is what the random numbers of layers such as dropout are drawn for
+    """Returns the content of the JSON files by name, and the tensors missing in the table."""
+    # `draws_step` seeds the random numbers of layers such as dropout
     saved: dict[str, Any] = {"torch": torch.__version__, "draws_step": model.rng.step}
     if (base := model.base) is not None:
         saved["base"] = {
@@ -146,10 +146,12 @@ def _packed(
             "prefix": base.prefix,
         }
     for name, entry in progress.items():
-        own = entry.state_dict()
-        if own.keys() & saved.keys():
-            raise ValueError(f"{name} saves {own.keys() & saved.keys()}, as another state does")
-        saved |= own
+        entry_state = entry.state_dict()
+        if entry_state.keys() & saved.keys():
+            raise ValueError(
+                f"{name} saves the keys {entry_state.keys() & saved.keys()} of another state"
+            )
+        saved |= entry_state
     for name in states:
         if name in _OWN_FILES or not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(
@@ -174,30 +176,34 @@ def restore_checkpoint(
     *,
     evaluated: bool = False,
 ) -> dict[str, Any]:
-    """Loads the checkpoint at `path` into what is given; a collective call.
+    """Loads the checkpoint at `path` into the given objects; a collective call.
 
     Args:
-        path: its directory.
-        model: gets its weights, buffers and random state.
+        path: the directory of the checkpoint.
+        model: gets its weights, buffers and random state. If the base of an adapter was moved, call
+            `init_from` with its new location first.
         optimizer: gets its state.
-        progress: what `state.json` is for.
-        states: as of `checkpoint_files`.
-        evaluated: load the weights that the run has evaluated: see `evaluated_average`.
+        progress: objects that load from `state.json`.
+        states: as in `checkpoint_files`.
+        evaluated: load the weights that the run evaluates with; see `evaluated_average`.
 
     Returns:
-        all of `state.json`; with `evaluated` also `averaged`, whether they are an average.
+        the content of `state.json`; with `evaluated` also `averaged`, True if the loaded weights
+        are an average.
 
     Raises:
-        CheckpointError: it is missing or damaged, or is of another model; names the tensor.
+        CheckpointError: the checkpoint is missing, damaged or of another model; the message names
+            the tensor.
     """
     world = model.world
     path = world.broadcast(path)
-    base_files = world.from_main(lambda: _files_of_base(path))
+    now = None if model.base is None else model.base.source
+    base_files = world.from_main(lambda: _files_of_base(path, now))
     reader = CheckpointReader(world, [path / MANIFEST, *base_files])
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any], Any, dict[str, Any], dict[str, Any]]:
         files = (read_manifest(path) if reader.shared else verify(path))["files"]
-        weights, extra, source, of_base, prefix = checkpoint_weights(path, files)
+        weights, extra, source, of_base, prefix = checkpoint_weights(path, files, now)
         base = None
         if source:
             base = base_of(model.net, source, of_base, prefix)
@@ -211,28 +217,32 @@ def restore_checkpoint(
             check_groups(path, model, optimizer, trees["optimizer"])
         for name in states:
             if f"{name}.json" not in files:
-                if getattr(states[name], "optional", False):  # it is loaded from None
+                if getattr(states[name], "optional", False):  # then it loads None
                     continue
                 raise CheckpointError(
-                    f"{path} has no state {name!r}: it was saved without it. Leave {name!r} out of "
-                    f"states=, or resume a checkpoint that has it"
+                    f"{path} has no state {name!r}, because it was saved without it: remove "
+                    f"{name!r} from states=, or resume a checkpoint that has it"
                 )
             trees[name] = read_tree(path, name, files)
         if optimizer is not None and world.is_main:
-            known = {f"{name}.json" for name in (*_OWN_FILES, *states)}
+            known_files = {f"{name}.json" for name in (*_OWN_FILES, *states)}
             for name in files:
-                if name.endswith(".json") and ".safetensors" not in name and name not in known:
-                    _log.warning("%s of the checkpoint %s is not in states=: left out", name, path)
+                if (
+                    name.endswith(".json")
+                    and ".safetensors" not in name
+                    and name not in known_files
+                ):
+                    _log.warning("%s of the checkpoint %s is not in states=: ignored", name, path)
         saved = read_tree(path, "state", files)
         saved |= {"averaged": bool(average)} if evaluated else {}
         return weights, extra, base, trees, saved
 
-    # From here on every process makes the same calls in the same order: each of them communicates.
-    if reader.shared:  # each process a part of the files
+    # From here on, every process makes the same calls in the same order, because each communicates.
+    if reader.shared:  # each process verifies a part of the files
         world.on_all(lambda: verify(path, world.rank, world.size))
     weights, extra, base, trees, saved = reader.read(read) or ({}, {}, None, {}, {})
     saved, model.base = world.broadcast((saved, base))
-    for entry in progress.values():  # first, because it refuses a run of another kind
+    for entry in progress.values():  # first, because it refuses runs of another kind
         entry.load_state_dict(saved)
     load_weights(model, reader, weights, extra)
     if optimizer is not None:
@@ -243,9 +253,9 @@ def restore_checkpoint(
     return saved
 
 
-def _files_of_base(checkpoint: Path) -> list[Path]:
+def _files_of_base(checkpoint: Path, now: str | None) -> list[Path]:
     record = record_of_base(checkpoint)
-    return [] if record is None else files_of(find_base(checkpoint, record["source"]))
+    return [] if record is None else files_of(open_base(checkpoint, record, now).place)
 
 
 def _write_content(content: bytes, file: BinaryIO) -> None:
@@ -253,23 +263,23 @@ def _write_content(content: bytes, file: BinaryIO) -> None:
 
 
 def check_progress(saved: Mapping[str, Any], total_steps: int) -> None:
-    """Checks that a run has not ended before its checkpoint.
+    """Checks that a run is not shorter than its checkpoint's step.
 
     Args:
         saved: the `state_dict` of a `Trainer`.
-        total_steps: the length of the run that is resumed.
+        total_steps: the length of the resumed run.
 
     Raises:
-        CheckpointError: it has, or it is not a `Trainer`'s.
+        CheckpointError: it is shorter, or the state is not a `Trainer`'s.
     """
     if "rows_per_step" not in saved:  # words: ok
         raise CheckpointError(
-            "the checkpoint was saved by a Session or by your own loop, and has no position of "
-            "a Trainer: resume it there, or start from its weights with init_from"
+            "the checkpoint was saved by a Session or a custom loop and has no Trainer position: "
+            "resume it there, or start from its weights with init_from"
         )
     if saved["step"] > total_steps:
         raise CheckpointError(
-            f"the checkpoint is of step {saved['step']}, and this run has "
-            f"{setting('steps', total_steps)}: give it at least as many steps, or resume an "
-            "earlier checkpoint"
+            f"the checkpoint is at step {saved['step']}, but this run has "
+            f"{setting('steps', total_steps)}: raise it to at least that, or resume an earlier "
+            "checkpoint"
         )

@@ -1,20 +1,19 @@
 """A table of the state of a run: which processes have each tensor, and which one writes it.
 
-A tensor is in several processes if they are replicas of a stage, and in one if only its stage or
-its owner among the replicas has it. It is written by one process, so that a reader need not know
-of splits. The forms of a save are three assignments in this table:
+Several processes have a tensor if they are replicas of its stage; a single process has it if it is
+the only one with the stage, or the tensor's owner among the replicas. One process writes it, so
+that a reader need not know the split. The modes of a save are three assignments in this table:
 
     tensor          in ranks    alone       gathered    joint
     0.weight        0, 2        rank 0      rank 0      rank 0
     1.weight        0, 2        rank 0      rank 0      rank 2
     5.weight        1, 3        -           rank 0      rank 1      gathered: rank 1 sends it
+alone: rank 0 has every tensor and asks no other process, so the table has a single process.
+gathered: rank 0 requests each tensor that it lacks when it writes it. So no process ever holds the
+whole model, and no shared file system is needed. joint: each process writes a share.
 
-alone: rank 0 has all of it, and no other process is asked, so that its table has one process.
-gathered: rank 0 asks for what it does not have, when it writes it, one tensor at a time. So no
-process ever holds the whole model, and no file system need be shared. joint: each writes a share.
-
-The optimizer's state is in the table under the names of its parameters (`optimizer_by_name`): their
-numbers depend on what a process has.
+The table lists optimizer state under parameter names (`optimizer_by_name`), because parameter
+numbers depend on the process.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from hybridtrain.step import ShardedOptimizer, keys_of_state
 
 
 def optimizer_by_name(model: HybridModel, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Returns `optimizer.state_dict()` with parameter names in place of numbers."""
+    """Returns `optimizer.state_dict()` with parameter names instead of numbers."""
     if optimizer is None:
         return {"state": {}, "param_groups": []}
     names = parameter_names(model, optimizer)
     state = optimizer.state_dict()
     return {
-        # an empty parameter, which stands for none, may have a state too
+        # an empty placeholder parameter may have state too
         "state": {names[n]: entry for n, entry in state["state"].items() if names[n]},
         "param_groups": [
             {**group, "params": [names[number] for number in group["params"] if names[number]]}
@@ -61,7 +60,7 @@ def check_groups(
     """Checks that `state`, from `optimizer_by_name`, has the parameter groups of `optimizer`.
 
     Raises:
-        CheckpointError: it has others.
+        CheckpointError: the groups differ.
     """
     groups = optimizer_by_name(model, optimizer)["param_groups"]
     groups_here = [sorted(group["params"]) for group in groups]
@@ -72,8 +71,8 @@ def check_groups(
     ]
     if saved != groups_here:
         raise CheckpointError(
-            f"the optimizer in {path} has other groups of parameters than optimizer=: make it with "
-            f"the same groups as before, or {phrase('start a new run')}"
+            f"the optimizer in {path} has parameter groups that differ from optimizer=: construct "
+            f"it with the same groups as before, or {phrase('start a new run')}"
         )
 
 
@@ -82,9 +81,8 @@ def load_optimizer_by_name(
 ) -> None:
     """Loads a `state`, from `optimizer_by_name`, on every rank; a collective call.
 
-    The hyperparameters (learning rate, weight decay, ...) stay those of `optimizer`, because the
-    present run's settings are what the user wants now. What an optimizer counts in its groups is
-    loaded.
+    Hyperparameters (learning rate, weight decay, ...) stay as set in `optimizer`, because they are
+    the user's current settings. Counters that an optimizer keeps in its groups are loaded.
     """
     updated = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
     updated_ids = {id(p) for group in updated.param_groups for p in group["params"]}
@@ -93,12 +91,12 @@ def load_optimizer_by_name(
     def to_param_device(path: KeyPath, value: Tensor) -> Tensor:
         name, kind = (key.key for key in path[:2] if isinstance(key, MappingKey))
         if name not in parameters:
-            return torch.empty(0)  # another process has or updates it
+            return torch.empty(0)  # another process holds or updates it
         parameter = parameters[name]
-        if kind == "step":  # where PyTorch keeps it, so that `load_state_dict` does not copy it
+        if kind == "step":  # PyTorch's device for it, so that `load_state_dict` does not copy it
             return value
         if value.shape == parameter.shape and value.stride() != parameter.stride():
-            # in the parameter's memory format, as the optimizer had made it
+            # in the parameter's memory format, as the optimizer creates it
             moment = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
             return moment.copy_(value)
         return value.to(parameter.device)
@@ -121,18 +119,18 @@ def load_optimizer_by_name(
 
 
 def parameter_names(model: HybridModel, optimizer: Optimizer) -> list[str]:
-    """Returns the name of each parameter of `optimizer`, in the numbering of its state.
+    """Returns the name of each parameter of `optimizer`, in the order of its state's numbers.
 
-    "" for the one that stands for none, in a process whose stages have nothing to train.
+    The name is "" for the empty placeholder of a process whose stages have no trainable parameters.
     """
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = [p for group in optimizer.param_groups for p in group["params"]]
-    # any other one than an empty one is a mistake
+    # a non-empty unknown parameter is a mistake
     return [name_of[id(p)] if p.numel() or id(p) in name_of else "" for p in trained]
 
 
 Form = Literal["alone", "gathered", "joint"]
-"""An assignment of the tensors to those that write them; see above."""
+"""Assigns each tensor to the process that writes it; see the module docstring."""
 
 Key = tuple[str, str]
 """The stem of a file, and the name of a tensor in it."""
@@ -142,7 +140,7 @@ _END = -1
 
 @dataclass(frozen=True)
 class _Part:
-    """The state that one process has."""
+    """The state held by one process."""
 
     tensors: dict[Key, TensorInfo]
     aliases: dict[Key, str]
@@ -153,27 +151,29 @@ class _Part:
 class StateTable:
     """The tensors of a model and its optimizer, over all processes.
 
-    A collective call, and every process makes the same table; `alone` it is of this process.
+    Constructing it is a collective call, and every process constructs the same table; with `alone`,
+    it covers only this process.
 
     Args:
-        model: whose parameters and buffers are in the files `model`.
-        optimizer: whose state is in the files `optimizer`; None: an empty one is.
+        model: its parameters and buffers go into the files `model`.
+        optimizer: its state goes into the files `optimizer`; None: an empty state does.
         form: who writes.
-        group: of all processes, with gloo, for `gathered`; rank 0 may write for long.
+        group: a gloo group of all processes, for `gathered`, with a long timeout for rank 0's
+            writes.
 
     Attributes:
-        form: as given.
-        rank: of this process in the table.
+        form: as passed.
+        rank: the rank of this process in the table.
         infos: each tensor of the whole state once, in the order of the model's names.
-        written_by: the rank that writes each.
-        aliases: by the stem of a file, further names of a tensor and its first one.
-        optimizer: the state of `optimizer_by_name` for the whole model; tensors of other processes
+        written_by: the rank that writes each tensor.
+        aliases: by the stem of a file, further names of a tensor and its first name.
+        optimizer: the result of `optimizer_by_name` for the whole model; tensors of other processes
             are meta tensors.
-        extra: what `get_extra_state` returned, unless it is a tensor, by name.
+        extra: non-tensor results of `get_extra_state`, by name.
 
     Raises:
-        CheckpointError: a process has a value that is not saved, or the optimizers of the processes
-            have different groups.
+        CheckpointError: a process has a value that cannot be saved, or the optimizers of the
+            processes have different groups.
     """
 
     def __init__(
@@ -188,21 +188,21 @@ class StateTable:
         self._own: dict[Key, Tensor] = {}
 
         def describe() -> tuple[dict[str, Any], _Part]:
-            own = optimizer_by_name(model, optimizer)
-            return own, self._describe(model, own)
+            optimizer_state = optimizer_by_name(model, optimizer)
+            return optimizer_state, self._describe(model, optimizer_state)
 
         if form == "alone":
-            own, part = describe()
+            optimizer_state, part = describe()
             parts = [part]
         else:
-            own, part = model.world.on_all(describe)
+            optimizer_state, part = model.world.on_all(describe)
             parts = model.world.gather(part)
         self.extra = {k: v for part in reversed(parts) for k, v in part.extra.items()}
         trees = [
             tree_map_only(TensorInfo, lambda info: info.empty("meta"), part.optimizer)
             for part in parts
         ]
-        trees[self.rank] = own
+        trees[self.rank] = optimizer_state
         self.optimizer = _merged(trees, model)
         infos: dict[Key, TensorInfo] = {}
         self._holders: dict[Key, list[int]] = {}
@@ -221,48 +221,48 @@ class StateTable:
                 if (stem, name) not in self.infos:
                     self.aliases[stem][name] = first
 
-    def _describe(self, model: HybridModel, own: dict[str, Any]) -> _Part:
+    def _describe(self, model: HybridModel, optimizer_state: dict[str, Any]) -> _Part:
         is_first = self.form == "alone" or model.world.data_parallel_rank == 0
-        state = without_base(model, model.pipeline.local_state_dict(), own["state"])
+        state = without_base(model, model.pipeline.local_state_dict(), optimizer_state["state"])
         tensors_of_model = {n: value for n, value in state.items() if isinstance(value, Tensor)}
         groups = {
-            # between two steps each replica may have other buffers, of which the first's are saved
+            # between steps, replicas may have different buffers; replica 0's are saved
             "model": {
                 name: tensor
                 for name, tensor in tensors_of_model.items()
                 if is_first or isinstance(tensor, nn.Parameter)
             },
-            "optimizer": pack("optimizer", own)[1],
+            "optimizer": pack("optimizer", optimizer_state)[1],
         }
         aliases: dict[Key, str] = {}
         for stem, tensors in groups.items():
             check_storable(tensors)
-            kept, others = without_aliases(tensors)
-            self._own |= {(stem, name): tensor for name, tensor in kept.items()}
-            aliases |= {(stem, name): first for name, first in others.items()}
+            unique, first_names = without_aliases(tensors)
+            self._own |= {(stem, name): tensor for name, tensor in unique.items()}
+            aliases |= {(stem, name): first for name, first in first_names.items()}
         extra = {name: value for name, value in state.items() if name not in tensors_of_model}
         return _Part(
             {key: TensorInfo.of(tensor) for key, tensor in self._own.items()},
             aliases,
             extra if is_first else {},
-            tree_map_only(Tensor, TensorInfo.of, own),
+            tree_map_only(Tensor, TensorInfo.of, optimizer_state),
         )
 
     def add(self, stem: str, tensors: Mapping[str, Tensor]) -> None:
-        """Adds what rank 0 has and writes, such as an average of the weights; rank 0 calls it.
+        """Adds tensors that rank 0 has and writes, such as averaged weights; call it on rank 0.
 
         Raises:
             CheckpointError: a tensor cannot be stored.
         """
         check_storable(tensors)
-        kept, self.aliases[stem] = without_aliases(tensors)
-        for name, tensor in kept.items():
+        unique, self.aliases[stem] = without_aliases(tensors)
+        for name, tensor in unique.items():
             self._own[stem, name] = tensor
             self.infos[stem, name] = TensorInfo.of(tensor)
             self.written_by[stem, name] = 0
 
     def value(self, key: Key) -> Tensor:
-        """Returns a tensor that this process writes; `gathered`, it may come from another one."""
+        """Returns a tensor that this process writes; with `gathered`, another one may send it."""
         if key in self._own:
             return self._own[key]
         self._ask(self._numbers[key])
@@ -271,7 +271,7 @@ class StateTable:
         return received
 
     def serve(self) -> None:
-        """Sends what rank 0 asks this process for, until it calls `end`; nothing on rank 0."""
+        """Sends tensors that rank 0 requests until it calls `end`; returns at once on rank 0."""
         keys = list(self._numbers)
         while self.rank and (number := self._ask(_END)) != _END:
             if self.rank == self._holders[keys[number]][0]:
@@ -280,7 +280,7 @@ class StateTable:
                 dist.send(_flat(plain), group=self._group, group_dst=0)
 
     def end(self) -> None:
-        """Lets the other processes go on; rank 0 calls it."""
+        """Releases the other processes from `serve`; rank 0 calls it."""
         self._ask(_END)
 
     def _ask(self, number: int) -> int:
@@ -290,7 +290,7 @@ class StateTable:
         return int(asked)
 
     def _spread(self) -> dict[Key, int]:
-        """Returns a rank for each tensor that has it: evenly by bytes, the largest first."""
+        """Assigns each tensor to a rank that has it, balanced by bytes, largest first."""
         bytes_of: dict[int, int] = {}
         written_by: dict[Key, int] = {}
         for key in sorted(self.infos, key=lambda key: -self.infos[key].nbytes):
@@ -301,23 +301,23 @@ class StateTable:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Returns the bytes of a contiguous tensor: gloo does not know every dtype."""
+    """Returns the bytes of a contiguous tensor: gloo does not support every dtype."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _merged(trees: list[Mapping[str, Any]], model: HybridModel) -> dict[str, Any]:
-    """Returns the state of an optimizer over the whole model from those of its processes.
+    """Merges the optimizer states of the processes into one for the whole model.
 
     Raises:
         CheckpointError: they have different numbers of groups.
     """
     if len(trees) == 1:
-        return dict(trees[0])  # in the optimizer's own order
+        return dict(trees[0])  # in the optimizer's order
     groups = [tree["param_groups"] for tree in trees]
-    if len({len(each) for each in groups}) > 1:
+    if len({len(process_groups) for process_groups in groups}) > 1:
         raise CheckpointError(
-            "the optimizers of the processes have different numbers of parameter groups: make the "
-            "same groups in each process, also where one is empty"
+            "the optimizers of the processes have different numbers of parameter groups: create "
+            "the same groups in each process, even if some are empty"
         )
     order = {name: index for index, (name, _) in enumerate(model.net.named_parameters())}
     merged = []

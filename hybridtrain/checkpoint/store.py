@@ -1,14 +1,14 @@
 """Checkpoint directories that survive a killed process, a power cut and a flipped bit.
 
-A checkpoint is a directory of files, each filled by a function of the caller's. It is complete or
-absent: how its names change is drawn in `directory`. Readers never repair anything; the next save
-removes what a killed run left behind.
+A checkpoint is a directory of files, each written by a function of the caller. It is complete or
+absent; `directory` has a diagram of the renames. Readers never repair anything; the next save
+removes leftovers of killed runs.
 
-`best.json` names the best one, which stays whatever `keep` says. With `background`, a thread does
-all of this, one save at a time.
+`best.json` names the best checkpoint, which is kept regardless of `keep`. With `background`, a
+thread does all of this, one save at a time.
 
-One run at a time saves into a root: its rank 0 alone, or all of its processes together, each its
-own files (`joint_save`). Any number of processes may read.
+Only one run at a time may save into a root: by its rank 0 alone, or by all of its processes, each
+with its own files (`joint_save`). Any number of processes may read.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from hybridtrain.world import World
 __all__ = ["CheckpointStore", "NoSpaceError", "step_of", "verify"]
 
 WRITERS = ("auto", "rank0", "all")
-"""The choices of `CheckpointStore(writers=...)`."""
+"""The choices for `CheckpointStore(writers=...)`."""
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -72,19 +72,19 @@ class CheckpointStore:
     """The checkpoints of one run: `root/step_00000100/`, `root/step_00000200/`, ...
 
     Args:
-        root: their directory; made by the first `save`.
-        keep: how many of the newest stay on disk, beside the best; None: all. A save needs space
-            for one more.
-        background: `save` returns at once, and a thread writes the files. One save at a time: the
-            next one waits for it, and so does `wait`.
-        writers: which processes of a run write, for `save_checkpoint`. "all": each its share of the
-            state, into the same directory, which all must see. "rank0": rank 0 alone, which asks
-            the others for what it does not have, one tensor at a time. "auto": rank 0 if it has
-            everything, else all if they see the directory, else rank 0.
+        root: the directory of all checkpoints; created by the first `save`.
+        keep: the number of newest checkpoints to keep, in addition to the best; None: all. A save
+            needs space for one more.
+        background: if True, `save` returns at once, and a thread writes the files. Only one save
+            runs at a time: the next one waits for it, and so does `wait`.
+        writers: the processes that write, for `save_checkpoint`. "all": each writes its share of
+            the state into the same directory, which all must see. "rank0": rank 0 writes
+            everything, and requests the tensors it lacks from the others one at a time. "auto":
+            rank 0 if it has everything, else all if they see the directory, else rank 0.
 
     Attributes:
-        host_copies: of the state that a save in the background writes; the next one takes their
-            memory.
+        host_copies: the copies of the state that a background save writes; the next one reuses
+            their memory.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class CheckpointStore:
         self.background = background
         self.writers = writers
         self.host_copies = HostCopies()
-        self._seen_by_all: bool | None = None  # not tried yet
+        self._seen_by_all: bool | None = None  # not tested yet
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._failed_step = -1
-        self._lock = threading.RLock()  # of the directory, and of the next line
+        self._lock = threading.RLock()  # for the directory, and for the next line
         self._unsaved_best: Best | None = None
 
     def save(
@@ -119,25 +119,24 @@ class CheckpointStore:
         prune: bool = True,
         background: bool | None = None,
     ) -> Path:
-        """Publishes the checkpoint of `step`, with all `files`; returns its directory.
+        """Publishes the checkpoint of `step` with all `files`; returns its directory.
 
         When this returns, the checkpoint is on disk, unless the store saves in the `background`.
-        One of the same step is replaced; at every moment one of the two can be loaded. Then, with
-        `keep`, the oldest are removed, but never later steps than this one, and never the best.
+        A checkpoint of the same step is replaced, and one of the two can be loaded at any moment.
+        With `keep`, the oldest ones are then removed, but never later steps and never the best.
 
         Args:
-            step: the optimizer steps done.
-            files: by name the function that writes each, into a binary file that can only be
-                appended to. In the background they run while training goes on, so that they must
-                write copies.
-            prune: False to remove no older checkpoint this time.
-            background: in place of the store's own, for this save.
+            step: the number of completed optimizer steps.
+            files: for each file name a function that writes it, to an append-only binary file. In
+                the background they run while training continues, so they must write copies.
+            prune: False to keep all older checkpoints this time.
+            background: overrides the store's setting for this save.
 
         Raises:
             NoSpaceError: the disk is full; the older checkpoints are unchanged.
             CheckpointError: the files cannot be written (no permission); the older checkpoints are
-                unchanged. In the background this, and whatever else a function of `files` raises,
-                is raised by the next `save` or `wait`. Then nothing is saved by that call.
+                unchanged. For a background save, the next `save` or `wait` raises this error, or
+                any other error of a function in `files`, and that call saves nothing.
         """
         for name in files:
             check_file_name(name)
@@ -154,15 +153,15 @@ class CheckpointStore:
         return self.run(step, save, background)
 
     def run(self, step: int, save: Callable[[], Path], background: bool | None = None) -> Path:
-        """Runs `save`, here or in the background, when the last one has ended.
+        """Runs `save`, here or in the background, once the previous save has ended.
 
         Args:
-            step: the optimizer steps done.
-            save: makes a checkpoint of `begin`, `write` and `publish`; returns its directory.
+            step: the number of completed optimizer steps.
+            save: writes a checkpoint with `begin`, `write` and `publish`; returns its directory.
             background: see `save`.
 
         Returns:
-            the directory; of a save in the background the one that it will have.
+            the directory; for a background save, the one that it will have.
         """
         if step < 0:
             raise ValueError(f"step {step} is negative")
@@ -174,7 +173,7 @@ class CheckpointStore:
 
         if not (self.background if background is None else background):
             return run()
-        # not a daemon: the interpreter waits for it at exit
+        # not a daemon thread: the interpreter waits for it at exit
         self._thread = threading.Thread(
             target=self._in_background, args=(step, run), name="checkpoint", daemon=False
         )
@@ -186,33 +185,34 @@ class CheckpointStore:
 
         Args:
             world: the processes.
-            again: try it, also if that was done before.
+            again: test the directory again, even if the result is known.
 
         Raises:
-            CheckpointError: some do not, and `writers` is "all"; names them, and both ways out.
+            CheckpointError: some processes do not see it and `writers` is "all"; the message lists
+                them and both fixes.
         """
         if self._seen_by_all is None or again:
             without = ", ".join(hosts_without(self.root, world))
             if without and self.writers == "all":
                 raise CheckpointError(
-                    f"{setting('writers', 'all')} needs a directory that all processes see, and "
-                    f"{self.root} of rank 0 is not seen by {without}: put it on a file system "
-                    f"that all nodes share (output_dir=), or set {setting('writers', 'rank0')}, "
-                    "with which rank 0 gathers and writes everything"
+                    f"{setting('writers', 'all')} needs a directory that all processes see, but "
+                    f"{without} cannot see rank 0's {self.root}: put it on a file system that all "
+                    f"nodes share (output_dir=), or set {setting('writers', 'rank0')} to have rank "
+                    "0 gather and write everything"
                 )
             if without and world.is_main:
                 _log.info(
-                    "rank 0 gathers and writes the checkpoints: %s is not seen by %s",
+                    "rank 0 gathers and writes the checkpoints, because %s is not seen by %s",
                     self.root, without,
                 )  # fmt: skip
             self._seen_by_all = not without
         return self._seen_by_all
 
     def wait(self) -> None:
-        """Returns when no save is under way.
+        """Waits until no save is in progress.
 
         Raises:
-            Exception: the last save has failed in the background; raised once.
+            Exception: the previous background save failed; raised once.
         """
         if (thread := self._thread) is not None:
             thread.join()
@@ -225,20 +225,20 @@ class CheckpointStore:
             try:
                 raise failure
             finally:
-                # its traceback would hold it, and with it the model, until the next collection
+                # its traceback would keep it, and the model, alive until the next collection
                 del failure
 
     def mark_best(self, step: int, value: float, criterion: str | None = None) -> None:
         """Marks the checkpoint of `step` as the best, by `value`, until another is marked.
 
-        It is never pruned. If the checkpoint is not saved yet, its `save` marks it, and until then
-        the best one before stays marked: at every moment there is a best one to load. If that save
-        fails, the mark is dropped.
+        The best checkpoint is never pruned. If `step` is not saved yet, its `save` sets the mark,
+        and the previous best stays marked until then, so there always is a best one to load. If
+        that save fails, the mark is dropped.
 
         Args:
-            step: the optimizer steps done.
-            value: what it was chosen by.
-            criterion: what `value` is of, such as "min loss"; kept beside it.
+            step: the number of completed optimizer steps.
+            value: the value that selected it.
+            criterion: the criterion, such as "min loss"; stored with the value.
 
         Raises:
             CheckpointError: the mark cannot be written.
@@ -266,7 +266,7 @@ class CheckpointStore:
             return self._unsaved_best or read_best(self.root)
 
     def best(self) -> Path | None:
-        """Returns the checkpoint that is marked as the best, or None if none is.
+        """Returns the checkpoint marked as the best, or None without a mark.
 
         Raises:
             CheckpointError: the mark is damaged, or the marked checkpoint is missing or damaged.
@@ -275,13 +275,13 @@ class CheckpointStore:
             mark = read_best(self.root)
             if mark is None:
                 return None
-            found = generations(self.root, mark.step)
-        path = found[-1] if found else path_of(self.root, mark.step)
+            candidates = generations(self.root, mark.step)
+        path = candidates[-1] if candidates else path_of(self.root, mark.step)
         verify(path)
         return path
 
     def newest_up_to(self, step: int) -> Path | None:
-        """Returns the newest checkpoint that is not of a later step; it may be damaged."""
+        """Returns the newest checkpoint up to `step`; it may be damaged."""
         paths = [path for other, _, path in published(self.root) if other <= step]
         return paths[-1] if paths else None
 
@@ -292,13 +292,13 @@ class CheckpointStore:
     def newest(self) -> Path | None:
         """Returns the newest intact checkpoint, or None if there are no checkpoints.
 
-        Reads every byte of it. A damaged one is skipped with a warning.
+        Reads every byte of it. Skips damaged ones with a warning.
 
         Raises:
-            CheckpointError: all are damaged; starting from scratch is the user's decision.
+            CheckpointError: all are damaged; the user must decide whether to start from scratch.
         """
-        while found := published(self.root):
-            for _, _, path in reversed(found):
+        while checkpoints := published(self.root):
+            for _, _, path in reversed(checkpoints):
                 try:
                     verify(path)
                 except CheckpointError as error:
@@ -306,8 +306,8 @@ class CheckpointStore:
                     reason = error
                 else:
                     return path
-            if found == published(self.root):  # no run has replaced them meanwhile
-                names = ", ".join(path.name for _, _, path in found)
+            if checkpoints == published(self.root):  # no run has replaced them in the meantime
+                names = ", ".join(path.name for _, _, path in checkpoints)
                 raise CheckpointError(
                     f"none of the checkpoints in {self.root} is intact ({names}): {reason}. "
                     f"Restore one from a copy, or {phrase('start a new run in another directory')}"
@@ -315,17 +315,17 @@ class CheckpointStore:
         return None
 
     def begin(self, step: int) -> Path:
-        """Removes what earlier saves have left, and makes the directory for the files of `step`.
+        """Removes leftovers of earlier saves, and creates the directory for the files of `step`.
 
-        This, `write` and `publish` are the parts of a save, for `joint_save`.
+        `begin`, `write` and `publish` are the parts of a save, for `joint_save`.
 
         Raises:
-            CheckpointError: as of `save`; so of `write` and `publish`.
+            CheckpointError: as `save`; the same holds for `write` and `publish`.
         """
         temporary = self.root / f"{TEMPORARY}{step}-{uuid4().hex}"
         with self._os_errors(step, temporary):
             make_directory(self.root)
-            # first, because on a full disk this is the space that is missing
+            # first, because this is the space that a full disk lacks
             with self._lock:
                 remove(self.root, list(self.root.glob(f"{TEMPORARY}*")))
             temporary.mkdir()
@@ -334,48 +334,50 @@ class CheckpointStore:
     def write(
         self, step: int, temporary: Path, files: Mapping[str, FileWriter]
     ) -> dict[str, dict[str, Any]]:
-        """Writes files; they are on disk when this returns their entries of the manifest."""
+        """Writes files and syncs them to disk; returns their manifest entries."""
         with self._os_errors(step, temporary):
             return {name: write_file(temporary / name, write) for name, write in files.items()}
 
     def publish(
         self, step: int, temporary: Path, entries: Mapping[str, dict[str, Any]], prune: bool
     ) -> Path:
-        """Gives a directory with all files its name; then marks the best, and prunes."""
+        """Gives a complete directory its final name; then marks the best, and prunes."""
         with self._os_errors(step, temporary):
             manifest = render_manifest({"format": FORMAT, "step": step, "files": dict(entries)})
-            # all files are on disk by now; the manifest and the names must be, before the rename
+            # all files are on disk; the manifest and the names must be too, before the rename
             write_file(temporary / MANIFEST, lambda file: file.write(manifest))
             sync_directory(temporary)
             with self._lock:
                 path = rename_into_place(self.root, temporary, step)
 
-        # the checkpoint is on disk: errors from here on must not look like a failed save
+        # the checkpoint is on disk: later errors must not look like a failed save
         with self._lock:
             try:
                 tidy(self.root, step, path)
-                # the mark before the prune: the best one before may go only then
+                # mark before pruning, which may remove the previous best only then
                 if (best := self._unsaved_best) is not None and best.step == step:
                     self.mark_best(step, best.value, best.criterion)
                 if prune:
                     self._prune(step)
             except (OSError, CheckpointError) as error:
-                _log.warning("%s is saved, but not all is tidy: %s", path, error)
+                _log.warning(
+                    "%s is saved, but old checkpoints could not be cleaned up: %s", path, error
+                )
             return generations(self.root, step)[-1]
 
     def _in_background(self, step: int, run: Callable[[], object]) -> None:
         try:
             run()
         except BaseException as error:
-            # said now as well, for a run that is killed before its next save
+            # logged now as well, in case the run is killed before its next save
             _log.error("the checkpoint of step %d was not saved: %s", step, error)
             self._failure, self._failed_step = error, step
 
     def _prune(self, last: int) -> None:
-        """Removes the oldest checkpoints, so that `keep` of those up to step `last` stay.
+        """Removes the oldest checkpoints, keeping `keep` of those up to step `last`.
 
         Later steps stay: after a return to an earlier checkpoint, one of them may be the newest
-        intact one. With a damaged mark nothing is removed, since the best is not known.
+        intact one. With a damaged mark, nothing is removed, because the best is unknown.
         """
         if self.keep is None:
             return
@@ -387,12 +389,12 @@ class CheckpointStore:
 
     @contextmanager
     def _os_errors(self, step: int, temporary: Path) -> Iterator[None]:
-        """Raises an `OSError` of the block as the `CheckpointError` that says what to do."""
+        """Converts an `OSError` in the block to a `CheckpointError` that says what to do."""
         try:
             yield
         except OSError as error:
             try:
-                # the best guess: the checkpoints of a run have nearly the same size
+                # a good estimate: the checkpoints of a run have nearly the same size
                 files = read_manifest(published(self.root)[-1][2])["files"]
                 previous = sum(entry["size"] for entry in files.values())
             except (CheckpointError, IndexError):
@@ -405,10 +407,9 @@ def _save_error(temporary: Path, step: int, error: OSError, previous_bytes: int)
 
     Args:
         temporary: the directory that was written to; it may be missing.
-        step: of the checkpoint.
-        error: what the system says.
-        previous_bytes: the size of the newest checkpoint, which the next ones are about as large
-            as; 0 if there is none.
+        step: the step of the checkpoint.
+        error: the system's error.
+        previous_bytes: the size of the newest checkpoint, as an estimate; 0 if there is none.
     """
     root = temporary.parent
     message = f"cannot save the checkpoint of step {step} in {root}: {error}"
@@ -418,7 +419,7 @@ def _save_error(temporary: Path, step: int, error: OSError, previous_bytes: int)
     existing = next(path for path in (root, *root.parents) if path.is_dir())
     free = written + shutil.disk_usage(existing).free
     return NoSpaceError(
-        f"{message}. It needs {max(written, previous_bytes) / 1e6:,.1f} MB or more; the disk has "
-        f"{free / 1e6:,.1f} MB free, a quota or a limit on file sizes may allow less. Free "
-        f"some space or lower {argument('keep')}; the older checkpoints are untouched"
+        f"{message}. It needs at least {max(written, previous_bytes) / 1e6:,.1f} MB; the disk has "
+        f"{free / 1e6:,.1f} MB free, and a quota or a file size limit may allow less. Free some "
+        f"space or lower {argument('keep')}; the older checkpoints are unchanged"
     )

@@ -1,13 +1,13 @@
 """Tensors as safetensors files, in shards with an index as on the Hugging Face Hub.
 
-    model.safetensors                        all of them, up to the shard size
-    model-00001-of-00002.safetensors         more than that
+    model.safetensors                        all tensors, up to the shard size
+    model-00001-of-00002.safetensors         more tensors
     model-00002-of-00002.safetensors
     model.safetensors.index.json             {"weight_map": {"encoder.weight": "model-00001-..."}}
 
-safetensors' own `save_file` wants a path and `save` a second copy of everything in memory, so the
-files are written here, tensor by tensor (https://github.com/huggingface/safetensors#format). They
-are read by the library, memory-mapped.
+safetensors' `save_file` wants a path and `save` a second copy of everything in memory, so this
+module writes the files itself, tensor by tensor
+(https://github.com/huggingface/safetensors#format). The library reads them, memory-mapped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hybridtrain.checkpoint.manifest import FileWriter
 from hybridtrain.errors import CheckpointError
 
 SHARD_BYTES = 5 * 10**9
-"""Bytes of tensors in one file, as the Hub recommends; a larger tensor has a file for itself."""
+"""Maximum tensor bytes per file, as the Hub recommends; a larger tensor gets its own file."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,13 +53,13 @@ _DTYPES = {
     torch.uint32: "U32",
     torch.uint16: "U16",
 }
-# The entry of a file's metadata for tensors of any other dtype, which are stored as bytes.
+# The metadata entry for tensors of any other dtype, which are stored as bytes.
 _AS_BYTES = "hybridtrain.as_bytes"
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor without its values, as processes tell each other of it."""
+    """A tensor's shape and dtype without its values, as exchanged between processes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -71,7 +71,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensor."""
+        """The size of the tensor in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: str = "cpu") -> Tensor:
@@ -82,20 +82,20 @@ class TensorInfo:
 def tensor_writers(
     stem: str, tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES
 ) -> dict[str, FileWriter]:
-    """Returns the files that hold `tensors`, each with the function that writes it.
+    """Returns the files that hold `tensors`, each with a function that writes it.
 
-    A tensor under several names is stored once, under its first name; the file's metadata has the
-    others, as `safetensors.torch.save_model` writes it. Tensors on a device are copied to the CPU
-    one at a time, when they are written.
+    A tensor with several names is stored once, under the first; the file's metadata lists the
+    others, as in `safetensors.torch.save_model`. Tensors on a device are copied to the CPU one at a
+    time while writing.
 
     Raises:
-        CheckpointError: a tensor cannot be stored: it is sparse, quantized, or has no values.
+        CheckpointError: a tensor cannot be stored because it is sparse, quantized or on meta.
     """
     check_storable(tensors)
-    kept, aliases = without_aliases(tensors)
-    infos = {name: TensorInfo.of(tensor) for name, tensor in kept.items()}
-    written_by = dict.fromkeys(kept, 0)
-    return share_writers(stem, infos, written_by, 0, kept.__getitem__, aliases, shard_bytes)
+    unique, aliases = without_aliases(tensors)
+    infos = {name: TensorInfo.of(tensor) for name, tensor in unique.items()}
+    written_by = dict.fromkeys(unique, 0)
+    return share_writers(stem, infos, written_by, 0, unique.__getitem__, aliases, shard_bytes)
 
 
 def share_writers(
@@ -107,20 +107,20 @@ def share_writers(
     aliases: Mapping[str, str],
     shard_bytes: int,
 ) -> dict[str, FileWriter]:
-    """Returns the files of `tensors` that one process writes; each tensor is in files of one.
+    """Returns the files that one process writes; each tensor is in the files of one process.
 
         model-00001-of-00004.safetensors       rank 0 of 4
         model-00002-of-00004.safetensors       rank 1 ...
         model.safetensors.index.json           rank 0
 
     Args:
-        stem: the beginning of the files' names.
-        tensors: those of all processes, each once.
-        written_by: the rank of the process that writes each.
-        rank: of this process.
+        stem: the prefix of the file names.
+        tensors: the tensors of all processes, each once.
+        written_by: the rank of the process that writes each tensor.
+        rank: the rank of this process.
         value: returns a tensor by name, when it is written.
-        aliases: further names of a tensor, and the one that it is stored under.
-        shard_bytes: the tensors of a file, at most.
+        aliases: further names of tensors, with the name that each is stored under.
+        shard_bytes: the maximum size of a file's tensors.
     """
     shards = [
         (owner, shard)
@@ -148,28 +148,28 @@ def share_writers(
 
 
 def write_weights(path: Path, state: Mapping[str, Any], metadata: Mapping[str, str] = {}) -> None:
-    """Writes the tensors of a module's state dict as one safetensors file, which appears whole.
+    """Writes the tensors of a state dict to one safetensors file, atomically.
 
-    What `get_extra_state` returned is left out with a warning, unless it is a tensor.
+    Non-tensor results of `get_extra_state` are skipped with a warning.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         state: the tensors by name.
-        metadata: texts for the file's metadata, under names that no tensor has.
+        metadata: strings for the file's metadata, under names that no tensor has.
 
     Raises:
         CheckpointError: a tensor cannot be stored, or the file cannot be written.
     """
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if left_out := ", ".join(name for name in state if name not in tensors):
-        _log.warning("%s has no %s: a safetensors file holds tensors only", path, left_out)
+        _log.warning("%s omits %s: a safetensors file stores only tensors", path, left_out)
     check_storable(tensors)
-    kept, aliases = without_aliases(tensors)
-    infos = {name: TensorInfo.of(tensor) for name, tensor in kept.items()}
+    unique, aliases = without_aliases(tensors)
+    infos = {name: TensorInfo.of(tensor) for name, tensor in unique.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:
-            _write(infos, aliases, kept.__getitem__, file, metadata)
+            _write(infos, aliases, unique.__getitem__, file, metadata)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error}") from error
 
@@ -177,15 +177,15 @@ def write_weights(path: Path, state: Mapping[str, Any], metadata: Mapping[str, s
 def read_tensors(folder: Path, stem: str, files: Iterable[str] | None = None) -> dict[str, Tensor]:
     """Returns the tensors of `tensor_writers`, or of a folder of the Hub, by name.
 
-    They are memory-mapped, read when they are used, and changes do not reach the file.
+    They are memory-mapped: read on use, and changes do not reach the file.
 
     Args:
-        folder: where the files are.
-        stem: the beginning of their names, such as `model`.
-        files: the only names of files that may be read; None: any in the folder.
+        folder: the folder of the files.
+        stem: the prefix of their names, such as `model`.
+        files: the only file names that may be read; None: any in the folder.
 
     Raises:
-        CheckpointError: a file is missing, or is not what it should be.
+        CheckpointError: a file is missing or invalid.
     """
     allowed = None if files is None else set(files)
     index = f"{stem}.safetensors.index.json"
@@ -201,9 +201,9 @@ def read_tensors(folder: Path, stem: str, files: Iterable[str] | None = None) ->
             raise CheckpointError(f"{folder / index} cannot be read: {error!r}") from None
     tensors: dict[str, Tensor] = {}
     for name in names:
-        # a plain name of this folder: nothing elsewhere is read
+        # only a plain name in this folder: never read other folders
         if "/" in name or name.startswith(".") or (allowed is not None and name not in allowed):
-            raise CheckpointError(f"{folder} has no file {name!r} of tensors that may be read")
+            raise CheckpointError(f"{folder} has no tensor file {name!r} that may be read")
         tensors |= open_tensors(folder / name)
     return tensors
 
@@ -212,7 +212,7 @@ def open_tensors(path: Path) -> dict[str, Tensor]:
     """Returns the tensors of one safetensors file by name, memory-mapped.
 
     Raises:
-        CheckpointError: it is missing, or not a safetensors file.
+        CheckpointError: the file is missing, or is not a safetensors file.
     """
     tensors: dict[str, Tensor] = {}
     try:
@@ -236,48 +236,48 @@ def open_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns each tensor once, under its first name, and the first name for every other one.
+    """Returns each tensor once, under its first name, and the first name for every alias.
 
-    Tensors that only overlap in memory are different ones.
+    Tensors that overlap in memory only in part are not aliases.
     """
     first: dict[Any, str] = {}
-    kept, others = {}, {}
+    unique, aliases = {}, {}
     for name, tensor in tensors.items():
         key: Any = id(tensor)
         if tensor.numel() > 0 and not tensor.is_meta:
             layout = tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
             key = tensor.device, tensor.data_ptr(), tensor.dtype, layout
         if (same := first.setdefault(key, name)) == name:
-            kept[name] = tensor
+            unique[name] = tensor
         else:
-            others[name] = same
-    return kept, others
+            aliases[name] = same
+    return unique, aliases
 
 
 def check_storable(tensors: Mapping[str, Tensor]) -> None:
     """Checks that each tensor has its values in plain memory.
 
     Raises:
-        CheckpointError: names the first that has not.
+        CheckpointError: names the first tensor that does not.
     """
     for name, tensor in tensors.items():
         problem = None
         if tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
-            problem = "has no values yet (device meta, or a lazy module): give it its values first"
+            problem = "has no values yet (device meta, or a lazy module): initialize it first"
         elif tensor.layout != torch.strided:
-            problem = f"has the layout {tensor.layout}: store its to_dense()"
+            problem = f"has the layout {tensor.layout}: store to_dense() of it"
         elif tensor.is_quantized:
-            problem = "is quantized: store its int_repr(), scale and zero point"
+            problem = "is quantized: store int_repr(), the scale and the zero point"
         elif is_traceable_wrapper_subclass(tensor):
             problem = f"is a {type(tensor).__name__}, which wraps other tensors: store those"
         if problem:
             raise CheckpointError(
-                f"cannot save {name}: a checkpoint holds plain tensors, and it {problem}"
+                f"cannot save {name}: a checkpoint stores plain tensors, but this one {problem}"
             )
 
 
 def _shards_of(tensors: Mapping[str, TensorInfo], shard_bytes: int) -> list[dict[str, TensorInfo]]:
-    """Returns `tensors` in the shards of a file each, filled in the order of the names."""
+    """Returns `tensors` divided into shards, one per file, in the order of the names."""
     shards: list[dict[str, TensorInfo]] = [{}]
     used = 0
     for name, tensor in tensors.items():
@@ -297,7 +297,7 @@ def _write(
     texts: Mapping[str, str] = {},
 ) -> None:
     """Writes one safetensors file: the length of the header, the header as JSON, the values."""
-    # the widest first, so that each begins where its dtype is aligned, as the library does it
+    # widest dtype first, so that every tensor is aligned, as the library does it
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     entries: dict[str, Any] = {}
     as_bytes = {}
@@ -322,13 +322,13 @@ def _write(
     file.write(len(header).to_bytes(8, "little"))
     file.write(header)
     for name in order:
-        # an empty tensor has no memory to look at
+        # an empty tensor has no memory to view
         if tensors[name].nbytes > 0:
             file.write(_memory(value(name)))
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """Returns the values in C order, as bytes; a copy only if they do not lie so on the CPU."""
+    """Returns the values in C order, as bytes; copies only a tensor in another order or device."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # read by another thread while autograd runs in this one: only memory is looked at
+    # another thread may read while autograd runs in this one: only access memory
     return plain.reshape(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""Sources of weights: files, checkpoints, runs, folders and names of the Hub."""
+"""Sources of weights: files, checkpoints, runs, Hub folders and Hub model names."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from hybridtrain.checkpoint.weights import read_weights
 from hybridtrain.errors import CheckpointError
 
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
-# in a folder of Accelerate or torchtune; or an index that names the shards
+# in a folder of Accelerate or torchtune, or an index that lists the shards
 _TORCH_WEIGHTS = "pytorch_model.bin"
 _TORCH_INDEX = f"{_TORCH_WEIGHTS}.index.json"
-# the folders of a run of torchtune, of Accelerate and of the Trainer of transformers, by number
+# numbered folders in a run of torchtune, Accelerate and the Trainer of transformers
 _NUMBERED = re.compile(r"(epoch|checkpoint)[_-](\d+)")
-# where other libraries put the weights in a file
+# the keys under which other libraries store the weights in a file
 _KEYS = ("state_dict", "model_state_dict", "model")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-# of a model on the Hub: `name` or `owner/name`
+# a model on the Hub: `name` or `owner/name`
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def find_weights(source: str | Path) -> Path:
-    """Returns the file or directory that `source` names; a model on the Hub is fetched.
+    """Returns the file or directory that `source` names; downloads a model from the Hub.
 
     Raises:
         CheckpointError: nothing has that name.
@@ -45,20 +45,20 @@ def find_weights(source: str | Path) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        # weights of other formats may run code
-        found = snapshot_download(str(source), allow_patterns=["*.safetensors*"])
-    except Exception as error:  # of the network, of the Hub, or it is not installed
+        # other formats may run code
+        folder = snapshot_download(str(source), allow_patterns=["*.safetensors*"])
+    except Exception as error:  # from the network or the Hub, or it is not installed
         raise _not_on_hub(source, error) from error
-    return Path(found)
+    return Path(folder)
 
 
 def locate_weights(source: str | Path, best: bool = False) -> Path | None:
-    """Returns the file or folder whose tensors `init_from` would load; nothing is fetched.
+    """Returns the file or folder that `init_from` would load, without downloading.
 
-    None: a model on the Hub, which is there.
+    Returns None for a model that exists on the Hub.
 
     Raises:
-        CheckpointError: as of `init_from`.
+        CheckpointError: as in `init_from`.
     """
     path = _local(source)
     if path is not None:
@@ -67,13 +67,13 @@ def locate_weights(source: str | Path, best: bool = False) -> Path | None:
         from huggingface_hub import HfApi
 
         HfApi().model_info(str(source), timeout=10)
-    except Exception as error:  # of the network, of the Hub, or it is not installed
+    except Exception as error:  # from the network or the Hub, or it is not installed
         raise _not_on_hub(source, error) from error
     return None
 
 
 def _local(source: str | Path) -> Path | None:
-    """Returns the file or directory that `source` names; None: the name of a model on the Hub.
+    """Returns the file or directory that `source` names; None for the name of a Hub model.
 
     Raises:
         CheckpointError: it is neither.
@@ -82,29 +82,29 @@ def _local(source: str | Path) -> Path | None:
     if path.is_file() or path.is_dir():
         return path
     if not _HUB_NAME.fullmatch(str(source)) or path.suffix in (".safetensors", *_TORCH_FILES):
-        raise CheckpointError(f"init_from={source}: there is no such file or directory")
+        raise CheckpointError(f"init_from={source}: no such file or directory")
     return None
 
 
 def _not_on_hub(source: str | Path, error: Exception) -> CheckpointError:
     reason = f"{type(error).__name__}: {_first_line(error)}"
     return CheckpointError(
-        f"init_from={source}: there is no such file or directory, nor can such a model be had from "
+        f"init_from={source}: no such file or directory, and no such model could be loaded from "
         f"the Hub ({reason})"
     )
 
 
 def locate(source: Path, best: bool) -> Path:
-    """Returns the file, the checkpoint or the folder of the Hub that `source` means.
+    """Returns the file, checkpoint or Hub folder that `source` refers to.
 
-    A checkpoint is verified.
+    Verifies a checkpoint.
     """
     if source.is_file():
         if source.suffix == ".safetensors" or source.suffix in _TORCH_FILES:
             return source
         raise CheckpointError(
-            f"init_from={source} is not a file of weights: it must end with .safetensors or one of "
-            f"{', '.join(_TORCH_FILES)}"
+            f"init_from={source} is not a weights file: its name must end with .safetensors or one "
+            f"of {', '.join(_TORCH_FILES)}"
         )
     if (source / MANIFEST).exists():
         verify(source)
@@ -115,7 +115,7 @@ def locate(source: Path, best: bool) -> Path:
             path = store.best() if best else store.newest()
             if path is None:
                 raise CheckpointError(f"init_from={source}: no checkpoint is marked as the best")
-            return path  # the store has verified it
+            return path  # verified by the store
     if _hub_stem(source) is not None or _has_torch_weights(source):
         return source
     if (newest := _newest_numbered(source)) is not None:
@@ -129,8 +129,8 @@ def locate(source: Path, best: bool) -> Path:
         return files[0]
     names = ", ".join(file.name for file in files) or "none"
     raise CheckpointError(
-        f"init_from={source} is not a checkpoint, a run or a folder of the Hub; name one file of "
-        f"weights (found there: {names})"
+        f"init_from={source} is not a checkpoint, a run or a folder of the Hub: pass one weights "
+        f"file (it contains: {names})"
     )
 
 
@@ -139,7 +139,7 @@ def _has_torch_weights(folder: Path) -> bool:
 
 
 def _newest_numbered(folder: Path) -> Path | None:
-    """Returns the folder with the largest number of a run of another library, or None."""
+    """Returns the highest-numbered folder in a run of another library, or None."""
     numbered = {
         int(match[2]): entry
         for root in (folder / "checkpoints", folder)
@@ -151,13 +151,13 @@ def _newest_numbered(folder: Path) -> Path | None:
 
 
 def _hub_stem(folder: Path) -> str | None:
-    """Returns the stem of the files' names in a Hub folder; None for another folder."""
+    """Returns the stem of the file names in a Hub folder; None for another folder."""
     stems = ("model", "diffusion_pytorch_model", "adapter_model")
     return next((stem for stem in stems if any(folder.glob(f"{stem}.safetensors*"))), None)
 
 
 def files_of(located: Path) -> list[Path]:
-    """Returns the files that tell whether two nodes have the same weights."""
+    """Returns the files that show whether two nodes have the same weights."""
     if not located.is_dir():
         return [located]
     if (located / MANIFEST).exists():
@@ -168,7 +168,7 @@ def files_of(located: Path) -> list[Path]:
 
 
 def read_source(located: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors that `locate` found, memory-mapped where possible, and other state."""
+    """Returns the tensors found by `locate`, memory-mapped if possible, and other state."""
     if located.is_dir():
         if (located / MANIFEST).exists():
             return read_weights(located, read_manifest(located)["files"])
@@ -181,7 +181,7 @@ def read_source(located: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _read_torch_folder(folder: Path) -> dict[str, Tensor]:
-    """Returns the tensors of `pytorch_model.bin`, or of the shards that its index names."""
+    """Returns the tensors of `pytorch_model.bin`, or of the shards listed in its index."""
     index = folder / _TORCH_INDEX
     if not index.is_file():
         return _read_torch_file(folder / _TORCH_WEIGHTS)
@@ -189,8 +189,8 @@ def _read_torch_folder(folder: Path) -> dict[str, Tensor]:
         names = dict.fromkeys(json.loads(index.read_bytes())["weight_map"].values())
     tensors: dict[str, Tensor] = {}
     for name in names:
-        if Path(name).name != name:  # nothing elsewhere is read
-            raise CheckpointError(f"{index} names {name!r}, which is not a file of its folder")
+        if Path(name).name != name:  # never read other folders
+            raise CheckpointError(f"{index} lists {name!r}, which is not a file in its folder")
         tensors |= _read_torch_file(folder / name)
     return tensors
 
@@ -200,24 +200,24 @@ def _read_torch_file(path: Path) -> dict[str, Tensor]:
     try:
         try:
             content = torch.load(path, mmap=True, **options)
-        except RuntimeError:  # of before PyTorch 1.6, or not a file of torch.save
+        except RuntimeError:  # from before PyTorch 1.6, or not a torch.save file
             content = torch.load(path, **options)
     except pickle.UnpicklingError as error:
         if not zipfile.is_zipfile(path) and not _is_pickle(path):
-            raise CheckpointError(f"init_from={path} is not a file of torch.save") from None
+            raise CheckpointError(f"init_from={path} is not a torch.save file") from None
         raise CheckpointError(
-            f"init_from={path} holds more than tensors, which is not loaded because it could run "
-            f"code: save its state_dict() alone ({_first_line(error)})"
+            f"init_from={path} contains objects other than tensors, and loading them could run "
+            f"code: save only the state_dict() ({_first_line(error)})"
         ) from None
     except (OSError, RuntimeError, EOFError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
-            f"init_from={path} is not a file of torch.save: {_first_line(error)}"
+            f"init_from={path} is not a torch.save file: {_first_line(error)}"
         ) from None
     for key in _KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     if not isinstance(content, Mapping) or not any(isinstance(v, Tensor) for v in content.values()):
-        raise CheckpointError(f"init_from={path} holds no tensors by name")
+        raise CheckpointError(f"init_from={path} has no tensors by name")
     return {name: value for name, value in content.items() if isinstance(value, Tensor)}
 
 
@@ -227,5 +227,5 @@ def _is_pickle(path: Path) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    text = _ESCAPES.sub("", str(error))  # PyTorch's messages have colours
+    text = _ESCAPES.sub("", str(error))  # PyTorch colors its messages
     return next(iter(text.splitlines()), type(error).__name__)

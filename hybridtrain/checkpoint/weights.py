@@ -1,4 +1,4 @@
-"""The weights of a model in the files of a checkpoint: read, checked against a model, loaded."""
+"""The weights of a model in the files of a checkpoint: reading, checking, loading."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from hybridtrain.checkpoint.tensor_files import read_tensors, without_aliases
 from hybridtrain.errors import CheckpointError, phrase
 from hybridtrain.model import HybridModel
 
-# the last part of the name that torch gives to get_extra_state()
+# the last part of torch's name for get_extra_state()
 EXTRA_STATE = "_extra_state"
 
 
 def read_weights(path: Path, files: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the model's tensors and its other state in the checkpoint at `path`, memory-mapped.
+    """Returns the model's tensors in the checkpoint at `path`, memory-mapped, and other state.
 
     Args:
-        path: its directory, verified.
-        files: of its manifest.
+        path: the directory of the checkpoint, already verified.
+        files: the files listed in its manifest.
     """
     extra = read_tree(path, "model_extra", files) if "model_extra.json" in files else {}
     return read_tensors(path, "model", files), extra
 
 
 def evaluated_average(path: Path, files: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the average of the weights that a run evaluates with, by the parameters' names.
+    """Returns the averaged weights that a run evaluates with, by parameter name.
 
-    It is the state of a callback such as `EMA`; empty if the run evaluates with the weights.
+    They are the state of a callback such as `EMA`; empty if the run evaluates its plain weights.
 
     Args:
-        path: of the checkpoint, verified.
-        files: of its manifest.
+        path: the checkpoint, already verified.
+        files: the files listed in its manifest.
     """
     states = read_tree(path, "callbacks", files) if "callbacks.json" in files else {}
     for state in states.values():
@@ -48,7 +48,7 @@ def evaluated_average(path: Path, files: Mapping[str, Any]) -> dict[str, Tensor]
 
 
 def with_average(weights: Mapping[str, Tensor], average: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns `weights` with `average` in place of parameters, under all names of a tied one."""
+    """Returns `weights` with parameters replaced by `average`, under all names of tied ones."""
     aliases = without_aliases(weights)[1] if average else {}
     first = {name: aliases.get(name, name) for name in weights}
     moved = {first[name]: value.to(weights[name].dtype) for name, value in average.items()}
@@ -61,37 +61,38 @@ def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
     return tensors, {name: value for name, value in state.items() if name not in tensors}
 
 
-def check_fits(path: Path, weights: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Checks that `weights` fit the model whose state is `own`.
+def check_fits(path: Path, weights: Mapping[str, Any], model_state: Mapping[str, Any]) -> None:
+    """Checks that `weights` match the model with the state `model_state`.
 
     Raises:
-        CheckpointError: names the first tensors that are missing, unknown or of another shape.
+        CheckpointError: names the first tensors that are missing, unexpected or of another shape.
     """
-    problems = [f"it lacks {name}" for name in own if name not in weights]
-    problems += [f"the model has no {name}" for name in weights if name not in own]
+    problems = [f"it lacks {name}" for name in model_state if name not in weights]
+    problems += [f"the model has no {name}" for name in weights if name not in model_state]
     problems += [
-        f"{name} is {_shape(weights[name])} there and {_shape(own[name])} in the model"
-        for name in own
+        f"{name} is {_shape(weights[name])} in the checkpoint and {_shape(model_state[name])} in "
+        "the model"
+        for name in model_state
         if name in weights
-        and _shape(weights[name]) != _shape(own[name])
-        # a module's extra state may be of any shape
+        and _shape(weights[name]) != _shape(model_state[name])
+        # a module's extra state may have any shape
         and not name.endswith(EXTRA_STATE)
     ]
     if problems:
         shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" * (len(problems) > 3))
         raise CheckpointError(
-            f"the checkpoint {path} is of another model: {shown}. Train the model it was made "
-            f"with, or {phrase('start a new run')}"
+            f"the checkpoint {path} belongs to another model: {shown}. Train the model that saved "
+            f"it, or {phrase('start a new run')}"
         )
 
 
 def read_tree(path: Path, name: str, files: Mapping[str, Any]) -> Any:
-    """Returns what `pack` was given under `name`; its tensors are memory-mapped.
+    """Returns the tree that `pack` stored under `name`; its tensors are memory-mapped.
 
     Args:
-        path: of the checkpoint.
-        name: such as `optimizer`.
-        files: of its manifest.
+        path: the directory of the checkpoint.
+        name: the stem of the files, such as `optimizer`.
+        files: the files listed in its manifest.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -101,7 +102,7 @@ def read_tree(path: Path, name: str, files: Mapping[str, Any]) -> Any:
     file = path / f"{name}.json"
     try:
         if file.name not in files:
-            raise ValueError("it is not in the manifest")
+            raise ValueError("the manifest does not list it")
         return unpack(json.loads(file.read_bytes()), tensors)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
@@ -121,20 +122,20 @@ def load_weights(
     """Loads `weights` and other state on every rank; a collective call.
 
     Args:
-        model: whose parameters and buffers are overwritten.
-        reader: where each process has the values from.
+        model: its parameters and buffers are overwritten.
+        reader: provides each process with the values.
         weights: from `reader.read`, completed by the model's tensors that stay.
-        extra: what `reader.read` gave that is not a tensor.
+        extra: non-tensor state from `reader.read`.
     """
     others = {name: value for name, value in weights.items() if name.endswith(EXTRA_STATE)}
-    # copies, since a module may keep what it is given
+    # copies, because a module may keep the objects it receives
     received = reader.tree({**extra, **others})
     state = model.net.state_dict()
-    given = {name: value for name, value in weights.items() if not value.is_meta}
+    local_weights = {name: value for name, value in weights.items() if not value.is_meta}
     has_files = reader.shared or model.world.is_main
     if has_files:
         model.load_state_dict({**weights, **received})
-    for name, whole in reader.sent(given, state, received):
+    for name, whole in reader.sent(local_weights, state, received):
         state[name].copy_(whole)
     if not has_files:
         model.load_state_dict({**state, **received})  # for modules with load hooks

@@ -313,7 +313,7 @@ def check_changes(name: str, changes: Mapping[str, Any]) -> None:
         if of_run is not None and not set(whole) & set(of_run):
             raise ConfigError(
                 f"{name} does not read {key}=, which has no effect on it (the run has {value}): "
-                f"leave it out. Of the run's keys it reads {listed(of_run)}"
+                f"leave it out. The keys of the run that it reads are {listed(of_run)}"
             )
 
 

@@ -4,8 +4,8 @@ loader             `Loader` and its `Position`, which tracks where a run is in i
 stream             loaders of iterable data sets
 same_data          checks that all ranks have the same data set
 agreement          loaders whose replicas agree on each batch, such as a user's loader
-fetch              makes batches ahead of the step, in threads or worker processes
-splits             `DataSplits`: the data sets of a run, as a data set function returns them
+fetch              loads batches ahead of the step, in threads or worker processes
+splits             `DataSplits`: the data sets of a run, as returned by a data set function
 """
 
 from hybridtrain.data.agreement import OwnLoader, as_loader
@@ -21,7 +21,6 @@ from hybridtrain.data.loader import (
     in_order_of_replicas,
     is_stream,
     next_step,
-    share_of,
 )
 from hybridtrain.data.splits import (
     DataSplits,
@@ -62,5 +61,4 @@ __all__ = [
     "length_of",
     "name_of",
     "next_step",
-    "share_of",
 ]

@@ -1,4 +1,4 @@
-"""Loaders for replicas that do not know each other's numbers of samples and agree batch by batch.
+"""Loaders for replicas that do not know each other's sample counts and agree batch by batch.
 
 `AgreedLoader` implements the agreement. Its subclasses are `OwnLoader`, for a user's loader, and
 `StreamLoader`.
@@ -36,12 +36,12 @@ class Piece(NamedTuple):
     """A process's part of a global batch.
 
     Attributes:
-        batches: `(inputs, targets)` of each logical replica of the process.
-        samples: for each the number of samples that count; 0 for a padding batch.
+        batches: `(inputs, targets)` for each logical replica of the process.
+        samples: for each replica the number of samples that count; 0 for a padding batch.
         total: the number of samples of the global batch, if this replica knows it.
-        digest: the digest of the first samples that were read, to compare with other readers.
-        worker: the number of the worker process that made it.
-        state: the pickled state of the data set after it, if it has one.
+        digest: the digest of the first samples read, to compare with other readers.
+        worker: the index of the worker process that made it.
+        state: the pickled state of the data set after this batch, if it has one.
     """
 
     batches: Sequence[Any]
@@ -53,7 +53,7 @@ class Piece(NamedTuple):
 
 
 class AgreedLoader(Loader):
-    """A `Loader` for replicas that do not know each other's numbers of samples.
+    """A `Loader` for replicas that do not know each other's sample counts.
 
     Attributes:
         divided: whether each replica and worker reads different samples, with a separate state.
@@ -66,7 +66,7 @@ class AgreedLoader(Loader):
     def _epochs(self, start: Position) -> Generator[Generator[Piece, None, None], None, None]:
         """Yields, for each epoch from `start.epoch` on, a generator of its pieces.
 
-        The first epoch begins at the states of `start`, or without states at its batch.
+        The first epoch starts from the states of `start` or, without states, from its batch.
         """
 
     def _compare(self, digests: list[int], readers: str = "replicas") -> None:
@@ -74,7 +74,7 @@ class AgreedLoader(Loader):
 
         Args:
             digests: the digest of each reader's first samples; 0 for a reader without samples.
-            readers: the word for the readers in messages.
+            readers: the noun for the readers in messages.
 
         Raises:
             DataError: they are not.
@@ -82,25 +82,25 @@ class AgreedLoader(Loader):
         name = name_of(self.dataset)
         if self.divided and len(set(digests) - {0}) < len(digests) - digests.count(0):
             raise DataError(
-                f"{name} gives several {readers} the same samples: {self._how_to_divide}"
+                f"several {readers} read the same samples from {name}: {self._how_to_divide}"
             )
         if not self.divided and len(set(digests)) > 1:
             raise DataError(
-                f"the {readers} read different samples from {name}, and each is to read all of "
-                f"them: if it divides itself over them, set {setting('divided', True)}; if it "
-                "shuffles, it must do so with its own generator, from a fixed seed and the epoch"
+                f"the {readers} read different samples from {name}, but each must read all of "
+                f"them. If the data set shards itself, set {setting('divided', True)}; if it "
+                "shuffles, use its own generator, seeded from a fixed seed and the epoch"
             )
 
     def _batches_from(
         self, start: Position, reads: bool
     ) -> Generator[tuple[Batch, Position], None, None]:
-        del reads  # only a reader of a stream knows its length and its batches
+        del reads  # only a reader of a stream knows the stream's length and batches
         start = start if start.states else start.next
         if start.batch:
             activity.catching_up()
         name, at = name_of(self.dataset), start.next
         with closing(self._epochs(start)) as epochs:
-            if start.ended:  # the states belong to the previous epoch, which has no batch left
+            if start.ended:  # its states are at the end of the previous epoch
                 for _ in next(epochs):
                     pass
             for epoch in epochs:
@@ -113,14 +113,14 @@ class AgreedLoader(Loader):
                         yield batch, at
                 if at.batch == first:
                     raise DataError(
-                        f"{name} gave less than one batch of samples in epoch {at.epoch}, after "
-                        f"{first} batches: see that its __iter__ starts anew, lower "
-                        f"{argument('batch_size')} ({self.batch_size}), or set "
+                        f"{name} yielded less than one batch of samples in epoch {at.epoch}, after "
+                        f"{first} batches: make sure that its __iter__ starts again from the "
+                        f"beginning, lower {argument('batch_size')} ({self.batch_size}), or set "
                         f"{setting('drop_last', False)}"
                     )
                 if self.batches_per_epoch not in (None, at.batch):
                     _log.warning(
-                        "%s has a length of %s batches, and gave %d in epoch %d",
+                        "%s has a length of %s batches, but yielded %d in epoch %d",
                         name, self.batches_per_epoch, at.batch, at.epoch,
                     )  # fmt: skip
                 at = Position(at.epoch + 1)
@@ -132,19 +132,18 @@ class AgreedLoader(Loader):
         return replace(at, states={-1: state})  # every reader reads all samples up to this state
 
     def _agreed(self, pieces: Iterator[Piece]) -> Iterator[tuple[Batch, Piece | None]]:
-        """Yields this replica's batches of one epoch, equally many on every replica.
+        """Yields this replica's batches of one epoch, the same number on every replica.
 
-        Each batch comes with the piece that it was made of, or None if this replica has run out.
+        Each batch comes with the piece it was made from, or None once this replica has run out.
 
-        The replicas exchange their numbers of samples in this batch and the next, in one message of
-        a few bytes that overlaps with the use of the previous batch. A replica that has run out
-        continues with padding batches until all have run out, so that no sample is lost or
-        repeated.
+        The replicas exchange their sample counts for this batch and the next in one message of a
+        few bytes, which overlaps with the use of the previous batch. A replica that has run out
+        continues with padding batches until all have run out, so no sample is lost or repeated.
 
         Raises:
             DataError: the replicas have read different streams.
         """
-        # with drop_last the epoch ends before a batch that is not full
+        # with drop_last, the epoch ends before an incomplete batch
         at_least = self.batch_size if self.options.drop_last else 1
         piece = next(pieces, None)
         following = next(pieces, None) if piece else None
@@ -165,8 +164,8 @@ class AgreedLoader(Loader):
                     )
             if piece is not None and piece.total not in (None, total):
                 raise DataError(
-                    f"the replicas read different samples from {name_of(self.dataset)}: its order "
-                    f"must be the same in every process (shuffle with its own generator, from a "
+                    f"the replicas read different samples from {name_of(self.dataset)}: the order "
+                    f"must be the same in every process (shuffle with its own generator and a "
                     f"fixed seed)"
                 )
             if total < at_least:
@@ -189,11 +188,11 @@ class AgreedLoader(Loader):
 def _exchange(
     world: World, piece: Piece | None, following: Piece | None
 ) -> Callable[[], list[list[int]]]:
-    """Begins to exchange the samples of two pieces with all replicas.
+    """Starts exchanging the sample counts of two pieces with all replicas.
 
     Returns:
-        a function that waits and returns, by logical replica, the samples of the first piece, the
-        samples of the second piece, and the digests.
+        a function that waits and returns, by logical replica, the sample counts of the first piece
+        and of the second piece, and the digests.
     """
     nothing = [0] * len(world.owned_replicas)
     counts = piece.samples if piece else nothing, following.samples if following else nothing
@@ -211,24 +210,24 @@ def _exchange(
 
 
 def _one_sample(batch: Any) -> Any:
-    """Returns a batch of the first sample of `batch`."""
+    """Returns a batch with the first sample of `batch`."""
     return tree_map_only(Tensor, lambda leaf: leaf[:1] if leaf.dim() else leaf, batch)
 
 
 class OwnLoader(AgreedLoader):
     """Wraps a user's loader: any iterable of `(inputs, targets)`, iterated once per epoch.
 
-    Each replica's loader must yield different samples, for example by a DistributedSampler or by
+    Each replica's loader must yield different samples, for example through a DistributedSampler or
     batches of similar length. `set_epoch(epoch)` is called before each epoch on the loader, its
-    samplers and its data set, if they have it. If the loader has `state_dict` and
-    `load_state_dict`, like torchdata's StatefulDataLoader, a resumed run continues at its state;
+    samplers and its data set, if they define it. If the loader has `state_dict` and
+    `load_state_dict`, like torchdata's StatefulDataLoader, a resumed run continues from its state;
     otherwise it iterates over the earlier batches of the epoch again and skips them.
 
     The constructor is a collective call.
 
     Args:
         loader: an iterable that can be iterated over repeatedly.
-        world: tells which replica this process belongs to.
+        world: determines the replica of this process.
 
     Attributes:
         batch_size: 1; the position in an epoch is counted in batches.
@@ -240,31 +239,39 @@ class OwnLoader(AgreedLoader):
     """
 
     _how_to_divide = (
-        "divide them by world.data_parallel_rank and world.data_parallel_size, as a "
-        "DistributedSampler does"
+        "divide the data by world.data_parallel_rank and world.data_parallel_size, for example "
+        "with a DistributedSampler"
     )
 
     def __init__(self, loader: Iterable[Any], world: World) -> None:
         if isinstance(loader, Iterator) or not hasattr(loader, "__iter__"):
             raise DataError(
-                f"{name_of(loader)} is not a loader: pass an object whose __iter__ starts anew "
-                f"and yields batches `(inputs, targets)`"
+                f"{name_of(loader)} is not a loader: pass an object with an __iter__ that starts "
+                f"from the beginning and yields batches `(inputs, targets)`"
             )
         if world.logical_replicas > world.data_parallel_size:
             raise DataError(
-                f"{name_of(loader)} gives each process one batch at a time, and some run several "
-                f"of the {world.logical_replicas} replicas: use TrainLoader(dataset, batch_size, "
-                f"world), which divides samples over them, or start a process for each replica"
+                f"{name_of(loader)} yields one batch per process at a time, but some processes run "
+                f"several of the {world.logical_replicas} replicas: use TrainLoader(dataset, "
+                f"batch_size, world), which divides samples, or start one process per replica"
+            )
+        if world.replica_shares is not None:
+            raise DataError(
+                f"{name_of(loader)} gives each replica its own batches, so that "
+                f"{setting('replica_shares', list(world.replica_shares))} has no effect: use "
+                f"TrainLoader(dataset, batch_size, world), which divides samples by it, or leave "
+                f"it out"
             )
         if world.data_parallel_size > 1 and isinstance(loader, DataLoader):
             whole = type(loader.sampler) in (RandomSampler, SequentialSampler)
             batched = getattr(loader.batch_sampler, "sampler", None) is loader.sampler
             if whole and batched and not isinstance(loader.dataset, IterableDataset):
                 raise DataError(
-                    f"this DataLoader gives each of the {world.data_parallel_size} replicas all "
-                    f"samples: pass sampler=DistributedSampler(dataset, world.data_parallel_size, "
+                    f"this DataLoader yields all samples to each of the "
+                    f"{world.data_parallel_size} replicas: pass "
+                    f"sampler=DistributedSampler(dataset, world.data_parallel_size, "
                     f"world.data_parallel_rank), or use TrainLoader(dataset, batch_size, world), "
-                    f"which divides them"
+                    "which divides them"
                 )
         super().__init__(loader, 1, world)
         self.has_state = has_state(loader)
@@ -299,16 +306,16 @@ class OwnLoader(AgreedLoader):
     def _local_states(self, states: list[Any]) -> tuple[dict[int, bytes], int]:
         if len(states) != self._world.data_parallel_size:
             raise CheckpointError(
-                f"the state of {name_of(self.dataset)} in the checkpoint is that of "
-                f"{len(states)} replicas, not of {self._world.data_parallel_size}: go on with as "
-                f"many, or {phrase('start a new run')}"
+                f"the checkpoint has the state of {name_of(self.dataset)} for {len(states)} "
+                f"replicas, not for {self._world.data_parallel_size}: resume with the same number, "
+                f"or {phrase('start a new run')}"
             )
         state = states[self._world.data_parallel_rank]
         return {} if state is None else {0: pickle.dumps(state)}, 0
 
 
 def as_loader(train: Loader | Iterable[Any], world: World) -> Loader:
-    """Returns a loader at its first batch: a copy of `train`, or an `OwnLoader` of an iterable."""
+    """Returns a copy of the loader `train` at its first batch, or an `OwnLoader` of an iterable."""
     return train.at_start() if isinstance(train, Loader) else OwnLoader(train, world)
 
 

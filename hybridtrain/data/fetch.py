@@ -1,12 +1,14 @@
-"""Makes batches ahead of time, in a thread and in worker processes that are watched.
+"""Loads batches ahead of time, in a thread and in supervised worker processes.
 
-A data set is the user's code, and it may run in a worker process, whose exceptions torch passes on
-as pages of text. So exceptions are caught where they happen, and only a description is passed on:
-one line with the sample and the line of the user's code.
+A data set is user code that may run in a worker process, and torch passes on a worker's exceptions
+as pages of text. So exceptions are caught at their source, and only a description is passed on: one
+line with the sample and the line of the user's code.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import queue
 import random
 import signal
@@ -16,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from hybridtrain._base import torch_private as private
 from hybridtrain._base.microbatch import Unread
+from hybridtrain._base.text_table import counted
 from hybridtrain.data.splits import InMemoryDataset, already_batched
 from hybridtrain.errors import DataError, argument, setting
 from hybridtrain.options import LoaderOptions
@@ -39,20 +43,22 @@ def _shared_memory_is_full() -> str:
     return f"shared memory is full: {fewer}, or give the container a larger /dev/shm"
 
 
+_log = logging.getLogger(__name__)
+
 _LIBRARIES = {Path(torch.__file__).parent, Path(__file__).parents[1]}
 
 _Ready = queue.SimpleQueue[tuple[Any, BaseException | None]]
 
 EVALUATION = -1
-"""The epoch number of every evaluation, so that random transforms draw the same numbers in each."""
+"""The epoch number of every evaluation, so that random transforms draw the same numbers in all."""
 
-_OF_A_COLLATE = 1  # distinguishes the random numbers of a collate from a sample's
+_OF_A_COLLATE = 1  # separates the random numbers of a collate from those of a sample
 
-# the number of batches that are made ahead
+# the number of batches to load ahead
 _AHEAD = 2
-# how often a wait for a batch checks that the workers are alive
+# the interval at which a wait for a batch checks that the workers are alive
 _POLL_S = 0.5
-# how long closing waits for a batch that is being made
+# how long closing waits for a batch in progress
 _END_S = 2.0
 
 
@@ -62,8 +68,8 @@ class Request:
 
     Attributes:
         indices: the indices of the samples; a tensor has the shape (samples,).
-        epoch: the epoch, which random numbers of the data set depend on.
-        seed: the seed, which random numbers of the data set depend on.
+        epoch: the epoch; it seeds the data set's random numbers.
+        seed: the seed; it seeds the data set's random numbers.
     """
 
     indices: Tensor | Sequence[int]
@@ -90,7 +96,7 @@ def fetch(
         batches: the requests for batches, in order.
         options: how to load them.
         world: the world of this process, for its devices.
-        reads: False to yield `Unread` inputs and targets, and to leave `dataset` alone.
+        reads: False to yield `Unread` inputs and targets without reading `dataset`.
 
     Raises:
         DataError: a sample cannot be read, or a worker process ended or hangs; the message names
@@ -101,7 +107,7 @@ def fetch(
     whole_batches = _Batches(dataset, options.collate)
     in_memory = isinstance(dataset, InMemoryDataset) and dataset.prepare is None
     if in_memory and whole_batches.collate is already_batched and world.devices[0].type == "cpu":
-        # This takes less time than a thread needs to hand a batch over.
+        # This takes less time than handing a batch over from a thread.
         return (whole_batches.dataset.__getitems__(batch.indices) for batch in batches)
     requested: deque[Sequence[int]] = deque()
 
@@ -113,7 +119,7 @@ def fetch(
             yield replace(batch, indices=numbers)
 
     def reading(worker: int) -> str:
-        """Returns the samples that a worker is reading: its first batch that has not arrived."""
+        """Returns the samples that a worker is reading: its first batch not yet received."""
         turn = (worker - watched.received) % options.workers
         return samples_of(dataset, requested[turn] if turn < len(requested) else ())
 
@@ -124,18 +130,33 @@ def fetch(
     return prefetch(watched)
 
 
+class _Loader(DataLoader[Any]):
+    def check_worker_number_rationality(self) -> None:
+        """Says once, in a line, what PyTorch says in six lines for each loader and epoch."""
+        if self.num_workers > len(os.sched_getaffinity(0)):
+            _say_too_many(self.num_workers)
+
+
+@cache
+def _say_too_many(workers: int) -> None:
+    _log.warning(
+        "%s starts more processes than there are cores for this process (%s), which can be slower",
+        setting("workers", workers), counted(len(os.sched_getaffinity(0)), "core"),
+    )  # fmt: skip
+
+
 class WatchedLoader:
     """A DataLoader whose worker processes may die or hang.
 
-    torch's SIGCHLD handler would raise in the main thread at an arbitrary line. torch only sets it
-    if the main thread starts the workers, so `batches` runs in another thread, and the main thread
-    calls `check_workers` while it waits.
+    torch's SIGCHLD handler would raise in the main thread at an arbitrary line. torch installs it
+    only if the main thread starts the workers, so `batches` runs in another thread, and the main
+    thread calls `check_workers` while it waits.
 
     Args:
         dataset: returns batches or a `Failure`.
         options: the timeout and number of workers.
         world: the world of this process, for its devices.
-        reading: `reading(worker)` returns what a worker is reading, for messages.
+        reading: `reading(worker)` returns the samples that a worker is reading, for messages.
         received: called when a batch has arrived.
         **settings: further arguments of the DataLoader.
     """
@@ -154,7 +175,7 @@ class WatchedLoader:
         # The workers' seeds come from this generator instead of the default one.
         generator = torch.Generator()
         generator.manual_seed(world.data_parallel_rank)
-        self._loader: DataLoader[Any] = DataLoader(
+        self._loader = _Loader(
             dataset,
             num_workers=options.workers,
             timeout=options.timeout_s if options.workers else 0,
@@ -203,7 +224,7 @@ class WatchedLoader:
                 raise error
 
     def close(self, kill: bool = False) -> None:
-        """Ends the worker processes; with `kill`, kills them."""
+        """Stops the worker processes; with `kill`, kills them."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
             private.end_loader(iterator, kill)
@@ -212,9 +233,9 @@ class WatchedLoader:
 class _Batches(Dataset[Any]):
     """A data set whose items are whole batches or `Failure`s; runs in the worker processes.
 
-    A sample's random numbers depend on the seed, the epoch and the sample's index alone, so they
-    are the same after a resume and in any process. A data set's `__getitems__`, and a `collate`
-    that draws, use the random numbers of the batch's first sample.
+    A sample's random numbers depend only on the seed, the epoch and the sample's index, so they are
+    the same after a resume and in any process. A data set's `__getitems__`, and a `collate` that
+    draws random numbers, use those of the batch's first sample.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any] | None) -> None:
@@ -229,7 +250,7 @@ class _Batches(Dataset[Any]):
         def draw_for(*place: int) -> None:
             seed = seed_of(batch.seed, batch.epoch, *place)
             generator.manual_seed(seed)
-            if get_worker_info() is not None:  # nothing else draws in a worker process
+            if get_worker_info() is not None:  # no other code draws in a worker process
                 random.seed(seed)
                 np.random.seed(seed & 0xFFFF_FFFF)
 
@@ -261,10 +282,10 @@ def collated(items: Any, collate: Callable[[Any], Any], dataset: Any, what: str)
             "return tensors of equal shape and the same keys for every sample, or pass a collate= "
             "that pads"
         )
-        # PyTorch makes a worker's batch in a file in shared memory
+        # PyTorch allocates a worker's batch as a file in shared memory
         if "torch_" in str(error) and "No space left on device" in str(error):
             advice = _shared_memory_is_full()
-        return Failure.of(f"no batch can be made of {what} ({advice})", error)
+        return Failure.of(f"cannot collate {what} into a batch ({advice})", error)
     try:
         return check_pair(batch, dataset)
     except DataError as error:
@@ -294,21 +315,21 @@ def _identity(batch: Any) -> Any:
 
 
 def prefetch(watched: WatchedLoader) -> Generator[Any, None, None]:
-    """Yields the batches of `watched`, which a thread makes a few batches ahead.
+    """Yields the batches of `watched`, which a thread loads a few batches ahead.
 
-    An exception is raised in place of its batch. During a wait the worker processes are checked
+    An exception is raised in place of its batch. While waiting, the worker processes are checked
     regularly.
 
-    Closing the generator waits only briefly for a batch that is being made. Then it kills the
-    worker processes, and leaves a thread in a slow source behind, which does not keep the process
-    from ending.
+    Closing the generator waits only briefly for a batch in progress. Then it kills the worker
+    processes and abandons a thread that is stuck in a slow source; the thread does not keep the
+    process from exiting.
     """
     source = watched.batches()
     ready: _Ready = queue.SimpleQueue()
     free_slots, ended = threading.Semaphore(_AHEAD), threading.Event()
 
     def fetch_all() -> None:
-        if watched.device.type == "cuda":  # or its memory could not be pinned
+        if watched.device.type == "cuda":  # required to pin the thread's memory
             torch.cuda.set_device(watched.device)
         has_more = True
         while has_more:
@@ -322,7 +343,7 @@ def prefetch(watched: WatchedLoader) -> Generator[Any, None, None]:
             item = next(source, None)
         except BaseException as error:
             # torch re-raises a worker's exception in a reference cycle, which would keep the
-            # workers until a collection, and then end them the slow way.
+            # workers alive until a collection, and then shut them down the slow way.
             traceback.clear_frames(error.__traceback__)
             ready.put((None, error))
             return False
@@ -336,7 +357,7 @@ def prefetch(watched: WatchedLoader) -> Generator[Any, None, None]:
         while (item := _next(ready, watched)) is not None:
             free_slots.release()
             yield item
-            del item  # or this frame would keep it alive during the wait for the next item
+            del item  # or this frame would keep it alive while waiting for the next item
     finally:
         ended.set()
         free_slots.release()
@@ -358,17 +379,17 @@ def _next(ready: _Ready, watched: WatchedLoader) -> Any:
             if error is not None:
                 raise error
             return item
-    except RuntimeError:  # by torch's handler, perhaps
+    except RuntimeError:  # perhaps from torch's handler
         with _torch_handler_off():
             watched.check_workers()
         raise
     finally:
-        del error  # its traceback has this frame
+        del error  # its traceback references this frame
 
 
 @contextmanager
 def _torch_handler_off() -> Iterator[None]:
-    """Disables torch's SIGCHLD handler, which a user's loader may have installed, in the block."""
+    """Disables torch's SIGCHLD handler in the block; a user's loader may have installed it."""
     previous = signal.getsignal(signal.SIGCHLD)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not (in_main_thread and callable(previous)):  # handlers run in the main thread
@@ -381,7 +402,7 @@ def _torch_handler_off() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, previous)
 
 
-# Faults
+# Errors
 
 
 class _OtherProcess(Exception):
@@ -390,7 +411,7 @@ class _OtherProcess(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """Takes the place of a batch that could not be made; picklable for any exception.
+    """Takes the place of a batch that failed; picklable for any exception.
 
     Attributes:
         message: the error in one line.
@@ -404,10 +425,10 @@ class Failure:
 
     @classmethod
     def of(cls, what: str, error: Exception) -> Failure:
-        """Describes `error`, which happened to `what` ("sample 3 of Reviews cannot be read")."""
+        """Describes `error` with its context `what` ("sample 3 of Reviews cannot be read")."""
         worker = get_worker_info()
         where = f", in worker process {worker.id}" if worker is not None else ""
-        if isinstance(error, DataError):  # which says itself what is wrong, and in which file
+        if isinstance(error, DataError):  # it already says what is wrong, and in which file
             return cls(str(error), cause=error if worker is None else None)
         details = "".join(traceback.format_exception(error))
         cause = error if worker is None else None
@@ -448,7 +469,7 @@ def name_of(dataset: Any) -> str:
 
 
 def check_pair(batch: Any, dataset: Any) -> Any:
-    """Returns `batch` if it is `(inputs, targets)` with a tensor in it.
+    """Returns `batch` if it is `(inputs, targets)` with at least one tensor.
 
     Raises:
         DataError: it is anything else; the message describes it, and what to return instead.
@@ -461,14 +482,14 @@ def check_pair(batch: Any, dataset: Any) -> Any:
                 "`(item, item['labels'])`, or do so in collate="
             )
         raise DataError(
-            f"{name_of(dataset)} must give pairs `(inputs, target)`, and gave "
+            f"{name_of(dataset)} must yield pairs `(inputs, target)`, but yielded "
             f"{describe_batch(batch)}{hint}"
         )
     if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(list(batch))):
         raise DataError(
-            f"a batch of {name_of(dataset)} has no tensor with samples in dim 0: it is "
-            f"{describe_batch(batch)}. Return tensors or numbers from the data set (texts are made "
-            f"token ids first), or pass a collate= that makes tensors"
+            f"a batch of {name_of(dataset)} has no tensor with the batch in dim 0: it is "
+            f"{describe_batch(batch)}. Return tensors or numbers from the data set (tokenize text "
+            f"first), or pass a collate= that creates tensors"
         )
     return batch
 
@@ -501,15 +522,15 @@ def worker_ended(number: int, pid: int | None, exitcode: int | None, reading: st
         elif -exitcode == signal.SIGBUS:
             why = f"; {_shared_memory_is_full()}"
     else:
-        how, why = f"exited with code {exitcode}", "; something in the data set ends the process"
-    return DataError(f"worker process {number} (pid {pid}) {how} while it made {reading}{why}")
+        how, why = f"exited with code {exitcode}", "; code of the data set ended the process"
+    return DataError(f"worker process {number} (pid {pid}) {how} while loading {reading}{why}")
 
 
 def worker_hangs(number: int, timeout_s: float, reading: str) -> DataError:
-    """Returns the error of worker process `number`, which does not answer."""
+    """Returns the error of worker process `number`, which does not respond."""
     return DataError(
-        f"worker process {number} has not made {reading} in "
-        f"{argument('timeout_s', 'loader')}{timeout_s:g} seconds: the data set hangs there, or "
-        f"is slow: raise {argument('timeout_s', 'loader')}, or use {setting('workers', 0)} to "
-        "see where"
+        f"worker process {number} has not loaded {reading} within "
+        f"{argument('timeout_s', 'loader')}{timeout_s:g} seconds: the data set hangs or is slow. "
+        f"Raise {argument('timeout_s', 'loader')}, or set {setting('workers', 0)} to find where "
+        "it hangs"
     )

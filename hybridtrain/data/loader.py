@@ -1,17 +1,16 @@
 """Loaders of training and evaluation batches: order, each replica's share, and position.
 
-The order of an epoch is a permutation of the whole data set that depends on (seed, epoch) alone. It
-is cut into global batches, and each global batch into one share per replica. So an optimizer step
-has the same samples for any number of replicas, and every replica takes equally many steps.
+The order of an epoch is a permutation of the whole data set that depends only on (seed, epoch). The
+loader splits it into global batches, and each global batch into one share per replica, equal unless
+`world.replica_shares` is set. So an optimizer step has the same samples for any number of
+replicas, and every replica takes the same number of steps. Only the loader tracks where a run is in
+its data: `Loader.position` advances when a batch is handed out, not when it is fetched.
 
-Only the loader tracks where a run is in its data: `Loader.position` advances with each batch that
-is handed out, not with batches that are fetched ahead.
-
-    batches     0 1 2 | 0 1 2 | 0 ...            3 in an epoch
+    batches     0 1 2 | 0 1 2 | 0 ...            3 per epoch
     position  ^ (0, 0)                           before the first
                   ^ (0, 2)                       batch 2 is next
-                      ^ (0, 3, ended)            the next is batch 0 of epoch 1; the states of the
-                                                 data set are still those of epoch 0
+                      ^ (0, 3, ended)            batch 0 of epoch 1 is next; the states of the data
+                                                 set still belong to epoch 0
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ class Batch:
     """One replica's share of a global batch.
 
     Attributes:
-        inputs: a pytree of tensors with the samples in dim 0; `Shares` of them where this copy of
-            the model runs several logical replicas.
+        inputs: a pytree of tensors with the batch in dim 0; `Shares` of them if this copy of the
+            model runs several logical replicas.
         targets: as `inputs`.
         samples: the number of samples of the share that count. It is 0 if the global batch has
-            fewer samples than there are replicas: the share is then one sample of padding, since
+            fewer samples than there are replicas: the share is then one padding sample, because
             every replica must take part in the step.
         total: the number of samples of the global batch.
-        last: whether it is the last of its epoch.
+        last: whether it is the last batch of its epoch.
     """
 
     inputs: Any
@@ -69,11 +68,11 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of the global batch, samples x length; 0 if they have no length.
+        """The number of tokens of the global batch, samples x length; 0 without a length.
 
-        The length comes from the first tensor of the inputs with int32 or int64 values, as token
-        ids have, and shape (samples, length). Padding counts. If replicas pad their shares
-        differently, this replica's length is used for all.
+        The length comes from the first int32 or int64 tensor of the inputs (token ids) with shape
+        (samples, length). Padding counts. If replicas pad their shares differently, this replica's
+        length is used for all.
         """
         inputs = first_share(self.inputs)
         for leaf in (inputs,) if isinstance(inputs, Tensor) else leaves_of(inputs):
@@ -89,10 +88,10 @@ class Position:
 
     Attributes:
         epoch: the epoch.
-        batch: the number of its batches that were handed out.
+        batch: the number of its batches that have been handed out.
         ended: whether the epoch has no further batch, so that the next batch is in the next epoch.
         states: the pickled states of the data set, by worker process; key -1: for all processes.
-        worker: the number of the worker process that makes the next batch.
+        worker: the index of the worker process that makes the next batch.
     """
 
     epoch: int = 0
@@ -115,32 +114,31 @@ class Loader:
             weight = loader.weight(model, loss_fn)
             model.train_step(inputs, targets, loss_fn, weight=weight)
 
-    `Loader(...)` makes a `TrainLoader`, or for an iterable data set a `StreamLoader`. A `Trainer`
-    trains on the same batches: the order depends on (seed, epoch) alone, a step has the same
-    samples for any number of replicas, and every sample comes once per epoch. Every replica gets
-    equally many batches. If a global batch has fewer samples than there are replicas, some replicas
-    get a sample that must not count, which `weight` takes into account. For evaluation, an
-    `EvalLoader` gives every sample once, without such padding.
+    `Loader(...)` returns a `TrainLoader` or, for an iterable data set, a `StreamLoader`. A
+    `Trainer` trains on the same batches: the order depends only on (seed, epoch), a step has the
+    same samples for any number of replicas, and every sample comes once per epoch. Every replica
+    gets the same number of batches. If a global batch has fewer samples than there are replicas,
+    some replicas get a padding sample, which `weight` excludes from the loss. For evaluation, an
+    `EvalLoader` yields every sample once, without padding samples.
 
     Args:
         dataset: a map-style or iterable data set; items are `(inputs, target)`.
         batch_size: the number of samples of a global batch, over all replicas.
-        world: tells which replica this process belongs to.
+        world: determines the replica of this process.
         shuffle: False for the order of the data set. An iterable data set always keeps its order.
-        seed: the seed of the order, and of the random numbers that a map-style data set draws by
-            PyTorch, such as for random transforms: a sample's numbers depend on the seed, the epoch
-            and the sample alone. In worker processes this includes Python's and NumPy's default
-            generators. For an iterable data set, the workers' generators are seeded from the seed
-            and the epoch.
+        seed: the seed of the order, and of PyTorch's random numbers in a map-style data set, such
+            as for random transforms: a sample's numbers depend only on the seed, the epoch and the
+            sample. In worker processes, this includes Python's and NumPy's default generators. For
+            an iterable data set, the seed and the epoch seed the workers' generators.
         options: how to load batches.
         **settings: fields of `options` to change.
 
     Attributes:
         batches_per_epoch: the number of batches per epoch; None if it is unknown.
         has_state: whether the data set has `state_dict` and `load_state_dict`.
-        position: the position of the next batch. If a loop is left early, the next loop begins the
-            next epoch, but a run that loads a state saved at the break continues in the epoch that
-            was left.
+        position: the position of the next batch. If a loop exits early, the next loop starts the
+            next epoch; a run that loads a state saved at the break continues in the interrupted
+            epoch.
         current: the last batch that was handed out.
 
     Raises:
@@ -149,7 +147,7 @@ class Loader:
     """
 
     def __new__(cls, dataset: Any = None, *args: Any, **settings: Any) -> Self:
-        """Makes the loader for the kind of `dataset`."""
+        """Creates the loader for the type of `dataset`."""
         kind: Any = cls
         if cls is Loader:
             from hybridtrain.data.stream import StreamLoader
@@ -206,7 +204,7 @@ class Loader:
         """Yields the batches from `position` on, epoch after epoch, fetched ahead of time.
 
         Args:
-            reads: False in a process whose stages need neither inputs nor targets: those of a
+            reads: False in a process whose stages need neither inputs nor targets: samples of a
                 map-style data set are not read there, and are `Unread` in the batches.
 
         Raises:
@@ -224,7 +222,7 @@ class Loader:
         raise NotImplementedError
 
     def at_start(self) -> Self:
-        """Returns a loader of the same batches with a separate position, before the first batch."""
+        """Returns a loader of the same batches with its own position, before the first batch."""
         loader = copy.copy(self)
         loader.position, loader._left_early = Position(), False
         return loader
@@ -233,11 +231,11 @@ class Loader:
         """Returns the `weight` of the current batch, for `train_step`; a collective call.
 
         Raises:
-            BatchError: no batch was handed out.
+            BatchError: no batch has been handed out.
         """
         batch = self.current
         if batch is None:
-            raise BatchError("weight() is of the batch that is in use: call it inside the loop")
+            raise BatchError("weight() belongs to the current batch: call it inside the loop")
         return model.step_weights(
             [(batch.inputs, batch.targets)],
             loss_fn,
@@ -252,7 +250,7 @@ class Loader:
 
     @property
     def batch(self) -> int:
-        """The number of the next batch in its epoch."""
+        """The index of the next batch in its epoch."""
         return self.position.next.batch
 
     @property
@@ -261,9 +259,9 @@ class Loader:
         return self.batch * self.batch_size
 
     def seek(self, epoch: int, sample: int) -> None:
-        """Moves to the batch that contains `sample` of the order of `epoch`."""
+        """Moves to the batch that contains `sample` in the order of `epoch`."""
         batch = sample // self.batch_size
-        if batch >= (self.batches_per_epoch or math.inf):  # what drop_last leaves out
+        if batch >= (self.batches_per_epoch or math.inf):  # in the part that drop_last drops
             epoch, batch = epoch + 1, 0
         self.position, self._left_early = Position(epoch, batch), False
 
@@ -274,7 +272,7 @@ class Loader:
         """
         at, source = self.position, None
         if self.has_state:
-            # The position of the last batch: at the end of an epoch the data set is still in it.
+            # The position of the last batch: at the end of an epoch, the data set is still in it.
             source = {"epoch": at.epoch, "batch": at.batch, "states": self._gathered_states(at)}
         return {
             "epoch": self.epoch,
@@ -284,7 +282,7 @@ class Loader:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict`; with another batch size, at the batch with that sample.
+        """Continues from a `state_dict`; with another batch size, at the batch with its sample.
 
         Raises:
             CheckpointError: the data set's states are for other numbers of replicas or workers.
@@ -295,13 +293,13 @@ class Loader:
         if source is None or not self.has_state:
             return
         states, worker = self._local_states(source["states"])
-        if self.sample == sample:  # else the data set is read again up to there
+        if self.sample == sample:  # else read the data set again up to there
             ended = source["epoch"] < state_dict["epoch"]
             position = Position(source["epoch"], source["batch"], True) if ended else self.position
             self.position = replace(position, states=states, worker=worker)
 
     def _gathered_states(self, at: Position) -> list[Any]:
-        """Returns the data set's states at this position, of all replicas if they differ."""
+        """Returns the data set's states at this position, from all replicas if they differ."""
         raise NotImplementedError
 
     def _local_states(self, states: list[Any]) -> tuple[dict[int, bytes], int]:
@@ -315,12 +313,12 @@ class TrainLoader(Loader):
     The constructor is a collective call: it compares the data sets and settings of all ranks.
 
     Attributes:
-        samples: the number of samples of an epoch.
+        samples: the number of samples per epoch.
 
     Raises:
         ConfigError: a setting differs between the ranks.
-        DataError: the data set has less than one batch, can only be iterated over, or differs
-            between the ranks.
+        DataError: the data set has less than one batch, is iterable only, or differs between the
+            ranks.
     """
 
     batches_per_epoch: int
@@ -328,7 +326,7 @@ class TrainLoader(Loader):
     def __init__(self, dataset: Any, batch_size: int, world: World, **settings: Any) -> None:
         if is_stream(dataset):
             raise DataError(
-                f"{name_of(dataset)} has no samples by number (`__getitem__` and `__len__`): pass "
+                f"{name_of(dataset)} has no access by index (`__getitem__` and `__len__`): use "
                 f"StreamLoader(dataset, batch_size, world) from hybridtrain.data.stream"
             )
         super().__init__(dataset, batch_size, world, **settings)
@@ -341,10 +339,11 @@ class TrainLoader(Loader):
             seed=self._seed,
             drop_last=self.options.drop_last,
             first_batches=self.options.first_batches,
+            replica_shares=world.replica_shares,
         )
         self.samples = first_samples(len(dataset), batch_size, self.options)
         self.batches_per_epoch = batches_in(self.samples, batch_size, self.options)
-        self._shares_of = cache(partial(shares_in, world=world))  # all batches but one are as large
+        self._shares_of = cache(partial(shares_in, world=world))  # all batches but one are equal
         if self.batches_per_epoch == 0:
             raise DataError(
                 f"the training data has {self.samples} samples, less than one batch of "
@@ -376,37 +375,36 @@ class TrainLoader(Loader):
             first = 0
 
     def _requests(self, start: Position) -> Iterator[Request]:
-        """Yields the requests for the batches of this process, ahead of them."""
+        """Yields the requests for the batches of this process, ahead of their use."""
         epoch, order = -1, torch.arange(self.samples)
         for position, _, shares in self._plan(start):
             if self._shuffle and position.epoch != epoch:
                 epoch, order = position.epoch, permutation(self.samples, self._seed, position.epoch)
             first = (position.batch - 1) * self.batch_size
             for share in shares:
-                # a replica without samples has the first of the batch
-                own = share if share.stop > share.start else slice(0, 1)
-                indices = order[first + own.start : first + own.stop]
+                # a replica without samples gets the batch's first sample
+                samples = share if share.stop > share.start else slice(0, 1)
+                indices = order[first + samples.start : first + samples.stop]
                 yield Request(indices, position.epoch, self._seed)
 
 
 class EvalLoader:
-    """Yields every sample of `dataset` once over all replicas; their shares may differ in length.
+    """Yields every sample of `dataset` once over all replicas; share sizes may differ.
 
     The constructor is a collective call: it compares map-style data sets of all ranks.
 
     Args:
         dataset: a map-style data set, of which each replica takes a contiguous share; or an
             iterable one.
-        batch_size: the number of samples of a batch over all replicas.
-        world: tells which replica this process belongs to.
+        batch_size: the number of samples of a batch, over all replicas.
+        world: determines the replica of this process.
         options: how to load batches.
-        inputs_alone: whether the data set gives inputs without targets, for `predict`.
-        classes: the names of the classes in the order of their numbers, which name the values of
-            metrics that have one per class.
+        inputs_alone: True if the data set yields inputs without targets, for `predict`.
+        classes: the class names in index order, used to name the values of per-class metrics.
 
     Attributes:
         dataset: the data set.
-        classes: as given.
+        classes: as passed.
         samples: the number of samples of this copy of the model; None if it is unknown.
 
     Raises:
@@ -449,10 +447,10 @@ class EvalLoader:
             yield batch
 
     def by_replica(self, reads: bool = True) -> Iterator[tuple[int, tuple[Any, Any]]]:
-        """Yields the batches of each logical replica that this process runs, with its number.
+        """Yields the batches of each logical replica of this process, with the replica's index.
 
         Args:
-            reads: as of `Loader.stream`.
+            reads: as in `Loader.stream`.
         """
         if self.samples is None:
             from hybridtrain.data.stream import StreamLoader
@@ -474,13 +472,13 @@ class EvalLoader:
 
 
 def first_samples(samples: int, batch_size: int, options: LoaderOptions) -> int:
-    """Returns the number of samples that a loader uses, which `options.first_batches` may limit."""
+    """Returns the number of samples a loader uses, limited by `options.first_batches`."""
     limit = options.first_batches
     return samples if limit is None else min(samples, limit * batch_size)
 
 
 def is_stream(dataset: Any) -> bool:
-    """Returns whether a data set can only be iterated over, without access by index."""
+    """Returns whether a data set is iterable only, without access by index."""
     if isinstance(dataset, IterableDataset):
         return True
     return not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
@@ -492,20 +490,14 @@ def has_state(dataset: Any) -> bool:
 
 
 def batches_in(samples: int, batch_size: int, options: LoaderOptions) -> int:
-    """Returns the number of batches of an epoch."""
+    """Returns the number of batches per epoch."""
     return samples // batch_size if options.drop_last else -(-samples // batch_size)
 
 
-def share_of(total: int, replica: int, replicas: int) -> slice:
-    """Returns the share of `total` samples of a replica; shares differ by at most 1 sample."""
-    small, larger = divmod(total, replicas)
-    start = replica * small + min(replica, larger)
-    return slice(start, start + small + (replica < larger))
-
-
 def shares_in(total: int, world: World) -> list[slice]:
-    """Returns the shares of `total` samples of the logical replicas that this process runs."""
-    return [share_of(total, replica, world.logical_replicas) for replica in world.owned_replicas]
+    """Returns the shares of `total` samples for the logical replicas of this process."""
+    bounds = list(itertools.accumulate(world.samples_by_replica(total), initial=0))
+    return [slice(*bounds[replica : replica + 2]) for replica in world.owned_replicas]
 
 
 def batch_of_shares(
@@ -515,27 +507,27 @@ def batch_of_shares(
     total: int,
     last: bool,
 ) -> Batch:
-    """Returns the `Batch` of a process, from what each of its logical replicas has of it.
+    """Returns the `Batch` of a process, from the shares of its logical replicas.
 
     Args:
-        pairs: for each logical replica its `(inputs, targets)`.
-        samples: for each the number of samples that count.
-        replicas: their numbers.
+        pairs: `(inputs, targets)` for each logical replica.
+        samples: for each, the number of samples that count.
+        replicas: the indices of the logical replicas.
         total: see `Batch`.
         last: see `Batch`.
     """
     if len(pairs) == 1:
         ((inputs, targets),) = pairs
         return Batch(inputs, targets, samples[0], total, last)
-    shares = [Share(*each) for each in zip(replicas, samples, strict=True)]
+    shares = [Share(*fields) for fields in zip(replicas, samples, strict=True)]
     inputs, targets = (Shares(parts, shares) for parts in zip(*pairs, strict=True))
     return Batch(inputs, targets, sum(samples), total, last)
 
 
 def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """Returns the order of an epoch: a tensor of indices that depends on the arguments alone."""
+    """Returns the order of an epoch: a tensor of indices that depends only on the arguments."""
     generator = torch.Generator()
-    # An odd multiplier keeps neighbouring seeds from sharing orders of neighbouring epochs.
+    # An odd multiplier keeps neighboring seeds from sharing the orders of neighboring epochs.
     generator.manual_seed((seed * 0x9E3779B97F4A7C15 + epoch) & 0x7FFF_FFFF_FFFF_FFFF)
     return torch.randperm(samples, generator=generator)
 
@@ -543,7 +535,7 @@ def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
 def next_step(stream: Iterator[Batch], count: int) -> list[Batch]:
     """Returns the batches of the next optimizer step: `count`, or fewer at the end of an epoch.
 
-    An exhausted stream gives an empty list. They are as `in_order_of_replicas` gives them.
+    Returns an empty list for an exhausted stream. The order is that of `in_order_of_replicas`.
     """
     batches: list[Batch] = []
     for batch in stream:
@@ -554,10 +546,10 @@ def next_step(stream: Iterator[Batch], count: int) -> list[Batch]:
 
 
 def in_order_of_replicas(batches: Sequence[Batch]) -> list[Batch]:
-    """Returns equally many batches, with the shares of one logical replica after another.
+    """Returns the same number of batches, with the shares of one logical replica after another.
 
-    A process sums the gradients of a logical replica over all batches of a step before it begins
-    the next replica, so that it keeps few sums at a time:
+    A process sums the gradients of a logical replica over all batches of a step before starting the
+    next replica, so that it stores few sums at a time:
 
         as loaded     batch 0: replicas 2 3     batch 1: replicas 2 3
         returned      replica 2: batches 0 1    replica 3: batches 0 1
@@ -572,7 +564,7 @@ def in_order_of_replicas(batches: Sequence[Batch]) -> list[Batch]:
     for turn, batch in enumerate(batches):
         chosen = order[turn * width : (turn + 1) * width]
         if any(batches[number].inputs.shares[place].ahead for number, place in chosen):
-            return list(batches)  # they are in this order
+            return list(batches)  # already in this order
         shares = [
             batches[number].inputs.shares[place]._replace(ahead=number - turn)
             for number, place in chosen

@@ -1,8 +1,8 @@
 """Checks that all ranks have the same data set, by digests of its contents.
 
-Every rank draws the order of an epoch over the whole data set and takes its share. If one rank has
-a different data set, such as a copy that lacks a file, samples are used twice or not at all, and
-the ranks end an epoch at different steps.
+Every rank shuffles the whole data set and takes its share. If one rank has a different data set,
+such as a copy with a missing file, some samples are used twice or not at all, and the ranks end an
+epoch at different steps.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from hybridtrain.data.splits import below_common_folder
 from hybridtrain.errors import DataError
 from hybridtrain.world import World
 
-# How much of an array goes into its digest.
+# The amount of an array that its digest covers.
 _COMPARED_SAMPLES = 64
 _ENTRIES_OF_A_SAMPLE = 4096
 
-# Attributes in which data sets keep arrays in memory, and the paths of their files.
+# Attributes in which data sets keep in-memory arrays and file paths.
 _ARRAYS = ("tensors", "data", "inputs", "targets", "tokens")
 _PATHS = ("files", "samples")
 
 
 def check_same_data(dataset: Any, world: World, loader: str, **settings: Any) -> None:
-    """Checks that all ranks give a loader the same data set and settings; a collective call.
+    """Checks that all ranks pass the same data set and settings to a loader; a collective call.
 
     It compares lengths and `contents_digest`, without reading samples.
 
@@ -45,7 +45,7 @@ def check_same_data(dataset: Any, world: World, loader: str, **settings: Any) ->
         **settings: arguments of the loader that must be equal on all ranks.
 
     Raises:
-        DataError: the data sets differ; the message has both values with their ranks and hosts.
+        DataError: the data sets differ; the message lists the values with their ranks and hosts.
         ConfigError: a setting differs.
     """
     if world.size == 1:
@@ -63,10 +63,10 @@ def check_same_data(dataset: Any, world: World, loader: str, **settings: Any) ->
 
 
 def contents_digest(dataset: Any) -> str | None:
-    """Returns a digest of the contents of a data set, in order; None if nothing is known of them.
+    """Returns a digest of a data set's contents, in order; None if the contents are unknown.
 
-    It covers the names of files below their common folder, with labels if there are any, some
-    entries of tensors and arrays in memory, and the indices of a `Subset`. No sample is read.
+    It covers file names relative to their common folder, with labels if there are any, some entries
+    of tensors and arrays in memory, and the indices of a `Subset`. It reads no samples.
     """
     parts = list(_parts(dataset))
     return f"digest {digest_of(parts):016x}" if parts else None
@@ -108,9 +108,9 @@ def _entries(leaf: Any) -> Iterator[Any]:
 
 
 def _paths(entries: Sequence[Any]) -> Iterator[str]:
-    """Yields texts that identify a list of paths, or of pairs of a path and a label.
+    """Yields strings that identify a list of paths, or of pairs of a path and a label.
 
-    Yields nothing for other lists. The texts are few and long, since there may be millions of
+    Yields nothing for other lists. The strings are few and long, because there may be millions of
     files.
     """
     pairs = all(isinstance(entry, tuple) and len(entry) == 2 for entry in entries)
@@ -126,7 +126,7 @@ def digest_of(samples: Any) -> int:
     for leaf in tree_leaves(samples):
         if isinstance(leaf, Tensor):
             leaf = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        if isinstance(leaf, np.ndarray):  # the bytes of objects are their addresses
+        if isinstance(leaf, np.ndarray):  # the bytes of an object array are addresses
             hasher.update(repr(leaf.tolist()).encode() if leaf.dtype.hasobject else leaf.tobytes())
         elif isinstance(leaf, str | bytes | int | float | None):
             hasher.update(repr(leaf).encode())

@@ -17,14 +17,14 @@ from hybridtrain.errors import DataError
 
 Path: TypeAlias = str | os.PathLike[str]
 
-# Of how many files a digest covers the size and the first bytes, and how many bytes.
+# The number of files of which a digest covers the size and the first bytes, and that many bytes.
 _MOST_SIZES, _MOST_CONTENTS, _FIRST_BYTES = 4096, 64, 1 << 16
 
 
 def already_batched(batch: Any) -> Any:
-    """Returns `batch`; the `collate_fn` for a data set whose `__getitems__` makes whole batches.
+    """Returns `batch` unchanged; the `collate_fn` for a data set with whole-batch `__getitems__`.
 
-    Inside a wrapper that only has `__getitem__`, such a data set gives a list of items instead,
+    Inside a wrapper that only has `__getitem__`, such a data set returns a list of items instead,
     which `default_collate` stacks.
     """
     return default_collate(batch) if isinstance(batch, list) else batch
@@ -32,7 +32,7 @@ def already_batched(batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class WithoutTargets:
-    """A `collate_fn` for inputs without targets: it returns pairs whose targets are None."""
+    """A `collate_fn` for inputs without targets: it returns pairs with None as targets."""
 
     collate: Callable[[Any], Any]
 
@@ -62,16 +62,16 @@ class DataSplits:
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Sizes that a model may need: `num_classes`, `vocab_size`, `seq_len`, `image_size`, ...
-    They fill the keys of the model's config that are null and have the same name."""
+    They fill the keys of the same name that are null in the model's config."""
 
     predict: Dataset[Any] | Iterable[Any] | None = None
     """Inputs without targets, which the command `predict` uses instead of the evaluation split."""
 
     predict_collate: Callable[[Any], Any] | None = None
-    """The loader's `collate_fn` for these inputs; None: `collate`."""
+    """The loader's `collate_fn` for `predict`; None: `collate`."""
 
     tokenizer: Any = None
-    """The transformers tokenizer that made the token ids; `export` saves it with the model."""
+    """The transformers tokenizer that created the token ids; `export` saves it with the model."""
 
     vocabulary: str | None = None
     """The digest of the tokenizer's vocabulary, which must be the same on all ranks."""
@@ -83,7 +83,7 @@ class DataSplits:
     """Further parts of the data line that a run prints, such as formats and paths."""
 
     digest: str | None = None
-    """The digest of the files that the samples come from, by `digest_of_files`."""
+    """The digest of the samples' files, by `digest_of_files`."""
 
     without_samples: Sequence[str] = ()
     """The names of classes without a training sample."""
@@ -93,7 +93,7 @@ class DataSplits:
         if train == 0 and self.predict is not None:
             return f"data: {length_of(self.predict):,} samples to predict"
         what = "windows" if "seq_len" in self.metadata else "samples"
-        parts = [f"{train:,} {what}" if train is not None else f"{what}, as many as come"]
+        parts = [f"{train:,} {what}" if train is not None else f"an unknown number of {what}"]
         if evaluation is not None:
             how = "held out" if self.held_out else "to evaluate"
             parts[0] += f" to train on, {evaluation:,} {how}"
@@ -113,13 +113,13 @@ DataFunction = TypeVar("DataFunction", bound=Callable[..., DataSplits])
 def for_trained_models(
     load: Callable[..., DataSplits],
 ) -> Callable[[DataFunction], DataFunction]:
-    """Decorates a data function with one for models that are trained, which reads no training data.
+    """Decorates a data function with a variant for trained models, which reads no training data.
 
-    `predict data.predict_path=` and `export` call it, so that they need no training data.
+    `predict data.predict_path=` and `export` call the variant.
 
     Args:
         load: takes the metadata of the data that the model was trained on, and the arguments of the
-            data function by name; returns splits whose `train` is empty.
+            data function by name; returns splits with an empty `train`.
     """
 
     def decorate(function: DataFunction) -> DataFunction:
@@ -130,7 +130,7 @@ def for_trained_models(
 
 
 def length_of(dataset: Any) -> int | None:
-    """Returns `len(dataset)`, or None if it has no length or its `__len__` refuses."""
+    """Returns `len(dataset)`, or None if it has no length or `__len__` raises."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
@@ -146,15 +146,15 @@ def digest_of_texts(texts: Iterable[str]) -> str:
 
 
 def digest_of_files(paths: Sequence[Path], every_size: bool = True) -> str:
-    """Returns a short digest of the files that samples come from, in order.
+    """Returns a short digest of the files that hold the samples, in order.
 
-    It covers all names, below the folder that the files share, all sizes, and the first 64 KiB of
-    up to 64 files, evenly spaced in the list. It covers no times, which copies of the same files do
-    not share.
+    It covers all names relative to their common folder, all sizes, and the first 64 KiB of up to 64
+    files, evenly spaced in the list. It covers no timestamps, because copies of the same files have
+    different ones.
 
     Args:
-        paths: of the files.
-        every_size: False for the sizes of up to 4096 files, evenly spaced: a stat of each of a
+        paths: the files.
+        every_size: False to cover the sizes of up to 4096 files only, evenly spaced: the stat of a
             million files would take minutes on a network file system.
     """
     sized = paths if every_size else _evenly_spaced(paths, _MOST_SIZES)
@@ -174,7 +174,7 @@ def _evenly_spaced(paths: Sequence[Path], most: int) -> Sequence[Path]:
 def _size(path: Path) -> str:
     try:
         return str(os.stat(path).st_size)
-    except OSError:  # an error when the sample is read
+    except OSError:  # reading the sample will raise an error
         return ""
 
 
@@ -187,11 +187,11 @@ def _first_bytes(path: Path) -> str:
 
 
 def below_common_folder(paths: Sequence[Path]) -> list[str]:
-    """Returns paths relative to the folder that all of them share."""
+    """Returns paths relative to their common folder."""
     if not paths:
         return []
     names = [os.fspath(path) for path in paths]
-    # `dirname` leaves whole folders of the prefix; `commonpath` of one file would be that file
+    # `dirname` keeps whole folders of the prefix; `commonpath` of one file would be that file
     common = os.path.dirname(os.path.commonprefix([min(names), max(names)]))  # noqa: RUF071
     return [name[len(common) :] for name in names]
 
@@ -199,15 +199,15 @@ def below_common_folder(paths: Sequence[Path]) -> list[str]:
 class InMemoryDataset(Dataset[Any]):
     """Samples held in memory as tensors, gathered a whole batch at a time.
 
-    A `DataLoader` calls `__getitems__` with all the indices of a batch: one `index_select` per
-    tensor replaces a Python call and a copy per sample, and a stack. The `collate_fn` of a
-    `DataLoader` must be `already_batched`; the loaders of hybridtrain know it.
+    A `DataLoader` calls `__getitems__` with all indices of a batch: one `index_select` per tensor
+    replaces a Python call and a copy per sample, and a stack. Pass `already_batched` as the
+    `collate_fn` of a `DataLoader`; the loaders of hybridtrain do so automatically.
 
     Args:
         inputs: a tensor, or a pytree of tensors, with the samples in dim 0.
-        targets: a tensor, or a pytree of tensors, with equally many samples in dim 0.
-        prepare: `prepare(inputs, targets)` returns the new inputs and targets of a batch, such as
-            normalised floats for bytes. It must keep dim 0 and be picklable: a module-level
+        targets: a tensor, or a pytree of tensors, with the same number of samples in dim 0.
+        prepare: `prepare(inputs, targets)` converts the inputs and targets of a batch, for example
+            bytes to normalized floats. It must keep dim 0 and be picklable: a module-level
             function, or a `functools.partial` of one.
 
     Raises:
@@ -223,7 +223,7 @@ class InMemoryDataset(Dataset[Any]):
         lengths = {len(leaf) for leaf in tree_leaves((inputs, targets))}
         if len(lengths) != 1:
             raise DataError(
-                f"inputs and targets must have equally many samples, found {sorted(lengths)}"
+                f"inputs and targets must have the same number of samples, found {sorted(lengths)}"
             )
         self.inputs = inputs
         self.targets = targets
@@ -234,20 +234,20 @@ class InMemoryDataset(Dataset[Any]):
         return self._length
 
     def labels(self) -> Tensor:
-        """Returns the targets of all samples, where they are one tensor.
+        """Returns the targets of all samples, if they are a single tensor.
 
         Raises:
-            DataError: they are several.
+            DataError: there are several tensors.
         """
         if not isinstance(self.targets, Tensor):
-            raise DataError("the targets are several tensors, not the labels of a classification")
+            raise DataError("the targets are several tensors, not classification labels")
         return self.targets
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         if not -len(self) <= index < len(self):
-            # An IndexError of Python's own ends `for item in dataset`; torch's does not.
+            # Python's IndexError ends `for item in dataset`; torch's does not.
             raise IndexError(f"sample {index} of {len(self)}")
-        # A batch of one, so that `prepare` has a single meaning.
+        # A batch of one sample, so that `prepare` always sees batches.
         item: tuple[Any, Any] = tree_map(
             lambda leaf: leaf[0], self.__getitems__([index % len(self)])
         )

@@ -1,4 +1,4 @@
-"""Loaders of iterable data sets, divided over replicas and workers, and resumed exactly.
+"""Loaders of iterable data sets, divided over replicas and workers, with exact resume.
 
 Every process reads the same stream and keeps its own samples of each global batch:
 
@@ -6,9 +6,9 @@ Every process reads the same stream and keeps its own samples of each global bat
     replica 0  0   2   | 4   6   | 8   10    | 12
     replica 1    1   3 |   5   7 |   9    11 |    13
 
-With W worker processes, worker w makes the global batches w, w + W, ... for its replica. So the
+With W worker processes, worker w loads the global batches w, w + W, ... for its replica. So the
 batches are the same for any number of replicas and workers, and each process knows the length of
-the stream. The cost is that every process reads every sample. A data set that divides itself
+the stream. The cost is that every process reads every sample. A data set that shards itself
 (`divided=True`) avoids that, but then the replicas must agree on each batch (`agreement`).
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
+from hybridtrain._base.replica_shares import replica_of_samples
 from hybridtrain._base.values import leaves_of
 from hybridtrain.data.agreement import AgreedLoader, Piece
 from hybridtrain.data.fetch import (
@@ -43,14 +44,13 @@ from hybridtrain.data.loader import (
     batches_in,
     has_state,
     is_stream,
-    share_of,
 )
 from hybridtrain.data.same_data import digest_of
 from hybridtrain.data.splits import length_of
-from hybridtrain.errors import CheckpointError, DataError, phrase, setting
+from hybridtrain.errors import CheckpointError, DataError, argument, phrase, setting
 from hybridtrain.world import World
 
-# the number of samples in the digest of a stream
+# the number of samples that a stream's digest covers
 _DIGESTED_SAMPLES = 16
 
 
@@ -67,9 +67,9 @@ def example_batch(dataset: Any, samples: int, collate: Callable[[Any], Any] | No
         raise DataError(f"{name_of(dataset)} has no samples")
     state_before = dataset.state_dict() if has_state(dataset) else None
     reader = _Reader(dataset)
-    (items,), total = reader.take(samples, range(1), 1)
+    (items,), total = reader.take(samples, range(1), [0] * samples)
     if state_before is not None:
-        dataset.load_state_dict(state_before)  # training must begin at the original state
+        dataset.load_state_dict(state_before)  # training must start from the original state
     unless_failed(reader.failure)
     if total == 0:
         raise DataError(f"{name_of(dataset)} has no samples")
@@ -84,17 +84,17 @@ _MOST_LOOKED_AT = 16
 def largest_batch(
     dataset: Any, samples: int, collate: Callable[[Any], Any] | None, first: Any
 ) -> Any:
-    """Returns the batch with the most bytes among some batches from all parts of a data set.
+    """Returns the batch with the most bytes among batches from all parts of a data set.
 
     If samples differ in length, batches are padded to their longest sample, and the largest batch
-    determines the memory of a run. If the first and last batches are equally large, no further
+    determines the memory of a run. If the first and the last batch have the same size, no further
     batches are read; otherwise about 16 are.
 
     Args:
         dataset: the data set; an iterable one is not read.
         samples: the number of samples of a batch.
         collate: the `collate_fn`; None: the default.
-        first: the batch of the first samples, which is returned unless another batch is larger.
+        first: the batch of the first samples, returned unless another batch is larger.
 
     Raises:
         DataError: a sample cannot be read.
@@ -117,24 +117,24 @@ def _bytes_of(batch: Any) -> int:
 class StreamLoader(AgreedLoader):
     """An endless stream of batches from an iterable data set, epoch after epoch: a `Loader`.
 
-    Each `iter(dataset)` must start anew and yield `(inputs, target)`. `set_epoch(e)` is called
-    before each epoch if the data set has it. If the data set has `state_dict` and
-    `load_state_dict`, a resumed run continues at its state; otherwise the run reads the stream
+    Each `iter(dataset)` must start from the beginning and yield `(inputs, target)`. `set_epoch(e)`
+    is called before each epoch if the data set defines it. If the data set has `state_dict` and
+    `load_state_dict`, a resumed run continues from its state; otherwise the run reads the stream
     again up to its position, so the order of samples must be reproducible.
 
     Args:
         dataset: an iterable data set. A Hugging Face `IterableDataset` is divided by
             `split_dataset_by_node`.
         batch_size: the number of samples of a global batch, over all replicas.
-        world: tells which replica this process belongs to.
-        **settings: further arguments of `Loader`; `divided=True` if `dataset` divides itself.
+        world: determines the replica of this process.
+        **settings: further arguments of `Loader`; `divided=True` if `dataset` shards itself.
 
     Attributes:
         batches_per_epoch: the number of batches per epoch; None if `dataset` has no length.
 
     Raises:
-        DataError: `dataset` can be iterated over only once, or a batch has fewer samples than there
-            are replicas that `dataset` is divided over.
+        DataError: `dataset` can be iterated over only once, or a batch has fewer samples than
+            there are replicas that share `dataset`.
     """
 
     def __init__(self, dataset: Any, batch_size: int, world: World, **settings: Any) -> None:
@@ -142,43 +142,52 @@ class StreamLoader(AgreedLoader):
         if not hasattr(dataset, "__iter__"):
             raise DataError(
                 f"{name_of(dataset)} is not a data set: it needs `__getitem__` and `__len__`, or "
-                f"an `__iter__`"
+                f"`__iter__`"
             )
         if isinstance(dataset, Iterator):
             raise DataError(
-                f"{name_of(dataset)} can be read only once: pass an object whose __iter__ starts "
-                f"anew, such as an IterableDataset"
+                f"{name_of(dataset)} can be read only once: pass an object with an __iter__ that "
+                f"starts from the beginning, such as an IterableDataset"
             )
         self._how_to_divide = (
-            f"{setting('divided', True)} is for a data set that divides itself, by the rank and by "
+            f"{setting('divided', True)} requires a data set that shards itself by the rank and by "
             f"torch.utils.data.get_worker_info(); do so, or set {setting('divided', False)}"
         )
         self.divided = self.options.divided
         if (limit := self.options.first_batches) is not None:
             if self.divided:
                 raise DataError(
-                    f"{setting('first_batches', limit)} needs a data set that does not divide "
-                    f"itself, and {name_of(dataset)} does: {setting('divided', True)}"
+                    f"{setting('first_batches', limit)} requires a data set that does not shard "
+                    f"itself, but {name_of(dataset)} does ({setting('divided', True)})"
                 )
             dataset = self.dataset = _First(dataset, limit * batch_size)
         if self.divided and world.logical_replicas > world.data_parallel_size:
             raise DataError(
-                f"{name_of(dataset)} divides itself over the processes "
-                f"({setting('divided', True)}), and some of them run several of the "
-                f"{world.logical_replicas} replicas: set {setting('divided', False)}, or start a "
-                f"process for each replica"
+                f"{name_of(dataset)} shards itself over the processes "
+                f"({setting('divided', True)}), but some of them run several of the "
+                f"{world.logical_replicas} replicas: set {setting('divided', False)}, or start "
+                f"one process per replica"
             )
-        is_of_hub = type(dataset).__module__.partition(".")[0] == "datasets"
-        if is_of_hub and world.fixed_replicas and self.options.workers > 1:
+        if self.divided and world.replica_shares is not None:
             raise DataError(
-                f"{name_of(dataset)} divides itself over worker processes, and with a fixed number "
-                f"of replicas each must read all samples: set {setting('workers', 1)}"
+                f"{name_of(dataset)} shards itself equally over the replicas "
+                f"({setting('divided', True)}), but "
+                f"{setting('replica_shares', list(world.replica_shares))} gives them unequal "
+                f"shares: set {setting('divided', False)}"
             )
-        # with a fixed number of replicas, each process reads all samples and keeps its share
-        if is_of_hub and not world.fixed_replicas:
+        reads_all = bool(world.fixed_replicas or world.replica_shares)
+        is_of_hub = type(dataset).__module__.partition(".")[0] == "datasets"
+        if is_of_hub and reads_all and self.options.workers > 1:
+            name = "replicas" if world.fixed_replicas else "replica_shares"
+            raise DataError(
+                f"{name_of(dataset)} shards itself over worker processes, but with "
+                f"{argument(name)} each must read all samples: set {setting('workers', 1)}"
+            )
+        # with a fixed number of replicas, or unequal ones, each process keeps its share of all
+        if is_of_hub and not reads_all:
             from datasets.distributed import split_dataset_by_node
 
-            self.divided = True  # it also divides itself over worker processes
+            self.divided = True  # it also shards itself over worker processes
             self.dataset = split_dataset_by_node(
                 dataset, rank=world.data_parallel_rank, world_size=world.data_parallel_size
             )
@@ -188,21 +197,21 @@ class StreamLoader(AgreedLoader):
             self.batches_per_epoch = batches_in(length, batch_size, self.options)
         if self.divided and batch_size < world.data_parallel_size:
             raise DataError(
-                f"{setting('batch_size', batch_size)} is less than a sample for each of the "
-                f"{world.data_parallel_size} replicas that {name_of(dataset)} is divided over"
+                f"{setting('batch_size', batch_size)} is less than one sample for each of the "
+                f"{world.data_parallel_size} replicas that share {name_of(dataset)}: raise it"
             )
 
     def _epochs(
         self, start: Position, drop_last: bool | None = None
     ) -> Generator[Generator[Piece, None, None], None, None]:
-        # The same thread or worker processes make the batches of all epochs.
+        # The same thread or worker processes load the batches of all epochs.
         options, name = self.options, name_of(self.dataset)
         part = _StreamPart(
             self.dataset,
             self.divided,
             self.batch_size,
             self._world.owned_replicas,
-            self._world.logical_replicas,
+            replica_of_samples(self.batch_size, self._world.shares),
             options.collate or default_collate,
             options.drop_last if drop_last is None else drop_last,
             self._seed,
@@ -232,7 +241,7 @@ class StreamLoader(AgreedLoader):
                 yield piece
 
     def once(self) -> Generator[tuple[int, Any], None, None]:
-        """Yields `(inputs, targets)` of one epoch, without dropping any, each with its replica."""
+        """Yields `(inputs, targets)` of one epoch with their replica, without dropping any."""
         with closing(self._epochs(Position(), drop_last=False)) as epochs:
             pieces = next(epochs)
             piece = next(pieces, None)
@@ -260,9 +269,9 @@ class StreamLoader(AgreedLoader):
         saved = (len(states), states[0].get("workers") if states[0] else None)
         if current != saved:
             raise CheckpointError(
-                f"{name_of(self.dataset)} divides itself, and its state in the checkpoint is "
-                f"that of {saved[0]} replicas with {setting('workers', saved[1])}, not of "
-                f"{current[0]} with {setting('workers', current[1])}: go on with as many, or "
+                f"{name_of(self.dataset)} shards itself, and the checkpoint has its state for "
+                f"{saved[0]} replicas with {setting('workers', saved[1])}, not for {current[0]} "
+                f"with {setting('workers', current[1])}: resume with the same numbers, or "
                 f"{phrase('start a new run')}"
             )
         local_state = states[self._world.data_parallel_rank]
@@ -288,13 +297,13 @@ class _First(IterableDataset[Any]):
 
 @dataclass(eq=False)
 class _StreamPart(IterableDataset[Any]):
-    """Makes a process's pieces of each epoch; runs in the worker processes."""
+    """Creates a process's pieces of each epoch; runs in the worker processes."""
 
     dataset: Any
     divided: bool
     batch_size: int
     owned: range
-    replicas: int
+    replica_of: Sequence[int]
     collate: Callable[[Any], Any]
     drop_last: bool
     seed: int
@@ -322,25 +331,26 @@ class _StreamPart(IterableDataset[Any]):
                 return  # the epoch is over; iterating would begin the next one
         reader = _Reader(self.dataset)
         if not self.divided and state is None:
-            reader.take(start.batch * self.batch_size, range(0), 1)
+            reader.take(start.batch * self.batch_size)
         if self.divided and worker < start.worker % workers:
             yield "a turn"  # this worker had its turn before the state was saved
-        # A data set that divides itself gives this worker only its samples. From any other, the
+        # A data set that shards itself gives this worker only its samples. From any other, the
         # worker makes this replica's share of the global batches `worker`, `worker + workers`, ...
-        size, owned, stride, turns = self.batch_size, self.owned, self.replicas, workers
+        size, owned, replica_of = self.batch_size, self.owned, self.replica_of
+        turns = workers
         if self.divided:
-            share = share_of(size, owned.start, stride)
-            size, owned, stride, turns = share.stop - share.start, range(1), 1, 1
+            size = replica_of.count(owned.start)
+            owned, replica_of, turns = range(1), [0] * size, 1
         for number in itertools.count():
             is_mine = number % turns == worker % turns
-            samples, total = reader.take(size, owned if is_mine else range(0), stride)
+            samples, total = reader.take(size, owned if is_mine else range(0), replica_of)
             if reader.failure is not None and (is_mine or total == 0):
                 yield reader.failure
                 return
             if total == 0 or (total < size and self.drop_last):
                 return
             if is_mine:
-                counts = [len(range(replica, total, stride)) for replica in owned]
+                counts = [replica_of[:total].count(replica) for replica in owned]
                 yield self._piece(reader, samples, counts, None if self.divided else total, worker)
 
     def _piece(
@@ -354,7 +364,7 @@ class _StreamPart(IterableDataset[Any]):
         state = None
         if has_state(self.dataset):
             saved = {"state": self.dataset.state_dict(), "ended": reader.ended}
-            state = pickle.dumps(saved)  # now, because the data set advances
+            state = pickle.dumps(saved)  # pickle now, because the data set advances
         batches = []
         for part in samples:
             what = f"{len(part)} samples of {name_of(self.dataset)}, before sample {reader.read}"
@@ -384,26 +394,28 @@ class _Reader:
             self._samples = iter(dataset)
         except Exception as error:
             self._samples = iter(())
-            self.failure = Failure.of(f"{self._name} cannot be iterated over", error)
+            self.failure = Failure.of(f"cannot iterate over {self._name}", error)
 
     @cached_property
     def digest(self) -> int:
-        """The digest of the first samples that had been read at the first access."""
+        """The digest of the first samples that were read before the first access."""
         return digest_of(self.first)
 
-    def take(self, count: int, owned: range, stride: int) -> tuple[list[list[Any]], int]:
+    def take(
+        self, count: int, owned: range = range(0), replica_of: Sequence[int] = ()
+    ) -> tuple[list[list[Any]], int]:
         """Reads samples of a global batch.
 
         Args:
             count: the number of samples to read.
-            owned: the positions of the first sample of each replica to keep samples of.
-            stride: the distance between the samples of a replica.
+            owned: the replicas to keep samples of.
+            replica_of: the replica of each sample; without `owned` not needed.
 
         Returns:
-            for each replica its samples, and the number of samples that were read. A replica
-            without samples gets the first one as padding.
+            the samples of each replica, and the number of samples read. A replica without samples
+            gets the first one as padding.
         """
-        samples: dict[int, list[Any]] = {offset: [] for offset in owned}
+        samples: dict[int, list[Any]] = {replica: [] for replica in owned}
         spare: Any = None
         number = 0
         while number < count:
@@ -418,8 +430,8 @@ class _Reader:
             self.read += 1
             if len(self.first) < min(_DIGESTED_SAMPLES, count):
                 self.first.append(sample)
-            if number % stride in samples:
-                samples[number % stride].append(sample)
+            if samples and replica_of[number] in samples:
+                samples[replica_of[number]].append(sample)
             if number == 0:
                 spare = sample
             number += 1

@@ -1,11 +1,11 @@
 """Conversations for a causal language model: messages through the tokenizer's chat template.
 
-    messages  --chat template-->  one text, and the places of the answers in it
-              --tokenizer-->      ids, and which of them are learnt
+    messages  --chat template-->  one text, and the positions of the answers in it
+              --tokenizer-->      ids, and which of them to learn
               --max_len, pack-->  samples
 
-All conversations are tokenised at the start, so that every number is known: how many are cut, what
-is left out, and how full the windows are.
+All conversations are tokenized at the start, so all statistics are known: how many are truncated,
+how much is left out, and how full the windows are.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hybridtrain.loss import IGNORED
 
 LEARNT = ("answers", "all")
 
-_KEYWORD = "generation"  # the tag of a template around what the assistant says
+_KEYWORD = "generation"  # the template tag that encloses the assistant's text
 
 
 def _for_trained_models(
@@ -48,7 +48,7 @@ def _for_trained_models(
     chat_template: str | None = None,
     **of_training: Any,
 ) -> DataSplits:
-    """Returns the tokenizer alone; see `for_trained_models`."""
+    """Returns only the tokenizer; see `for_trained_models`."""
     tok = _chat_tokenizer(tokenizer, chat_template)
     return DataSplits(
         train=(),
@@ -73,40 +73,40 @@ def chat(
     pack: bool = False,
     pad: str = "longest",
 ) -> DataSplits:
-    """Returns conversations for a causal language model, with a loss on the answers alone.
+    """Returns conversations for a causal language model, with a loss on the answers only.
 
-    A sample of the files has a list of messages, each with a `role` and a `content`, which the
-    tokenizer's chat template turns into one text. Items are `(inputs, labels)`: `input_ids` and
-    `attention_mask`, int64 of shape (tokens,), and labels as long. The label of a place is the
-    token after it, so nothing is shifted any more; it is -100 where that token is not learnt.
+    A sample in the files has a list of messages, each with a `role` and a `content`, which the
+    tokenizer's chat template renders as one text. Items are `(inputs, labels)`: `input_ids` and
+    `attention_mask`, int64 of shape (tokens,), and labels of the same length. The label at each
+    position is the next token (labels are already shifted), or -100 if that token is not learned.
 
-    With `pack`, a sample is a window of `max_len` tokens with several whole conversations. None of
-    them sees another: `position_ids` begin at 0 in each, and the attention mask is float32 of shape
-    (1, max_len, max_len), 0 where a token looks at another and -inf elsewhere. So a window gives
-    the same loss as its conversations one by one, for models that take a prepared mask (those of
-    transformers with `attention` eager, sdpa or sdpa_masked, and without sliding windows).
+    With `pack`, a sample is a window of `max_len` tokens with several whole conversations that do
+    not attend to each other: `position_ids` start at 0 in each, and the attention mask is float32
+    of shape (1, max_len, max_len), 0 where a token attends to another and -inf elsewhere. So a
+    window has the same loss as its conversations one by one, for models that accept a prepared mask
+    (models of transformers with `attention` eager, sdpa or sdpa_masked, without sliding windows).
 
-    Metadata: `task`, `vocab_size`, `max_len`, `pad_index`, `special_tokens`; `longest`, the tokens
-    of the longest sample.
+    Metadata: `task`, `vocab_size`, `max_len`, `pad_index`, `special_tokens`; `longest`, the number
+    of tokens of the longest sample.
 
     Args:
-        path: a file (.json, .jsonl, .parquet, .arrow; the texts among them also with .gz), a
-            pattern, a folder, or a name on the Hub, as of `hf_datasets`.
-        tokenizer: a folder of a tokenizer, a `tokenizer.json`, or a name on the Hub.
-        eval_path: a path like `path` with the evaluation split; None: a split of `path`, or a
-            held-out part of it.
-        eval_share: the share that is held out if there is no such split, 0 to 1.
-        split_seed: the seed of the choice of held-out samples.
+        path: a file (.json, .jsonl, .parquet, .arrow; the text formats also with .gz), a pattern, a
+            folder, or a name on the Hub, as in `hf_datasets`.
+        tokenizer: a tokenizer folder, a `tokenizer.json`, or a name on the Hub.
+        eval_path: the path of the evaluation split, like `path`; None: a split of `path`, or a
+            held-out share of it.
+        eval_share: the share to hold out if there is no evaluation split, 0 to 1.
+        split_seed: the seed for choosing held-out samples.
         messages: the column of the messages.
         chat_template: a file with a chat template; None: the tokenizer's.
-        learn: `answers`: what the assistant says, with the token that ends it; `all`: every token.
-        max_len: the number of tokens after which a conversation is cut, or of a window.
-        pack: whether to fill windows with whole conversations; False: each is a sample.
-        pad: `longest`, or `max_len` for batches of one shape; windows have one.
+        learn: `answers`: the assistant's messages, including their end token; `all`: every token.
+        max_len: the maximum number of tokens of a conversation, or the length of a window.
+        pack: whether to fill windows with whole conversations; False: one conversation per sample.
+        pad: `longest`, or `max_len` for batches of one shape; windows always have one shape.
 
     Raises:
-        DataError: the data, the column or the tokenizer is missing or of another kind, the template
-            is missing or refuses a sample, or nothing is left to learn.
+        DataError: the data, the column or the tokenizer is missing or of the wrong kind, the
+            template is missing or rejects a sample, or no token is left to learn.
     """
     check_named(path=path, tokenizer=tokenizer)
     check_choice("learn", learn, LEARNT)
@@ -122,8 +122,8 @@ def chat(
     for split, samples in source.samples.items():
         coded = [render(sample[messages], f"sample {n + 1} of the {split} split, as divided here")
                  for n, sample in enumerate(samples)]  # fmt: skip
-        chats[split], said = _cut(coded, max_len, split)
-        notes += said
+        chats[split], cut_notes = _cut(coded, max_len, split)
+        notes += cut_notes
     pad_id = padding_token(tok)
     metadata: dict[str, Any] = {"task": "causal_lm", "vocab_size": len(tok), "max_len": max_len}
     metadata |= {"special_tokens": special_tokens(tok)}
@@ -159,28 +159,26 @@ def chat(
 
 
 def _chat_tokenizer(name: str, template: str | None) -> Any:
-    """Returns a tokenizer that has a chat template.
+    """Returns a tokenizer with a chat template.
 
     Raises:
-        DataError: it has none, or cannot say where a token is in a text.
+        DataError: it has no chat template, or does not report token positions in a text.
     """
     tok = load_tokenizer(name)
     if template is not None:
         try:
             tok.chat_template = Path(template).expanduser().read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"{setting('chat_template', template)} cannot be read: {error}"
-            ) from error
+            raise DataError(f"cannot read {setting('chat_template', template)}: {error}") from error
     if not tok.chat_template:
         raise DataError(
-            f"{setting('tokenizer', name)} has no chat template: take the tokenizer of a model for "
-            f"chats, or set {argument('chat_template')} to a file with one"
+            f"{setting('tokenizer', name)} has no chat template: use the tokenizer of a chat "
+            f"model, or set {argument('chat_template')} to a file with a template"
         )
     if not tok.is_fast:
         raise DataError(
-            f"{setting('tokenizer', name)} cannot say where a token is in a text: use one with a "
-            f"tokenizer.json"
+            f"{setting('tokenizer', name)} does not report token positions in a text: use a "
+            f"tokenizer with a tokenizer.json"
         )
     return tok
 
@@ -190,9 +188,9 @@ class Chat:
     """The tokens of a conversation.
 
     Attributes:
-        ids: of all tokens.
-        learnt: for each of them, whether it is learnt; the first one never is.
-        full: the number of tokens before a cut, and of those that are learnt.
+        ids: the ids of all tokens.
+        learnt: for each token, whether it is learned; the first one never is.
+        full: the number of tokens before truncation, and the number of learned ones among them.
     """
 
     ids: NDArray[np.int32]
@@ -201,12 +199,12 @@ class Chat:
 
 
 class _Renderer:
-    """Turns messages into tokens.
+    """Converts messages to tokens.
 
     Args:
-        tokenizer: with a chat template.
-        learns_all: every token is learnt.
-        column: of the messages, for errors.
+        tokenizer: a tokenizer with a chat template.
+        learns_all: True to learn every token.
+        column: the column of the messages, for errors.
     """
 
     def __init__(self, tokenizer: Any, learns_all: bool, column: str) -> None:
@@ -218,7 +216,7 @@ class _Renderer:
         self._has_tag = _KEYWORD in of_default and "endgeneration" in of_default
 
     def __call__(self, messages: Any, where: str) -> Chat:
-        """Returns a conversation; `where` it is, for errors."""
+        """Returns a conversation; `where` names it in errors."""
         messages = self._checked(messages, where)
         try:
             if self._has_tag and not self._learns_all:
@@ -230,9 +228,9 @@ class _Renderer:
                 ids, learnt = self._by_prefixes(messages, where)
         except DataError:
             raise
-        except Exception as error:  # of a template, which may raise what it likes
+        except Exception as error:  # from a template, which may raise anything
             raise DataError(
-                f"{setting('messages', self._column)}: the chat template refuses {where}: "
+                f"{setting('messages', self._column)}: the chat template rejects {where}: "
                 f"{' '.join(str(error).split())}"
             ) from error
         mask = np.asarray(learnt, dtype=bool)
@@ -240,7 +238,7 @@ class _Renderer:
         return Chat(np.asarray(ids, dtype=np.int32), mask, (len(ids), int(mask.sum())))
 
     def _checked(self, messages: Any, where: str) -> list[dict[str, Any]]:
-        """Returns messages without the keys that the sample does not have."""
+        """Returns messages without the keys that are null in the sample."""
         good = isinstance(messages, list) and messages
         plain = [
             {key: value for key, value in message.items() if value is not None}
@@ -250,15 +248,15 @@ class _Renderer:
         if not good or len(plain) < len(messages) or not all("role" in turn for turn in plain):
             raise DataError(
                 f"{setting('messages', self._column)}: {where} must have a list of messages such "
-                f'as {{"role": "user", "content": "..."}}, and has {str(messages)[:80]}'
+                f'as {{"role": "user", "content": "..."}}, but has {str(messages)[:80]}'
             )
         return plain
 
     def _by_prefixes(self, messages: list[dict[str, Any]], where: str) -> tuple[Any, Any]:
-        """Returns ids and what is learnt, by where each answer begins and ends in the text.
+        """Returns ids and which ones to learn, from the start and end of each answer in the text.
 
-        An answer begins after the text of the messages before it, with the prompt for the
-        assistant, and ends with its own text; spaces at the end are the template's.
+        An answer starts after the text of the messages before it, including the prompt for the
+        assistant, and ends with its own text; trailing spaces belong to the template.
         """
         text = self._text(messages)
         coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -274,9 +272,9 @@ class _Renderer:
             until = self._text(messages[: number + 1])
             if not (text.startswith(until) and until.startswith(before)):
                 raise DataError(
-                    f"{setting('messages', self._column)}: in {where} the chat template writes "
-                    f"message {number + 1} otherwise than at the end of a conversation, so that "
-                    f"the answers cannot be found: put {{% {_KEYWORD} %}} ... "
+                    f"{setting('messages', self._column)}: in {where} the chat template renders "
+                    f"message {number + 1} differently at the end of a conversation, so the "
+                    f"answers cannot be located: put {{% {_KEYWORD} %}} ... "
                     f"{{% end{_KEYWORD} %}} around them in your template "
                     f"({argument('chat_template')}), or set {setting('learn', 'all')}"
                 )
@@ -289,39 +287,42 @@ class _Renderer:
 
 
 def _cut(chats: Sequence[Chat], max_len: int, split: str) -> tuple[list[Chat], list[str]]:
-    """Returns conversations of `max_len` tokens and a last label, and what was cut, in words.
+    """Returns conversations truncated to `max_len` tokens plus one label, and a report.
 
     Raises:
-        DataError: nothing is left to learn.
+        DataError: no token is left to learn.
     """
-    kept = []
+    remaining = []
     for chat in chats:
         cut = Chat(chat.ids[: max_len + 1], chat.learnt[: max_len + 1], chat.full)
         if cut.learnt.any():
-            kept.append(cut)
+            remaining.append(cut)
     purpose = "to train on" if split == "train" else "to evaluate"
-    if not kept:
+    if not remaining:
         raise DataError(
             f"none of the {len(chats):,} conversations {purpose} has an answer in its first "
             f"{setting('max_len', max_len)} tokens"
         )
     lengths = [chat.full[0] for chat in chats]
-    answers, learnt = sum(chat.full[1] for chat in chats), sum(int(c.learnt.sum()) for c in kept)
+    answers, learnt = (
+        sum(chat.full[1] for chat in chats),
+        sum(int(c.learnt.sum()) for c in remaining),
+    )
     share = sum(length > max_len + 1 for length in lengths) / len(lengths)
     notes = [
         f"conversations {purpose} of {median(lengths):g} tokens (median), {max(lengths)} (longest);"
-        f" {setting('max_len', max_len)} cuts {share:.1%} of them, and {1 - learnt / answers:.1%}"
-        f" of the {answers:,} tokens that are learnt"
+        f" {setting('max_len', max_len)} truncates {share:.1%} of them and removes "
+        f"{1 - learnt / answers:.1%} of the {answers:,} learned tokens"
         if answers
         else ""
     ]
-    if left_out := len(chats) - len(kept):
-        notes.append(f"{left_out:,} {purpose} left out, without an answer in them")
-    return kept, notes
+    if left_out := len(chats) - len(remaining):
+        notes.append(f"{left_out:,} {purpose} left out, because they contain no answer")
+    return remaining, notes
 
 
 class Conversations(Dataset[Any]):
-    """Conversations, each a sample."""
+    """Conversations, one per sample."""
 
     def __init__(self, chats: Sequence[Chat]) -> None:
         self._chats = chats
@@ -335,7 +336,7 @@ class Conversations(Dataset[Any]):
 
 
 class Windows(Dataset[Any]):
-    """Windows of several conversations, which do not see one another."""
+    """Windows of several conversations, which do not attend to each other."""
 
     def __init__(
         self, chats: Sequence[Chat], windows: Sequence[Sequence[int]], length: int, pad_id: int
@@ -372,7 +373,7 @@ def stacked(items: Sequence[tuple[dict[str, Tensor], Tensor]]) -> tuple[dict[str
 
 
 def _shifted(chat: Chat) -> tuple[Tensor, Tensor]:
-    """Returns the inputs, and for each the next token, or -100 where it is not learnt."""
+    """Returns the inputs, and for each the next token, or -100 if it is not learned."""
     ids = torch.from_numpy(chat.ids.astype(np.int64))
     learnt = torch.from_numpy(chat.learnt)
     return ids[:-1], ids[1:].masked_fill(~learnt[1:], IGNORED)
@@ -383,10 +384,10 @@ def _tokens(chats: Sequence[Chat]) -> int:
 
 
 def _packed(chats: Sequence[Chat], length: int) -> list[list[int]]:
-    """Returns the conversations of each window: the longest first, each where it fits best."""
+    """Returns the conversations of each window, by best fit, longest first."""
     order = sorted(range(len(chats)), key=lambda number: -len(chats[number].ids))
     windows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # the free places of each window, in order, and its number
+    free: list[tuple[int, int]] = []  # sorted: the free space and the index of each window
     for number in order:
         size = len(chats[number].ids) - 1
         place = bisect_left(free, (size, -1))

@@ -17,7 +17,7 @@ from hybridtrain.errors import DataError, argument
 
 _SIDE = 32
 
-# Of the training pixels, per colour, scaled to 0..1.
+# Statistics of the training pixels, per color, scaled to 0..1.
 _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 _URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
@@ -26,7 +26,7 @@ _FOLDER = "cifar-10-batches-py"
 
 
 class Augmented(Dataset[Any]):
-    """Images in memory, of which each is transformed by itself when it is read."""
+    """Images in memory, each transformed individually when it is read."""
 
     def __init__(
         self, images: Tensor, labels: Tensor, transform: Callable[[Tensor], Tensor]
@@ -45,23 +45,23 @@ class Augmented(Dataset[Any]):
 def cifar10(root: str | Path = "data", download: bool = False, augment: bool = True) -> DataSplits:
     """Returns the 60,000 photographs of CIFAR-10, read by `torchvision.datasets.CIFAR10`.
 
-    Items are `(image, label)`: float32 of shape (3, 32, 32), normalised per colour with the mean
-    and standard deviation of the training split, and int64 in 0..9. In training an image is a
-    random part of 32 x 32 of it with a border of 4, mirrored or not. The pixels stay bytes in
-    memory (154 MB for the training split).
+    Items are `(image, label)`: float32 of shape (3, 32, 32), normalized per color with the mean and
+    standard deviation of the training split, and int64 in 0..9. Training images are random 32 x 32
+    crops with a padding of 4, randomly flipped. The pixels stay bytes in memory (154 MB for the
+    training split).
 
     Metadata: `num_classes` 10, `image_size` 32, `channels` 3, `image_mean`, `image_std`.
 
     Source: A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
 
     Args:
-        root: the folder that holds `cifar-10-batches-py/`, or the archive
+        root: the folder that contains `cifar-10-batches-py/`, or the archive
             `cifar-10-python.tar.gz`, which is unpacked there.
-        download: fetch the archive (170 MB) if neither is there.
-        augment: draw random parts in training; False: as in evaluation.
+        download: download the archive (170 MB) if neither exists.
+        augment: random crops and flips in training; False: as in evaluation.
 
     Raises:
-        DataError: files are missing, cannot be fetched, or are damaged.
+        DataError: files are missing or damaged, or the download fails.
     """
     root = Path(root)
     if not (root / _FOLDER).is_dir():
@@ -81,7 +81,7 @@ def cifar10(root: str | Path = "data", download: bool = False, augment: bool = T
 
 
 def to_floats(pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns bytes of shape (N, 3, 32, 32) as the normalised float32 images of a model."""
+    """Returns bytes of shape (N, 3, 32, 32) as the normalized float32 images of a model."""
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _STD))
     return pixels.float().div_(255).sub_(mean).div_(std), labels
 
@@ -94,8 +94,8 @@ def _transform() -> Any:
 
 
 def _unpack(root: Path, download: bool) -> None:
-    """Unpacks the archive, which is fetched if it is not there."""
-    # Takes a second to import.
+    """Unpacks the archive, after downloading it if necessary."""
+    # The import takes a second.
     from torchvision.datasets import CIFAR10
     from torchvision.datasets.utils import check_integrity, download_url, extract_archive
 
@@ -110,8 +110,8 @@ def _unpack(root: Path, download: bool) -> None:
             download_url(CIFAR10.url, str(root), _ARCHIVE, CIFAR10.tgz_md5)
         elif not check_integrity(str(archive), CIFAR10.tgz_md5):
             raise DataError(
-                f"CIFAR-10: {archive.absolute()} is not the archive, or damaged (its MD5 is "
-                f"another). Delete it.\n{_remedy(root)}"
+                f"CIFAR-10: {archive.absolute()} is damaged or another file (wrong MD5 checksum). "
+                f"Delete it.\n{_remedy(root)}"
             )
         with tempfile.TemporaryDirectory(prefix=f".{_FOLDER}-", dir=root) as scratch:
             extract_archive(str(archive), scratch)
@@ -128,7 +128,7 @@ def _read(root: Path, train: bool) -> tuple[Tensor, Tensor]:
     from torchvision.datasets import CIFAR10
 
     try:
-        data = CIFAR10(str(root), train=train)  # compares the files' MD5
+        data = CIFAR10(str(root), train=train)  # verifies the files' MD5
     except (OSError, RuntimeError) as error:
         raise DataError(
             f"CIFAR-10: a file in {(root / _FOLDER).absolute()} is missing or damaged ({error}). "
@@ -140,7 +140,7 @@ def _read(root: Path, train: bool) -> tuple[Tensor, Tensor]:
 
 def _remedy(root: Path) -> str:
     return (
-        f"Fetch it with: hybridtrain recipe=cifar10_resnet18 data.download=true data.root={root}\n"
-        f"Or by hand: put {_ARCHIVE} (from {_URL}) into {root.absolute()}, "
-        f"or name another folder with {argument('root')}"
+        f"Download it with: hybridtrain recipe=cifar10_resnet18 data.download=true "
+        f"data.root={root}\nOr manually: put {_ARCHIVE} (from {_URL}) into {root.absolute()}, or "
+        f"set another folder with {argument('root')}"
     )

@@ -1,4 +1,4 @@
-"""The handwritten digits that come with the package. See digits.md for their source."""
+"""The handwritten digits included in the package. See digits.md for their source."""
 
 import gzip
 from importlib.resources import files
@@ -12,7 +12,7 @@ from hybridtrain.errors import DataError
 _FILE = "digits.csv.gz"
 _SAMPLES = 1797
 _SIDE = 8
-_WHITE = 16  # a pixel is the number of dots set in a 4x4 block
+_WHITE = 16  # a pixel counts the dots set in a 4x4 block
 
 # Mean and standard deviation of the 1,797 x 64 pixels after scaling to 0..1.
 _MEAN, _STD = 0.3053, 0.3760
@@ -22,11 +22,11 @@ def digits() -> DataSplits:
     """Returns the 1,797 digits of the UCI Optical Recognition set (its test split), 8x8 pixels.
 
     Items are `(image, label)`: float32 of shape (1, 8, 8), scaled from 0..16 to 0..1 and then
-    normalised to mean 0 and standard deviation 1 over the set, and int64 in 0..9.
+    normalized to mean 0 and standard deviation 1 over the set, and int64 in 0..9.
 
-    The evaluation split is every fifth digit of each class in the file's order, 355 in all; 1,442
-    are for training. This draws no random numbers, so it never depends on a seed or on a release
-    of torch, and both splits have the classes in the same proportion.
+    The evaluation split is every fifth digit of each class in file order, 355 in all; the other
+    1,442 are for training. No random numbers are involved, so the split does not depend on a seed
+    or a torch version, and both splits have the same class proportions.
 
     Metadata: `num_classes` 10, `image_size` 8, `channels` 1.
 
@@ -64,6 +64,6 @@ def digits() -> DataSplits:
 
 def _broken(path: str, problem: str) -> str:
     return (
-        f"{path} should hold {_SAMPLES} lines of {_SIDE * _SIDE} pixels and a label, but: "
-        f"{problem}. The file comes with the package: install hybridtrain again"
+        f"{path} must contain {_SAMPLES} lines of {_SIDE * _SIDE} pixels and a label, but: "
+        f"{problem}. The file belongs to the package: reinstall hybridtrain"
     )

@@ -1,10 +1,10 @@
-"""Data sets of texts, read by the library `datasets` of Hugging Face, for models of transformers.
+"""Text data sets for models of transformers, read by the Hugging Face library `datasets`.
 
-    files, folder, name  --datasets-->  samples in an Arrow file, mapped into memory
-                         --tokenizer->  ids, of a sample when it is read, or of all to pack them
+    files, folder, name  --datasets-->  samples in a memory-mapped Arrow file
+                         --tokenizer->  ids, of each sample on reading, or of all to pack them
                          --collate-->   a batch, padded to its longest sample
 
-`pip install datasets` is another package than this folder, which is `hybridtrain.datasets`.
+The library `datasets` (`pip install datasets`) is not this folder, `hybridtrain.datasets`.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ TASKS = (
     "seq2seq",
 )
 
-# Tasks with classes, and those among them whose samples have a list of them.
+# Tasks with classes, and the ones among them with a list of classes per sample.
 _CLASSES = ("classification", "multilabel", "token_classification")
 _LISTS = _CLASSES[1:]
 
-# Texts whose lengths a run looks at before it begins.
+# The number of texts to measure before a run.
 _MEASURED_TEXTS = 2000
 
-# The inputs that are padded with the tokenizer's padding token.
+# The inputs padded with the tokenizer's padding token.
 _IDS = ("input_ids", "decoder_input_ids")
 
-# Texts that are tokenised together, to pack them.
+# The number of texts to tokenize at once for packing.
 _TEXTS_AT_A_TIME = 1000
 
 Item = tuple[dict[str, Tensor], Tensor]
@@ -89,11 +89,11 @@ def _for_trained_models(
     predict_path: str | None = None,
     **of_training: Any,
 ) -> DataSplits:
-    """Returns the texts of `predict_path` alone, and the tokenizer; see `for_trained_models`."""
+    """Returns only the texts of `predict_path`, and the tokenizer; see `for_trained_models`."""
     tok = load_tokenizer(tokenizer)
-    given: dict[str, Any] = {"vocab_size": len(tok), "max_len": max_len}
+    tokenizer_facts: dict[str, Any] = {"vocab_size": len(tok), "max_len": max_len}
     if classes is not None:
-        given["classes"] = classes
+        tokenizer_facts["classes"] = classes
     encode = _Encoder(tok, text, text_pair, max_len)
     start = _start(tok, tokenizer, decoder_start) if task == "seq2seq" else -1
     to_predict = None
@@ -103,13 +103,13 @@ def _for_trained_models(
             lengths, complete = _lengths(
                 to_predict.samples, tok, to_predict.texts, task != "causal_lm"
             )
-            given["longest"] = max([metadata["longest"], *lengths]) if complete else None
+            tokenizer_facts["longest"] = max([metadata["longest"], *lengths]) if complete else None
     return DataSplits(
         train=(),
         eval=None,
         predict=to_predict,
         predict_collate=_padded(tok, max_len, pad).of_inputs,
-        metadata={**metadata, **given},
+        metadata={**metadata, **tokenizer_facts},
         tokenizer=tok,
         vocabulary=vocabulary_digest(tok),
     )
@@ -122,7 +122,7 @@ def _padded(tokenizer: Any, max_len: int, pad: str) -> Padded:
 def _texts_to_predict(
     path: str, name: str | None, encode: _Encoder, task: str, start: int
 ) -> Encoded:
-    """Returns the texts of `predict_path`, or those on standard input."""
+    """Returns the texts of `predict_path`, or of standard input."""
     texts = [encode.text, *([encode.text_pair] if encode.text_pair is not None else [])]
     if path == STANDARD_INPUT:
         table = _of_standard_input(texts)
@@ -159,58 +159,57 @@ def hf_datasets(
 ) -> DataSplits:
     """Returns texts for a model of transformers, from files, a folder or the Hugging Face Hub.
 
-    Items are `(inputs, labels)`. The inputs are a dict with the names of the models' `forward`:
-    `input_ids` and `attention_mask`, int64 of shape (tokens,), and what else the tokenizer makes.
-    A batch is padded to its longest sample; what is padding has the attention mask 0. The labels
-    are those of a plain loss over the model's logits:
+    Items are `(inputs, labels)`. The inputs are a dict with the argument names of the models'
+    `forward`: `input_ids` and `attention_mask`, int64 of shape (tokens,), and any other output of
+    the tokenizer. A batch is padded to its longest sample, with attention mask 0 at padding. The
+    labels are for a plain loss over the model's logits:
 
-    - `classification`: int64, 0-dim, for `cross_entropy`. Classes that are texts are numbered in
-      the order of their names.
+    - `classification`: int64, 0-dim, for `cross_entropy`. Text classes are numbered in the order of
+      their names.
     - `multilabel`: float32 of shape (classes,), 1 for each class in a sample's list, for `bce`.
     - `token_classification`: int64 of shape (tokens,), for `cross_entropy`. The text is a list of
       words, and the target a list with a class for each; the first token of a word has its class,
       the others -100.
     - `regression`: float32 of shape (columns,), for `mse`.
-    - `causal_lm`: int64 of shape (tokens,), for `cross_entropy`: the label of a place is the token
-      after it, so nothing is shifted any more. With `pack` all texts are joined, with the
+    - `causal_lm`: int64 of shape (tokens,), for `cross_entropy`: the label at each position is the
+      next token (labels are already shifted). With `pack`, all texts are joined, with the
       tokenizer's end-of-text token after each, and cut into windows of `max_len` tokens.
-    - `masked_lm`: int64 of shape (tokens,): the token itself at a share of the places, -100
-      elsewhere. Of these tokens 80% become the mask, 10% another token. Every epoch draws others.
+    - `masked_lm`: int64 of shape (tokens,): the original token at a share of the positions, -100
+      elsewhere. 80% of these tokens become the mask, 10% another token. Every epoch draws new ones.
       Source: J. Devlin et al., BERT, 2019, section 3.1.
-    - `seq2seq`: int64 of shape (tokens of `target`,); `decoder_input_ids` are the labels after a
-      first token.
+    - `seq2seq`: int64 of shape (tokens of `target`,); `decoder_input_ids` are the labels shifted
+      right by a first token.
 
-    Labels at padding are -100, which the losses do not count.
+    Labels at padding are -100, which the losses ignore.
 
-    Samples are read as they are written: `NA` is a text, a sample without a value is refused with
-    its file and number. Classes of a `ClassLabel` are matched by their names in all splits.
+    Values are read as written: `NA` is a text, and a sample without a value raises an error that
+    names its file and number. `ClassLabel` classes are matched by name in all splits.
 
     Metadata: `task`, `vocab_size`, `max_len`, `pad_index`, `special_tokens`; `num_classes` and
-    `num_labels` for the tasks with classes and regression, with `classes`, the names, where there
-    are names; `seq_len` for packed texts; `longest`, the tokens of the longest text of all splits,
-    where all were measured and a batch is padded to its longest.
+    `num_labels` for regression and tasks with classes, with the names `classes`, if there are any;
+    `seq_len` for packed texts; `longest`, the number of tokens of the longest text of all splits,
+    if all texts were measured and batches are padded to their longest.
 
     Args:
-        path: a file (.csv, .tsv, .json, .jsonl, .parquet, .arrow, .txt; the texts among them also
-            with .gz); several by a pattern, `parts/*.jsonl`; a folder of such files named after
-            their splits; a folder that `save_to_disk` wrote; or a name on the Hub.
-        tokenizer: a `tokenizer.json`, a folder of a tokenizer, or a name on the Hub.
+        path: a file (.csv, .tsv, .json, .jsonl, .parquet, .arrow, .txt; the text formats also with
+            .gz); several files by a pattern, `parts/*.jsonl`; a folder of such files named after
+            their splits; a folder written by `save_to_disk`; or a name on the Hub.
+        tokenizer: a `tokenizer.json`, a tokenizer folder, or a name on the Hub.
         task: classification, multilabel, regression, token_classification, causal_lm, masked_lm or
             seq2seq.
-        name: the configuration of a data set on the Hub that has several.
-        eval_path: a path like `path` with the evaluation split; None: a split of `path`, or a
-            held-out part of it.
+        name: the configuration, for a data set on the Hub with several.
+        eval_path: the path of the evaluation split, like `path`; None: a split of `path`, or a
+            held-out share of it.
         train_split: the split to train on.
         eval_split: the split to evaluate on; None: validation, test or another of the usual names.
-        eval_share: the share that is held out if there is no such split, 0 to 1.
-        split_seed: the seed of the choice of held-out samples.
-        classes: the names of the classes in the order of their numbers; None: sorted, or as a
-            ClassLabel has them.
+        eval_share: the share to hold out if there is no evaluation split, 0 to 1.
+        split_seed: the seed for choosing held-out samples.
+        classes: the class names in index order; None: sorted, or the order of a ClassLabel.
         text: the column of the text.
         text_pair: the column of a second text, such as the sentence to compare with.
         target: the column of the class, of the list of classes, of the number (several: a list) or,
             for seq2seq, of the text.
-        max_len: the number of tokens after which a sample is cut, or of a window.
+        max_len: the maximum number of tokens of a sample, or the length of a window.
         pad: `longest`, or `max_len` for batches of one shape.
         pack: whether to join texts for causal_lm; False: each text is a sample.
         mask_share: the share of the tokens that masked_lm predicts, 0 to 1.
@@ -219,8 +218,8 @@ def hf_datasets(
             standard input, one text or JSON object per line.
 
     Raises:
-        DataError: the data, a split, a column or the tokenizer is missing, damaged or of another
-            kind, a library is not installed, or an argument is out of its range.
+        DataError: the data, a split, a column or the tokenizer is missing, damaged or of the wrong
+            kind, a library is not installed, or an argument is out of range.
     """
     check_named(path=path, tokenizer=tokenizer)
     check_choice("task", task, TASKS)
@@ -236,14 +235,14 @@ def hf_datasets(
     needed = dict.fromkeys(texts, "text")
     if task in (*_CLASSES, "regression", "seq2seq"):
         needed |= dict.fromkeys(targets, "target")
-    # a summary may be empty, a class or a number may not
+    # a summary may be empty; a class or a number may not
     source = files.read(needed, blank_targets=task == "seq2seq")
     samples = source.samples
     words = task == "token_classification"
     check_columns(samples, "text", [text], None if words else "text")
     if text_pair is not None and words:
         raise DataError(
-            f"{argument('text_pair')} is a second text, and {setting('task', task)} has words"
+            f"{argument('text_pair')} names a second text, but {setting('task', task)} takes words"
         )
     if text_pair is not None:
         check_columns(samples, "text_pair", [text_pair], "text")
@@ -275,7 +274,7 @@ def hf_datasets(
     special = task != "causal_lm"
     lengths, complete = _lengths(samples["train"], tok, texts, special)
     others |= {"notes": [_in_words(lengths, complete, max_len), *source.notes]}
-    # all that the model will read: it may have fewer positions than max_len
+    # all columns that the model will read: it may have fewer positions than max_len
     others_read = [(samples["eval"], texts), *([(to_predict.samples, texts)] if to_predict else [])]
     if task == "seq2seq":
         others_read += [(of_split, targets[:1]) for of_split in samples.values()]
@@ -320,7 +319,8 @@ def hf_datasets(
 def _lengths(
     samples: Any, tokenizer: Any, columns: Sequence[str], special: bool
 ) -> tuple[list[int], bool]:
-    """Returns the tokens of texts, with special ones or without, and True if all are measured."""
+    """Returns the token counts of texts, with or without special tokens; True if all are
+    measured."""
     if not len(samples):
         return [], True
     step = -(-len(samples) // _MEASURED_TEXTS)
@@ -336,19 +336,20 @@ def _in_words(lengths: Sequence[int], complete: bool, max_len: int) -> str:
     cut = sum(length > max_len for length in lengths) / len(lengths)
     of_how_many = "" if complete else f", in {len(lengths):,} texts"
     return (
-        f"texts of {median(lengths):g} tokens (median), {max(lengths)} (longest), {cut:.0%} cut by "
+        f"texts of {median(lengths):g} tokens (median), {max(lengths)} (longest), {cut:.0%} "
+        f"truncated by "
         f"{setting('max_len', max_len)}{of_how_many}"
     )
 
 
 class Encoded(Dataset[Any]):
-    """Samples, of which each is encoded when it is read.
+    """Samples that are encoded when they are read.
 
     Args:
         samples: a `datasets.Dataset`.
-        item: makes the item of a sample.
+        item: converts a sample to an item.
         texts: the columns of its texts.
-        labels: returns the labels of all samples, see `DataSplits`; None: there are no classes.
+        labels: returns the labels of all samples, see `DataSplits`; None: the task has no classes.
     """
 
     def __init__(
@@ -371,16 +372,16 @@ class Encoded(Dataset[Any]):
         return self.item(self.samples[index])
 
     def describe(self, index: int) -> dict[str, Any]:
-        """Returns the texts of a sample, which `predict` writes next to the result."""
+        """Returns the texts of a sample; `predict` writes them next to the result."""
         sample = self.samples[index]
         return {column: sample[column] for column in self.texts}
 
 
 def _of_standard_input(texts: Sequence[str]) -> Table:
-    """Returns the samples on standard input: JSON objects, or texts for the only column.
+    """Returns the samples on standard input: JSON objects, or texts for a single column.
 
     Raises:
-        DataError: a line has not the columns that are needed.
+        DataError: a line lacks a required column.
     """
     import datasets
 
@@ -388,7 +389,7 @@ def _of_standard_input(texts: Sequence[str]) -> Table:
     if not all(line.lstrip().startswith("{") for line in lines):
         if len(texts) > 1:
             raise DataError(
-                f"{argument('predict_path')}-: a sample has several texts ({', '.join(texts)}): "
+                f"{argument('predict_path')}-: each sample has several texts ({', '.join(texts)}): "
                 "write one JSON object per line"
             )
         return Table({"test": datasets.Dataset.from_dict({texts[0]: lines})})
@@ -403,8 +404,8 @@ def _of_standard_input(texts: Sequence[str]) -> Table:
         for column in texts:
             if not isinstance(sample.get(column), str):
                 raise DataError(
-                    f"{argument('predict_path')}-, line {number + 1}: there is no text in "
-                    f"{column!r}, the column that the model was trained on"
+                    f"{argument('predict_path')}-, line {number + 1}: no text in {column!r}, the "
+                    f"column that the model was trained on"
                 )
         samples.append({column: sample[column] for column in texts})
     return Table({"test": datasets.Dataset.from_list(samples)})
@@ -412,7 +413,7 @@ def _of_standard_input(texts: Sequence[str]) -> Table:
 
 @dataclass(frozen=True)
 class Padded:
-    """A `collate` that pads the tensors of samples at their end, and stacks them.
+    """A `collate_fn` that pads the tensors of samples at the end and stacks them.
 
     Attributes:
         pad_id: the padding token of `input_ids` and `decoder_input_ids`. Other inputs are padded
@@ -445,7 +446,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class _Encoder:
-    """Makes the inputs of a sample's texts."""
+    """Encodes a sample's texts as model inputs."""
 
     tokenizer: Any
     text: str
@@ -457,24 +458,24 @@ class _Encoder:
         return self.of(_text(sample, self.text), pair)
 
     def of_words(self, words: Sequence[str]) -> Any:
-        """Returns the tokenizer's encoding of words, cut to `max_len` tokens.
+        """Returns the tokenizer's encoding of a list of words, truncated to `max_len` tokens.
 
         Raises:
-            DataError: they are not a list.
+            DataError: `words` is not a list.
         """
         if not isinstance(words, list):
-            raise DataError(f"column {self.text} has {words!r} here, and must have a list of words")
+            raise DataError(f"column {self.text} must have a list of words, but has {words!r} here")
         return self.tokenizer(
             words, is_split_into_words=True, truncation=True, max_length=self.max_len
         )
 
     def of(self, text: str, pair: str | None = None, **settings: Any) -> dict[str, Tensor]:
-        """Returns the tensors of a text, or of two, cut to `max_len` tokens; one at least."""
+        """Returns the tensors of one or two texts, truncated to `max_len` tokens; at least one."""
         encoded = self.tokenizer(text, pair, truncation=True, max_length=self.max_len, **settings)
         tensors = {key: torch.tensor(value, dtype=torch.int64) for key, value in encoded.items()}
         if len(tensors["input_ids"]):
             return tensors
-        # A sample that is all padding would have a softmax over nothing.
+        # A sample of padding only would have a softmax over nothing.
         empty = {key: torch.zeros(1, dtype=torch.int64) for key in tensors}
         return {**empty, "attention_mask": torch.ones(1, dtype=torch.int64)}
 
@@ -507,7 +508,7 @@ def _by_word(
     encoded = encode.of_words(words)
     if len(words) != len(values):
         raise DataError(
-            f"a sample has {len(words)} words in {encode.text} and {len(values)} classes in "
+            f"a sample has {len(words)} words in {encode.text}, but {len(values)} classes in "
             f"{column}: {' '.join(map(str, words))[:80]}"
         )
     of_word = encoded.word_ids()
@@ -546,7 +547,7 @@ def _valued(encode: _Encoder, columns: Sequence[str], sample: Mapping[str, Any])
 
 
 def _continued(encode: _Encoder, sample: Mapping[str, Any]) -> Item:
-    # one more than the inputs have: of a text that is cut the last label is its next token
+    # one token more than the inputs: the last label of a truncated text is its next token
     longer = replace(encode, max_len=encode.max_len + 1)
     ids = longer.of(_text(sample, encode.text), add_special_tokens=False)["input_ids"]
     if len(ids) <= encode.max_len:
@@ -557,7 +558,7 @@ def _continued(encode: _Encoder, sample: Mapping[str, Any]) -> Item:
 def _masked(encode: _Encoder, collator: Any, sample: Mapping[str, Any]) -> Item:
     inputs = encode.of(_text(sample, encode.text), return_special_tokens_mask=True)
     special = inputs.pop("special_tokens_mask")
-    # draws by PyTorch, and so by the number of the sample
+    # draws with PyTorch, so the loader can seed it per sample
     ids, labels = collator.torch_mask_tokens(inputs["input_ids"][None], special[None])
     return {**inputs, "input_ids": ids[0]}, labels[0]
 
@@ -572,7 +573,7 @@ def _translated(encode: _Encoder, target: str, start: int, sample: Mapping[str, 
 
 
 def _alone(encode: _Encoder, task: str, start: int, sample: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the inputs of a sample without a target; a decoder has its first token."""
+    """Returns the inputs of a sample without a target; a decoder gets its first token."""
     if task == "causal_lm":
         inputs, _ = _continued(encode, sample)
         return inputs
@@ -586,7 +587,7 @@ def _alone(encode: _Encoder, task: str, start: int, sample: Mapping[str, Any]) -
 def _text(sample: Mapping[str, Any], column: str) -> str:
     value = sample[column]
     if not isinstance(value, str):
-        raise DataError(f"column {column} has {value!r} here, and must have a text")
+        raise DataError(f"column {column} must have a text, but has {value!r} here")
     return value
 
 
@@ -595,15 +596,15 @@ def _masks(tokenizer: Any, name: str, share: float) -> Any:
 
     if tokenizer.mask_token is None:
         raise DataError(
-            f"{setting('task', 'masked_lm')} needs a mask token, and {setting('tokenizer', name)} "
-            "has none: use one of a model that was trained so, such as BERT, or "
+            f"{setting('task', 'masked_lm')} needs a mask token, but {setting('tokenizer', name)} "
+            "has none: use the tokenizer of a masked language model, such as BERT, or set "
             f"{setting('task', 'causal_lm')}"
         )
     return DataCollatorForLanguageModeling(tokenizer, mlm_probability=share)
 
 
 def _start(tokenizer: Any, name: str, token: str | None) -> int:
-    """Returns the id of a decoder's first token."""
+    """Returns the id of the decoder's first token."""
     if token is None:
         if tokenizer.pad_token_id is not None:
             return int(tokenizer.pad_token_id)
@@ -626,7 +627,7 @@ def _packed(
     def too_few(split: str, tokens: int) -> str:
         return (
             f"{tokens} tokens in the column {column} of the {split} split are too few for one "
-            f"window of {setting('max_len', length)} and the token that follows: set a smaller "
+            f"window of {setting('max_len', length)} and the next token: set a smaller "
             f"{argument('max_len')}, or {setting('pack', False)}"
         )
 
@@ -636,7 +637,7 @@ def _packed(
 
 
 def as_inputs(x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Returns windows without padding as the inputs of a model of transformers."""
+    """Returns windows without padding as the inputs of a transformers model."""
     return {"input_ids": x, "attention_mask": torch.ones_like(x)}, y
 
 
@@ -651,11 +652,11 @@ def _joined_ids(samples: Any, tokenizer: Any, column: str) -> NDArray[Any]:
     return np.concatenate(parts)
 
 
-# Rows
+# Samples
 
 
 def _check_numbers(source: Samples, columns: Sequence[str]) -> None:
-    """Refuses columns that do not have finite numbers; those of CSV are written as texts."""
+    """Refuses columns with values that are not finite numbers; CSV stores numbers as text."""
     check_columns(source.samples, "target", columns, None if source.numbers_are_texts else "number")
     for table in source.tables:
         check_finite(table, columns, "target")
@@ -663,13 +664,13 @@ def _check_numbers(source: Samples, columns: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Numbering:
-    """The numbers of classes.
+    """The numbering of classes.
 
     Attributes:
-        count: of the classes.
-        names: in the order of their numbers; None: the data has numbers alone.
-        numbers: by split, the number of a class by the value that stands for it there.
-        without_samples: the classes that no training sample has.
+        count: the number of classes.
+        names: the class names in index order; None: the data has only numbers.
+        numbers: by split, the class index of each value in the data.
+        without_samples: the classes without a training sample.
     """
 
     count: int
@@ -685,27 +686,27 @@ def number_classes(
     path: str,
     of_lists: bool = False,
 ) -> Numbering:
-    """Returns the numbers of the classes; splits are matched by the names where there are names.
+    """Returns the numbering of the classes; splits are matched by class names, if there are any.
 
     Args:
         source: the samples.
         targets: the column of the classes.
-        classes: the names in the order of their numbers; None: sorted.
-        path: for messages.
-        of_lists: each sample has a list of classes.
+        classes: the class names in index order; None: sorted.
+        path: the path of the data, for messages.
+        of_lists: True if each sample has a list of classes.
     """
     if len(targets) != 1:
-        raise DataError(f"{setting('target', targets)}: a classification has one column")
+        raise DataError(f"{setting('target', targets)}: classification needs a single column")
     (column,) = targets
     samples = source.samples
     check_columns(samples, "target", [column])
     values = {split: _values(of_split, column, of_lists) for split, of_split in samples.items()}
-    # by split, the name or the number that each value stands for
+    # by split, the name or the number that each value represents
     meaning: dict[str, dict[Any, Any]] = {}
     order: list[str] | None = None
     for split, split_values in values.items():
         feature = samples[split].features[column]
-        # of a ClassLabel, or of a list of them
+        # a ClassLabel, or a list of them
         names = getattr(getattr(feature, "feature", feature), "names", None)
         if names and all(
             isinstance(value, int) and 0 <= value < len(names) for value in split_values
@@ -730,19 +731,19 @@ def number_classes(
     if together != {str}:
         if together <= {int, bool, str} and all(len(kind) == 1 for kind in kinds.values()):
             raise DataError(
-                f"{setting('target', column)}: one split has names of classes and the other has "
+                f"{setting('target', column)}: one split has class names and the other has "
                 "numbers, so they cannot be matched: use names in both"
             )
         shown = ", ".join(sorted(kind.__name__ for kind in together))
         raise DataError(
-            f"{setting('target', column)}: there are values of type {shown}, and classes are texts "
-            f"or whole numbers (for other numbers, {setting('task', 'regression')})"
+            f"{setting('target', column)} has values of type {shown}, but classes must be text or "
+            f"whole numbers (for other numbers, set {setting('task', 'regression')})"
         )
     used = {
         split: sorted(set(names_of_split.values())) for split, names_of_split in meaning.items()
     }
     data_classes = used["train"]
-    if source.held_out:  # a class that is held out as a whole is one of the data, too
+    if source.held_out:  # a class may occur only in the held-out samples
         data_classes = sorted({*used["train"], *used["eval"]})
     class_names = class_numbers(
         order or data_classes, classes, "classes", f"{setting('target', column)} of {path}"
@@ -769,22 +770,22 @@ def _values(samples: Any, column: str, of_lists: bool) -> set[Any]:
     """Returns the values in a column, or in its lists.
 
     Raises:
-        DataError: a value is not a list where it must be one, or is one elsewhere.
+        DataError: a value is not a list where one is required, or is a list elsewhere.
     """
     if of_lists:
         values: set[Any] = set()
         for number, classes in enumerate(samples[column], 1):
             if not isinstance(classes, list):
                 raise DataError(
-                    f"{setting('target', column)}: sample {number} has {classes!r}, and each must "
-                    f"have a list of classes"
+                    f"{setting('target', column)}: every sample must have a list of classes, but "
+                    f"sample {number} has {classes!r}"
                 )
             values.update(classes)
         return values
     if not hasattr(samples.features[column], "dtype") or "list" in str(samples.features[column]):
         raise DataError(
-            f"{setting('target', column)} has lists: set {setting('task', 'multilabel')}, or for "
-            f"the classes of words {setting('task', 'token_classification')}"
+            f"{setting('target', column)} has lists: set {setting('task', 'multilabel')} or, for "
+            f"classes of words, {setting('task', 'token_classification')}"
         )
     with quiet():
         return set(samples.unique(column))
@@ -793,15 +794,15 @@ def _values(samples: Any, column: str, of_lists: bool) -> set[Any]:
 def _numbered(
     column: str, meaning: Mapping[str, Mapping[Any, int]], classes: Sequence[str] | None
 ) -> Numbering:
-    """Returns the classes of data that has numbers alone; `classes` may give them names."""
+    """Returns the classes of numeric data; `classes` may name them."""
     values = {number for numbers in meaning.values() for number in numbers.values()}
     count = len(classes) if classes is not None else max(values) + 1
     if min(values) < 0 or max(values) >= count or count > 10 * len(values):
         raise DataError(
-            f"{setting('target', column)}: there are {len(values)} values, from {min(values)} to "
-            f"{max(values)}, and classes are numbered from 0"
+            f"{setting('target', column)} has {len(values)} values, from {min(values)} to "
+            f"{max(values)}, but classes must be numbered from 0"
             + (f" to {count - 1}, by {setting('classes', listed(classes))}" if classes else "")
-            + f" (for other numbers, {setting('task', 'regression')})"
+            + f" (for other numbers, set {setting('task', 'regression')})"
         )
     unused = sorted({*range(count)} - {int(number) for number in meaning["train"].values()})
     return Numbering(

@@ -1,4 +1,4 @@
-"""A folder of images, with a folder for each class."""
+"""A folder of images, with one subfolder per class."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from hybridtrain.datasets.split_names import check_classes, class_numbers, liste
 from hybridtrain.datasets.standard_input import STANDARD_INPUT, read_lines
 from hybridtrain.errors import DataError, argument, setting
 
-# The side that an evaluation resizes to, of which the middle is cut: 256 for 224.
+# The size to resize to before the center crop in evaluation: 256 for a crop of 224.
 _RESIZED = 256 / 224
 
 
 class Images(Dataset[Any]):
-    """Image files and their classes: `(image, label)` as `transform` makes it.
+    """Image files and their classes: `(image, label)`, transformed by `transform`.
 
     Args:
-        files: path and class of each.
-        transform: of a PIL image in three colours.
+        files: the path and class of each image.
+        transform: takes an RGB PIL image.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class Images(Dataset[Any]):
         return torch.tensor([label for _, label in self.files])
 
     def describe(self, index: int) -> dict[str, str]:
-        """Returns the path of an image, which `predict` writes next to the result."""
+        """Returns the path of an image; `predict` writes it next to the result."""
         return {"file": self.files[index][0]}
 
 
 class UnlabelledImages(Dataset[Any]):
-    """Image files without classes, as `transform` makes them.
+    """Image files without classes, transformed by `transform`.
 
     Args:
-        files: their paths.
-        transform: of a PIL image in three colours.
+        files: the paths of the images.
+        transform: takes an RGB PIL image.
     """
 
     def __init__(self, files: Sequence[str], transform: Callable[[Any], Tensor]) -> None:
@@ -79,7 +79,7 @@ class UnlabelledImages(Dataset[Any]):
         return self.transform(read_image(self.files[index]))
 
     def describe(self, index: int) -> dict[str, str]:
-        """Returns the path of an image, which `predict` writes next to the result."""
+        """Returns the path of an image; `predict` writes it next to the result."""
         return {"file": self.files[index]}
 
 
@@ -90,13 +90,13 @@ def only_to_predict(
     predict_path: str | None = None,
     **of_training: Any,
 ) -> DataSplits:
-    """Returns the images of `predict_path` alone; see `for_trained_models`."""
+    """Returns only the images of `predict_path`; see `for_trained_models`."""
     to_predict = None
     if predict_path is not None:
         transform = image_transform(image_size)
         to_predict = UnlabelledImages(_files_to_predict(predict_path), transform)
-    given = image_metadata(image_size) | ({"classes": classes} if classes is not None else {})
-    return DataSplits(train=(), eval=None, predict=to_predict, metadata={**metadata, **given})
+    facts = image_metadata(image_size) | ({"classes": classes} if classes is not None else {})
+    return DataSplits(train=(), eval=None, predict=to_predict, metadata={**metadata, **facts})
 
 
 @for_trained_models(only_to_predict)
@@ -111,41 +111,41 @@ def image_folder(
     classes: list[str] | None = None,
     predict_path: str | None = None,
 ) -> DataSplits:
-    """Returns the images of a folder with a folder for each class, as ImageNet is laid out.
+    """Returns the images of a folder with one subfolder per class, in ImageNet's layout.
 
-    The classes are numbered in the order of their names. With a folder `train` in `root`, the
-    evaluation split is the folder `val` or `test` next to it (or another of their usual names, such
-    as `Valid`, `dev` or `testing`, in any case), with the same classes, or there is none; otherwise
-    the classes' folders are in `root` itself, and a part of the images is held out.
+    Classes are numbered in the order of their names. If `root` contains a folder `train`, the
+    evaluation split is the folder `val` or `test` next to it (or another usual name, such as
+    `Valid`, `dev` or `testing`, in any case) with the same classes; without such a folder there is
+    no evaluation split. If there is no folder `train`, `root` contains the class folders, and a
+    share of the images is held out.
 
-    Items are `(image, label)`: float32 of shape (3, image_size, image_size), normalised with the
-    mean and standard deviation of ImageNet, and int64. In training an image is a random part
-    of the file's (`RandomResizedCrop`), mirrored or not; in evaluation the smaller side is resized
-    to 256/224 of `image_size` and the middle is taken, as in torchvision's reference training.
-    `hybridtrain.datasets.images` says how files are read: orientation, 16 bits, transparency.
+    Items are `(image, label)`: float32 of shape (3, image_size, image_size), normalized with the
+    mean and standard deviation of ImageNet, and int64. Training images are random crops
+    (`RandomResizedCrop`), randomly flipped; for evaluation, the smaller side is resized to 256/224
+    of `image_size` and the center is cropped, as in torchvision's reference training.
+    `hybridtrain.datasets.images` describes how files are read: orientation, 16 bits, transparency.
 
-    Metadata: `num_classes`, `classes` (their names), `image_size`, `channels` 3, and how an
-    evaluation prepares an image: `image_resize`, `image_mean`, `image_std`.
+    Metadata: `num_classes`, `classes` (their names), `image_size`, `channels` 3, and the
+    preprocessing for evaluation: `image_resize`, `image_mean`, `image_std`.
 
     Args:
         root: the folder.
         image_size: pixels per side.
-        augment: draw random parts in training; False: as in evaluation.
+        augment: random crops and flips in training; False: as in evaluation.
         rand_augment: the magnitude of `torchvision.transforms.v2.RandAugment`, 0 to 30, with two
-            operations for an image; None: none.
-        mixup: mix each training image with another one, see `hybridtrain.datasets.mixup`: alpha;
-            0: do not. Each image takes as long as two.
-        eval_share: the part of the images that is held out where there is no folder `train`.
-        split_seed: which images are held out is drawn from it.
-        classes: the names of the classes in the order of their numbers; None: the folders' names,
-            sorted.
+            operations per image; None: off.
+        mixup: alpha of mixup, which mixes each training image with another one, see
+            `hybridtrain.datasets.mixup`; 0: off. Doubles the loading time per image.
+        eval_share: the share of the images to hold out if there is no folder `train`.
+        split_seed: the seed for choosing held-out images.
+        classes: the class names in index order; None: the folder names, sorted.
         predict_path: images without classes, for the command `predict`: a folder, at any depth; a
             file; or `-` for paths on standard input, one per line. They are transformed as in
             evaluation.
 
     Raises:
-        DataError: there are no images or classes, the splits have other classes, or a number is
-            out of its range. A damaged image is one when it is read, with its path.
+        DataError: there are no images or classes, the splits have different classes, or a number is
+            out of range. Reading a damaged image also raises it, with the path.
     """
     check_image_size(image_size)
     root = Path(root)
@@ -161,8 +161,8 @@ def image_folder(
         folders = [root]
     elif "train" not in splits:
         raise DataError(
-            f"{setting('root', root)}: {next(iter(splits.values())).name}/ is there, and no "
-            "train/ next to it: add one, or name a folder that has the classes' folders alone"
+            f"{setting('root', root)} contains {next(iter(splits.values())).name}/, but no train/: "
+            "add it, or pass a folder that contains only the class folders"
         )
     else:
         images = _images_by_class(root, splits["train"])
@@ -177,9 +177,11 @@ def image_folder(
             if different:
                 raise DataError(
                     f"{setting('root', root)}: {folders[0].name}/ and {folders[1].name}/ must "
-                    f"have the same classes; only one of them has: {listed(sorted(different))}"
+                    f"have the same classes, but only one of them has {listed(sorted(different))}"
                 )
-            check_classes(list(of_val), names, str(folders[1]), f"those of {folders[0].name}/,")
+            check_classes(
+                list(of_val), names, str(folders[1]), f"the classes of {folders[0].name}/,"
+            )
             of_eval = _numbered(of_val, names)
         unused_folders = [*(folder.name for folder in splits.values()), *others]
         if unused_folders:
@@ -209,7 +211,7 @@ def image_folder(
 
 
 def check_image_size(image_size: int) -> None:
-    """Raises a DataError unless it is a number of pixels."""
+    """Raises a DataError unless `image_size` is a number of pixels."""
     if image_size < 1:
         raise DataError(f"{setting('image_size', image_size)} must be at least 1")
 
@@ -225,10 +227,10 @@ def training_images(
     """Returns the training split of images; see `image_folder`.
 
     Raises:
-        DataError: a number is out of its range.
+        DataError: a number is out of range.
     """
     if rand_augment is not None and not 0 <= rand_augment <= 30:
-        raise DataError(f"{setting('rand_augment', rand_augment)} must be from 0 to 30")
+        raise DataError(f"{setting('rand_augment', rand_augment)} must be between 0 and 30")
     if mixup < 0:
         raise DataError(f"{setting('mixup', mixup)} must be at least 0")
     images = Images(files, image_transform(image_size, augment, rand_augment))
@@ -236,7 +238,7 @@ def training_images(
 
 
 def image_metadata(image_size: int) -> dict[str, Any]:
-    """Returns the metadata of the images as an evaluation prepares them."""
+    """Returns the metadata of the preprocessing for evaluation."""
     return {
         "image_size": image_size,
         "channels": 3,
@@ -247,7 +249,7 @@ def image_metadata(image_size: int) -> dict[str, Any]:
 
 
 def _resized(image_size: int) -> int:
-    """Returns the pixels of the smaller side, of which the middle is cut out."""
+    """Returns the size of the smaller side before the center crop."""
     return round(image_size * _RESIZED)
 
 
@@ -261,18 +263,18 @@ def _files_to_predict(path: str) -> list[str]:
     if path == STANDARD_INPUT:
         files = read_lines("predict_path", "the path of an image")
         if missing := [file for file in files if not Path(file).is_file()]:
-            raise DataError(f"{argument('predict_path')}-: there is no file {missing[0]}")
+            raise DataError(f"{argument('predict_path')}-: no such file: {missing[0]}")
         return files
     if place.is_file():
         return [path]
     if not place.is_dir():
         raise DataError(
-            f"{setting('predict_path', path)}: there is no such folder or file ({place.absolute()})"
+            f"{setting('predict_path', path)}: no such file or folder ({place.absolute()})"
         )
     files, _ = image_files(place)
     if not files:
         raise DataError(
-            f"{setting('predict_path', path)}: there is no image in it: images end in "
+            f"{setting('predict_path', path)} contains no image: image files end in "
             f"{', '.join(SUFFIXES)}"
         )
     return files
@@ -281,7 +283,7 @@ def _files_to_predict(path: str) -> list[str]:
 def _splits_in(root: Path) -> tuple[dict[str, Path], list[str]]:
     """Returns the folders in `root` that are splits, and the names of the others.
 
-    A split has folders in it: a class may be called train as well.
+    A split contains folders: a class may be called train as well.
 
     Raises:
         DataError: two folders are the same split.
@@ -305,13 +307,13 @@ def _splits_in(root: Path) -> tuple[dict[str, Path], list[str]]:
 
 
 def _images_by_class(root: Path, folder: Path) -> dict[str, list[str]]:
-    """Returns the image files by class, the folders in `folder`, in the order of their names."""
+    """Returns the image files of each class, a folder in `folder`, in the order of the names."""
     expectation = (
-        f"{setting('root', root)}: {folder.absolute()} should have a folder of images for each "
+        f"{setting('root', root)}: {folder.absolute()} must contain a folder of images for each "
         "class"
     )
     if not folder.is_dir():
-        raise DataError(f"{expectation}, but there is no such folder")
+        raise DataError(f"{expectation}, but it does not exist")
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     images = {}
     for name in names:
@@ -319,13 +321,13 @@ def _images_by_class(root: Path, folder: Path) -> dict[str, list[str]]:
             continue
         images[name], other_files = image_files(folder / name)
         if not images[name]:
-            other_text = f"it has {Path(other_files[0]).name}, and " if other_files else ""
+            other_text = f"it contains {Path(other_files[0]).name}, but " if other_files else ""
             raise DataError(
-                f"{expectation}, but {name}/ has none: {other_text}images end in "
+                f"{expectation}, but {name}/ has none: {other_text}image files end in "
                 f"{', '.join(SUFFIXES)}"
             )
     if not images:
-        raise DataError(f"{expectation}, but there is no folder in it")
+        raise DataError(f"{expectation}, but it contains no folder")
     return images
 
 

@@ -35,34 +35,34 @@ def image_table(
     classes: list[str] | None = None,
     predict_path: str | None = None,
 ) -> DataSplits:
-    """Returns the images that a table names, with their classes.
+    """Returns the images listed in a table, with their classes.
 
-    Items, metadata and transforms are those of `image_folder`. Classes that are texts are numbered
-    in the order of their names.
+    Items, metadata and transforms are the same as for `image_folder`. Text classes are numbered in
+    the order of their names.
 
     Args:
-        path: a .csv, .tsv, .jsonl or .parquet file with a line for each image; a pattern, or a
-            folder of such files named after their splits.
+        path: a .csv, .tsv, .jsonl or .parquet file with one line per image; a pattern, or a folder
+            of such files named after their splits.
         root: the folder of relative paths; None: the folder of the table.
         image: the column of the paths.
         target: the column of the classes.
         image_size: pixels per side.
-        augment: draw random parts in training; False: as in evaluation.
+        augment: random crops and flips in training; False: as in evaluation.
         rand_augment: see `image_folder`.
         mixup: see `image_folder`.
-        eval_path: a path like `path` with the evaluation split; None: a split of `path`, or a
-            held-out part of it.
-        eval_share: the share that is held out if there is no such split, 0 to 1.
-        split_seed: the seed of the choice of held-out images.
-        classes: the names of the classes in the order of their numbers; None: sorted.
+        eval_path: the path of the evaluation split, like `path`; None: a split of `path`, or a
+            held-out share of it.
+        eval_share: the share to hold out if there is no evaluation split, 0 to 1.
+        split_seed: the seed for choosing held-out images.
+        classes: the class names in index order; None: sorted.
         predict_path: see `image_folder`.
 
     Raises:
-        DataError: the table, a column or an image file is missing, the splits have other classes,
-            or a number is out of its range.
+        DataError: the table, a column or an image file is missing, the splits have different
+            classes, or a number is out of range.
     """
     if not path:
-        raise DataError(f"{argument('path')} is not set: name a table of images and classes")
+        raise DataError(f"{argument('path')} is not set: set it to a table of images and classes")
     check_image_size(image_size)
     files = SampleFiles(path, None, eval_path, "train", None, eval_share, split_seed)
     source = files.read({image: "image", target: "target"}, blank_targets=False)
@@ -77,8 +77,8 @@ def image_table(
         missing = next((name for name in names if not os.path.isfile(name)), None)
         if missing is not None:
             raise DataError(
-                f"{setting('image', image)}: there is no file {missing}; set {argument('root')} to "
-                f"the folder that the paths of {places[split]} begin at"
+                f"{setting('image', image)}: no such file: {missing}. Set {argument('root')} to "
+                f"the folder that the paths in {places[split]} are relative to"
             )
         listed[split] = [
             (name, numbers[value]) for name, value in zip(names, samples[target], strict=True)
@@ -102,7 +102,7 @@ def image_table(
 
 
 def _folder_of(path: str) -> Path:
-    """Returns the folder of a table, or the folder itself; of a pattern, its part without signs."""
+    """Returns the folder of a table or pattern (up to its first wildcard), or a folder itself."""
     place = Path(path).expanduser()
     if place.is_dir():
         return place

@@ -1,8 +1,8 @@
-"""Images as a person sees them, and as a model takes them.
+"""Reading image files: as a person sees them, and as a model takes them.
 
-One rule for training, evaluation and prediction: the orientation in a photo's EXIF data is applied;
-grey values of 16 bits are scaled to 8; what is transparent is laid on white; CMYK, palettes and
-other modes are converted; of an animation the first frame is read.
+One rule for training, evaluation and prediction: EXIF orientation is applied; 16-bit gray values
+are scaled to 8 bits; transparent images are composited on white; CMYK, palettes and other modes are
+converted; for an animation, the first frame is read.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 
 from hybridtrain.errors import DataError
 
-# Of the images of ImageNet, per colour: the figures of torchvision's models.
+# Statistics of ImageNet per color, as used by torchvision's models.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
-"""The names of image files end in one of these, in upper or lower case."""
+"""The suffixes of image files, in upper or lower case."""
 
 
 def read_image(path: str | Path) -> Any:
-    """Returns the image in a file as a PIL image of mode RGB; see the module for the rule.
+    """Returns the image in a file as an RGB PIL image; see the module docstring.
 
     Raises:
-        DataError: it is missing, damaged, too large or of a kind without a known range of values;
-            names the file.
+        DataError: the file is missing, damaged, too large or of a kind without a known value range;
+            the message names the file.
     """
     from PIL import Image, ImageOps
 
@@ -41,10 +41,10 @@ def read_image(path: str | Path) -> Any:
         raise DataError(f"{path} cannot be read as an image: {error}") from error
     except Image.DecompressionBombError as error:
         raise DataError(
-            f"{path} cannot be read as an image: it is larger than PIL takes ({error}). Make a "
+            f"{path} cannot be read as an image: it exceeds PIL's size limit ({error}). Make a "
             f"smaller copy of it"
         ) from error
-    # what PIL finds in damaged files
+    # errors of PIL for damaged files
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error) as error:
         raise DataError(f"{path} cannot be read as an image: {error}") from error
 
@@ -67,9 +67,9 @@ def _as_seen(image: Any) -> Any:
 
 
 def image_files(folder: Path) -> tuple[list[str], list[str]]:
-    """Returns the image files in a folder and the folders in it, sorted, and all other files.
+    """Returns the image files in a folder and its subfolders, sorted, and all other files.
 
-    Hidden files and folders are neither.
+    Skips hidden files and folders.
     """
     images: list[str] = []
     other_files: list[str] = []
@@ -83,8 +83,8 @@ def image_files(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def normalised(mean: Sequence[float], std: Sequence[float]) -> list[Any]:
-    """Returns transforms of a PIL image, or of bytes (..., height, width), to normalised floats."""
-    # Takes a second to import.
+    """Returns transforms of a PIL image, or of bytes (..., height, width), to normalized floats."""
+    # The import takes a second.
     from torchvision.transforms import v2
 
     to_float = v2.ToDtype(torch.float32, scale=True)

@@ -1,14 +1,14 @@
 """The IMDB reviews, from the archive to the tensors of a batch.
 
     aclImdb_v1.tar.gz  --unpack-->  aclImdb/{train,test}/{pos,neg}/*.txt
-                       --encode-->  imdb-<key>.pt, the token ids, kept for the next run
+                       --encode-->  imdb-<key>.pt, the token ids, cached for the next run
 
-Both arrows write under a temporary name and rename at the end, so that neither an interrupted run
-nor two runs at a time leave a partial folder or file.
+Both steps write under a temporary name and rename at the end, so neither an interrupted run nor two
+simultaneous runs leave a partial folder or file.
 
-torchtext 0.6.0 tokenises, the last release in pure Python, which works with today's torch. Its
-tokenizers, its reader of the aclImdb folder, its vocabulary and its padding are used unchanged.
-Added here: a fixed order, a bound on memory, and the name of a file that cannot be read.
+torchtext 0.6.0 tokenizes; it is the last release in pure Python, which works with today's torch.
+Its tokenizers, its reader of the aclImdb folder, its vocabulary and its padding are used unchanged.
+This module adds a fixed order, a memory limit, and the name of a file that cannot be read.
 """
 
 import functools
@@ -52,12 +52,12 @@ _REVIEW = re.compile(r"(?:\./)?aclImdb/(train|test)/(pos|neg)/[^/]+\.txt")
 _LABELS = {"neg": 0, "pos": 1}
 _UNKNOWN = "<unk>"
 
-# Reviews made into a tensor at a time: nested lists of Python numbers take eight times its memory.
+# Reviews per conversion to a tensor: nested lists of Python numbers take eight times its memory.
 _REVIEWS_AT_A_TIME = 1000
 
 Tokenizer = Callable[[str], list[str]]
 
-# Raise it when the same settings and files would give other ids.
+# Increment it if the same settings and files would yield different ids.
 _CACHE_FORMAT = 2
 
 
@@ -71,30 +71,30 @@ def imdb(
 ) -> DataSplits:
     """Returns the 50,000 film reviews of the Large Movie Review Dataset, positive or negative.
 
-    Items are `((tokens, mask), label)`: int64 of shape (max_len,), bool of shape (max_len,) that
-    is True where there is padding, and int64, 0 for negative and 1 for positive. Every review has
-    at least one token. The order is the same on every machine.
+    Items are `((tokens, mask), label)`: int64 of shape (max_len,), bool of shape (max_len,) that is
+    True at padding, and int64, 0 for negative and 1 for positive. Every review has at least one
+    token. The order is the same on every machine.
 
-    Tokenising takes many seconds, so the ids are kept in `root` under a name that is a digest of
-    all they depend on. Nothing is kept in a read-only `root`.
+    Tokenizing takes many seconds, so the ids are cached in `root`, under a name that is a digest of
+    everything they depend on. A read-only `root` has no cache.
 
     Metadata: `num_classes` 2, `vocab_size`, `max_len`, `pad_index`.
 
     Source: A. Maas et al., Learning Word Vectors for Sentiment Analysis, ACL 2011.
 
     Args:
-        root: the folder that holds `aclImdb/`, or the archive `aclImdb_v1.tar.gz`, from which the
-            labelled reviews are unpacked.
-        download: fetch the archive (84 MB) if neither is there.
-        tokenizer: one of torchtext's, or a function's path,
+        root: the folder that contains `aclImdb/`, or the archive `aclImdb_v1.tar.gz`, from which
+            the labeled reviews are unpacked.
+        download: download the archive (84 MB) if neither exists.
+        tokenizer: the name of a torchtext tokenizer, or the path of a function,
             `package.module:function`.
-        max_len: tokens after which a review is cut.
-        max_vocab: tokens of the vocabulary beside two special ones; None: all.
-        min_freq: least occurrences in the training split of a token in the vocabulary.
+        max_len: the maximum number of tokens of a review.
+        max_vocab: the maximum vocabulary size, without two special tokens; None: no limit.
+        min_freq: the minimum number of occurrences of a vocabulary token in the training split.
 
     Raises:
-        DataError: the data is missing, cannot be fetched or is damaged, the tokenizer cannot be
-            found, torchtext is not installed, or an argument is not positive.
+        DataError: the data is missing or damaged, the download fails, the tokenizer is not found,
+            torchtext is not installed, or an argument is not positive.
     """
     for name, value in (("max_len", max_len), ("max_vocab", max_vocab), ("min_freq", min_freq)):
         if value is not None and value < 1:
@@ -110,7 +110,7 @@ def imdb(
         cache = root / f"imdb-{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt"
         encoded = _load(cache)
         if encoded is None:
-            _log.info("tokenising the reviews in %s; later runs reuse the result", folder)
+            _log.info("tokenizing the reviews in %s; later runs reuse the result", folder)
             encoded = encode_reviews(folder, tokenize, max_len, max_vocab, min_freq)
             _save(encoded, cache)
 
@@ -127,19 +127,19 @@ def imdb(
 
 
 def with_mask(stored: tuple[Tensor, Tensor], labels: Tensor) -> tuple[Any, Tensor]:
-    """Returns int64 ids and the mask (N, L), True at padding, of stored ids and lengths (N,).
+    """Returns int64 ids and the mask (N, L), True at padding, from stored ids and lengths (N,).
 
-    The mask comes from the lengths, not from the ids: a review may contain "<pad>".
+    The mask is computed from the lengths, not from the ids: a review may contain "<pad>".
     """
     tokens, lengths = stored
     return (tokens.long(), torch.arange(tokens.shape[1]) >= lengths.unsqueeze(1)), labels
 
 
-# Fetch and unpack
+# Download and unpack
 
 
 def _fetch(archive: Path) -> None:
-    _log.info("fetching %s into %s", _URL, archive.parent)
+    _log.info("downloading %s to %s", _URL, archive.parent)
     digest = hashlib.md5(usedforsecurity=False)
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)
@@ -150,19 +150,19 @@ def _fetch(archive: Path) -> None:
             if digest.hexdigest() != _MD5:
                 raise DataError(
                     f"IMDB: {_URL} did not send the archive (MD5 {digest.hexdigest()} instead of "
-                    f"{_MD5}): the transfer was cut short, or the file has been replaced. Nothing "
-                    f"was kept; try again.\n{_remedy(archive.parent)}"
+                    f"{_MD5}): the transfer was interrupted, or the file has been replaced. "
+                    f"Nothing was saved; try again.\n{_remedy(archive.parent)}"
                 )
     except (OSError, http.client.HTTPException) as error:
         raise DataError(
-            f"IMDB: {_URL} could not be fetched into {archive.parent.absolute()}: {error}\n"
+            f"IMDB: could not download {_URL} to {archive.parent.absolute()}: {error}\n"
             f"{_remedy(archive.parent)}"
         ) from error
 
 
 @contextmanager
 def _unpacked(root: Path) -> Iterator[Path]:
-    """Yields the folder `aclImdb`, unpacked into `root`, or elsewhere if that is read-only."""
+    """Yields the folder `aclImdb`, unpacked into `root`, or elsewhere if `root` is read-only."""
     folder, archive = root / _FOLDER, root / _ARCHIVE
     if folder.is_dir():
         yield folder
@@ -183,10 +183,10 @@ def _unpacked(root: Path) -> Iterator[Path]:
 
 
 def _unpack(archive: Path, place: Path) -> None:
-    """Writes every labelled review in the archive into `place`.
+    """Writes every labeled review in the archive to `place`.
 
-    Only regular files with an expected name are read, so that the archive cannot choose where to
-    write or make a link, and the 50,000 unlabelled reviews take no time.
+    It reads only regular files with an expected name, so the archive cannot choose where to write
+    or create a link, and the 50,000 unlabeled reviews take no time.
     """
     damage = f"it has no {_FOLDER}/train/pos/*.txt"
     try:
@@ -202,20 +202,20 @@ def _unpack(archive: Path, place: Path) -> None:
         damage = str(error)
     if damage:
         raise DataError(
-            f"IMDB: {archive.absolute()} is not the archive, or damaged ({damage}). Delete it.\n"
+            f"IMDB: {archive.absolute()} is damaged or another file ({damage}). Delete it.\n"
             f"{_remedy(archive.parent)}"
         )
 
 
 def _file_counts(folder: Path) -> list[tuple[int, int]]:
-    """Returns the number of files, and their bytes, of each of the four folders."""
+    """Returns the number of files and their total bytes for each of the four folders."""
     counts = []
     for place in (folder / split / label for split in ("train", "test") for label in _LABELS):
         sizes = [path.stat().st_size for path in place.glob("*.txt")]
         if not sizes:
-            state = "is empty" if place.is_dir() else "is not there"
+            state = "is empty" if place.is_dir() else "does not exist"
             raise DataError(
-                f"IMDB: {place.absolute()} should hold reviews as .txt files, but it {state}. "
+                f"IMDB: {place.absolute()} must contain reviews as .txt files, but it {state}. "
                 f"Delete {folder} and unpack {_ARCHIVE} again.\n{_remedy(folder.parent)}"
             )
         counts.append((len(sizes), sum(sizes)))
@@ -224,9 +224,9 @@ def _file_counts(folder: Path) -> list[tuple[int, int]]:
 
 def _remedy(root: Path) -> str:
     return (
-        f"Fetch it with: hybridtrain recipe=imdb_transformer data.download=true data.root={root}\n"
-        f"Or by hand: put {_ARCHIVE} (from {_URL}) into {root.absolute()}, "
-        f"or name another folder with {argument('root')}"
+        f"Download it with: hybridtrain recipe=imdb_transformer data.download=true "
+        f"data.root={root}\nOr manually: put {_ARCHIVE} (from {_URL}) into {root.absolute()}, or "
+        f"set another folder with {argument('root')}"
     )
 
 
@@ -234,15 +234,15 @@ def _remedy(root: Path) -> str:
 
 
 def _load(cache: Path) -> dict[str, Any] | None:
-    """Returns the ids kept in this file, or None if it is missing or damaged."""
+    """Returns the ids cached in this file, or None if it is missing or damaged."""
     try:
         cached: dict[str, Any] = torch.load(cache, weights_only=True)
         return cached
     except FileNotFoundError:
         return None
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        # Not an error: the ids can be made again.
-        _log.warning("%s cannot be used (%s): tokenising again", cache, error)
+        # Not an error: the ids can be recreated.
+        _log.warning("cannot use %s (%s): tokenizing again", cache, error)
         return None
 
 
@@ -251,7 +251,7 @@ def _save(encoded: dict[str, Any], cache: Path) -> None:
         with atomic_file(cache) as file:
             torch.save(encoded, file)
     except OSError as error:
-        _log.warning("the token ids are not kept for the next run: %s", error)
+        _log.warning("could not cache the token ids for the next run: %s", error)
 
 
 # Tokens
@@ -260,27 +260,27 @@ def _save(encoded: dict[str, Any], cache: Path) -> None:
 def _tokenizer_named(name: str) -> Tokenizer:
     """Returns the tokenizer called `name`, a function from a text to a list of tokens.
 
-    A name with a dot or a colon is any function that can be imported: `package.module:function`
-    or `package.module.function`. Any other is one of torchtext's: `basic_english`, `spacy`,
-    `moses`, `toktok`, `revtok`, `subword` (all but the first need a further package).
+    A name with a dot or a colon is any importable function: `package.module:function` or
+    `package.module.function`. Other names are torchtext's: `basic_english`, `spacy`, `moses`,
+    `toktok`, `revtok`, `subword` (all but the first need another package).
 
     Raises:
-        DataError: it cannot be found, or does not turn a sentence into a list of strings.
+        DataError: it is not found, or does not convert a sentence to a list of strings.
     """
     tokenize = _imported(name) if "." in name or ":" in name else _from_torchtext(name)
     tokens = tokenize("Once more, with feeling.")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise DataError(
-            f"{setting('tokenizer', name)} must turn a string into a list of strings, "
-            f"but it returned {tokens!r}"
+            f"{setting('tokenizer', name)} must convert a string to a list of strings, but "
+            f"returned {tokens!r}"
         )
     return tokenize
 
 
 def _tokenizer_version(tokenize: Tokenizer) -> str:
-    """Returns a digest of the file that defines the tokenizer, or "" where there is no such file.
+    """Returns a digest of the file that defines the tokenizer, or "" if there is no such file.
 
-    It is part of the cache key of the token ids, so that an edited tokenizer makes new ones.
+    It is part of the cache key of the token ids, so that an edited tokenizer creates new ones.
     """
     try:
         source = inspect.getsourcefile(tokenize)
@@ -294,14 +294,14 @@ def _tokenizer_version(tokenize: Tokenizer) -> str:
 def encode_reviews(
     folder: Path, tokenize: Tokenizer, max_len: int, max_vocab: int | None, min_freq: int
 ) -> dict[str, Any]:
-    """Reads `folder`/{train,test}/{pos,neg}/*.txt and numbers the tokens.
+    """Reads `folder`/{train,test}/{pos,neg}/*.txt and converts the tokens to ids.
 
     Returns the splits `train` and `test`, each with `inputs`, the token ids (N, max_len) and the
     lengths (N,) in int32, and `targets`, the labels (N,) in int64; and the `vocabulary` with
     `vocab_size` and `pad_index`. Review i has `lengths[i]` ids, at least one, and then padding.
 
-    A review is cut after `max_len` tokens. The vocabulary is that of the training split as cut,
-    by falling frequency (then by alphabet): at most `max_vocab` tokens (None: all of them) that
+    Reviews are truncated to `max_len` tokens. The vocabulary comes from the truncated training
+    split, by falling frequency (then alphabetically): at most `max_vocab` tokens (None: all) that
     occur at least `min_freq` times, after `<unk>` (0) and `<pad>` (1).
 
     Raises:
@@ -330,7 +330,7 @@ def encode_reviews(
         ) from error
     for split in splits:
         # torchtext lists a folder in the file system's order, which differs between machines.
-        # Sorted by their text, the reviews have one order everywhere.
+        # Sorting the reviews by their text gives the same order everywhere.
         split.examples.sort(key=lambda review: (review.label, review.text))
     train, test = splits
     text.build_vocab(train, max_size=max_vocab, min_freq=min_freq)
@@ -343,8 +343,8 @@ def encode_reviews(
 
 
 def _cut(tokens: list[str], max_len: int) -> list[str]:
-    # A review without a token would be all padding, and its attention a softmax over nothing.
-    # Interning makes the same word in 50,000 reviews one object.
+    # A review without tokens would be padding only, and its attention a softmax over nothing.
+    # Interning makes the same word in 50,000 reviews a single object.
     return [sys.intern(token) for token in tokens[:max_len]] or [_UNKNOWN]
 
 
@@ -373,8 +373,8 @@ def _from_torchtext(name: str) -> Tokenizer:
         return _torchtext().data.get_tokenizer(name)  # type: ignore[no-any-return]
     except (ValueError, ImportError, OSError, LookupError) as error:
         raise DataError(
-            f"{setting('tokenizer', name)}: {error}. The names of torchtext are basic_english, "
-            "spacy, moses, toktok, revtok and subword; any other function is named by its path, "
+            f"{setting('tokenizer', name)}: {error}. torchtext's tokenizers are basic_english, "
+            "spacy, moses, toktok, revtok and subword; for any other function, set its path, "
             "package.module:function"
         ) from error
 
@@ -385,7 +385,7 @@ def _imported(path: str) -> Tokenizer:
     except (ImportError, AttributeError, ValueError) as error:
         raise DataError(f"{setting('tokenizer', path)} cannot be imported: {error}") from error
     if not callable(tokenize):
-        raise DataError(f"{setting('tokenizer', path)} is not a function but {tokenize!r}")
+        raise DataError(f"{setting('tokenizer', path)} must be a function, not {tokenize!r}")
     return tokenize  # type: ignore[no-any-return]
 
 
@@ -396,10 +396,10 @@ def _torchtext() -> Any:
     except ImportError as error:
         raise DataError(f"this data set needs torchtext ({error}): {install}") from error
     except OSError as error:
-        # 0.7 to 0.18 have a library that is linked against an older torch.
-        raise DataError(f"torchtext is not the release 0.6.0 ({error}): {install}") from error
+        # 0.7 to 0.18 include a library linked against an older torch.
+        raise DataError(f"torchtext 0.6.0 is required ({error}): {install}") from error
     if not hasattr(torchtext.data, "Field"):
         raise DataError(
-            f"torchtext {torchtext.__version__} is installed, and 0.6.0 is needed: {install}"
+            f"torchtext 0.6.0 is required, but {torchtext.__version__} is installed: {install}"
         )
     return torchtext

@@ -1,4 +1,4 @@
-"""Mixup: samples that are weighted means of two, with the probabilities of two classes.
+"""Mixup: samples that are weighted means of two samples and of their class probabilities.
 
 Source: H. Zhang et al., mixup: Beyond Empirical Risk Minimization, 2018 (arXiv:1710.09412).
 """
@@ -15,16 +15,16 @@ from hybridtrain.errors import DataError, setting
 
 
 class MixedUp(Dataset[Any]):
-    """Samples of a data set, each mixed with another one that is drawn from all.
+    """Samples of a data set, each mixed with another randomly drawn sample.
 
     Items are `(input, probabilities)`: share x sample + (1 - share) x other sample, and float32 of
-    shape (classes,). The share is drawn from Beta(alpha, alpha). Both are drawn for each sample by
-    itself, not for a batch, so that they do not depend on batches, processes or micro-batches.
+    shape (classes,). The share is drawn from Beta(alpha, alpha). Both are drawn per sample, not per
+    batch, so they do not depend on batches, processes or micro-batches.
 
     Args:
-        dataset: with the method `labels`.
-        alpha: above 0; 0.2 is usual for images. With a large one, shares are near one half.
-        classes: their number.
+        dataset: a data set with the method `labels`.
+        alpha: above 0; 0.2 is usual for images. A large alpha gives shares near one half.
+        classes: the number of classes.
 
     Raises:
         DataError: `alpha` is not above 0.

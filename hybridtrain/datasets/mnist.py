@@ -10,7 +10,7 @@ from hybridtrain.errors import DataError, argument
 
 _SIDE = 28
 
-# Of the training pixels, scaled to 0..1: the figures that every MNIST tutorial uses.
+# Statistics of the training pixels, scaled to 0..1, as in every MNIST tutorial.
 _MEAN, _STD = 0.1307, 0.3081
 
 _FILES = (
@@ -24,20 +24,20 @@ _FILES = (
 def mnist(root: str | Path = "data", download: bool = False) -> DataSplits:
     """Returns the 70,000 handwritten digits of MNIST, read by `torchvision.datasets.MNIST`.
 
-    Items are `(image, label)`: float32 of shape (1, 28, 28), scaled to 0..1 and normalised with
+    Items are `(image, label)`: float32 of shape (1, 28, 28), scaled to 0..1 and normalized with
     mean 0.1307 and standard deviation 0.3081, and int64 in 0..9. The pixels stay bytes in memory
-    (47 MB for the training split instead of 188) and are normalised batch by batch.
+    (47 MB for the training split instead of 188) and are normalized batch by batch.
 
     Metadata: `num_classes` 10, `image_size` 28, `channels` 1.
 
     Source: Y. LeCun, C. Cortes and C. Burges, The MNIST database of handwritten digits.
 
     Args:
-        root: the folder that holds `MNIST/raw/` with the four IDX files.
-        download: fetch the files into it if they are not there.
+        root: the folder that contains `MNIST/raw/` with the four IDX files.
+        download: download the files to it if they do not exist.
 
     Raises:
-        DataError: files are missing, cannot be fetched, or are damaged.
+        DataError: files are missing or damaged, or the download fails.
     """
     raw = Path(root) / "MNIST" / "raw"
     if not download:
@@ -55,16 +55,16 @@ def normalised(pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read(root: str | Path, raw: Path, *, train: bool, download: bool) -> InMemoryDataset:
-    # Takes a second to import.
+    # The import takes a second.
     from torchvision.datasets import MNIST
 
     try:
         data = MNIST(str(root), train=train, download=download)
     except (AssertionError, EOFError, KeyError, OSError, RuntimeError, TypeError, ValueError) as e:
-        # torchvision reports a failed download as a RuntimeError or a URLError, and a damaged
-        # file as whatever its parser trips over.
+        # torchvision reports a failed download as a RuntimeError or a URLError, and a damaged file
+        # as any error of its parser.
         if download and (isinstance(e, URLError) or _missing(raw)):
-            raise DataError(f"MNIST could not be fetched into {raw}: {e}\n{_remedy(raw)}") from e
+            raise DataError(f"could not download MNIST to {raw}: {e}\n{_remedy(raw)}") from e
         raise DataError(_damaged(raw, f"{type(e).__name__}: {e}")) from e
 
     images, labels = data.data, data.targets
@@ -95,11 +95,11 @@ def _check_present(raw: Path) -> None:
 
 def _remedy(raw: Path) -> str:
     return (
-        f"Fetch it with: hybridtrain recipe=mnist_basicnet data.download=true "
+        f"Download it with: hybridtrain recipe=mnist_basicnet data.download=true "
         f"data.root={raw.parents[1]}\n"
-        f"Or by hand: put {', '.join(_FILES)} (unpacked, from "
+        f"Or manually: put {', '.join(_FILES)} (unpacked, from "
         f"https://ossci-datasets.s3.amazonaws.com/mnist/) into {raw.absolute()}, "
-        f"or name another folder with {argument('root')}"
+        f"or set another folder with {argument('root')}"
     )
 
 

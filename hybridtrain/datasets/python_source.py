@@ -1,4 +1,4 @@
-"""The source of the interpreter's standard library, text files that every machine has."""
+"""The source of the interpreter's standard library: text files that every machine has."""
 
 import os
 import sysconfig
@@ -23,23 +23,23 @@ def python_source(
     """Returns the Python source of the interpreter's standard library, byte by byte.
 
     Items are `(x, y)`, both int64 of shape (seq_len,) with values 0..255: the bytes of a window,
-    and the byte that follows each of them. The files are taken in the order of their paths: every
-    20th is held out for evaluation, the rest are for training, and those of a split are joined
-    into one text. Windows do not overlap, so each byte is predicted at most once per epoch.
+    and the next byte for each of them. Every 20th file in path order is held out for evaluation,
+    the others are for training, and the files of a split are joined into one text. Windows do not
+    overlap, so each byte is predicted at most once per epoch.
 
-    All processes of a run must have the same release of Python, and results are comparable only
+    All processes of a run must have the same Python release, and results are comparable only
     between runs on the same release.
 
     Metadata: `vocab_size` 256, `seq_len`.
 
     Args:
-        seq_len: bytes in a window.
-        max_bytes: the length of the training text at most; None: all of it.
-        eval_bytes: the length of the evaluation text at most; None: all of it.
+        seq_len: the number of bytes per window.
+        max_bytes: the maximum length of the training text; None: no limit.
+        eval_bytes: the maximum length of the evaluation text; None: no limit.
 
     Raises:
-        DataError: an argument is not positive, or the sources are missing (an interpreter with its
-            library in a zip file, or compiled only) or too few for a window in each split.
+        DataError: an argument is not positive, or the sources are missing (for example if the
+            standard library is zipped or compiled only) or too few for a window in each split.
     """
     check_at_least_1(seq_len=seq_len, max_bytes=max_bytes, eval_bytes=eval_bytes)
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -51,10 +51,9 @@ def python_source(
         purpose, key = ("train", "max_bytes") if split == "train" else ("evaluate", "eval_bytes")
         return (
             f"python_source: {bytes_found} bytes to {purpose} on, from {len(sources)} .py files "
-            f"under {library}, are too few for one window of {setting('seq_len', seq_len)} bytes "
-            f"and the byte that follows. Set a smaller {argument('seq_len')} or a larger "
-            f"{argument(key)}, or use an interpreter that has its standard library as .py files "
-            "on the disk"
+            f"in {library}, are too few for one window of {setting('seq_len', seq_len)} bytes and "
+            f"the next byte. Set a smaller {argument('seq_len')} or a larger {argument(key)}, or "
+            "use an interpreter with its standard library as .py files"
         )
 
     texts = [ids_of(training, limit=max_bytes), ids_of(held_out, limit=eval_bytes)]
@@ -65,7 +64,7 @@ def _sources(library: Path) -> list[Path]:
     """Returns the .py files under `library`, sorted by path."""
     paths = []
     for folder, subfolders, names in os.walk(library):
-        # Changed in place, so that os.walk does not enter those left out.
+        # Modified in place, so that os.walk skips the excluded folders.
         subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(paths, key=lambda path: path.relative_to(library).as_posix())

@@ -1,4 +1,4 @@
-"""The samples of files, divided into a training and an evaluation split."""
+"""The samples of files, split for training and evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EVAL_SPLITS = (*SPLITS["validation"], *SPLITS["test"])
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of the splits `train` and `eval`, and where they come from."""
+    """The samples of the splits `train` and `eval`, and their source."""
 
     samples: dict[str, Any]
     tables: Sequence[Table]
@@ -25,19 +25,19 @@ class Samples:
 
     @property
     def digest(self) -> str | None:
-        """Of all files."""
+        """The digest of all files."""
         digests = [table.digest for table in self.tables]
         return None if None in digests else "-".join(map(str, digests))
 
     @property
     def numbers_are_texts(self) -> bool:
-        """True if all values are texts, as in CSV."""
+        """True if all values are text, as in CSV."""
         return all(table.numbers_are_texts for table in self.tables)
 
 
 @dataclass(frozen=True)
 class SampleFiles:
-    """The files of the samples and their division; see `hf_datasets`."""
+    """The files of the samples and how to split them; see `hf_datasets`."""
 
     path: str
     name: str | None
@@ -48,7 +48,7 @@ class SampleFiles:
     split_seed: int
 
     def read(self, columns: Mapping[str, str], blank_targets: bool) -> Samples:
-        """Returns the samples; each has a value in the columns, named by their keys."""
+        """Returns the samples, each with a value in the columns, which are named by their keys."""
         table = read_table("path", self.path, self.name)
         tables = [table]
         notes = list(table.notes)
@@ -95,14 +95,14 @@ def check_named(**values: str | None) -> None:
     for key, value in values.items():
         if not value:
             raise DataError(
-                f"{argument(key)} is not set: name a file, a folder, or a name on the Hub"
+                f"{argument(key)} is not set: set it to a file, a folder, or a name on the Hub"
             )
 
 
 def check_columns(
     samples: Mapping[str, Any], key: str, columns: Sequence[str], kind: str | None = None
 ) -> None:
-    """Refuses columns that are not there, or not of a `kind`: `text`, `number`; None: any."""
+    """Refuses missing columns, and columns not of a `kind`: `text`, `number`; None: any."""
     beginnings = {"text": ("string", "large_string"), "number": ("int", "uint", "float")}
     for split, of_split in samples.items():
         dtypes = {name: str(getattr(x, "dtype", x)) for name, x in of_split.features.items()}
@@ -114,6 +114,6 @@ def check_columns(
                 )
             if kind is not None and not dtypes[column].startswith(beginnings[kind]):
                 raise DataError(
-                    f"{setting(key, column)}: the column must have {kind}s, and has "
-                    f"{dtypes[column]}; the columns of the {split} split are {shown}"
+                    f"{setting(key, column)} must have {kind}s, but has {dtypes[column]}; the "
+                    f"columns of the {split} split are {shown}"
                 )

@@ -1,4 +1,4 @@
-"""The splits that folders and files are named after."""
+"""The usual names of splits in folders and files."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ SPLITS = {
     "validation": ("val", "valid", "validation", "dev", "eval", "evaluation"),
     "test": ("test", "testing"),
 }
-"""The names of each split, in lower case. Of several, the first one after train is evaluated."""
+"""The names of each split, in lower case. If several exist, the first after train is evaluated."""
 
 
 def split_of(name: str) -> str | None:
-    """Returns the split that a folder or a word of a file's name stands for; ignores case."""
+    """Returns the split that a folder name or a word of a file name stands for; ignores case."""
     return next((split for split, names in SPLITS.items() if name.lower() in names), None)
 
 
 def split_of_file(path: PurePath) -> str | None:
-    """Returns the split that a relative path names: a folder of it, or a word of the file's name.
+    """Returns the split named in a relative path: by a folder, or by a word of the file name.
 
     >>> split_of_file(PurePath("data/Train-00000-of-00002.parquet"))
     'train'
@@ -34,12 +34,13 @@ def split_of_file(path: PurePath) -> str | None:
 def class_numbers(
     of_train: Sequence[str], of_run: Sequence[str] | None, key: str, data_set: str
 ) -> list[str]:
-    """Returns the names of the classes in the order of their numbers.
+    """Returns the class names in index order.
 
     Args:
         of_train: the names of the training split.
-        of_run: the names in the order of a run's numbers; None: use the order of `of_train`.
+        of_run: the names in the order of a run's indices; None: use the order of `of_train`.
         key: the config key of `of_run`, for messages.
+        data_set: the data set, for messages.
         data_set: the data set, for messages.
 
     Raises:
@@ -58,12 +59,12 @@ def check_classes(
     if unknown := [name for name in classes if name not in expected]:
         raise DataError(
             f"{data_set} has the class {listed(unknown)}, which is not one of {expected_name} "
-            f"{listed(expected)}; it has {listed(classes)}. Classes are matched by their "
-            f"names: use data with the same classes"
+            f"{listed(expected)}; it has {listed(classes)}. Classes are matched by name: use data "
+            f"with the same classes"
         )
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns the first names, and how many more there are."""
+    """Returns the first names, and the number of further ones."""
     remainder = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return ", ".join(names[:10]) + remainder

@@ -14,16 +14,16 @@ def read_lines(key: str, content: str) -> list[str]:
     """Returns the lines of standard input that are not blank, without their line ends.
 
     Args:
-        key: the option that names standard input, for messages.
-        content: what a line has, for messages.
+        key: the option that selects standard input, for messages.
+        content: the content of a line, for messages.
 
     Raises:
         DataError: there are no lines, they are not UTF-8, or standard input is a terminal.
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise DataError(
-            f"{argument(key)}- reads standard input, which is a terminal: pipe {content} per "
-            f"line into the command, or set {argument(key)} to a file"
+            f"{argument(key)}- reads standard input, but that is a terminal: pipe {content} per "
+            f"line to the command, or set {argument(key)} to a file"
         )
     try:
         lines = [line.rstrip("\r\n") for line in sys.stdin]

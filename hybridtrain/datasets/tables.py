@@ -1,8 +1,9 @@
-"""Files of samples, read by the library `datasets` so that no sample is lost or changed.
+"""Files of samples, read by the library `datasets` without losing or changing a sample.
 
-A table of text (CSV, TSV) is read once by Python's `csv` before: it finds what a parser would pass
-over, and knows the line. Every field of it is a text; `NA` and `null` are words, an empty field is
-an empty text. In a TSV a line is a sample: where a quote would join lines, quotes are plain signs.
+Python's `csv` reads a table of text (CSV, TSV) once beforehand: it finds errors that a parser would
+skip, and knows their lines. Every field is a text; `NA` and `null` are words, and an empty field is
+an empty text. In a TSV file, a line is a sample: if quotes would join lines, they are plain
+characters.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Table:
     Attributes:
         splits: a `datasets.Dataset` for each split, by name.
         files: the files that were read, by split; empty for a name on the Hub.
-        notes: formats, paths, and files that were left out.
+        notes: formats, paths, and skipped files.
         digest: the digest of the files' names and sizes; None if unknown.
         numbers_are_texts: whether the source is CSV, in which all values are text.
     """
@@ -63,11 +64,11 @@ def read_table(key: str, path: str, name: str | None = None) -> Table:
     Args:
         key: the config key of `path`, for messages.
         path: a file, a pattern of files, a folder or a name on the Hub.
-        name: the configuration of a data set on the Hub that has several.
+        name: the configuration, for a data set on the Hub with several.
 
     Raises:
-        DataError: there is no such data, it is empty, damaged or of an unknown format; names the
-            file, and the line where it has lines.
+        DataError: the data does not exist, is empty, damaged or of an unknown format; the message
+            names the file, and the line if possible.
     """
     try:
         import datasets
@@ -88,7 +89,7 @@ def read_table(key: str, path: str, name: str | None = None) -> Table:
                 splits = {"train": loaded} if one_split else dict(loaded)
             else:
                 splits = dict(datasets.load_dataset(str(place) if place.exists() else path, name))
-    except Exception as error:  # of many libraries, for many formats
+    except Exception as error:  # from many libraries, for many formats
         raise _unreadable(key, path, place.exists(), error) from error
     return Table(splits, notes=[f"from {path}"])
 
@@ -103,29 +104,28 @@ def _unreadable(key: str, path: str, exists: bool, error: Exception) -> DataErro
     place = str(getattr(cause, "filename", None) or "")
     if place and (cache.startswith(place) or place.startswith(cache)):
         return DataError(
-            f"{setting(key, path)}: the library datasets keeps its cache in "
-            f"{cache}, which cannot be written ({cause}): set HF_HOME= to a folder that can"
+            f"{setting(key, path)}: the library datasets cannot write its cache in {cache} "
+            f"({cause}): set HF_HOME= to a writable folder"
         )
     reason = " ".join(str(cause).split())[:300]
-    subject = "" if exists else " is neither here nor can it be had from the Hub: it"
-    return DataError(
-        f"{setting(key, path)}{subject} cannot be read ({type(cause).__name__}: {reason})"
-    )
+    local = "does not exist locally and cannot be loaded from the Hub"
+    problem = "cannot be read" if exists else local
+    return DataError(f"{setting(key, path)} {problem} ({type(cause).__name__}: {reason})")
 
 
 def _suffix(path: PurePath) -> str:
-    """Returns the suffix of a file, in lower case, without the one of a compression."""
+    """Returns the suffix of a file, in lower case, without a suffix for compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compressed = suffixes[-1:] == [".gz"]
     return "".join(suffixes[-2:-1] if compressed else suffixes[-1:])
 
 
 def _files_of(key: str, path: str, place: Path) -> dict[str, list[Path]]:
-    """Returns the files that a path means, by split; none: `datasets` knows what it means."""
-    formats = f"the formats are {', '.join(FORMATS)}, also with .gz"
+    """Returns the files that a path matches, by split; empty if `datasets` must resolve it."""
+    formats = f"supported formats are {', '.join(FORMATS)}, also with .gz"
     if place.is_file():
         if _suffix(place) not in FORMATS:
-            raise DataError(f"{setting(key, path)}: {formats}; name a file that ends so")
+            raise DataError(f"{setting(key, path)}: {formats}; use a file with such a suffix")
         return {"train": [place]}
     if place.is_dir():
         if any((place / name).is_file() for name in (*_SAVED, "README.md")):
@@ -139,24 +139,22 @@ def _files_of(key: str, path: str, place: Path) -> dict[str, list[Path]]:
         ]
         if not paths:
             raise DataError(
-                f"{setting(key, path)}: there is no file in this folder that is read; {formats}"
+                f"{setting(key, path)}: this folder contains no readable file; {formats}"
             )
         return _by_split(place, paths)
     if any(sign in path for sign in "*?["):
         paths = sorted(Path(name) for name in glob.glob(str(place), recursive=True))
         paths = [file for file in paths if file.is_file()]
         if not paths:
-            raise DataError(f"{setting(key, path)}: no file has this pattern, in {Path.cwd()}")
+            raise DataError(f"{setting(key, path)}: no file matches this pattern in {Path.cwd()}")
         return {"train": paths}
     if _suffix(place) in FORMATS or path.startswith((".", "/", "~")):
-        raise DataError(
-            f"{setting(key, path)}: there is no such file or folder ({place.absolute()})"
-        )
+        raise DataError(f"{setting(key, path)}: no such file or folder ({place.absolute()})")
     return {}
 
 
 def _by_split(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
-    """Returns files by the splits that they are named after; without any they are one split."""
+    """Returns files by the splits in their names; files without split names are one split."""
     table = [file for file in files if _suffix(file) != ".txt"]
     files = table or files  # notes next to a table are not samples
     by_split: dict[str, list[Path]] = {}
@@ -174,10 +172,10 @@ def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
     left_out = [file.name for file in files.pop("", [])]
     suffixes = {_suffix(file) for paths in files.values() for file in paths}
     kinds = {FORMATS[suffix] for suffix in suffixes}
-    if len(kinds) > 1 or len(suffixes & {".csv", ".tsv"}) > 1:  # the separator is one for all
+    if len(kinds) > 1 or len(suffixes & {".csv", ".tsv"}) > 1:  # all files share one separator
         raise DataError(
             f"{setting(key, path)} has files of several formats ({', '.join(sorted(suffixes))}): "
-            f"keep one of them, or name the files by a pattern such as '*{min(suffixes)}'"
+            f"keep one of them, or select files with a pattern such as '*{min(suffixes)}'"
         )
     (kind,) = kinds
     notes = []
@@ -190,7 +188,7 @@ def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
             for file, scan in zip(paths, scans, strict=True):
                 if scan.header != header:
                     raise DataError(
-                        f"{file} has the columns {', '.join(scan.header)}, and {paths[0]} has "
+                        f"{file} has the columns {', '.join(scan.header)}, but {paths[0]} has "
                         f"{', '.join(header)}"
                     )
             plain = any(scan.quotes_are_plain for scan in scans)
@@ -203,8 +201,8 @@ def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
                 "encoding": "utf-8-sig",
             }
             notes += [
-                f"{scan.joined} samples of {file.name} have line breaks in quotes, the longest is "
-                f"lines {scan.longest[0]} to {scan.longest[1]}"
+                f"{scan.joined} samples of {file.name} have line breaks in quotes, the longest "
+                f"from line {scan.longest[0]} to {scan.longest[1]}"
                 for file, scan in zip(paths, scans, strict=True)
                 if scan.joined
             ]
@@ -220,8 +218,8 @@ def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
         expected = sum(scan.samples for scan in scans)
         if kind == "csv" and len(loaded) != expected:
             raise DataError(
-                f"{setting(key, path)}: {expected} samples are there, and {len(loaded)} were "
-                "read: look for quotes that do not close"
+                f"{setting(key, path)} has {expected} samples, but {len(loaded)} were read: look "
+                "for unclosed quotes"
             )
         splits[split] = loaded
     every = [file for paths in files.values() for file in paths]
@@ -230,14 +228,14 @@ def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
     notes.append(f"{count}{_suffix(every[0])[1:]} from {shown}")
     if left_out:
         notes.append(f"not used: {', '.join(left_out[:8])}")
-    # by split: each may be in another folder
+    # per split, because each may be in another folder
     digest = digest_of_texts(map(digest_of_files, files.values()))
     return Table(splits, files, notes, digest, numbers_are_texts=kind == "csv")
 
 
 @dataclass(frozen=True)
 class _Scan:
-    """The result of a look through a file."""
+    """The result of scanning a file."""
 
     header: list[str] = field(default_factory=list)
     samples: int = 0
@@ -247,10 +245,10 @@ class _Scan:
 
 
 def _checked(path: Path, kind: str) -> _Scan:
-    """Looks through a file before it is read.
+    """Scans a file before it is read.
 
     Raises:
-        DataError: it is empty, or a line of it is not a sample.
+        DataError: the file is empty, or one of its lines is not a sample.
     """
     try:
         with open(path, "rb") as raw:
@@ -259,9 +257,9 @@ def _checked(path: Path, kind: str) -> _Scan:
             raise DataError(f"{path} is empty")
         if path.suffix.lower() == ".gz":
             if kind not in _COMPRESSED:
-                raise DataError(f"{path}: a {kind} file is not compressed as a whole; unpack it")
+                raise DataError(f"{path}: a {kind} file must not be gzipped; unpack it")
             if head != b"\x1f\x8b":
-                raise DataError(f"{path} is not a file of gzip")
+                raise DataError(f"{path} is not a gzip file")
         if kind in ("json", "text"):
             with _opened(path) as file:
                 if not any(line.strip() for line in file):
@@ -274,7 +272,7 @@ def _checked(path: Path, kind: str) -> _Scan:
 
 
 def _check_json(paths: Sequence[Path]) -> None:
-    """Raises a DataError with the first place in these files that is not JSON."""
+    """Raises a DataError with the first position in these files that is not JSON."""
     for path in paths:
         with _opened(path) as file:
             lines = file.read().splitlines()
@@ -305,7 +303,7 @@ def _scan_csv(path: Path) -> _Scan:
         return _scan(path, ",", csv.QUOTE_MINIMAL)
     try:
         scan = _scan(path, "\t", csv.QUOTE_MINIMAL)
-    except DataError:  # a quote that does not close, perhaps
+    except DataError:  # perhaps an unclosed quote
         return _scan(path, "\t", csv.QUOTE_NONE)
     return _scan(path, "\t", csv.QUOTE_NONE) if scan.joined else scan
 
@@ -328,9 +326,9 @@ def _scan(path: Path, separator: str, quoting: Any) -> _Scan:
                     continue
                 if len(fields) != len(header):
                     raise DataError(
-                        f"{path}, line {first}: {len(fields)} fields, and the header has "
-                        f"{len(header)} columns ({', '.join(header)}). A text with the separator "
-                        f"or a quote in it must be in quotes"
+                        f"{path}, line {first}: {len(fields)} fields, but the header has "
+                        f"{len(header)} columns ({', '.join(header)}). Quote text that contains "
+                        f"the separator or a quote"
                     )
                 samples += 1
                 if last_line > first:
@@ -338,19 +336,20 @@ def _scan(path: Path, separator: str, quoting: Any) -> _Scan:
                     longest = max(longest, (first, last_line), key=lambda pair: pair[1] - pair[0])
         except csv.Error as error:
             raise DataError(
-                f"{path}: the sample that begins at line {last_line + 1} has a quote that does not "
-                f"fit ({error}): double the quotes in a quoted text, and close it"
+                f"{path}: the sample that begins at line {last_line + 1} has a misplaced quote "
+                f"({error}): double the quotes inside a quoted text, and close it"
             ) from error
     if header is None:
         raise DataError(f"{path} is empty")
     if samples == 0:
-        raise DataError(f"{path} has a header ({', '.join(header)}) and no samples")
+        raise DataError(f"{path} has a header ({', '.join(header)}), but no samples")
     return _Scan(header, samples, quoting == csv.QUOTE_NONE, joined, longest)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps the progress bars of the library datasets out of the log, and errors it also raises."""
+    """Silences the progress bars of the library datasets, and log lines of errors it also
+    raises."""
     import datasets
 
     shown = datasets.utils.are_progress_bars_disabled() is False
@@ -371,16 +370,16 @@ def as_numbers(values: Sequence[str]) -> list[int] | None:
 
 
 def check_complete(table: Table, columns: Sequence[str], key: str, blank: bool = True) -> None:
-    """Checks that each sample has a value in these columns, and values of one type.
+    """Checks that each sample has a value in these columns, and that a column has one type.
 
     Args:
         table: the table of samples.
         columns: the columns to check; missing ones are skipped.
-        key: the config key that names the columns, for messages.
+        key: the config key of the columns, for messages.
         blank: whether a blank text counts as a value.
 
     Raises:
-        DataError: a sample has no value or a mixed type; the message names file and sample.
+        DataError: a sample has no value or another type; the message names file and sample.
     """
     for split, samples in table.splits.items():
         for column in columns:
@@ -395,8 +394,8 @@ def check_complete(table: Table, columns: Sequence[str], key: str, blank: bool =
             for number, value in enumerate(samples[column]):
                 if value is None or (texts and not value.strip()):
                     raise DataError(
-                        f"{setting(key, column)}: {_place(table, split, number)} has no value "
-                        "there: fill it in, or leave the sample out"
+                        f"{setting(key, column)}: {_place(table, split, number)} has no value: "
+                        "fill it in, or remove the sample"
                     )
                 kind = "text" if isinstance(value, str) else type(value).__name__
                 kind = "number" if isinstance(value, int | float) else kind
@@ -404,17 +403,17 @@ def check_complete(table: Table, columns: Sequence[str], key: str, blank: bool =
                     first = number, kind
                 elif kind != first[1]:
                     raise DataError(
-                        f"{setting(key, column)}: texts and numbers are mixed: "
-                        f"{_place(table, split, first[0])} has a {first[1]}, and "
+                        f"{setting(key, column)} mixes texts and numbers: "
+                        f"{_place(table, split, first[0])} has a {first[1]}, but "
                         f"{_place(table, split, number)} has the {kind} {value!r}"
                     )
 
 
 def check_finite(table: Table, columns: Sequence[str], key: str) -> None:
-    """Checks that each sample has a number in these columns, written as one in CSV.
+    """Checks that each sample has a number in these columns (as text in CSV).
 
     Raises:
-        DataError: one has not; names the file and the number of the sample.
+        DataError: a sample does not; the message names the file and the sample.
     """
     for split, samples in table.splits.items():
         for column in columns:
@@ -434,7 +433,7 @@ def check_finite(table: Table, columns: Sequence[str], key: str) -> None:
 
 
 def _has_blank(samples: Any, column: str) -> bool:
-    """Returns True if a text of a column has nothing in it that can be seen."""
+    """Returns True if a column contains a text without visible characters."""
     if not str(getattr(samples.features[column], "dtype", "")).endswith("string"):
         return False
     with quiet():
@@ -445,7 +444,7 @@ def _missing(samples: Any, column: str) -> bool:
     try:
         return bool(samples.data.column(column).null_count)
     except (AttributeError, KeyError):
-        return True  # looked at one by one
+        return True  # the caller checks them one by one
 
 
 def _place(table: Table, split: str, number: int) -> str:

@@ -30,12 +30,12 @@ def text_files(
     max_tokens: int | None = None,
     eval_tokens: int | None = None,
 ) -> DataSplits:
-    """Returns the text of files, token by token, for a language model.
+    """Returns the text of files as token windows for a language model.
 
-    Items are `(x, y)`, both int64 of shape (seq_len,): the tokens of a window, and the token that
-    follows each of them. The files are taken in the order of their paths and joined into one text;
-    windows do not overlap. With a tokenizer its end-of-text token follows each file, if it has one.
-    Files that end in `.gz` are unpacked.
+    Items are `(x, y)`, both int64 of shape (seq_len,): the tokens of a window, and the next token
+    for each of them. Files are joined into one text in path order; windows do not overlap. With a
+    tokenizer, its end-of-text token follows each file, if it has one. Files that end in `.gz` are
+    decompressed.
 
     Metadata: `vocab_size` (256 for bytes), `seq_len`.
 
@@ -43,17 +43,17 @@ def text_files(
         path: a file, a folder, or a pattern such as `books/**/*.txt`.
         eval_path: a file, a folder, or a pattern with the evaluation text; None: the end of the
             text is held out.
-        pattern: the names of the files in a folder, and in the folders in it.
-        tokenizer: a `tokenizer.json`, a folder of a tokenizer, or a name on the Hugging Face Hub;
-            None: the bytes of the files are the tokens.
-        seq_len: tokens in a window.
-        eval_share: the share of the text that is held out without an `eval_path`, 0 to 1.
-        max_tokens: the most tokens of the training text; None: all of it.
-        eval_tokens: the most tokens of the evaluation text; None: all of it.
+        pattern: the names of the files in a folder and its subfolders.
+        tokenizer: a `tokenizer.json`, a tokenizer folder, or a name on the Hugging Face Hub; None:
+            use the bytes of the files as tokens.
+        seq_len: the number of tokens per window.
+        eval_share: the share of the text to hold out without an `eval_path`, 0 to 1.
+        max_tokens: the maximum number of training tokens; None: no limit.
+        eval_tokens: the maximum number of evaluation tokens; None: no limit.
 
     Raises:
-        DataError: there are no such files, one cannot be read or is not UTF-8, the tokenizer
-            cannot be loaded, a number is out of its range, or a split has less than one window.
+        DataError: no file matches, a file cannot be read or is not UTF-8, the tokenizer cannot be
+            loaded, a number is out of range, or a split has less than one window.
     """
     check_at_least_1(seq_len=seq_len, max_tokens=max_tokens, eval_tokens=eval_tokens)
     check_share(eval_share)
@@ -71,14 +71,12 @@ def text_files(
         key = "eval_path" if split == "eval" and eval_path is not None else "path"
         source = path if key == "path" else eval_path
         held_out = (
-            f", of which {setting('eval_share', eval_share)} is held out"
-            if eval_path is None
-            else ""
+            f", with {setting('eval_share', eval_share)} held out" if eval_path is None else ""
         )
         return (
             f"{tokens} tokens to {'train' if split == 'train' else 'evaluate'} on, from "
             f"{setting(key, source)}{held_out}, are too few for one window of "
-            f"{setting('seq_len', seq_len)} and the token that follows: set a smaller "
+            f"{setting('seq_len', seq_len)} and the next token: set a smaller "
             f"{argument('seq_len')}, or use more text"
         )
 
@@ -99,10 +97,10 @@ def text_files(
 def ids_of(
     files: Iterable[Path], tokenizer: Any | None = None, limit: int | None = None
 ) -> NDArray[Any]:
-    """Returns the first `limit` tokens of the files, joined: their bytes if there is no tokenizer.
+    """Returns the first `limit` tokens of the joined files: their bytes without a tokenizer.
 
     Raises:
-        DataError: a file cannot be read, or is not UTF-8 where a tokenizer needs text.
+        DataError: a file cannot be read, or is not UTF-8 although a tokenizer needs text.
     """
     parts: list[NDArray[Any]] = []
     total = 0
@@ -119,7 +117,7 @@ def ids_of(
                 tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
                 ids = np.asarray([*tokens, *end_of_text(tokenizer)], dtype=np.int32)
         except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-            # Without it, this process would have another text than the others.
+            # Otherwise this process would have another text than the others.
             raise DataError(f"{path} cannot be read: {error}") from error
         parts.append(ids)
         total += len(ids)
@@ -127,27 +125,27 @@ def ids_of(
 
 
 def check_at_least_1(**values: int | None) -> None:
-    """Raises a DataError, if one is a number below 1."""
+    """Raises a DataError if a value is a number below 1."""
     for name, value in values.items():
         if value is not None and value < 1:
             raise DataError(f"{setting(name, value)} must be at least 1")
 
 
 def _files(key: str, path: str | Path, pattern: str) -> Sequence[Path]:
-    """Returns the files that `path` names, sorted by path."""
+    """Returns the files that match `path`, sorted by path."""
     place = Path(path)
     if place.is_file():
         return [place]
     if place.is_dir():
         files = [file for file in place.rglob(pattern) if file.is_file()]
         problem = (
-            f"no files {pattern} are in the folder {place.absolute()}: set {argument('pattern')}"
+            f"the folder {place.absolute()} contains no files {pattern}: set {argument('pattern')}"
         )
     else:
         files = [
             Path(file) for file in glob.glob(str(path), recursive=True) if Path(file).is_file()
         ]
-        problem = f"there is no such file or folder, and no file of this pattern in {Path.cwd()}"
+        problem = f"no such file or folder, and no file matches this pattern in {Path.cwd()}"
     if not files:
         raise DataError(f"{setting(key, path)}: {problem}")
     return sorted(files, key=lambda file: file.as_posix())

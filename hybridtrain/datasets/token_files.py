@@ -1,4 +1,5 @@
-"""Files of token ids, mapped into memory: of nanoGPT, llm.c and others, and arrays of NumPy."""
+"""Memory-mapped files of token ids: in the formats of nanoGPT, llm.c and others, and NumPy
+arrays."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hybridtrain.errors import DataError, argument, check_choice, setting
 
 _DTYPES = ("uint8", "uint16", "int16", "uint32", "int32", "int64")
 
-# Ids that are looked at together for the largest.
+# The number of ids to read at once when looking for the largest.
 _IDS_AT_A_TIME = 1 << 24
 
 
@@ -28,28 +29,28 @@ def token_files(
     vocab_size: int | None = None,
     seq_len: int = 256,
 ) -> DataSplits:
-    """Returns the windows of files of token ids, which stay on the disk.
+    """Returns the windows of files of token ids, which stay on disk.
 
-    Items are `(x, y)`, both int64 of shape (seq_len,): the tokens of a window, and the token that
-    follows each of them. Windows do not overlap and do not go from one file into the next.
+    Items are `(x, y)`, both int64 of shape (seq_len,): the tokens of a window, and the next token
+    for each of them. Windows do not overlap or span two files.
 
     Metadata: `vocab_size`, `seq_len`.
 
     Args:
         root: the folder of the files.
-        train: the file of the training split, or a pattern (`fineweb_train_*.bin`) of files, used
-            in the order of their names. `.npy` files have a dtype; other files are plain
-            sequences of ids.
+        train: the file of the training split, or a pattern (`fineweb_train_*.bin`) for several
+            files, used in the order of their names. `.npy` files have a dtype; other files are
+            plain sequences of ids.
         eval: the file of the evaluation split, or a pattern; None: no evaluation split.
         dtype: the type of the ids: uint8, uint16, int16, uint32, int32 or int64.
-        header_bytes: the bytes to skip at the beginning of each file (1024 in files of llm.c).
+        header_bytes: the bytes to skip at the beginning of each file (1024 in llm.c files).
         vocab_size: the size of the vocabulary; None: the largest id plus one, for which all files
             are read once.
-        seq_len: tokens in a window.
+        seq_len: the number of tokens per window.
 
     Raises:
-        DataError: a file is missing, empty or not of whole ids, an id is not below `vocab_size`,
-            or a split has less than one window.
+        DataError: a file is missing, empty or not a whole number of ids, an id is not below
+            `vocab_size`, or a split has less than one window.
     """
     check_at_least_1(seq_len=seq_len, vocab_size=vocab_size)
     check_choice("dtype", dtype, _DTYPES)
@@ -73,7 +74,7 @@ def token_files(
             raise DataError(
                 f"{key}: {sum(map(len, arrays))} tokens in {len(arrays)} files in "
                 f"{root.absolute()} are too few for one window of {setting('seq_len', seq_len)} "
-                f"and the token that follows: set a smaller {argument('seq_len')}"
+                f"and the next token: set a smaller {argument('seq_len')}"
             )
         splits_by_key[key] = windows[0] if len(windows) == 1 else ConcatDataset(windows)
     sizes = {"vocab_size": vocab_size, "seq_len": seq_len}
@@ -92,19 +93,19 @@ def _files(root: Path, key: str, name: str) -> list[Path]:
     paths = sorted(root.glob(name))
     if not paths:
         entries = sorted(path.name for path in root.iterdir())[:8] if root.is_dir() else []
-        content = f"has {', '.join(entries)}" if entries else "is empty or not there"
+        content = f"has {', '.join(entries)}" if entries else "is empty or does not exist"
         raise DataError(f"{setting(key, name)}: {root.absolute()} has no such file; it {content}")
     return paths
 
 
 def _mapped(path: Path, dtype: str, header_bytes: int) -> NDArray[Any]:
-    """Returns the ids of a file, mapped into memory."""
+    """Returns the ids of a file, memory-mapped."""
     try:
         if path.suffix == ".npy":
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
             if ids.ndim != 1 or ids.dtype.kind not in "iu":
                 raise ValueError(
-                    f"it has {ids.dtype} of shape {ids.shape}, not ids in one dimension"
+                    f"it has {ids.dtype} of shape {ids.shape}, not one-dimensional ids"
                 )
             return ids  # type: ignore[no-any-return]
         size = path.stat().st_size - header_bytes
@@ -113,7 +114,7 @@ def _mapped(path: Path, dtype: str, header_bytes: int) -> NDArray[Any]:
             raise ValueError(f"{size} bytes{position} are not a whole number of {dtype}")
         return np.memmap(path, dtype, "r", header_bytes)
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} is not a file of token ids, or damaged: {error}") from error
+        raise DataError(f"{path} is damaged or not a file of token ids: {error}") from error
 
 
 def _largest(ids: NDArray[Any]) -> int:

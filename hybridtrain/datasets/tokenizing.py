@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face, by the file, the folder or the name of one."""
+"""Hugging Face tokenizers, loaded from a file, a folder or a name on the Hub."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from hybridtrain.data import digest_of_texts
 from hybridtrain.errors import DataError, setting
 
-# The usual names of special tokens; a bare tokenizer.json does not say which is for what.
+# The usual names of special tokens; a bare tokenizer.json does not assign their roles.
 _USUAL = {
     "pad_token": ("<pad>", "[PAD]"),
     "unk_token": ("<unk>", "[UNK]"),
@@ -19,15 +19,15 @@ _USUAL = {
 
 
 def load_tokenizer(name: str) -> Any:
-    """Returns the tokenizer of a file, a folder or a name, as transformers has it.
+    """Returns a tokenizer of transformers, from a file, a folder or a name.
 
     Args:
-        name: a file of the library `tokenizers` (`./tokenizer.json`), whose special tokens are
-            known by their usual names; a folder that `save_pretrained` wrote; or a name on the
+        name: a file of the library `tokenizers` (`./tokenizer.json`), with special tokens
+            recognized by their usual names; a folder written by `save_pretrained`; or a name on the
             Hugging Face Hub, which is looked up in its cache first.
 
     Raises:
-        DataError: there is no such tokenizer, it is damaged, or transformers is not installed.
+        DataError: the tokenizer does not exist or is damaged, or transformers is not installed.
     """
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -39,26 +39,25 @@ def load_tokenizer(name: str) -> Any:
     path = Path(name)
     local = path.exists()
     if not local and (path.suffix == ".json" or name.startswith((".", "/", "~"))):
-        raise DataError(
-            f"{setting('tokenizer', name)}: there is no such file or folder ({path.absolute()})"
-        )
+        raise DataError(f"{setting('tokenizer', name)}: no such file or folder ({path.absolute()})")
     try:
         if not path.is_file():
             return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # the library that parses a file raises plain Exceptions
-        problem = "cannot be read" if local else "is neither here nor can it be had from the Hub"
+        missing = "does not exist locally and cannot be loaded from the Hub"
+        problem = "cannot be read" if local else missing
         reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"{setting('tokenizer', name)} {problem} ({type(error).__name__}: {reason}). Name a "
-            f"tokenizer.json, a folder that save_pretrained wrote, or a model on the Hugging "
-            f"Face Hub"
+            f"{setting('tokenizer', name)} {problem} ({type(error).__name__}: {reason}). Use a "
+            f"tokenizer.json, a folder written by save_pretrained, or the name of a model on the "
+            f"Hugging Face Hub"
         ) from error
     vocabulary = tokenizer.get_vocab()
     for role, names in _USUAL.items():
         if token := next((candidate for candidate in names if candidate in vocabulary), None):
             tokenizer.add_special_tokens({role: token})
-    # models differ in whether they take the rest, token_type_ids
+    # models differ in whether they accept the others, such as token_type_ids
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
     return tokenizer
 
@@ -71,7 +70,7 @@ def vocabulary_digest(tokenizer: Any) -> str:
 
 
 def end_of_text(tokenizer: Any) -> list[int]:
-    """Returns the token that ends a text, as a list; empty where the tokenizer has none."""
+    """Returns the token that ends a text, as a list; empty if the tokenizer has none."""
     for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
         if token is not None:
             return [int(token)]
@@ -79,13 +78,13 @@ def end_of_text(tokenizer: Any) -> list[int]:
 
 
 def padding_token(tokenizer: Any) -> int | None:
-    """Returns the id that texts are padded with: a token that no text has; None: there is none."""
+    """Returns the id for padding: a token that no text contains; None: the tokenizer has none."""
     ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id)
     return next((int(token) for token in ids if token is not None), None)
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Returns the tokenizer's special tokens under the names of a configuration of transformers."""
+    """Returns the tokenizer's special tokens under the names of a transformers configuration."""
     roles = ("bos", "eos", "pad", "sep")
     ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id", None) for role in roles}
     return {name: int(token) for name, token in ids.items() if token is not None}

@@ -1,4 +1,4 @@
-"""A long text of token ids as the samples of a language model: windows, side by side."""
+"""A long text of token ids as language model samples: adjacent windows."""
 
 from collections.abc import Callable, Sequence
 from mmap import mmap
@@ -16,17 +16,17 @@ from hybridtrain.errors import DataError, argument
 
 
 class TokenWindows(Dataset[Any]):
-    """The windows of a text, which do not overlap: each token is predicted at most once.
+    """The windows of a text, which do not overlap, so each token is predicted at most once.
 
-    Items are `(x, y)`, both int64 of shape (seq_len,): the tokens of a window, and the token that
-    follows each of them. A last window that is too short is left out.
+    Items are `(x, y)`, both int64 of shape (seq_len,): the tokens of a window, and the next token
+    for each of them. A last window that is too short is dropped.
 
     Args:
-        tokens: the ids, 1-dimensional. A memory map is read where it is used, and only its name is
-            sent to a worker process.
-        seq_len: tokens in a window.
-        vocab_size: an id that is not below it is an error; None: every id is below it.
-        prepare: makes what a batch of `(x, y)` is to be, of tensors (N, seq_len); see
+        tokens: the ids, 1-dimensional. A memory map is read on use, and only its file name is sent
+            to a worker process.
+        seq_len: the number of tokens per window.
+        vocab_size: an id that is not below it raises an error; None: every id is known to be valid.
+        prepare: converts a batch `(x, y)` of tensors (N, seq_len) to its final form; see
             `InMemoryDataset`.
     """
 
@@ -58,9 +58,9 @@ class TokenWindows(Dataset[Any]):
         ids = self.tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int64)
         if self.vocab_size is not None and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             raise DataError(
-                f"there are token ids from {ids.min()} to {ids.max()}, and {argument('vocab_size')}"
-                f"{self.vocab_size} allows 0 to {self.vocab_size - 1}: is this the vocabulary, "
-                f"and the type of numbers, that the tokens were written with?"
+                f"there are token ids from {ids.min()} to {ids.max()}, but {argument('vocab_size')}"
+                f"{self.vocab_size} allows 0 to {self.vocab_size - 1}: check that the vocabulary "
+                f"and the dtype match the ones that the tokens were written with"
             )
         whole = torch.from_numpy(ids)
         x, y = whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
@@ -69,7 +69,7 @@ class TokenWindows(Dataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         tokens = self.tokens
-        if isinstance(tokens, np.memmap) and isinstance(tokens.base, mmap):  # not a part of one
+        if isinstance(tokens, np.memmap) and isinstance(tokens.base, mmap):  # not a slice of one
             state["tokens"] = (str(tokens.filename), tokens.dtype, tokens.offset, tokens.shape)
         return state
 
@@ -92,10 +92,10 @@ def window_splits(
     Metadata: `vocab_size`, `seq_len`.
 
     Args:
-        texts: the ids of the two.
-        seq_len: tokens in a window.
-        vocab_size: of the ids.
-        too_few: makes the message for a split (`train` or `eval`) with so many tokens.
+        texts: the ids of both texts.
+        seq_len: the number of tokens per window.
+        vocab_size: the vocabulary size.
+        too_few: returns the error message for a split (`train` or `eval`) and its token count.
         prepare: see `TokenWindows`.
 
     Raises:

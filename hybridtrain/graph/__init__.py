@@ -1,19 +1,19 @@
 """Any `nn.Module` as a chain of layers: the elements of a Sequential, or segments of a graph.
 
 chain              a module as a chain of layers
-segment            a layer, and one that is a part of a graph
+segment            the layers of a chain, and segments of a graph
 tracer, exporter   a forward as a graph, by torch.fx or torch.export
-traced_graph       what both give, and what must not be frozen into it
-variants           the graphs of a model for inputs of other kinds
-examples           what a forward's values are for example inputs
-output_capture     the hooks of transformers that gather outputs of layers
-recorder           notes what a forward reads while it is traced, and refuses what it changes
-reads              the values that were read, compared before each step
-attributes         where Python looks for an attribute
-changes            what a forward must not change
+traced_graph       the result of both tracers, and values that must not be frozen into it
+variants           further graphs of a model, for inputs of other kinds
+examples           the values of a forward for example inputs
+output_capture     the hooks of transformers that collect outputs of layers
+recorder           records the values that a forward reads, and rejects changes
+reads              the recorded values, compared before each step
+attributes         the places where Python looks up an attribute
+changes            state that a forward must not change
 code_names         the names that a function's code looks up
-shadows            stand-ins for functions of Python in traced code
-mode_graphs        one graph for training and one for evaluation, and what they depend on
+shadows            stand-ins for Python builtins in traced code
+mode_graphs        one graph per mode, and the assumptions they depend on
 call_signature     a batch as the arguments of a forward
 """
 

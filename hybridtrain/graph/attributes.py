@@ -15,7 +15,7 @@ from hybridtrain.graph.output_capture import INSTALLED
 from hybridtrain.graph.reads import MISSING, Read, is_same
 from hybridtrain.graph.traced_graph import is_library
 
-# The tables of parameters, hooks etc., `training`, and the mark of transformers' hooks.
+# Tables of parameters, hooks etc., `training`, and the marker of transformers' hooks.
 TABLES = frozenset(vars(nn.Module())) | {INSTALLED}
 
 
@@ -51,7 +51,7 @@ def resolved(owner: Any, name: str, label: str) -> Iterator[Read]:
     elif isinstance(owner, nn.Module):
         for table in (owner._parameters, owner._modules):
             if name in table:
-                return  # another module or parameter is noticed for the model as a whole
+                return  # a replaced module or parameter is detected for the model as a whole
         buffers = owner._buffers
         yield Read(buffers, name, buffers.get(name, MISSING), label)
         if name in buffers:
@@ -84,12 +84,12 @@ def _looks_up(kind: type) -> bool:
 def _looked_up(owner: Any, name: str) -> Any:
     try:
         return getattr(owner, name)
-    except Exception:  # raised by the user's lookup; then the attribute is missing
+    except Exception:  # raised by the user's lookup: treated as a missing attribute
         return MISSING
 
 
 def dict_of(value: Any) -> Any:
-    """Returns the `__dict__` of an object; None if it has none."""
+    """Returns the `__dict__` of an object, or None."""
     try:
         return object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -115,7 +115,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
         with suppress(AttributeError):
             attributes[name] = object.__getattribute__(value, name)
     if isinstance(value, nn.Module):
-        hidden = ("_tensor_constant", "_parameter_constant")  # torch.fx's own
+        hidden = ("_tensor_constant", "_parameter_constant")  # belongs to torch.fx
         names = [name for name in attributes if name not in TABLES and not name.startswith(hidden)]
         return {name: attributes[name] for name in names}
     return attributes

@@ -37,10 +37,11 @@ class CallSignature:
 
     @classmethod
     def of_inputs(cls, module: nn.Module, inputs: Any) -> tuple[CallSignature, list[Any]]:
-        """Returns the arguments that a batch gives to `module`, and their values.
+        """Returns the arguments that a batch passes to `module`, and their values.
 
-        A dict whose keys are arguments of `module.forward` is passed by keyword; a tuple or list,
-        to a forward that takes several arguments, by position; anything else is the one argument.
+        A dict with arguments of `module.forward` as keys is passed by keyword. A tuple or list is
+        passed by position, if the forward takes several arguments. Anything else is the only
+        argument.
 
         Raises:
             BatchError: `module.forward` cannot be called with `inputs`.
@@ -56,14 +57,14 @@ class CallSignature:
             if takes_several or any(p.kind is p.VAR_POSITIONAL for p in parameters):
                 attempts = [(inputs, {})]
         for args, kwargs in attempts:
-            with suppress(TypeError):  # also where a key is not a string
+            with suppress(TypeError):  # also if a key is not a string
                 bound = signature.bind(*args, **kwargs)
                 break
         else:
             raise BatchError(
-                f"{type(module).__name__}.forward{signature} cannot be called with the inputs of "
-                f"this batch, a {type(inputs).__name__}: pass one value, a tuple of its positional "
-                f"arguments, or a dict of its keyword arguments"
+                f"cannot call {type(module).__name__}.forward{signature} with the inputs of this "
+                f"batch, a {type(inputs).__name__}: pass one value, a tuple of positional "
+                "arguments, or a dict of keyword arguments"
             )
         names = [p.name for p in parameters if p.kind in _POSITIONAL][: len(bound.args)]
         names += [f"input_{number}" for number in range(len(bound.args) - len(names))]
@@ -91,7 +92,7 @@ class CallSignature:
         return self.positional + self.keywords
 
     def split(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns `values`, in the order of `names`, as args and kwargs."""
+        """Splits `values`, in the order of `names`, into args and kwargs."""
         count = len(self.positional)
         return tuple(values[:count]), dict(zip(self.keywords, values[count:], strict=True))
 
@@ -99,7 +100,7 @@ class CallSignature:
         """Returns the arguments of the traced graph for the inputs of a batch.
 
         Raises:
-            BatchError: the batch gives other arguments than the model was traced with.
+            BatchError: the batch passes other arguments than the model was traced with.
         """
         signature, values = self.of_inputs(self.module, inputs)
         by_name = dict(zip(signature.names, values, strict=True))
@@ -107,22 +108,23 @@ class CallSignature:
         for name, constant in self.constants.items():
             if name in by_name and not _equal(by_name[name], constant):
                 raise BatchError(
-                    f"{model} was traced with {name}={_shown(constant)}, and this batch gives "
-                    f"{name}={_shown(by_name[name])}: only tensors may change. Pass the same in "
-                    f"each batch as in example_inputs=, or make another {phrase('HybridModel')} "
-                    "of the same module for the other value"
+                    f"{model} was traced with {name}={_shown(constant)}, but this batch passes "
+                    f"{name}={_shown(by_name[name])}: only tensors may change. Pass the same "
+                    "value in each batch as in example_inputs=, or create another "
+                    f"{phrase('HybridModel')} of the same module for the other value"
                 )
         if set(by_name) != set(self.names):
             raise BatchError(
-                f"{model} was traced with {', '.join(self.names) or 'nothing'}, and this batch "
-                f"gives {', '.join(signature.names) or 'nothing'}: pass the same arguments in "
-                f"every batch as in example_inputs=. To predict without labels, for example, load "
-                f"model.state_dict() into the plain module, or into another {phrase('HybridModel')}"
+                f"{model} was traced with {', '.join(self.names) or 'no arguments'}, but this "
+                f"batch passes {', '.join(signature.names) or 'no arguments'}: pass the same "
+                "arguments in every batch as in example_inputs=. To predict without labels, for "
+                "example, load model.state_dict() into the plain module, or into another "
+                f"{phrase('HybridModel')}"
             )
         if not self.tensors <= signature.tensors:
             name = min(self.tensors - signature.tensors)
             raise BatchError(
-                f"{model} was traced with a tensor as {name}, and this batch gives a "
+                f"{model} was traced with a tensor as {name}, but this batch passes a "
                 f"{type(by_name[name]).__name__}"
             )
         return [by_name[name] for name in self.names]
@@ -131,7 +133,8 @@ class CallSignature:
 def _equal(first: Any, second: Any) -> bool:
     """Returns whether two values without tensors are equal.
 
-    Arrays are equal if all their elements are; an object that cannot be compared only to itself.
+    Arrays are equal if all elements are equal; an object that cannot be compared equals only
+    itself.
     """
     if first is second:
         return True
@@ -145,14 +148,14 @@ def _equal(first: Any, second: Any) -> bool:
     if first_leaves and first_leaves[0] is first:
         try:
             return bool(first == second) or bool(first != first and second != second)  # NaN
-        except Exception:  # no answer, as of an array inside an object
+        except Exception:  # ambiguous, such as an array inside an object
             return False
     second_leaves, other_spec = tree_flatten(second)
     return spec == other_spec and all(map(_equal, first_leaves, second_leaves))
 
 
 def _shown(value: Any) -> str:
-    """Returns a value as text for a message: shapes of tensors and arrays, shortened."""
+    """Formats a value for a message: tensors and arrays as shapes, shortened."""
 
     def short(leaf: Any) -> Any:
         if isinstance(leaf, Tensor | np.ndarray):
@@ -165,7 +168,7 @@ def _shown(value: Any) -> str:
 
 
 class _Shown:
-    """A value whose `repr` is a text."""
+    """A value with a given `repr`."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -194,6 +197,6 @@ def _signature(module: nn.Module) -> inspect.Signature:
 
 
 def optional_arguments(module: nn.Module) -> list[str]:
-    """Returns the names of the arguments that calls of `module` may leave out."""
+    """Returns the names of the arguments that calls of `module` may omit."""
     parameters = _signature(module).parameters.values()
     return [p.name for p in parameters if p.default is not p.empty]

@@ -2,8 +2,8 @@
 
 The *units* of a chain depend on the model alone: the elements of an `nn.Sequential`, or the modules
 that the model's own forward calls, where containers and modules with a large share of the
-parameters are expanded. A unit may be expanded further where balance asks for it; the layers inside
-keep the unit's number, so that random draws do not depend on how finely the model was cut.
+parameters are expanded. A unit may be expanded further to balance stages; its layers keep the
+unit's number, so that random draws do not depend on how finely the model was split.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from hybridtrain.graph.traced_graph import ShouldExpand, Tracer, Untraceable, us
 from hybridtrain.graph.tracer import trace
 from hybridtrain.graph.variants import Variants
 
-# A module of a traced model that holds more of its parameters than this is expanded.
+# A module of a traced model with more than this share of its parameters is expanded.
 LARGE_SHARE = 1 / 8
-# If torch.fx cannot expand one that holds more than this, torch.export has to trace the model.
+# If torch.fx cannot expand a module with more than this share, torch.export traces the model.
 TOO_LARGE_SHARE = 1 / 4
 # Of PyTorch's own modules, only these are expanded: nn.Transformer and its parts.
 _EXPANDED_OF_TORCH = "torch.nn.modules.transformer"
@@ -48,11 +48,11 @@ class Chain:
     Attributes:
         layers: the layers.
         units: for each layer, the number of its unit, and its number among the unit's layers.
-        no_cut_before: the positions (before layer i) where no cut may be: a module is used on both
-            sides, or a tensor is changed in place there.
+        no_cut_before: the positions (before layer i) at which the model cannot be cut, because a
+            module is used on both sides or a tensor is changed in place.
         unexpanded: the modules that could not be expanded, with the reason.
         guards: checks that the model has not changed since it was traced.
-        variants: its graphs for inputs of other kinds; None if they are the same for all.
+        variants: its graphs for inputs of other kinds; None if one graph fits all inputs.
     """
 
     layers: list[Layer]
@@ -66,11 +66,11 @@ class Chain:
 class ChainBuilder:
     """Builds the chains of a model, coarser or finer.
 
-    Any module can be traced with `example_inputs`, those of a micro-batch, which an `nn.Sequential`
-    does not need. The model runs in the context `precision`.
+    Modules other than an `nn.Sequential` are traced with `example_inputs`, the inputs of a
+    micro-batch. The model runs in the context `precision`.
 
     Raises:
-        ConfigError: `example_inputs` is None, and needed to trace the model.
+        ConfigError: `example_inputs` is None but needed to trace the model.
         BatchError: the model's forward cannot be called with `example_inputs`.
     """
 
@@ -86,14 +86,16 @@ class ChainBuilder:
         self._device = device or torch.device("cpu")
         self._tracer: Tracer | None = None
         self._exported = False
-        self._values: list[Any] | None = None  # which the trace may be for alone
-        self._failures: dict[str, Exception] = {}  # by how it was traced
+        self._values: list[Any] | None = None  # the trace may be valid for these only
+        self._failures: dict[str, Exception] = {}  # by tracing method
         check_unwrapped(net)
         initialize_lazy(net, example_inputs)
         if is_chain(net):
             return
         if isinstance(net, torch.jit.ScriptModule):
-            why = "it is of TorchScript, whose code torch.fx and torch.export do not see"
+            why = (
+                "it is a TorchScript module, and torch.fx and torch.export cannot trace TorchScript"
+            )
             self._failures[""] = Untraceable(why)
             return
         if has_hooks(net):
@@ -110,16 +112,18 @@ class ChainBuilder:
                     f"optional arguments ({', '.join(optional)})" if optional else "*args"
                 )
                 raise ConfigError(
-                    f"{model}.forward has {arguments_text}, and is traced with those arguments "
-                    f"that a batch gives: pass example_inputs=<the inputs of a batch>"
+                    f"{model}.forward has {arguments_text}, and tracing needs to know which "
+                    "arguments a batch passes: pass example_inputs=<the inputs of a batch>"
                 )
         if reason := self._try("", partial(trace, self._signature)):
             if example_inputs is None:
                 raise ConfigError(
-                    f"torch.fx cannot trace {model} ({reason}), and torch.export needs a batch for "
-                    f"that: pass example_inputs=<the inputs of a batch>"
+                    f"torch.fx cannot trace {model} ({reason}), and torch.export needs the inputs "
+                    "of a batch: pass example_inputs=<the inputs of a batch>"
                 )
-            if not self._try("by torch.export", export_tracer(self._signature, values, precision)):
+            if not self._try(
+                "with torch.export", export_tracer(self._signature, values, precision)
+            ):
                 self._exported = True
                 self._values = tree_map(as_any_batch, values)
             elif not self._try("on the example inputs", self._example_tracer(values)):
@@ -128,7 +132,7 @@ class ChainBuilder:
     def _try(self, how: str, tracer: Tracer) -> str:
         """Returns the reason why `tracer` cannot expand enough of the model; "" if it can.
 
-        The first one that can trace the model's own forward is kept, until one can expand it.
+        Keeps the first tracer that can trace the model's own forward, until one can also expand it.
         """
         try:
             coarse = trace_both_modes(self._net, tracer, _expand_rule(self._net, (), LARGE_SHARE))
@@ -140,7 +144,7 @@ class ChainBuilder:
             (
                 reason
                 for name, reason in coarse.unexpanded.items()
-                # not every name is that of a module
+                # not every name belongs to a module
                 if name in parts and _size(parts[name]) > TOO_LARGE_SHARE * _size(self._net)
             ),
             "",
@@ -154,7 +158,7 @@ class ChainBuilder:
         values: Sequence[Any],
         precision: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> Tracer:
-        """Returns a tracer by torch.fx that knows what the arguments are for an example."""
+        """Returns a torch.fx tracer that knows the example values of the arguments."""
 
         def make_examples(module: nn.Module) -> tuple[Examples, list[Any]]:
             examples = Examples(module, self._device, precision or self._precision)
@@ -163,13 +167,13 @@ class ChainBuilder:
         return partial(trace, self._signature, make_examples=make_examples)
 
     def chain(self, expand: Collection[str] = ()) -> Chain:
-        """Returns the chain in which the modules in `expand` are expanded, where they can be.
+        """Returns the chain with the modules in `expand` expanded if possible.
 
         Raises:
-            SplitError: the model cannot be traced; names the line.
+            SplitError: the model cannot be traced; names the line of code.
         """
         units: list[list[Layer]] = []
-        graphs: list[tuple[int, ModeGraphs]] = []  # with the position of the first layer of each
+        graphs: list[tuple[int, ModeGraphs]] = []  # unit -> position of its first layer
         unexpanded: dict[str, str] = {}
         variants: Variants | None = None
         if is_chain(self._net):
@@ -184,7 +188,7 @@ class ChainBuilder:
             if expand:
                 try:
                     finer = trace_both_modes(self._net, self._tracer, rule)
-                except Exception as error:  # the model as a whole can be traced without
+                except Exception as error:  # the model as a whole can be traced without it
                     unexpanded |= dict.fromkeys(expand, user_line(error))
             graphs.append((0, finer))
             if self._values is not None:
@@ -202,21 +206,22 @@ class ChainBuilder:
             hint = ""
             if gathers(self._net):
                 hint = (
-                    "It gathers what its layers return: leave out output_router_logits=, "
-                    "output_hidden_states= and output_attentions= if you can. "
+                    "It collects outputs of its layers: omit output_router_logits=, "
+                    "output_hidden_states= and output_attentions= if possible. "
                 )
             raise SplitError(
-                f"{type(self._net).__name__} cannot be traced, so that it cannot be cut: "
-                f"{'; '.join(reasons.values())}. {hint}Put this statement, and all that shares "
-                f"state with it, into the forward of a separate nn.Module that the model calls: it "
-                f"runs unchanged, as one layer. Or pass the model as an nn.Sequential"
+                f"{type(self._net).__name__} cannot be traced, so it cannot be split: "
+                f"{'; '.join(reasons.values())}. {hint}Move this statement, and everything that "
+                "shares state with it, into the forward of a separate nn.Module that the model "
+                "calls: it then runs unchanged as one layer. Or pass the model as an "
+                "nn.Sequential"
             ) from next(iter(self._failures.values()))
         layers = [layer for unit in units for layer in unit]
         no_cut_before = _between_uses(layers)
         for start, graph in graphs:
             no_cut_before |= {start + position for position in graph.no_cut_before()}
             unexpanded |= graph.unexpanded
-        if unexpanded:  # because of which others were tried
+        if unexpanded:  # the reason for trying other tracers
             for how, failure in self._failures.items():
                 unexpanded[f"the model{f', {how},' if how else ''}"] = user_line(failure)
         return Chain(
@@ -264,7 +269,7 @@ def can_expand(module: nn.Module) -> bool:
 def _expanded(
     layer: Layer, expand: Collection[str], unexpanded: dict[str, str]
 ) -> ModeGraphs | None:
-    """Returns the graphs of a layer that is to be expanded, or None."""
+    """Returns the graphs for expanding a layer, or None."""
     if layer.name not in expand or not can_expand(layer.module):
         return None
     signature = CallSignature.of_required(layer.module)
@@ -296,7 +301,7 @@ def _size(module: nn.Module) -> int:
 
 
 def _between_uses(layers: Sequence[Layer]) -> set[int]:
-    """Returns the positions between the uses of a module that has state, which is in one stage."""
+    """Returns the positions between uses of a module with state, which must be in one stage."""
     first: dict[int, int] = {}
     no_cut_before: set[int] = set()
     for index, layer in enumerate(layers):
@@ -307,28 +312,29 @@ def _between_uses(layers: Sequence[Layer]) -> set[int]:
 
 
 def check_unwrapped(net: nn.Module) -> None:
-    """Makes sure that `net` is a model, and not wrapped by something that runs it its own way.
+    """Checks that `net` is a plain model, not a wrapper that changes how it runs.
 
     Raises:
-        ConfigError: it is; says what to pass instead.
+        ConfigError: it is a wrapper; says what to pass instead.
     """
     if isinstance(net, DataParallel | DistributedDataParallel):
         raise ConfigError(
-            f"the model is wrapped in {type(net).__name__}, and {phrase('HybridModel')} is data "
-            "parallel itself: pass the module inside, net.module"
+            f"the model is wrapped in {type(net).__name__}, but {phrase('HybridModel')} is "
+            "already data parallel: pass the wrapped module, net.module"
         )
     if compiled_module(net) is not None:
         raise ConfigError(
-            "the model is compiled as a whole, and cannot be cut: pass the module that was given "
-            f"to torch.compile, and {setting('compile', True)} to compile its stages"
+            "the model is compiled as a whole and cannot be split: pass the original module, and "
+            f"{setting('compile', True)} to compile its stages"
         )
 
 
 def initialize_lazy(net: nn.Module, example_inputs: Any) -> None:
-    """Gives parameters without a shape their shapes, by a forward in evaluation mode.
+    """Initializes lazy parameters by a forward in evaluation mode.
 
     Raises:
-        ConfigError: there are some, and no `example_inputs`, or this forward does not use them.
+        ConfigError: there are lazy parameters but no `example_inputs`, or this forward does not use
+            them.
     """
     if not _uninitialized(net):
         return
@@ -345,8 +351,8 @@ def initialize_lazy(net: nn.Module, example_inputs: Any) -> None:
                 part.training = mode
     if names := _uninitialized(net):
         raise ConfigError(
-            f"{names[0]} is lazy, and has no shape yet: pass example_inputs=<the inputs of a "
-            f"batch>, or call the model with a batch before"
+            f"{names[0]} is lazy and has no shape yet: pass example_inputs=<the inputs of a "
+            "batch>, or call the model with a batch first"
         )
 
 

@@ -1,4 +1,4 @@
-"""The state that a traced forward must not change, because its graph would not do so again."""
+"""State that a traced forward must not change, because its graph would not repeat the change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class State:
         now: returns the current values.
         write: `write(name, value)` restores a value; MISSING removes the name.
         describe: `describe(name)` returns its description for a message.
-        may_settle: whether the first run may set a simple value permanently.
+        may_settle: whether the first run may permanently set a simple value.
     """
 
     before: Mapping[Any, Any]
@@ -36,7 +36,7 @@ class State:
     may_settle: bool = True
 
     def changes(self) -> list[tuple[State, Any, Any]]:
-        """Returns what has changed: this state, the name, the old value."""
+        """Returns the changes as (this state, name, old value)."""
         current, former = self.now(), self.before
         return [
             (self, name, former.get(name, MISSING))
@@ -61,7 +61,7 @@ def _is_plain(value: Any) -> bool:
 
 
 class Settled:
-    """The values that runs of a forward have set once and may not set again."""
+    """Values that a run of the forward has set once and later runs may not change."""
 
     def __init__(self) -> None:
         self._old: dict[Any, Callable[[], None]] = {}

@@ -28,7 +28,7 @@ class CodeNames(NamedTuple):
     Attributes:
         globals: the globals that it reads or assigns.
         stored: the globals that it assigns or deletes.
-        attributes: the attributes that it reads, and its texts, which may name some.
+        attributes: the attributes that it reads, and its string constants, which may name some.
         imports: the Python modules that it imports, with the level of a relative import.
         matches: whether it matches patterns of sequences or mappings.
     """

@@ -1,7 +1,7 @@
 """The values of a forward for example inputs: tensors without data, and Python values.
 
-A trace that knows them can answer queries of the forward's Python code: a length, a type, a
-condition on sizes. Values that depend on the data of a tensor stay unknown.
+With them, a trace can answer queries of the forward's Python code: a length, a type, a condition on
+sizes. Values that depend on tensor data stay unknown.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Examples:
         self._grad_enabled = root.training
 
     def of_inputs(self, values: Any) -> Any:
-        """Returns a pytree of inputs with tensors without data."""
+        """Returns a pytree of inputs with fake tensors (without data)."""
         with self._inside():
             return tree_map_only(Tensor, self._without_data, values)
 
@@ -82,7 +82,8 @@ class Examples:
                     is_tensor = isinstance(attribute, Tensor)
                     return self.stand_in(attribute) if is_tensor else attribute
                 return self._called(attribute, args, kwargs)
-        except Exception:  # the user's operation may raise any error, as where it asks for data
+        # the user's operation may raise any error, for example when it needs data
+        except Exception:
             return UNKNOWN
 
     @contextmanager
@@ -117,7 +118,7 @@ class Examples:
                 return UNKNOWN
             for table in hooks_of(part):
                 if any(not _is_of_library(hook) for hook in table.values()):
-                    return UNKNOWN  # it may note what it is given
+                    return UNKNOWN  # it may store its arguments
         with _unchanged(module):
             return functional_call(module, self.stand_ins(module), tuple(args), dict(kwargs))
 
@@ -181,7 +182,7 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
                 (container.extend if isinstance(container, list) else container.update)(entries)
 
 
-# What Python asks of a value, by the name of the question.
+# Python's queries of a value, by name.
 QUESTIONS: dict[str, Callable[[Any], Any]] = {
     "bool": bool,
     "int": int,
@@ -192,7 +193,7 @@ QUESTIONS: dict[str, Callable[[Any], Any]] = {
     "value": lambda value: value,
 }
 
-# A question for these has the same answer for all inputs of a kind: see `variants.kind_of`.
+# Queries with the same answer for all inputs of a kind; see `variants.kind_of`.
 _OF_KIND = {
     "dim", "ndim", "dtype", "device", "layout", "is_cuda", "is_cpu", "is_mps", "is_floating_point",
     "is_complex", "is_sparse", "is_quantized", "is_meta", "is_nested", "requires_grad", "is_leaf",
@@ -267,16 +268,16 @@ class SizeGuards:
 
 def _gives(ask: Callable[[Any], Any], value: Any, answer: Any) -> bool:
     """Returns whether a query of a value has this answer; False for an unknown value."""
-    if value is UNKNOWN:  # which has a bool and a text
+    if value is UNKNOWN:  # has a bool and a str
         return False
     try:
         return bool(ask(value) == answer)
-    except Exception:  # the value is of any type, and then its answer is another one
+    except Exception:  # a value of another type, with another answer
         return False
 
 
 def _depends_on_sizes(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
-    """Returns whether the value of a node may differ for inputs of other sizes."""
+    """Returns whether a node's value may differ for inputs of other sizes."""
     visited: set[fx.Node] = set()
     todo = [node]
     while todo:
@@ -285,7 +286,7 @@ def _depends_on_sizes(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
             continue
         visited.add(node)
         if isinstance(values.get(node, UNKNOWN), Tensor):
-            return True  # its length was asked for
+            return True  # its length was queried
         name = getattr(node.target, "__name__", str(node.target))
         attribute = str(node.args[1]) if node.target is getattr else name
         if node.op in ("call_function", "call_method") and attribute in _OF_KIND:

@@ -1,12 +1,12 @@
-"""Traces a module's forward with torch.export, where torch.fx cannot follow it.
+"""Traces a module's forward with torch.export, if torch.fx cannot.
 
 torch.export runs the forward once on shapes without data, and records the operators that it calls
-and their submodules. So it follows any Python code that does not depend on data; conditions on the
-inputs (on their rank, for example) are checked at each call. The batch dimension stays dynamic, and
-so do other sizes if the forward allows it.
+and their submodules. It can therefore trace any Python code that does not depend on data.
+Conditions on the inputs (on their rank, for example) are checked at each call. The batch dimension
+stays dynamic, and so do other sizes if the forward allows it.
 
-The export of `torch.distributed.pipelining.pipeline` fixes the batch size and the mode, and cannot
-be cut inside a chosen module.
+In contrast, `torch.distributed.pipelining.pipeline` fixes the batch size and the mode, and cannot
+cut inside a chosen module.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from hybridtrain.graph.traced_graph import (
     replaced,
 )
 
-# The submodule of an exported module that checks the sizes of its inputs.
+# The submodule of an exported module that checks its input sizes.
 GUARDS = "_guards_fn"
 
 
@@ -108,24 +108,26 @@ def _export(
         grad_matters = _check_changes(module, signature, values, guards, recorder)
         guards.forget_data()
         arguments = signature.split(values)
-        # recording takes time, and the quick check has run the same forward
+        # recording is slow, and the quick check has run the same forward
         recording = recorder.recording() if grad_matters is None else nullcontext()
         mode = torch.set_grad_enabled(module.training)
         with torch.random.fork_rng([]), _quiet(), mode, recording:
             program = export(module, *arguments, dynamic_shapes=dynamic, strict=False)
-            if grad_matters is None:  # the quick check was not possible
+            if grad_matters is None:  # the quick check could not run
                 repeated = export(module, *arguments, dynamic_shapes=dynamic, strict=False)
                 if str(repeated.graph) != str(program.graph):
                     raise Untraceable("a graph would keep a value that changes from call to call")
     exported = program.module()
-    for part in exported.modules():  # an autocast in a forward is a graph in the graph
+    for part in exported.modules():  # an autocast in a forward becomes a nested graph
         if not isinstance(part, fx.GraphModule):
             continue
         for node in list(part.graph.nodes):
             if node.target == torch.ops.aten._assert_tensor_metadata.default:
                 part.graph.erase_node(node)  # it computes nothing; autocast and device may differ
             if "batch_norm" in str(node.target):
-                raise Untraceable("torch.export loses which batch norm moves its statistics when")
+                raise Untraceable(
+                    "torch.export does not preserve when each batch norm updates its statistics"
+                )
         part.recompile()
 
     checks = None
@@ -133,7 +135,7 @@ def _export(
         conditions = getattr(exported, GUARDS)
         checks = SizeChecks(type(module).__name__, conditions, exported_guards(program))
 
-    # the graph outlives parameters that go to other processes: it finds the model's by their names
+    # the graph outlives parameters that move to other processes, so it looks up the model's by name
     names = [
         name
         for named in (module.named_parameters, module.named_buffers)
@@ -141,7 +143,7 @@ def _export(
     ]
     for name in names:
         holder, _, leaf = name.rpartition(".")
-        with suppress(AttributeError):  # not used
+        with suppress(AttributeError):  # unused
             part = exported.get_submodule(holder)
             part._parameters.pop(leaf, None)
             part._buffers.pop(leaf, None)
@@ -162,7 +164,7 @@ def _export(
         find=find,
         expanded={name: part for name, part in module.named_modules() if name},
         output_spec=program.call_spec.out_spec,
-        # without the quick check, a question for the grad mode counts as one that matters
+        # without the quick check, any query of the grad mode counts as relevant
         grad_matters=guards.asked_grad_mode if grad_matters is None else grad_matters,
         reads=recorder.reads(),
     )
@@ -178,7 +180,7 @@ def _check_changes(
     """Returns whether the forward depends on the grad mode; None if it cannot run on no data.
 
     Raises:
-        Untraceable: it depends on something that changes from call to call.
+        Untraceable: the forward depends on something that changes from call to call.
     """
     run = FakeForward(module, signature, values).run
     try:
@@ -189,7 +191,7 @@ def _check_changes(
                 second = run()
     except Untraceable:
         raise
-    except Exception:  # raised by the forward: torch.export runs it too, and reports the error
+    except Exception:  # raised by the forward; torch.export runs it too and will report the error
         return None
     if first_change(first, second) is not None:
         repeated = run(with_lines=True)
@@ -204,17 +206,18 @@ def _check_changes(
     try:
         with none_swallowed():
             return first_change(first, run()) is not None
-    except Exception:  # raised by the forward in this grad mode alone
+    except Exception:  # raised by the forward only in this grad mode
         return True
     finally:
         guards.grad_enabled = not guards.grad_enabled
 
 
 class SizeChecks(nn.Module):
-    """The conditions on the sizes of a batch under which an exported graph is right.
+    """The conditions on batch sizes under which an exported graph is valid.
 
     Attributes:
-        key: equal for equal conditions: training and evaluation may have different ones.
+        key: compares equal for equal conditions; training and evaluation may have different
+            conditions.
     """
 
     def __init__(self, model: str, conditions: nn.Module, key: list[str]) -> None:
@@ -227,32 +230,32 @@ class SizeChecks(nn.Module):
         """Raises `BatchError` if a condition does not hold for the inputs of a micro-batch."""
         try:
             self._conditions(*values)
-        except (AssertionError, ArithmeticError) as error:  # one of them may divide by zero
+        except (AssertionError, ArithmeticError) as error:  # a condition may divide by zero
             shapes = ", ".join(str(list(v.shape)) for v in values if isinstance(v, Tensor))
             condition = f"other sizes ({error})"
             if isinstance(error, AssertionError):
                 condition = str(error).removeprefix("Guard failed: ")
             raise BatchError(
                 f"the forward of {self._model} depends on sizes: it was traced for {condition}, "
-                f"and a micro-batch has inputs of shapes {shapes}. Choose batches and "
-                f"{argument('chunks')} such that all micro-batches are on one side "
-                f"({setting('drop_last', True)} leaves out a short last batch), and pass "
+                f"but a micro-batch has inputs of shapes {shapes}. Choose the batch size and "
+                f"{argument('chunks')} so that all micro-batches satisfy the same condition "
+                f"({setting('drop_last', True)} drops a short last batch), and pass "
                 "example_inputs=<inputs of such sizes>"
             ) from error
         except NameError as error:  # torch 2.15, for LoRA of peft on Qwen2 with a mask
             raise BatchError(
-                f"torch.export has recorded a condition on the inputs of {self._model} that it "
-                f"cannot evaluate ({error}): give it a simpler attention, such as "
-                f"attn_implementation='eager' in transformers, or other inputs"
+                f"torch.export recorded a condition on the inputs of {self._model} that it cannot "
+                f"evaluate ({error}): use a simpler attention, such as "
+                "attn_implementation='eager' in transformers, or other inputs"
             ) from error
 
 
 class _ExportGuards:
-    """Stops where a module's forward does something that its graph would not repeat.
+    """Raises `Untraceable` if a module's forward does something that its graph would not repeat.
 
     Attributes:
-        grad_enabled: the grad mode that the model's code sees: a training step's in training mode,
-            and an evaluation's in evaluation mode.
+        grad_enabled: the grad mode that the model's code sees: enabled in training mode, disabled
+            in evaluation mode.
         asked_grad_mode: whether the code has queried the grad mode.
     """
 
@@ -263,17 +266,17 @@ class _ExportGuards:
         self._refusals: list[Exception] = []
 
     def forget_data(self) -> None:
-        """Forgets queries that a run without data could not answer, but torch.export may."""
+        """Clears queries that a run without data could not answer but torch.export may."""
         self._refusals[:] = [e for e in self._refusals if isinstance(e, Untraceable)]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Raises `Untraceable` at such a place."""
+        """Activates the checks while the block runs."""
         parts = set(self._module.modules())
 
         def set_attribute(original: Callable[..., None], part: Any, name: str, value: Any) -> None:
             if part in parts and name != INSTALLED and is_user_code(sys._getframe(2)):
-                raise Untraceable(f"sets its attribute {name!r}, which a graph would not")
+                raise Untraceable(f"sets its attribute {name!r}, which a graph would not repeat")
             original(part, name, value)
 
         def is_grad_enabled(original: Callable[[], bool]) -> bool:
@@ -295,7 +298,7 @@ class _ExportGuards:
 
 
 class _ForbidCustomBackward(TorchFunctionMode):
-    """Stops at hooks of tensors and at every `autograd.Function`."""
+    """Raises `Untraceable` at tensor hooks and at every `autograd.Function`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,12 +339,12 @@ class _TensorKind(type):
 
 
 class _TensorType(type, metaclass=_TensorKind):
-    """`type`, but a tensor without data is a tensor."""
+    """A stand-in for `type` that returns `Tensor` for a tensor without data."""
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppresses the output of a failing export; its exception has the reason."""
+    """Suppresses the output of a failing export; the exception contains the reason."""
     former_level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -352,9 +355,9 @@ def _quiet() -> Iterator[None]:
 
 
 def as_any_batch(leaf: Any) -> Any:
-    """Returns a tensor with two samples, which represent any number, for a batch of one sample."""
+    """Returns a tensor with two samples, which represent any number, instead of a batch of one."""
     if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == 1:
-        return torch.cat([leaf, leaf])  # torch.export takes a batch of one for a constant
+        return torch.cat([leaf, leaf])  # torch.export specializes a batch size of one
     return leaf
 
 
@@ -369,7 +372,7 @@ def _example(device: torch.device, alike: bool, leaf: Any) -> Any:
 def _dynamic_sizes(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return None
-    # torch.export takes a size that may change to be at least 2
+    # torch.export assumes a dynamic size to be at least 2
     sizes = {dim: Dim.AUTO if size > 1 else None for dim, size in enumerate(leaf.shape)}
     return sizes | ({0: Dim.DYNAMIC} if leaf.shape[0] > 1 else {})
 
@@ -377,7 +380,7 @@ def _dynamic_sizes(leaf: Any) -> Any:
 def _calls(
     graph: fx.Graph, module: nn.Module, should_expand: ShouldExpand
 ) -> dict[fx.Node, list[Call]]:
-    """Returns where the calls of submodules begin, as deep as `should_expand` allows."""
+    """Returns the nodes at which calls of submodules begin, as deep as `should_expand` allows."""
     should_expand = cache(should_expand)
     calls: dict[fx.Node, list[Call]] = {}
     counts: dict[str, int] = {}
@@ -403,9 +406,9 @@ def _calls(
 
 
 class FakeForward:
-    """A module, and arguments for it, with tensors that have no data: the real ones stay unchanged.
+    """A module and its arguments with fake tensors (without data); the real ones stay unchanged.
 
-    A buffer that is changed in place, as a batch norm's, would be changed by a run on no data too.
+    Otherwise even a run without data would change buffers in place, such as a batch norm's.
     """
 
     def __init__(self, module: nn.Module, signature: CallSignature, values: list[Any]) -> None:
@@ -417,14 +420,14 @@ class FakeForward:
         named = (module.named_parameters, module.named_buffers)
         tensors = (pair for list_of in named for pair in list_of(remove_duplicate=False))
         for name, tensor in tensors:
-            if id(tensor) not in fakes:  # tied ones stay so
+            if id(tensor) not in fakes:  # tied parameters stay tied
                 fakes[id(tensor)] = self._faked(tensor)
             self._state[name] = fakes[id(tensor)]
 
     def run(self, with_lines: bool = False) -> FakeRun:
-        """Runs the forward, which changes the module only where its own code does so."""
+        """Runs the forward; only the forward's own code may change the module."""
         run = FakeRun({id(tensor): name for name, tensor in self._state.items()}, with_lines)
-        # a forward that reads the data of a tensor is one that torch.export cannot follow either
+        # torch.export cannot follow a forward that reads tensor data either
         with torch.random.fork_rng([]), torch.no_grad(), self._mode, run:
             functional_call(self._module, self._state, self._args, self._kwargs)
         return run
@@ -437,9 +440,9 @@ class FakeRun(TorchDispatchMode):
     """The operators that one forward calls, each with its arguments.
 
     Attributes:
-        calls: a text for each call, of the operator, the shapes of tensors, the names of parameters
-            and buffers, and the other arguments.
-        lines: the user's line of each, if asked for.
+        calls: a string for each call, with the operator, tensor shapes, names of parameters and
+            buffers, and other arguments.
+        lines: the user's line for each call, if requested.
     """
 
     def __init__(self, names: Mapping[int, str], with_lines: bool) -> None:
@@ -450,10 +453,10 @@ class FakeRun(TorchDispatchMode):
         self._with_lines = with_lines
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Notes the call."""
+        """Records the call."""
         kwargs = kwargs or {}
         if torch.Tag.data_dependent_output in func.tags:
-            # the error that follows may be caught by the model's own `except`
+            # the model's own `except` may catch the error that follows
             self.refusal = Untraceable(f"asks for the data of a tensor ({func})")
         self.calls.append(f"{func} {tree_map(self._noted, (args, kwargs))!r}")
         if self._with_lines:
@@ -474,7 +477,7 @@ def first_change(first: FakeRun, second: FakeRun) -> int | None:
     return None
 
 
-# These operators (and a slice of everything) compute nothing, and their place in a graph may vary.
+# These operators (and full slices) compute nothing, and their position in a graph may vary.
 _COMPUTES_NOTHING = re.compile(
     r"prim\.|aten\.(detach|alias|lift_fresh|lift_fresh_copy)\."
     r"|aten\.slice\..*, 0, 9223372036854775807\)"
@@ -491,7 +494,7 @@ def graph_does_the_same(
 ) -> bool:
     """Returns whether an exported graph calls the operators that the forward calls for `values`.
 
-    Both run on tensors without data. This covers sizes of 0 and 1, for which torch.export has no
+    Both run on tensors without data. This covers sizes 0 and 1, for which torch.export has no
     conditions, and everything else that may affect the control flow. Some code checks whether it is
     being exported: if graph and forward also differ for `example`, the arguments of the export, the
     forward for `values` is compared with the forward for `example`, ignoring numbers.
@@ -503,13 +506,13 @@ def graph_does_the_same(
         usual = _calls_of_forward(module, signature, example, examples)
         if usual == _calls_of_graph(traced, module, example, examples):
             return False
-    except Exception:  # one of them raises an error; a new trace shows whether the forward does
+    except Exception:  # graph or forward raised an error; a new trace shows which
         return False
     return _without_numbers(forward_calls) == _without_numbers(usual)
 
 
 _NUMBER = re.compile(r"\b\d+\b")
-# These operators depend on sizes of 1, and their shapes appear in the next operator anyway.
+# These operators depend on sizes 1, and their shapes appear in the next operator anyway.
 _MEMORY = re.compile(r"aten\.(view|_unsafe_view|clone|expand)\.")
 
 

@@ -1,4 +1,4 @@
-"""A module's forward, traced in training and in evaluation mode, and where it can be cut.
+"""A module's forward, traced in training and in evaluation mode, and its cut points.
 
 `TraceGuards` detects later changes of the module.
 """
@@ -37,7 +37,7 @@ from hybridtrain.graph.traced_graph import (
 
 @dataclass(frozen=True)
 class ModeGraphs:
-    """The forward of a module in both modes, with the places where it can be cut.
+    """The forward of a module in both modes, with its possible cut points.
 
     Attributes:
         prefix: the beginning of the module's names in the user's model.
@@ -47,7 +47,8 @@ class ModeGraphs:
         calls: for each start, the calls that begin with it.
         expanded: the module and its expanded submodules, by name.
         modes: their training flags in training and in evaluation; empty if the graphs are the same.
-        grad_matters: whether the training graph needs gradients switched on, or the other one off.
+        grad_matters: whether the training graph requires gradients enabled, or the evaluation graph
+            disabled.
     """
 
     module: nn.Module
@@ -69,7 +70,7 @@ class ModeGraphs:
     def layers(self, signature: CallSignature | None = None) -> list[Layer]:
         """Returns the segments between the starts, named after the modules that they begin with.
 
-        `signature` says which arguments the inputs of a batch are, if the model begins here.
+        `signature` maps the inputs of a batch to arguments, if the model begins here.
         """
         names = self.names
         training = cut(self.training, [node for node, _ in self.starts], names)
@@ -114,14 +115,14 @@ class ModeGraphs:
     ]:
         """Cuts another trace of the module at the segments of this one.
 
-        If the other trace lacks the call that begins a segment, the segment is empty there.
+        If the other trace lacks the call that begins a segment, that segment is empty.
 
         Returns:
             the graphs of each segment in training and in evaluation, the owners of the buffers in
             it, and the segments before which no cut is possible.
 
         Raises:
-            SplitError: the other trace has the calls in another order.
+            SplitError: the other trace has the calls in a different order.
         """
         modes: list[list[SegmentGraph]] = []
         no_cut_before: set[int] = set()
@@ -131,7 +132,7 @@ class ModeGraphs:
             order = {node: number for number, node in enumerate(traced.graph.nodes)}
             places = [order[node] for node in starts[1:] if node is not None]
             if places != sorted(places):
-                raise SplitError("it calls its modules in another order")
+                raise SplitError("it calls its modules in a different order")
             no_cut_before |= segments_without_cut(traced, assign_segments(traced.graph, starts))
             if modes and other.evaluation is other.training:
                 modes.append(modes[0])
@@ -168,7 +169,7 @@ def trace_both_modes(
         second = first
     starts = _common_starts(first, second)
     calls = [first.calls[node] for node, _ in starts]
-    if not starts:  # a forward without any submodule
+    if not starts:  # a forward without submodules
         starts = [(next(iter(first.graph.nodes)), next(iter(second.graph.nodes)))]
         calls = [[(type(module).__name__, 0)]]
     parts = {"": module, **first.expanded, **second.expanded}
@@ -202,24 +203,24 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def looks_only(hook: _Hook) -> _Hook:
-    """Marks a global module hook as one that changes nothing, so that a graph need not call it.
+    """Marks a global module hook as read-only, so that a graph need not call it.
 
-    The hooks that this library registers for a step are marked.
+    This library marks the hooks that it registers for a step.
     """
     hook.__dict__["looks_only"] = True
     return hook
 
 
 def _bearing(hooks: Mapping[int, Any]) -> int:
-    """Returns how many of the hooks may change something."""
+    """Returns the number of hooks that may change something."""
     return sum(not getattr(hook, "looks_only", False) for hook in hooks.values())
 
 
 class TraceGuards:
-    """The assumptions that the graphs of a model make about the modules that were traced.
+    """The assumptions of a model's graphs about the traced modules.
 
-    A graph contains the values that the forward read besides its inputs, runs no hooks of the
-    modules that it replaces, and is valid for one combination of the modules' modes.
+    A graph contains the values that the forward read in addition to its inputs, does not run hooks
+    of the modules that it replaces, and is valid for one combination of the modules' modes.
     """
 
     def __init__(self, graphs: Sequence[ModeGraphs] = ()) -> None:
@@ -243,11 +244,11 @@ class TraceGuards:
 
     @property
     def traced_names(self) -> frozenset[str]:
-        """Names of the modules that were traced through: graphs run in their place."""
+        """Names of the modules that graphs replace, because they were traced through."""
         return self._names
 
     def look(self) -> None:
-        """Makes the current buffers the expected ones, after they were moved."""
+        """Accepts the current buffers as the expected ones, after they were moved."""
         self._reads.look()
 
     def changes(self) -> str | None:
@@ -262,8 +263,7 @@ class TraceGuards:
         """Checks that the graphs still compute the same as the modules.
 
         Raises:
-            ConfigError: a module, or a value that its forward read, has changed; the message names
-                it.
+            ConfigError: a module, or a value that its forward read, has changed; names it.
         """
         if self._root is not None:
             _check_grad_mode(self._root)
@@ -272,9 +272,9 @@ class TraceGuards:
             raise ConfigError(f"{change}{remedy}")
 
     def _change(self) -> tuple[str | None, str]:
-        """Returns what has changed, and what to do about it."""
+        """Returns the change, and how to fix it."""
         for name, part, hooks, count in self._hooks:
-            # transformers puts hooks on that gather outputs, when a model is called
+            # transformers registers hooks that collect outputs when a model is called
             if len(hooks) > count and (
                 _bearing(hooks) > count if part is None else has_hooks(part)
             ):
@@ -286,25 +286,25 @@ class TraceGuards:
                 flags = zip(modules, current_modes, modes[0], strict=True)
                 name = next(name for name, is_on, was_on in flags if is_on != was_on)
                 change = (
-                    f"module {name!r} was switched to another mode than the model around it, whose "
-                    f"forward depends on the mode"
+                    f"module {name!r} was switched to a different mode than the model around it, "
+                    "but its forward depends on the mode"
                 )
-                return change, ": let its train() keep that mode when it is traced"
+                return change, ": override its train() so that it keeps this mode during tracing"
         of_reads = self._reads.change()
         if of_reads is None:
             return None, ""
         return of_reads, (
-            " since the model was traced: change it back, or create a new "
-            f"{phrase('HybridModel')}; a submodule without submodules is called and not traced, "
-            "and may change"
+            " since the model was traced: undo the change, or create a new "
+            f"{phrase('HybridModel')}; submodules without submodules of their own are called, not "
+            "traced, and may change"
         )
 
 
 def _check_grad_mode(root: nn.Module) -> None:
     if torch.is_grad_enabled() != root.training:
-        usual = "training with gradients, and evaluation without"
+        usual = "training with gradients and evaluation without"
         grad_mode = "without" if root.training else "with"
         raise ConfigError(
-            f"{type(root).__name__} asks torch.is_grad_enabled() and was traced for {usual}: "
-            f"it cannot run in {'train' if root.training else 'eval'}() mode {grad_mode} them"
+            f"{type(root).__name__} calls torch.is_grad_enabled() and was traced for {usual}: it "
+            f"cannot run in {'train' if root.training else 'eval'}() mode {grad_mode} gradients"
         )

@@ -1,9 +1,9 @@
-"""The hooks by which models of `transformers` gather router logits, hidden states and attentions.
+"""The hooks by which `transformers` models collect router logits, hidden states and attentions.
 
-A forward that is asked for them puts a collector into a context variable, and a hook of each layer
-appends that layer's values to it. The hooks do nothing else. So they may be on a module that is
-traced, and an exported graph has the values; but a module that is called as one node would gather
-nothing while it is traced.
+A forward with such outputs puts a collector into a context variable, and a hook on each layer
+appends the layer's values to it. The hooks do nothing else, so a module with them may be traced,
+and an exported graph contains the values. A module called as one node, however, would collect
+nothing during the trace.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from hybridtrain._base.torch_private import hooks_of
 
 _CAPTURING = "transformers.utils.output_capturing"
 
-# What marks a model of transformers whose hooks are there; its first forward sets it.
+# The attribute that marks a transformers model with installed hooks; set by its first forward.
 INSTALLED = "_output_capturing_hooks_installed"
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Returns whether `module` has hooks around its forward or backward that do something else."""
+    """Returns whether `module` has other forward or backward hooks."""
     return any(not _captures(hook) for table in hooks_of(module) for hook in table.values())
 
 
 def gathers(module: nn.Module) -> bool:
-    """Returns whether a forward of `module` or of a module in it was asked to gather something."""
+    """Returns whether a forward of `module`, or of a module inside it, collects outputs."""
     tables = [table for part in module.modules() for table in hooks_of(part)]
     return any(_captures(hook) for table in tables for hook in table.values())
 
 
 def gathered(module: nn.Module) -> list[Any]:
-    """Returns the hooks of `module` that gather something in the forward that runs now."""
+    """Returns the hooks of `module` that collect outputs in the current forward."""
     keys = _collected()
     if not keys:
         return []
@@ -42,7 +42,7 @@ def gathered(module: nn.Module) -> list[Any]:
 
 
 def is_collector(value: Any) -> bool:
-    """Returns whether the forward that runs now gathers values in this dict or list."""
+    """Returns whether the current forward collects values in this dict or list."""
     collected = _collected()
     if not collected:
         return False
@@ -56,7 +56,7 @@ def _collected() -> dict[str, Any] | None:
 
 
 def gathers_inside(module: nn.Module) -> bool:
-    """Returns whether the forward that runs now gathers values of modules in `module`."""
+    """Returns whether the current forward collects values of modules in `module`."""
     return any(part is not module and gathered(part) for part in module.modules())
 
 
@@ -65,6 +65,6 @@ def _captures(hook: Any) -> bool:
 
 
 def _key(hook: Any) -> Any:
-    """Returns under which key a hook gathers, a variable of the function that has made it."""
+    """Returns the key under which a hook collects, from the closure of the hook."""
     cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=False))
     return cells["key"].cell_contents if "key" in cells else None

@@ -1,4 +1,4 @@
-"""The values that a traced forward has read, and whether they have changed since.
+"""The values that a traced forward has read, and the check for later changes.
 
 A graph contains the values that its forward read during the trace: numbers and flags of modules and
 configs, entries of dicts and lists, globals, closures, class attributes, functions, buffers. A

@@ -1,6 +1,6 @@
 """Records the values that a forward reads while it is traced.
 
-A `Recorder` records reads while the forward runs, and refuses a forward that changes any of these
+A `Recorder` records reads while the forward runs, and rejects a forward that changes any of these
 values, because its graph would not repeat the change. There are three ways to reach a value:
 
 1. `owner.name`: classes get a `__getattribute__` that records the name (nn.Module, and the class of
@@ -53,20 +53,20 @@ from hybridtrain.graph.shadows import Shadows
 from hybridtrain.graph.traced_graph import Untraceable, is_library, is_user_code
 
 _CACHED = type(cache(lambda: None))
-_OURS = __name__.rpartition(".")[0]  # the package of the tracers
+_OURS = __name__.rpartition(".")[0]  # the tracers' package
 _NO_STATE = (Tensor, fx.Proxy, fx.Node, fx.Graph, Enum, torch.SymInt, torch.SymFloat, torch.SymBool)
-# Code outside the user's that reads attributes on behalf of the user's.
+# Library code that reads attributes on behalf of the user's code.
 _READS_FOR_USER = ("torch.nn.", "collections", "types", "functools", "copy")
 # Classes of the standard library whose instances are often settings or state of a model.
 _PLAIN_OBJECTS = ("types", "argparse", "_thread", "collections")
 
 
-# Code of this project that reads an attribute where the user's code has asked for it.
+# Code of this project that reads an attribute on behalf of the user's code.
 ASKS_FOR_USER: set[CodeType] = set()
 
 
 class Recorder:
-    """Records the values that the user's code reads from `module` and all objects it can reach.
+    """Records the values that the user's code reads from `module` and all reachable objects.
 
     Use one recorder for one or several runs of the same forward. Recorders of further runs share
     `settled`: the first run may set a number or flag that later runs do not change
@@ -76,7 +76,7 @@ class Recorder:
     def __init__(self, module: nn.Module, settled: Settled, shadows: Shadows) -> None:
         self._module = module
         self._thread = threading.get_ident()
-        # insertion order is the order of the reads, so that the last ones can be forgotten
+        # insertion order is the order of the reads, so that the last ones can be removed
         self._attributes: dict[tuple[int, str], Any] = {}
         self._codes: dict[CodeType | None, dict[str, Any] | None] = {}
         self._holders: dict[int, Any] = {}  # classes and Python modules
@@ -88,9 +88,9 @@ class Recorder:
             self._attributes, self._codes, self._holders, self._cells, self._whole, self._contexts,
             self._defaults,
         )  # fmt: skip
-        self._states: dict[int, State] = {}  # what the forward must not change
+        self._states: dict[int, State] = {}  # state that the forward must not change
         self._cached: dict[int, Any] = {}
-        self._visited: dict[int, Any] = {}  # which also keeps the ids valid
+        self._visited: dict[int, Any] = {}  # also keeps the ids valid
         self._paths = {id(part): f"{MODULE}{name}" for name, part in module.named_modules()}
         self._patched: dict[type, Any] = {}
         self._busy = False
@@ -105,12 +105,12 @@ class Recorder:
         Raises:
             Untraceable: the block changed a list, an object or a global; the changes are undone.
         """
-        # a trace function sees fewer events than a profile function; a debugger may have one
+        # a trace function gets fewer events than a profile function; a debugger may have set one
         watch: Any = sys.settrace
         before: Any = None
         if sys.gettrace() is not None:
             watch, before = sys.setprofile, sys.getprofile()
-        # Python may call these at any moment: the forward did not
+        # Python may call these at any time, not only from the forward
         for callback in gc.callbacks:
             self._codes.setdefault(getattr(callback, "__code__", None), None)
         self._patch(nn.Module)
@@ -131,7 +131,7 @@ class Recorder:
 
     @contextmanager
     def clearing_caches(self) -> Iterator[None]:
-        """Clears each lru_cache that was reached: it may hold stand-ins for tensors."""
+        """Clears each reached lru_cache, which may hold stand-ins for tensors."""
         try:
             yield
         finally:
@@ -140,7 +140,7 @@ class Recorder:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Undoes changes that the block makes, and then raises `Untraceable`."""
+        """Undoes changes made in the block, and raises `Untraceable` if there were any."""
         try:
             yield
         finally:
@@ -151,18 +151,18 @@ class Recorder:
         return [len(journal) for journal in self._journals]
 
     def forget_since(self, mark: Sequence[int]) -> None:
-        """Forgets the reads after `mark`, made by code that is not part of the graph."""
+        """Removes the reads after `mark`, made by code that is not part of the graph."""
         for journal, length in zip(self._journals, mark, strict=True):
             for key in list(journal)[length:]:
                 del journal[key]
-        self._visited.clear()  # what is reached again counts as read again
+        self._visited.clear()  # objects reached again count as read again
 
     def reads(self) -> Reads:
         """Returns the reads with their current values."""
         reads = list(self._found())
         named = [(read.value, read.label) for read in reads] + list(self._defaults.values())
         containers: dict[int, tuple[Any, str]] = {}
-        for value, name in named:  # which grows meanwhile
+        for value, name in named:  # may grow meanwhile
             if isinstance(value, CONTAINERS) and id(value) not in containers:
                 containers[id(value)] = value, name
                 items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -177,7 +177,7 @@ class Recorder:
             self._patch(kind)
 
     def _patch(self, kind: type) -> bool:
-        """Makes a class record reads of its instances; returns whether that was possible."""
+        """Makes a class record reads of its instances; returns whether this was possible."""
         if kind in self._patched:
             return True
         original: Any = kind.__getattribute__
@@ -195,7 +195,7 @@ class Recorder:
         try:
             kind.__getattribute__ = get  # type: ignore[method-assign,assignment]
         except TypeError:
-            return False  # a class written in C
+            return False  # a class implemented in C
         self._patched[kind] = before
         return True
 
@@ -255,7 +255,7 @@ class Recorder:
             self._busy = busy
 
     def _visit(self, value: Any, path: str) -> None:
-        """Records a value that code can reach, and values that are reachable from it unobserved."""
+        """Records a value that code can reach, and values reachable from it by unrecorded reads."""
         kind = type(value)
         if kind in SIMPLE or id(value) in self._visited or value is MISSING:
             return
@@ -277,7 +277,7 @@ class Recorder:
         elif kind is FunctionType:
             self._visit_function(value, path)
         elif kind is MethodType and type(value.__self__).__module__.startswith(_OURS):
-            return  # a stand-in for a function of Python's, in a global of the user's code
+            return  # a stand-in for a Python builtin, in a global of the user's code
         elif kind in (MethodType, staticmethod, classmethod):
             self._visit(value.__func__, path)
             self._visit(getattr(value, "__self__", None), path)
@@ -339,7 +339,7 @@ class Recorder:
             self._states.setdefault(key, state)
 
     def refuse_changes(self) -> None:
-        """Undoes changes of the forward, and then raises `Untraceable`."""
+        """Undoes changes made by the forward, and raises `Untraceable` if there were any."""
         busy, self._busy = self._busy, True
         try:
             changed = [
@@ -356,7 +356,7 @@ class Recorder:
             self._settled.put_back()
             state, name, _ = changed[0]
             change = named_in_model("", state.describe(name)).replace(f" {MODULE}.", " the model.")
-            why = f"changes {change.replace(MODULE, '')}, which a graph would not"
+            why = f"changes {change.replace(MODULE, '')}, which a graph would not repeat"
             raise Untraceable(why, self._line_that_stores(str(name)))
 
     def _settles(self, key: Any, state: State, _: State, name: Any, old: Any) -> bool:
@@ -370,7 +370,7 @@ class Recorder:
         return True
 
     def _line_that_stores(self, name: str) -> str:
-        """Returns the user's line that assigns to a global; "" if there is none."""
+        """Returns the user's line that assigns to a global, or ""."""
         for code in list(self._codes):
             for number, instruction in instructions_with_lines(code):
                 stores = instruction.opname == "STORE_GLOBAL" and instruction.argval == name
@@ -411,7 +411,7 @@ def _module_of(frame: FrameType) -> str:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Returns whether `frame` is part of an import, which makes globals and reads no state."""
+    """Returns whether `frame` is part of an import, which creates globals and reads no state."""
     while frame is not None:
         if _module_of(frame) == "importlib._bootstrap":
             return True

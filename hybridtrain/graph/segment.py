@@ -1,15 +1,15 @@
-"""The layers of a chain, and those that are segments of a traced graph.
+"""The layers of a chain, including segments of a traced graph.
 
 A chain is an ordered list of `Layer`s, each with its name in the user's model: the elements of an
 `nn.Sequential`, or the `Segment`s that `cut` makes of a graph.
 
-Consecutive segments pass one value, the main one, as the layers of any chain do. Every other value
-that a later segment needs has a name, by which it skips the segments between: an earlier segment
-stashes it, and a later one pops it (see `hybridtrain._base.skip`).
+Consecutive segments pass one value, the main value, like the layers of any chain. Every other value
+that a later segment needs is a named skip value: an earlier segment stashes it, and a later one
+pops it (see `hybridtrain._base.skip`).
 
-Such a value begins a new autograd graph, and the tensor that it is a view of does not come along.
-So a change in place of a view must stay with the tensor that is viewed. A buffer that one segment
-changes and another one reads must not be used by two threads at a time.
+A skip value begins a new autograd graph, without the tensor that it is a view of. An in-place
+change of a view must therefore stay in the same segment as the viewed tensor. A buffer that one
+segment changes and another reads must not be used by two threads at the same time.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from hybridtrain.graph.call_signature import CallSignature
 from hybridtrain.graph.output_capture import has_hooks
 from hybridtrain.graph.traced_graph import TracedGraph
 
-# operator.iadd for operator.add, and so on
+# operator.iadd for operator.add etc.
 IN_PLACE_OPERATORS = {
     vars(operator)[f"i{name.strip('_')}"]
     for name in vars(operator)
     if hasattr(operator, f"__i{name.strip('_')}__")
 }
 
-# Functions, methods and properties that may return their input or a view of it, of which PyTorch's
-# operators do not tell: conversions with nothing to convert, dropout outside training, and so on.
+# Functions, methods and properties that may return their input or a view of it although PyTorch's
+# operators do not declare it: no-op conversions, dropout outside training etc.
 _MAY_RETURN_INPUT = {
     "H", "T", "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16", "bool", "broadcast_tensors",
     "data", "double", "dropout", "float", "getitem", "half", "int", "long", "meshgrid", "type",
     "type_as",
 }  # fmt: skip
 
-# Modules of these return a new tensor; any other without parameters may return its input.
+# These modules return a new tensor; any other module without parameters may return its input.
 _RETURN_NEW_TENSORS = {
     f"torch.nn.modules.{name}" for name in ("activation", "padding", "pooling", "upsampling")
 }
@@ -60,15 +60,15 @@ class SegmentGraph:
     Attributes:
         module: the nodes as a module; returns the main value and then `outputs`.
         takes_main: whether its first argument is the main value.
-        inputs: the names of its other arguments.
-        last_uses: those of `inputs` that no later segment uses.
-        outputs: the names of the values that it passes on besides the main value.
-        attrs: the parameters, buffers and constants that it reads: the name of each in the traced
-            module, and in `module`.
+        inputs: the names of the other arguments.
+        last_uses: the names in `inputs` that no later segment uses.
+        outputs: the names of the values passed on in addition to the main value.
+        attrs: the parameters, buffers and constants that it reads, as pairs of names in the traced
+            module and in `module`.
         modules: the submodules that it calls, by their names in the traced module.
-        in_place: whether it changes a tensor in place or, for the first segment, passes on an
-            input that a later one changes.
-        output_spec: the structure of the main value, if `module` returns its leaves alone.
+        in_place: whether it changes a tensor in place or, for the first segment, passes on an input
+            that a later segment changes.
+        output_spec: the structure of the main value, if `module` returns only its leaves.
         takes_leaves: whether the model's arguments are the leaves of their pytrees.
     """
 
@@ -90,7 +90,7 @@ class SegmentGraph:
         def moved(argument: Any) -> Any:
             return device if isinstance(argument, torch.device) else argument
 
-        for part in self.module.modules():  # there may be graphs in the graph
+        for part in self.module.modules():  # there may be nested graphs
             if not isinstance(part, fx.GraphModule):
                 continue
             changed = False
@@ -127,12 +127,12 @@ def cut(
     Args:
         traced: the graph.
         starts: the first node of each segment; None for an empty segment.
-        names: the names of the segments, with which the names of their skip values begin.
+        names: the names of the segments, which prefix the names of their skip values.
     """
     graph, find = traced.graph, traced.find
     segment_of = assign_segments(graph, starts)
     users = {node: sorted({segment_of[user] for user in node.users}) for node in graph.nodes}
-    mains: dict[int, fx.Node] = {}  # by the segment that gets it from the one before
+    mains: dict[int, fx.Node] = {}  # segment -> its main value from the previous segment
     named: list[dict[fx.Node, str]] = [{} for _ in starts]
     for node in graph.nodes:
         here = segment_of[node]
@@ -140,7 +140,7 @@ def cut(
         if node.op == "get_attr" or not later:
             continue
         skipping: fx.Node | None = node
-        if later == [here + 1]:  # the last such value is the main one
+        if later == [here + 1]:  # the last such value is the main value
             skipping, mains[here + 1] = mains.get(here + 1), node
         if skipping is not None:
             named[here][skipping] = f"{names[here]}/{len(named[here])}"
@@ -159,12 +159,18 @@ def cut(
         part = _own_graph([*arguments, *main, *inputs], body, (returned, *outputs), own_names)
         segments.append(
             SegmentGraph(
-                fx.GraphModule({own: find(target) for target, own in own_names.items()}, part),
+                fx.GraphModule(
+                    {local_name: find(target) for target, local_name in own_names.items()}, part
+                ),
                 takes_main=bool(main) or here == 0,
                 inputs=tuple(name_of[node] for node in inputs),
                 last_uses=frozenset(name_of[node] for node in inputs if users[node][-1] == here),
                 outputs=tuple(outputs.values()),
-                attrs={t: own for t, own in own_names.items() if isinstance(find(t), Tensor)},
+                attrs={
+                    t: local_name
+                    for t, local_name in own_names.items()
+                    if isinstance(find(t), Tensor)
+                },
                 modules={t: find(t) for t in own_names if isinstance(find(t), nn.Module)},
                 in_place=any(_works_in_place(node, find) for node in body)
                 or (here == 0 and input_changes),
@@ -180,8 +186,8 @@ def _own_graph(
 ) -> fx.Graph:
     """Returns a separate graph of `body`, which reads parameters where it needs them.
 
-    Its modules and tensors get names without dots, noted in `own_names`: a dotted one could lead
-    through a module of the user's, which `fx.GraphModule` would then write to.
+    Its modules and tensors get names without dots, recorded in `own_names`: a dotted name could
+    lead through a user's module, to which `fx.GraphModule` would then write.
     """
     part = fx.Graph()
     copies = {node: part.placeholder(node.name) for node in arguments}
@@ -196,7 +202,7 @@ def _own_graph(
 
     for node in body:
         copies[node] = part.node_copy(node, own_node)
-        copies[node].meta = {}  # of torch.export's, with tensors in it
+        copies[node].meta = {}  # from torch.export, with tensors in it
         if node.op == "call_module":
             copies[node].target = own_name(node.target)
     part.output(fx.node.map_arg(returned, own_node))
@@ -238,7 +244,7 @@ def _changes_inputs(traced: TracedGraph) -> bool:
 
 
 def segments_without_cut(traced: TracedGraph, segment_of: Mapping[fx.Node, int]) -> set[int]:
-    """Returns the numbers of the segments before which there may be no cut."""
+    """Returns the indices of segments before which no cut is possible."""
     no_cut_before: set[int] = set()
     changed: set[str] = set()
     has_views: set[fx.Node] = set()
@@ -261,7 +267,7 @@ def segments_without_cut(traced: TracedGraph, segment_of: Mapping[fx.Node, int])
 
 
 def viewed_by(traced: TracedGraph) -> dict[fx.Node, fx.Node]:
-    """Returns, for each node, the one whose memory its tensor may share: itself if it is new."""
+    """Returns, for each node, the node with which it may share memory; itself for a new tensor."""
     viewed: dict[fx.Node, fx.Node] = {}
     for node in traced.graph.nodes:
         shares = node.all_input_nodes and (
@@ -309,11 +315,11 @@ class Segment(nn.Module):
 
     Args:
         training: its graph in training mode.
-        evaluation: its graph in evaluation mode; the same object where there is no difference.
-        root: the traced module, whose mode decides between the two.
-        owners: the buffers that graphs read directly: the user's module that holds each, and its
-            name there.
-        signature: for the first segment of a model, the arguments that a batch's inputs are.
+        evaluation: its graph in evaluation mode; the same object if there is no difference.
+        root: the traced module; its mode selects the graph.
+        owners: the buffers that graphs read directly, each with the user's module that holds it and
+            its name there.
+        signature: for the first segment of a model, the mapping of a batch's inputs to arguments.
     """
 
     def __init__(
@@ -338,7 +344,7 @@ class Segment(nn.Module):
         self._root = (root,)  # in a tuple, to keep it from becoming a submodule
         self._owners = dict(owners)
         self._compile_options: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self.uses_compiled = True  # the compiled graphs, if there are any
+        self.uses_compiled = True  # the compiled graphs, if any
 
     def forward(self, value: Any) -> Any:
         """Returns this segment's main value, given the previous segment's."""
@@ -351,7 +357,7 @@ class Segment(nn.Module):
             arguments = [value] if graph.takes_main else []
             for name in graph.inputs:
                 arguments.append(pop_last(name) if name in graph.last_uses else pop(name))
-        # not the module's own call, which would print its code when a layer in it raises
+        # not the module's own call, which would print its code if a layer in it raises
         run = graph.module.forward
         if graph.compiled is not None and self.uses_compiled:
             run = graph.compiled
@@ -370,17 +376,17 @@ class Segment(nn.Module):
 
     @property
     def takes_leaves(self) -> bool:
-        """True if torch.export has traced it."""
+        """True if it was traced with torch.export."""
         return self._graphs[0].takes_leaves
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the graphs; the code around them only passes values on."""
+        """Compiles the graphs, which contain all computation."""
         self._compile_options = args, kwargs
         for graph in self._graphs:
             graph.compiled = torch.compile(graph.module, *args, **kwargs)
 
     def compiled_graphs(self) -> list[Callable[..., Any]]:
-        """Returns what `compile` has made."""
+        """Returns the graphs that `compile` has compiled."""
         return [graph.compiled for graph in self._graphs if graph.compiled is not None]
 
     def add_variant(
@@ -396,8 +402,8 @@ class Segment(nn.Module):
         Args:
             training: the graph for training mode.
             evaluation: the graph for evaluation mode.
-            owners: the buffers that the graphs read directly: the user's module that holds each,
-                and its name there.
+            owners: the buffers that the graphs read directly, each with the user's module that
+                holds it and its name there.
             device: the device of the segment; None if another process has it.
             aliases: the replacements of tied parameters, by `id`.
         """
@@ -431,19 +437,21 @@ class Segment(nn.Module):
                 vars(graph.module)[held] = aliases[id(tensor)]
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """Returns the buffers that this segment has copies of, as pairs (the user's, the copy).
+        """Returns the buffers that this segment has copied, as pairs (user's buffer, copy).
 
-        A buffer is copied if another stage has taken the user's to another device.
+        A buffer is copied if another stage has moved the user's buffer to another device.
         """
         held = self._held()
-        pairs = [(getattr(owner, name), getattr(module, own)) for module, own, owner, name in held]
+        pairs = [
+            (getattr(owner, name), getattr(module, local_name))
+            for module, local_name, owner, name in held
+        ]
         return [(buffer, copy) for buffer, copy in pairs if buffer is not copy]
 
     def surroundings(self) -> dict[int, Any]:
-        """Returns what a copy of this segment alone does not copy, as a memo of `copy.deepcopy`.
+        """Returns the objects that a copy of this segment shares, as a memo for `copy.deepcopy`.
 
-        That is the user's model, whose mode decides for the copy too, and whose buffers are not
-        those of the copy.
+        These are the user's model, which also determines the mode of the copy, and its buffers.
         """
         called = self._root if self.signature is None else self.signature.module
         return {id(self._root): self._root, id(called): called, id(self._owners): {}}
@@ -458,7 +466,7 @@ class Segment(nn.Module):
         ]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Segment:
-        """Moves the segment, and with it the buffers that it shares with the user's modules."""
+        """Moves the segment, including the buffers that it shares with the user's modules."""
         super()._apply(fn, recurse)
         moved: dict[tuple[int, str], Tensor] = {}
         for holder, held, owner, name in self._held():
@@ -471,13 +479,13 @@ class Segment(nn.Module):
         return self
 
     def put_constants_on(self, device: torch.device) -> None:
-        """Makes the tensors that the graphs create themselves on `device`."""
+        """Makes the graphs create constant tensors on `device`."""
         for graph in self._graphs:
             graph.put_constants_on(device)
 
 
 class SingleLayer(nn.Module):
-    """A model as one layer, which is called with a batch's inputs as its forward takes them."""
+    """A model as one layer, called with a batch's inputs as arguments of its forward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -499,7 +507,7 @@ class Layer:
 
 
 def layers_of(net: nn.Module) -> list[Layer]:
-    """Returns the layers of a chain, nested `nn.Sequential`s flattened, under their names in `net`.
+    """Returns the layers of a chain by their names in `net`, flattening nested `nn.Sequential`s.
 
     A `Sequential` with hooks stays one layer: flattened, its hooks would not run.
 
@@ -513,7 +521,7 @@ def layers_of(net: nn.Module) -> list[Layer]:
 
 
 def is_chain(module: nn.Module) -> bool:
-    """Returns whether `module` only runs its children one after the other."""
+    """Returns whether `module` only runs its children in sequence."""
     if not isinstance(module, nn.Sequential) or has_hooks(module):
         return False
     return type(module).forward is nn.Sequential.forward
@@ -525,7 +533,7 @@ def _flatten(name: str, module: nn.Module) -> list[Layer]:
     prefix = f"{name}." if name else ""
     return [
         layer
-        # named_children() would leave out a module's second appearance
+        # named_children() would omit a module's second occurrence
         for child_name, child in module.named_modules(remove_duplicate=False)
         if child_name and "." not in child_name
         for layer in _flatten(prefix + child_name, child)
@@ -533,5 +541,5 @@ def _flatten(name: str, module: nn.Module) -> list[Layer]:
 
 
 def works_in_place(module: nn.Module) -> bool:
-    """Returns whether a module in `module` has `inplace = True`, as `nn.ReLU(inplace=True)` has."""
+    """Returns whether `module` contains an in-place module, such as `nn.ReLU(inplace=True)`."""
     return any(getattr(part, "inplace", False) for part in module.modules())

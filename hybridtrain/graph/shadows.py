@@ -1,4 +1,4 @@
-"""Stand-ins for functions of Python in the globals of traced code."""
+"""Stand-ins for Python builtins in the globals of traced code."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hybridtrain.graph.traced_graph import Untraceable, line_of
 
 
 class Shadows:
-    """Functions that stand for Python's own in the globals of the user's code while it is traced.
+    """Replaces Python builtins in the globals of the user's code while it is traced.
 
     `type(x)` and `hasattr(x, name)` cannot be answered by a stand-in `x` itself.
     """
 
     def __init__(self, functions: Mapping[str, Any], matches: bool = False) -> None:
         self._functions = functions
-        self._matches = matches  # whether a `match` on structure is answered otherwise, too
+        self._matches = matches  # whether structural `match` statements are handled elsewhere
         self._held: list[tuple[dict[str, Any], str]] = []
 
     def put_into(self, frame: FrameType) -> None:
-        """Lets the function that `frame` begins to run find them."""
+        """Makes the stand-ins visible to the function that `frame` begins to run."""
         held = frame.f_globals
         for name in names_used(frame.f_code).globals & self._functions.keys():
             if name not in held:
@@ -31,11 +31,13 @@ class Shadows:
                 self._held.append((held, name))
         if self._matches and names_used(frame.f_code).matches:
             place = line_of(frame, frame.f_code.co_firstlineno)
-            Untraceable("has a match statement on the structure of a value", place)  # noted
+            Untraceable(
+                "matches the structure of a value with a match statement", place
+            )  # recorded
 
     @contextmanager
     def removed_at_end(self) -> Iterator[None]:
-        """Takes them out of all globals at the end of the block."""
+        """Removes the stand-ins from all globals at the end of the block."""
         try:
             yield
         finally:

@@ -1,10 +1,10 @@
 """A module's forward as a graph, and helpers of both tracers.
 
-A graph contains the numbers that the forward computed while it was traced. A number from Python's
-or NumPy's generators, from a clock, or from a counter differs at the next call, and so may a branch
-that depends on it. So calls of generators and clocks stop a trace, the states of generators that
-the model can reach are compared before and after it, and every forward is traced twice: two graphs
-that differ contain a value that changes from call to call.
+A graph contains the numbers that the forward computed while it was traced. Numbers from Python's or
+NumPy's generators, a clock or a counter differ at the next call, and so may branches that depend on
+them. Therefore, calls of generators and clocks are errors, the states of generators that the model
+can reach are compared before and after the trace, and every forward is traced twice: if the graphs
+differ, they contain a value that changes from call to call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # A submodule's name and the number of its call: where a segment may begin.
 Call = tuple[str, int]
 
-# Whether to look inside a submodule, given with its name.
+# Decides whether to expand a submodule, given its name.
 ShouldExpand = Callable[[str, nn.Module], bool]
 
 
@@ -47,16 +47,17 @@ class TracedGraph:
 
     Attributes:
         graph: the operations.
-        calls: for each node with which calls of submodules begin, these calls, the outermost
-            first; in the order of the nodes.
-        find: returns the module, parameter or tensor that a target of the graph names.
+        calls: the submodule calls that begin at each node, outermost first; in the order of the
+            nodes.
+        find: returns the module, parameter or tensor for a target of the graph.
         expanded: the submodules whose own operations are in the graph.
         unexpanded: the submodules that should be expanded but cannot be traced, with the reason.
-        output_spec: the structure of the output, if the graph returns its leaves alone.
-        grad_matters: whether the forward does something else where gradients are switched on or
-            off otherwise than usual in this mode.
-        size_guards: the answers about sizes that it was traced with; None if there were none.
-        reads: the values that the forward read besides its inputs, and that the graph contains.
+        output_spec: the structure of the output, if the graph returns only its leaves.
+        grad_matters: whether the forward behaves differently if the grad mode is not the usual one
+            for this mode.
+        size_guards: the answers about sizes that the trace assumed; None if there were none.
+        reads: the values that the forward read in addition to its inputs, and that the graph
+            contains.
     """
 
     graph: fx.Graph
@@ -71,14 +72,14 @@ class TracedGraph:
 
 
 def operations(traced: TracedGraph, tensor: Callable[[Any], Any] = id) -> list[Any]:
-    """Returns the operations of a graph, comparable with those of another graph.
+    """Returns the operations of a graph in a form that can be compared with another graph's.
 
-    `tensor` returns what a module, parameter or constant that the graph reads is compared by.
+    `tensor` returns the comparison key of a module, parameter or constant that the graph reads.
     """
     number = {node: f"%{index}" for index, node in enumerate(traced.graph.nodes)}
 
     def target(node: fx.Node) -> Any:
-        # tensors that a forward has from elsewhere may have one name in both graphs
+        # tensors from outside the model may have the same name in both graphs
         if node.op == "get_attr":
             return tensor(traced.find(str(node.target)))
         if node.op == "call_module":
@@ -106,7 +107,7 @@ def first_difference(first: TracedGraph, second: TracedGraph) -> fx.Node | None:
 
 
 class _Constant:
-    """A tensor that equals another one with the same contents."""
+    """A tensor that compares equal to another one with the same contents."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -114,17 +115,26 @@ class _Constant:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Constant):
             return False
-        one, two = self.value, other.value
-        if one is two or not isinstance(one, Tensor) or not isinstance(two, Tensor):
-            return one is two
-        if one.shape != two.shape or one.dtype != two.dtype or one.is_meta or two.is_meta:
+        tensor, other_tensor = self.value, other.value
+        if (
+            tensor is other_tensor
+            or not isinstance(tensor, Tensor)
+            or not isinstance(other_tensor, Tensor)
+        ):
+            return tensor is other_tensor
+        if (
+            tensor.shape != other_tensor.shape
+            or tensor.dtype != other_tensor.dtype
+            or tensor.is_meta
+            or other_tensor.is_meta
+        ):
             return False
-        return torch.equal(one, two)
+        return torch.equal(tensor, other_tensor)
 
     __hash__ = None  # type: ignore[assignment]
 
 
-# Traces a module in the mode that it is in; raises any exception if it cannot.
+# Traces a module in its current mode; raises any exception if it cannot.
 Tracer = Callable[[nn.Module, ShouldExpand], TracedGraph]
 
 
@@ -132,7 +142,7 @@ class Untraceable(Exception):
     """The forward does something that its graph would not repeat.
 
     Attributes:
-        place: the user's line, where the traceback does not have it.
+        place: the user's line, if the traceback lacks it.
     """
 
     def __init__(self, message: str, place: str = "") -> None:
@@ -156,7 +166,7 @@ def note_refusal(error: Exception) -> None:
 
 @contextmanager
 def none_swallowed() -> Iterator[list[Exception]]:
-    """Raises, at the end of the block, errors that the model's `except` clauses have swallowed.
+    """Raises, at the end of the block, errors swallowed by the model's `except` clauses.
 
     These are recorded errors such as `Untraceable`. The context yields their list, from which the
     caller removes errors that it has handled.
@@ -171,7 +181,7 @@ def none_swallowed() -> Iterator[list[Exception]]:
 
 
 def user_line(error: BaseException) -> str:
-    """Returns the line of the user's code that `error` comes from, and its message."""
+    """Returns the user's line that raised `error`, and its message."""
     message = (str(error) or type(error).__name__).splitlines()[0]
     place = getattr(error, "place", "")
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -181,13 +191,13 @@ def user_line(error: BaseException) -> str:
 
 
 def line_of(frame: FrameType, number: int) -> str:
-    """Returns the file, the number and the text of a line of the code that `frame` runs."""
+    """Returns file, number and text of a line of the code that `frame` runs."""
     file = frame.f_code.co_filename
     return f"{file}:{number}: `{linecache.getline(file, number).strip()}`"
 
 
 def current_user_line() -> str:
-    """Returns the line of the user's code that is being run; "" if there is none."""
+    """Returns the line of the user's code being run, or ""."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_user_code(frame) and not frame.f_code.co_filename.startswith("<"):
@@ -206,7 +216,7 @@ _TORCH = frozenset(["torch", "sympy", "mpmath", "networkx"])
 
 
 def is_library(module: str | None) -> bool:
-    """Returns whether a Python module is PyTorch's, Python's or this project's, but for models."""
+    """Returns whether a Python module is PyTorch's, Python's or this project's, except models."""
     package = (module or "").partition(".")[0]
     if package == "hybridtrain":
         return not str(module).startswith("hybridtrain.models.")
@@ -215,7 +225,7 @@ def is_library(module: str | None) -> bool:
 
 @contextmanager
 def replaced(holder: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replaces calls of `holder.name` by `replacement(original, ...)`, in this thread alone."""
+    """Replaces calls of `holder.name` by `replacement(original, ...)` in this thread only."""
     original, thread = getattr(holder, name), threading.get_ident()
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -230,24 +240,25 @@ def replaced(holder: Any, name: str, replacement: Callable[..., Any]) -> Iterato
         setattr(holder, name, original)
 
 
-# Functions, and names of methods, with which a forward takes gradients itself.
+# Functions and method names by which a forward computes gradients itself.
 TAKES_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward", "requires_grad_")
 GRADIENTS_ARE_CUT = (
-    "takes a gradient in the forward itself, which would not flow back over a cut between stages"
+    "computes a gradient in the forward itself, which would not flow back across a cut between "
+    "stages"
 )
 
 
 class AutogradFunctionDetector:
-    """Detects whether code is run by a class derived from `autograd.Function`.
+    """Detects whether code runs inside a subclass of `autograd.Function`.
 
-    Their `apply` cannot be replaced: it is not written in Python, and `f = MyFunction.apply` may
-    have been taken before. So the callers' frames are searched for their `forward`.
+    `apply` cannot be replaced, because it is not written in Python and the user may have stored `f
+    = MyFunction.apply`. Instead, the callers' frames are searched for the subclass's `forward`.
     """
 
     def __init__(self) -> None:
         self._forwards: set[CodeType | None] = set()
         classes: list[type[Function]] = [Function]
-        for derived in classes:  # which grows meanwhile
+        for derived in classes:  # may grow meanwhile
             classes += derived.__subclasses__()
             if derived.forward is not Function.forward:
                 self._forwards.add(getattr(derived.forward, "__code__", None))
@@ -265,15 +276,15 @@ _CLOCKS = tuple(
     for name in ("time", "perf_counter", "monotonic", "process_time", "thread_time")
     for unit in ("", "_ns")
 )
-_OF_MODULE = frozenset(vars(nn.Module()))  # tables of parameters, hooks and the like
+_OF_MODULE = frozenset(vars(nn.Module()))  # tables of parameters, hooks etc.
 _NOT_DRAWS = ("seed", "getstate", "setstate", "get_state", "set_state", "default_rng")
 
 
 class Generators:
     """The generators outside PyTorch that the forward of a model can reach.
 
-    These are the global ones of `random` and NumPy, and objects that are attributes of its modules
-    or globals of their code.
+    These are the global generators of `random` and NumPy, attributes of its modules, and globals of
+    their code.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -285,7 +296,7 @@ class Generators:
         self._generators = [pair for pair in functions if pair is not None]
 
     def states(self) -> list[bytes]:
-        """Returns the state of each, comparable with an earlier one."""
+        """Returns the state of each generator, for comparison with an earlier state."""
         return [pickle.dumps(read()) for read, _ in self._generators]
 
     @contextmanager
@@ -296,8 +307,8 @@ class Generators:
             yield
             if self.states() != states_before:
                 raise Untraceable(
-                    "draws a random number outside PyTorch, which a graph would keep: a generator "
-                    "that the model holds has moved"
+                    "draws a random number outside PyTorch, which a graph would keep: a "
+                    "generator of the model has changed its state"
                 )
         finally:
             for (_, write), state in zip(self._generators, states_before, strict=True):
@@ -324,14 +335,14 @@ def refused_calls(module: nn.Module) -> Iterator[None]:
 def _refuse(what: str) -> Callable[..., Any]:
     def refused(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if is_user_code(sys._getframe(2)):
-            raise Untraceable(f"calls {what}, whose result a graph would keep")
+            raise Untraceable(f"calls {what}, and a graph would keep the result")
         return original(*args, **kwargs)
 
     return refused
 
 
 def _sources() -> Iterator[tuple[ModuleType, Iterable[str]]]:
-    """Yields the modules whose functions draw random numbers or read a clock, with their names."""
+    """Yields modules with functions that draw random numbers or read a clock, and their names."""
     yield time, [name for name in _CLOCKS if hasattr(time, name)]
     for holder in (random, _numpy_random()):
         if holder is not None:
@@ -349,11 +360,11 @@ def _sources() -> Iterator[tuple[ModuleType, Iterable[str]]]:
 
 
 def _numpy_random() -> Any:
-    return sys.modules.get("numpy.random")  # without it, nobody draws from it
+    return sys.modules.get("numpy.random")  # not imported, so not used
 
 
 def _forwards(module: nn.Module) -> Iterator[FunctionType]:
-    """Yields the user's forward functions in a model, each once."""
+    """Yields the user's forward functions in a model, without duplicates."""
     visited = set()
     for part in module.modules():
         forward = getattr(type(part), "forward", None)
@@ -366,13 +377,13 @@ def _forwards(module: nn.Module) -> Iterator[FunctionType]:
 
 
 def _code_modules(module: nn.Module) -> list[ModuleType]:
-    """Returns the Python modules whose code a model runs."""
+    """Returns the Python modules with code that a model runs."""
     modules = {f.__module__: sys.modules.get(f.__module__) for f in _forwards(module)}
     return [module for module in modules.values() if module is not None]
 
 
 def _namespaces(module: nn.Module) -> Iterator[Iterable[Any]]:
-    """Yields the values that the code of a model finds by name."""
+    """Yields the values that the code of a model can look up by name."""
     for part in module.modules():
         yield list(vars(part).values())
     for holder in _code_modules(module):

@@ -1,13 +1,13 @@
 """Traces a module's forward with torch.fx, at the level of its submodules.
 
 torch.fx runs the forward with proxies instead of tensors and records their operations. Code that it
-cannot record faithfully must not be recorded at all. If a submodule has control flow that depends
-on data, changes the grad mode or autocast, or draws from Python's generator, the submodule stays
-one node that calls it. The same code in the model's own forward is an error that names the line.
+cannot record faithfully must be rejected. If a submodule has control flow that depends on data,
+changes the grad mode or autocast, or draws from Python's generator, the submodule stays one node
+that calls it. The same code in the model's own forward is an error that names the line.
 
 A trace on `Examples` also knows the value of each proxy. It answers Python's queries (a length, a
-type, a condition on sizes) and records the answers: the graph is valid for inputs with the same
-answers. Sizes that nothing queries stay variable.
+type, a condition on sizes) and records the answers, and the graph is valid for inputs with the same
+answers. Sizes that no code queries stay variable.
 """
 
 from __future__ import annotations
@@ -56,14 +56,15 @@ from hybridtrain.graph.traced_graph import (
     user_line,
 )
 
-# Factories take no tensor, so that torch.fx does not see them: it would run them once, while
-# tracing, and keep the result.
+# Factory functions take no tensor, so torch.fx does not see them: it would run them once while
+# tracing and keep the result.
 _FACTORIES = (
     "arange", "empty", "eye", "full", "linspace", "normal", "ones", "rand", "randint", "randn",
     "randperm", "tensor", "zeros",
 )  # fmt: skip
 
-# Functions that change the meaning of operations, or whose answer may differ at another call.
+# Functions that change the meaning of operations, or that may return another result at another
+# call.
 _REFUSED: tuple[tuple[Any, str, str], ...] = (
     (*GRAD_MODE_SETTER, "a change of the grad mode"),
     (torch.inference_mode, "__enter__", "torch.inference_mode"),
@@ -73,7 +74,7 @@ _REFUSED: tuple[tuple[Any, str, str], ...] = (
 )
 
 
-_ASKS_TYPE = "asks for the type of a value, which is not known while tracing"
+_ASKS_TYPE = "asks for the type of a value, which is unknown while tracing"
 
 # Methods that change a list or dict, and that tensors do not have.
 _CONTAINER_METHODS = {
@@ -97,7 +98,7 @@ def trace(
     to call.
 
     Raises:
-        Exception: raised by torch.fx or by the forward itself, where it cannot be traced.
+        Exception: raised by torch.fx or by the forward itself if it cannot be traced.
     """
     settled = Settled()
     with settled.undone_on_error():
@@ -111,13 +112,13 @@ def _trace(
     settled: Settled,
     make_examples: Callable[[nn.Module], tuple[Examples, list[Any]]] | None,
 ) -> TracedGraph:
-    kept: dict[str, str] = {}  # modules that would freeze something, with the reason
+    leaves: dict[str, str] = {}  # modules that would freeze something, with the reason
     generators = Generators(module)
 
     def run(grad_enabled: bool) -> tuple[_Tracer, TracedGraph]:
         examples = make_examples(module) if make_examples is not None else None
         tracer = _Tracer(
-            signature, should_expand, kept, generators, grad_enabled, module, settled, examples
+            signature, should_expand, leaves, generators, grad_enabled, module, settled, examples
         )
         return tracer, tracer.traced(module)
 
@@ -125,7 +126,7 @@ def _trace(
         tracer, traced = run(module.training)
         fault = tracer.find_read(traced.graph)
         if fault is None:
-            kept |= traced.unexpanded  # they need not fail twice
+            leaves |= traced.unexpanded  # avoids failing twice
             repeated, repeated_trace = run(module.training)
             if (node := first_difference(traced, repeated_trace)) is not None:
                 why = "a graph would keep a value that changes from call to call"
@@ -135,7 +136,7 @@ def _trace(
         path, place, reason = fault
         if not path:
             raise Untraceable(reason, place)
-        kept[path] = f"{place}: {reason}"
+        leaves[path] = f"{place}: {reason}"
     if tracer.asked_grad_mode:
         try:
             grad_matters = first_difference(traced, run(not module.training)[1]) is not None
@@ -154,7 +155,7 @@ class _Tracer(fx.Tracer):
         self,
         signature: CallSignature,
         should_expand: ShouldExpand,
-        kept: Mapping[str, str],
+        leaves: Mapping[str, str],
         generators: Generators,
         grad_enabled: bool,
         module: nn.Module,
@@ -162,8 +163,8 @@ class _Tracer(fx.Tracer):
         examples: tuple[Examples, list[Any]] | None = None,
     ) -> None:
         super().__init__()
-        self.values: dict[fx.Node, Any] = {}  # of the examples
-        self.computing = False  # the value of an example: what runs is not recorded
+        self.values: dict[fx.Node, Any] = {}  # the examples
+        self.computing = False  # computing an example value: operations are not recorded
         self._answers: dict[tuple[fx.Node, str], Any] = {}
         self._examples: Examples | None = None
         values: list[Any] = []
@@ -172,8 +173,8 @@ class _Tracer(fx.Tracer):
         self._arguments = dict(zip(signature.names, values, strict=False))
         self.calls: dict[fx.Node, list[Call]] = {}
         self.expanded: dict[str, nn.Module] = {}
-        self.unexpanded: dict[str, str] = dict(kept)
-        self.places: dict[fx.Node, tuple[str, str]] = {}  # the expanded module, the user's line
+        self.unexpanded: dict[str, str] = dict(leaves)
+        self.places: dict[fx.Node, tuple[str, str]] = {}  # (expanded module, user's line)
         self.parts: set[nn.Module] = set()
         self.generators = generators
         self.shadows = Shadows(
@@ -189,7 +190,7 @@ class _Tracer(fx.Tracer):
         self.grad_enabled = grad_enabled
         self.asked_grad_mode = False
         self._refusals: list[Exception] = []
-        self._inside = [""]  # the expanded modules that are being run
+        self._inside = [""]  # stack of the expanded modules being run
         self._autograd_functions = AutogradFunctionDetector()
         self._thread = threading.get_ident()
         self._signature = signature
@@ -203,7 +204,7 @@ class _Tracer(fx.Tracer):
             with none_swallowed() as self._refusals, _guards(self, module):
                 graph = self.trace(module)
         finally:
-            # tensors that the forward reads from elsewhere, which torch.fx has put into the module
+            # tensors that the forward reads from elsewhere, stored in the module by torch.fx
             constants = {name: vars(module).pop(name) for name in set(vars(module)) - attributes}
         traced = TracedGraph(
             graph=graph,
@@ -218,7 +219,7 @@ class _Tracer(fx.Tracer):
         return traced
 
     def _finish_guards(self, graph: fx.Graph) -> SizeGuards | None:
-        """Returns the answers about sizes, and erases nodes that only served to compute them."""
+        """Returns the answers about sizes, and erases nodes used only to compute them."""
         if self._examples is None:
             return None
         remaining = set(graph.nodes)
@@ -232,7 +233,7 @@ class _Tracer(fx.Tracer):
         return guards
 
     def find_read(self, graph: fx.Graph) -> tuple[str, str, str] | None:
-        """Returns the first read of a tensor that its module may replace, or None.
+        """Returns the first read of a tensor that its module may replace later, or None.
 
         The result has the path of the module, the line, and the reason.
         """
@@ -246,7 +247,7 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        """Returns the forward and the proxies of its arguments; other arguments keep defaults."""
+        """Returns the forward and proxies for its arguments; other arguments keep defaults."""
         signature, forward = self._signature, self.root.forward
         proxies: dict[str, Any] = {
             n: self.create_proxy("placeholder", n, (), {}) for n in signature.names
@@ -270,7 +271,7 @@ class _Tracer(fx.Tracer):
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Records a leaf as one node, and any other module by its operations if possible."""
-        # torch.fx sees the calls of all threads, and of modules that the forward has just made
+        # torch.fx intercepts calls of all threads, and of modules created by the forward
         if threading.get_ident() != self._thread or self.computing or m not in self.parts:
             return forward(*args, **kwargs)
         name = self.path_of_module(m)
@@ -281,12 +282,12 @@ class _Tracer(fx.Tracer):
             stack, calls = OrderedDict(self.module_stack), dict(self.num_calls)
             refused = len(self._refusals)
             mark = self.recorder.mark()
-            self.recorder.refuse_changes()  # of the code that calls this module
+            self.recorder.refuse_changes()  # the line that calls this module
             self._inside.append(name)
             try:
                 with self.generators.no_draws(), self.recorder.unchanged():
                     result = super().call_module(m, forward, args, kwargs)
-                if self._refusals[refused:]:  # by its own `except`
+                if self._refusals[refused:]:  # caught by its own `except`
                     raise self._refusals[refused]
                 self.expanded[name] = m
             except Exception as error:
@@ -297,8 +298,8 @@ class _Tracer(fx.Tracer):
                 self.unexpanded[name], is_leaf = user_line(error), True
             self._inside.pop()
         if is_leaf:
-            if gathers_inside(m):  # it would gather nothing while it is traced
-                raise Untraceable("gathers what modules inside it return (output_router_logits)")
+            if gathers_inside(m):  # it would collect nothing while it is traced
+                raise Untraceable("collects outputs of modules inside it (output_router_logits)")
             result = super().call_module(m, forward, args, kwargs)
             for hook in gathered(m):
                 hook(m, args, result)
@@ -308,19 +309,19 @@ class _Tracer(fx.Tracer):
         return result
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Creates a node, unless an `autograd.Function` asks for it."""
+        """Creates a node, unless requested by an `autograd.Function`."""
         self._autograd_functions.check_not_inside(sys._getframe(1))
         node = super().create_node(*args, **kwargs)
         if node.target in TAKES_GRADIENTS:
             raise Untraceable(GRADIENTS_ARE_CUT)
         if node.op == "call_method" and node.target in _CONTAINER_METHODS:
-            raise Untraceable("changes a list or dict in place")  # of which a graph has no copy
+            raise Untraceable("changes a list or dict in place")  # a graph has no copy of it
         self.places[node] = self._inside[-1], current_user_line()
         return node
 
     def create_arg(self, a: Any) -> Any:
         """Keeps the type of a dataclass that is also a dict, as outputs of `transformers` are."""
-        if _is_proxy(a):  # which may say that it is a tensor
+        if _is_proxy(a):  # may claim to be a tensor
             return a.node
         if isinstance(a, _Size):
             return tuple(self.create_arg(size) for size in a)
@@ -354,7 +355,7 @@ class _Tracer(fx.Tracer):
         return callable(self.values.get(value.node))
 
     def check_is_tensor(self, value: fx.Proxy) -> bool:
-        """Returns True for an input that every batch must give as a tensor.
+        """Returns True for an input that every batch must pass as a tensor.
 
         Raises:
             Untraceable: the value may be something else.
@@ -367,7 +368,7 @@ class _Tracer(fx.Tracer):
         return isinstance(example, Tensor)
 
     def is_input_tensor(self, value: fx.Proxy) -> bool:
-        """Returns whether `value` is an input that every batch must give as a tensor."""
+        """Returns whether `value` is an input that every batch must pass as a tensor."""
         return value.node.op == "placeholder" and value.node.target in self._signature.tensors
 
     @property
@@ -398,18 +399,19 @@ class _Tracer(fx.Tracer):
                 with self.generators.no_draws():
                     value = self._examples.run(kind, target, *example_arguments)
             except Untraceable:
-                value = UNKNOWN  # it may differ at another call
+                value = UNKNOWN  # may differ at another call
             finally:
                 self.computing = False
                 del self._refusals[refused:]
-                self.recorder.forget_since(mark)  # of modules that are called whole
+                self.recorder.forget_since(mark)  # for modules called as one node
         self.values[proxy.node] = value
         return self._seen(proxy, value, kind in ("placeholder", "call_module"))
 
     def _seen(self, proxy: Any, value: Any, opens: bool) -> Any:
         """Returns the value of a node as Python sees it: a container of proxies, or a proxy.
 
-        With `opens` tuples and lists are opened too; elsewhere their lengths may depend on sizes.
+        With `opens`, tuples and lists are unpacked too; otherwise their lengths may depend on
+        sizes.
         """
         if value is None:
             return None
@@ -432,7 +434,7 @@ class _Tracer(fx.Tracer):
         return proxy
 
     def answer(self, proxy: fx.Proxy, question: str) -> Any:
-        """Returns and records the answer to a query of a value; None if it depends on data."""
+        """Returns and records the answer to a query about a value; None if it depends on data."""
         value = self.values.get(proxy.node, UNKNOWN)
         if value is UNKNOWN or (isinstance(value, Tensor) and question != "len"):
             return None
@@ -469,10 +471,10 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
         return refused
 
     def set_attribute(original: Callable[..., None], module: Any, name: str, value: Any) -> None:
-        # modules that the forward has made are not parts, and torch.fx sets constants
+        # modules created by the forward are not parts of the model, and torch.fx sets constants
         is_constant = name.startswith("_tensor_constant") or name == INSTALLED
         if module in tracer.parts and not is_constant and not tracer.computing:
-            raise Untraceable(f"sets its attribute {name!r}, which a graph would not")
+            raise Untraceable(f"sets its attribute {name!r}, which a graph would not repeat")
         original(module, name, value)
 
     def is_grad_enabled(original: Callable[[], bool]) -> bool:
@@ -485,7 +487,7 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
         return original(value) if not _is_proxy(value) else tracer.check_is_tensor(value)
 
     def is_instance(original: Callable[..., bool], value: Any, kind: Any) -> bool:
-        # not PyTorch's own code, which asks whether it is a proxy
+        # except PyTorch's own code, which checks for proxies
         if issubclass(type(value), fx.Proxy) and is_user_code(sys._getframe(2)):
             value = tracer.values.get(value.node, UNKNOWN)
             if value is UNKNOWN:
@@ -497,13 +499,13 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
             example = tracer.values.get(value.node, UNKNOWN)
             if example is UNKNOWN:
                 raise Untraceable(
-                    "asks for an attribute of a value that is not known while tracing"
+                    "asks for an attribute of a value, which is unknown while tracing"
                 )
             return original(example, name)
         return original(value, name)
 
     def length(original: Callable[[Any], int], value: Any) -> Any:
-        # a number from Python's own len, which would be the example's
+        # the number from Python's own len, which would be the example's
         if not issubclass(type(value), fx.Proxy) or tracer.computing:
             return original(value)
         example = tracer.values.get(value.node, UNKNOWN)
@@ -515,7 +517,7 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
 
     with ExitStack() as guards:
         guards.enter_context(replaced(builtins, "len", length))
-        if tracer.uses_examples:  # they would slow down a plain trace
+        if tracer.uses_examples:  # they would slow down a trace without examples
             guards.enter_context(replaced(builtins, "hasattr", has_attribute))
             guards.enter_context(replaced(builtins, "isinstance", is_instance))
             for name in ("finfo", "iinfo"):
@@ -538,7 +540,7 @@ def _guards(tracer: _Tracer, module: nn.Module) -> Iterator[None]:
 
 
 class _GuardedProxy(fx.Proxy):
-    """A proxy that does not reveal its type, and has the flags that all tensors here have."""
+    """A proxy that hides its type, and has the flags common to all tensors here."""
 
     tracer: _Tracer
     __getitem__: Callable[..., Any]
@@ -546,9 +548,9 @@ class _GuardedProxy(fx.Proxy):
     is_nested = is_sparse = is_quantized = is_mkldnn = False
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # what `isinstance` asks for
+    def __class__(self) -> Any:  # used by `isinstance`
         frame: FrameType | None = sys._getframe(1)
-        # abc.py asks for `isinstance(x, Sequence)`, functools for a singledispatch
+        # abc.py uses it for `isinstance(x, Sequence)`, functools for singledispatch
         while frame is not None and _is_pythons(frame):
             frame = frame.f_back
         if frame is not None and is_user_code(frame):
@@ -558,12 +560,12 @@ class _GuardedProxy(fx.Proxy):
     def __getattr__(self, name: str) -> Any:
         frame = sys._getframe(1)
         if frame.f_lasti in _compared_by_identity(frame.f_code):
-            raise Untraceable("compares a value by `is`, which is not known while tracing")
+            raise Untraceable("compares a value with `is`, which is unknown while tracing")
         if frame.f_lasti in _calls(frame.f_code) and is_user_code(frame):  # hasattr, or getattr
-            raise Untraceable("asks for an attribute by its name, which is not known while tracing")
+            raise Untraceable("asks for an attribute by name, which is unknown while tracing")
         return super().__getattr__(name)
 
-    # what PyTorch raises a model may catch, and go on otherwise
+    # a model may catch PyTorch's error and continue differently
 
     def __bool__(self) -> bool:
         try:
@@ -581,17 +583,17 @@ class _GuardedProxy(fx.Proxy):
             raise Untraceable(str(error)) from error
 
     def __len__(self) -> int:
-        raise Untraceable("asks for a length, which is not known while tracing")
+        raise Untraceable("asks for a length, which is unknown while tracing")
 
     def __float__(self) -> float:
-        raise Untraceable("makes a Python number of a value, which is not known while tracing")
+        raise Untraceable("converts a value to a Python number, which is unknown while tracing")
 
     def __int__(self) -> int:
-        raise Untraceable("makes a Python number of a value, which is not known while tracing")
+        raise Untraceable("converts a value to a Python number, which is unknown while tracing")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if is_user_code(sys._getframe(1)):
-            raise Untraceable(f"sets {name!r} of a tensor, which a graph would not")
+            raise Untraceable(f"sets {name!r} of a tensor, which a graph would not repeat")
         super().__setattr__(name, value)
 
 
@@ -601,14 +603,14 @@ def _is_pythons(frame: FrameType) -> bool:
 
 @cache
 def _calls(code: CodeType) -> frozenset[int]:
-    """Returns where code calls something."""
+    """Returns the positions of calls in code."""
     instructions = dis.get_instructions(code)
     return frozenset(call.offset for call in instructions if "CALL" in call.opname)
 
 
 @cache
 def _compared_by_identity(code: CodeType) -> frozenset[int]:
-    """Returns where code reads an attribute that it then compares by `is`."""
+    """Returns the positions at which code reads an attribute and compares it with `is`."""
     instructions = list(dis.get_instructions(code))
     offsets = set()
     for number, instruction in enumerate(instructions):
@@ -624,7 +626,7 @@ def _compared_by_identity(code: CodeType) -> frozenset[int]:
 
 def _no_number(what: str) -> Callable[..., Any]:
     def method(self: fx.Proxy, *args: Any) -> Any:
-        raise Untraceable(f"asks for {what} of a value, which is not known while tracing")
+        raise Untraceable(f"asks for {what} of a value, which is unknown while tracing")
 
     return method
 
@@ -638,10 +640,10 @@ for _what, _names in {
 
 
 class _ExampleProxy(_GuardedProxy):
-    """A proxy whose example value is known, so that it can answer Python's queries."""
+    """A proxy with a known example value, which can answer Python's queries."""
 
-    # Python's `isinstance` is answered by `is_instance` above; PyTorch's code in C must not take a
-    # proxy for a tensor
+    # `is_instance` above answers Python's `isinstance`; PyTorch's C code must not mistake a proxy
+    # for a tensor
     __class__ = property(lambda self: _ExampleProxy)
 
     def _value(self) -> Any:
@@ -683,7 +685,7 @@ class _ExampleProxy(_GuardedProxy):
     def __bool__(self) -> bool:
         value = self._value()
         if value is UNKNOWN or isinstance(value, Tensor):
-            return super().__bool__()  # says that this is control flow
+            return super().__bool__()  # reports control flow
         return bool(self._answered("len" if isinstance(value, tuple | list) else "bool"))
 
     def __int__(self) -> int:
@@ -714,7 +716,7 @@ class _ExampleProxy(_GuardedProxy):
         return hash(self._answered("value")) if self._is_plain() else id(self)
 
     def _is_plain(self) -> bool:
-        """Returns whether the value is one of Python's."""
+        """Returns whether the value is a plain Python value."""
         value = self._value()
         return value is not UNKNOWN and not isinstance(value, Tensor)
 
@@ -726,10 +728,10 @@ class _ExampleProxy(_GuardedProxy):
 
 
 class _Size(tuple[Any, ...]):
-    """The sizes of a tensor, as numbers and proxies."""
+    """The sizes of a tensor, as numbers or proxies."""
 
     def numel(self) -> Any:
-        """Returns their product."""
+        """Returns the product of the sizes."""
         product: Any = 1
         for size in self:
             product = product * size
@@ -759,7 +761,7 @@ class _TypeKind(type):
 
 
 class _Type(type, metaclass=_TypeKind):
-    """`type`, which answers for a stand-in by its example, if there is one."""
+    """A stand-in for `type`, which returns the type of a proxy's example if there is one."""
 
 
 def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -770,7 +772,7 @@ def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _called(function: Callable[..., Any]) -> Callable[..., Any]:
-    # the code of a graph has `x += y` for operator.iadd(x, y), which would change a number `x` too
+    # a graph's code writes `x += y` for operator.iadd(x, y), which would also change a number `x`
     def called(x: Any, y: Any) -> Any:
         return function(x, y)
 
@@ -778,7 +780,7 @@ def _called(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-# Without these methods, Python takes `x += y` for `x = x + y`.
+# Without these methods, Python evaluates `x += y` as `x = x + y`.
 for _function in IN_PLACE_OPERATORS:
     setattr(_GuardedProxy, f"__{_function.__name__}__", _recorded(_function))
 
@@ -804,7 +806,7 @@ def _settle_augmented_assignments(traced: TracedGraph) -> None:
 
 
 def _is_question(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
-    """Returns whether a node only computes a number or similar, or selects a part of a value."""
+    """Returns whether a node only computes a number or selects a part of a value."""
     if node.op == "call_method":
         return not isinstance(values.get(node, UNKNOWN), Tensor | _UnknownType | None)
     if node.op != "call_function" or node.target in (operator.setitem, *IN_PLACE_OPERATORS):
@@ -816,7 +818,7 @@ _UnknownType = type(UNKNOWN)
 
 
 def _mapped(values: Any, function: Callable[[fx.Proxy], Any]) -> Any:
-    """Returns the arguments of a call with `function` of each proxy in them."""
+    """Returns the arguments of a call with `function` applied to each proxy."""
     if _is_proxy(values):
         return function(values)
     if isinstance(values, tuple | list):
@@ -845,11 +847,11 @@ def _computing(tracer: _Tracer) -> Iterator[None]:
 
 
 def _is_proxy(value: Any) -> bool:
-    return issubclass(type(value), fx.Proxy)  # which does not ask the value for its class
+    return issubclass(type(value), fx.Proxy)  # does not query the value's class
 
 
 class _ForbidEagerOps(TorchDispatchMode):
-    """A context in which no tensor is computed: the graph would keep the result."""
+    """A context that rejects computing a tensor, because the graph would keep the result."""
 
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()
@@ -858,4 +860,6 @@ class _ForbidEagerOps(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._tracer.computing:
             return func(*args, **(kwargs or {}))
-        raise Untraceable(f"computes a tensor ({func}) from no input, which a graph would do once")
+        raise Untraceable(
+            f"computes a tensor ({func}) from no input, which a graph would do only once"
+        )

@@ -1,4 +1,4 @@
-"""The variants of a traced model: its graphs for inputs of a different kind than the example.
+"""The variants of a traced model: its graphs for inputs of other kinds than the example.
 
 A graph is valid for inputs with the same control flow in the forward. They have the same kind
 (structure, dtypes, numbers of dimensions, which sizes are 0, 1 or larger, contiguity), and the same
@@ -6,8 +6,8 @@ answers about sizes. For a micro-batch of another kind or with other answers, th
 again and cut at the same layers:
 
     shapes of a micro-batch  ->  known?  ->  number of the variant
-                                 no      ->  does the graph of a variant fit?
-                                 no      ->  trace again, cut alike, install
+                                 no      ->  is a variant's graph valid?
+                                 no      ->  trace again, cut at the same layers
 
 All variants share modules and parameters, and so the stages, their reducers, aliases and devices.
 They differ in their graphs, and so in the values that cross the cuts.
@@ -31,7 +31,7 @@ from hybridtrain.graph.mode_graphs import ModeGraphs, TraceGuards
 from hybridtrain.graph.traced_graph import TracedGraph, first_difference, user_line
 
 MAX_VARIANTS = 8
-_MAX_KNOWN = 4096  # combinations of shapes that are remembered
+_MAX_KNOWN = 4096  # maximum number of cached shape combinations
 
 
 class VariantCut:
@@ -48,12 +48,12 @@ class VariantCut:
 
 
 class _Variant:
-    """A control flow of the forward.
+    """One control flow of the forward.
 
     Attributes:
         graphs: the graphs of both modes.
-        number: the index of the graphs in the segments; several variants may have the same.
-        kinds: the kinds of inputs that the graphs are known to be valid for, with the mode.
+        number: the index of the graphs in the segments; several variants may share it.
+        kinds: the kinds of inputs for which the graphs are known to be valid, with the mode.
         guards: check that the model has not changed since.
     """
 
@@ -68,7 +68,7 @@ class _Variant:
 
 
 class Variants:
-    """Chooses the variant for each micro-batch; traces a missing one.
+    """Chooses the variant for each micro-batch, tracing it if missing.
 
     Args:
         net: the model.
@@ -108,7 +108,7 @@ class Variants:
         """Returns the number of the variant for the inputs of each micro-batch.
 
         Raises:
-            BatchError: the model cannot be traced for one, or has too many variants.
+            BatchError: the model cannot be traced for a micro-batch, or has too many variants.
             SplitError: the variant does not fit the stages.
         """
         training = self._net.training
@@ -119,7 +119,7 @@ class Variants:
         return [variant.number for variant in chosen]
 
     def forget(self) -> None:
-        """Forgets the known shapes, because different parameters require gradients."""
+        """Clears the known shapes, because other parameters require gradients now."""
         self._known.clear()
 
     def _variant_for(self, inputs: Any, training: bool) -> _Variant:
@@ -135,7 +135,7 @@ class Variants:
         signature, values = CallSignature.of_inputs(self._net, inputs)
         by_name = dict(zip(signature.names, values, strict=True))
         if set(by_name) != set(self._signature.names):
-            return self._variants[0]  # whose first segment says what is wrong
+            return self._variants[0]  # its first segment reports the error
         values = [by_name[name] for name in self._signature.names]
         kind = training, kind_of(values)
         with plain_parameters(self._net):
@@ -169,11 +169,11 @@ class Variants:
             str(list(v.shape)) for v in tree_flatten(list(values))[0] if _is_tensor(v)
         )
         change = (
-            f"{model} takes another way through its forward for a micro-batch of shapes {shapes}"
+            f"the forward of {model} takes a different path for a micro-batch of shapes {shapes}"
         )
         hint = (
-            f"Choose batches and {argument('chunks')} such that all micro-batches are of the kind "
-            f"of example_inputs= ({setting('drop_last', True)} leaves out a short last batch)"
+            f"Choose the batch size and {argument('chunks')} so that all micro-batches are of the "
+            f"same kind as example_inputs= ({setting('drop_last', True)} drops a short last batch)"
         )
         try:
             graphs = self._retrace(values)
@@ -181,33 +181,36 @@ class Variants:
             raise
         except Exception as error:
             raise BatchError(
-                f"{change}, and cannot be traced for it: {user_line(error)}. {hint}"
+                f"{change}, and it cannot be traced for these inputs: {user_line(error)}. {hint}"
             ) from error
         variant = _Variant(graphs, self._same_as(graphs))
         variant.kinds.add(kind)
         if not self._fits(variant, kind, values):
-            raise BatchError(f"{change}, and a trace for it depends on more than sizes. {hint}")
+            raise BatchError(
+                f"{change}, and a trace for these inputs depends on more than sizes. {hint}"
+            )
         if variant.number == self.count:
             if self.count == MAX_VARIANTS:
                 guards = variant.traced(kind[0]).size_guards
                 conditions = "; ".join(guards.texts[:3]) if guards is not None else ""
                 raise BatchError(
-                    f"{change}, the {MAX_VARIANTS + 1}th one, and {MAX_VARIANTS} are kept: pad the "
-                    f"inputs to few sizes{f' ({conditions})' if conditions else ''}"
+                    f"{change}, which would be variant {MAX_VARIANTS + 1} of at most "
+                    f"{MAX_VARIANTS}: pad the inputs to fewer "
+                    f"sizes{f' ({conditions})' if conditions else ''}"
                 )
             try:
                 self.install(VariantCut(self._variants[0].graphs, graphs))
             except SplitError as error:
                 raise SplitError(
-                    f"{change}, and that does not fit the stages: {error}. Put the branch into the "
-                    f"forward of a separate nn.Module, which is one layer. {hint}"
+                    f"{change}, which does not fit the stages: {error}. Move the branch into the "
+                    f"forward of a separate nn.Module, which becomes one layer. {hint}"
                 ) from error
             self.count += 1
         self._variants.append(variant)
         return variant
 
     def _same_as(self, graphs: ModeGraphs) -> int:
-        """Returns the number of the variant with the same operations; else the next one."""
+        """Returns the number of the variant with the same operations, or else the next number."""
         for variant in self._variants:
             if all(
                 first_difference(variant.traced(mode), _of_mode(graphs, mode)) is None
@@ -226,7 +229,7 @@ def _without_data(tensor: Tensor) -> Tensor:
 
 
 def _not_installed(cut: VariantCut) -> None:
-    raise SplitError("the model is in no stages yet")
+    raise SplitError("the model has no stages yet")
 
 
 def _is_tensor(value: Any) -> bool:
@@ -240,7 +243,7 @@ def _autocast(device: torch.device) -> Hashable:
 
 
 def _described(leaf: Any) -> Any:
-    """Returns the properties of a leaf that may affect a forward: for a tensor, all but data."""
+    """Returns the properties of a leaf that may affect a forward; for a tensor, not its data."""
     if isinstance(leaf, Tensor):
         stride = leaf.stride() if leaf.layout == torch.strided else None
         return leaf.shape, stride, leaf.dtype, leaf.requires_grad

@@ -2,7 +2,7 @@
 
 environment        reads the launcher's environment variables
 meeting            the rendezvous of the processes
-process_id         process ids, to see whether a process of this host is alive
+process_id         process IDs, to check whether a process of this host is alive
 process_store      the store through which the processes exchange facts
 activity           the record of what this process is doing
 watchdog           ends a run that fails or stalls, and names the process that caused it

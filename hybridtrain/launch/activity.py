@@ -1,7 +1,8 @@
 """The record of what this process is doing, for the watchdog.
 
 Written by the training loop and by the threads of the stages with plain attribute writes, without a
-lock; read by the watchdog's thread. A reader may see work that has just ended, never half of it.
+lock; read by the watchdog's thread. A reader may see work that has just ended, but never a partial
+record.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
 
 
 WAIT_FOR_SAVE_S = 20.0
-"""Seconds that a process waits before it ends while a checkpoint is being written.
+"""Seconds that an exiting process waits for a checkpoint being written.
 
-torchrun kills its workers after 30 s."""
+torchrun kills its workers after 30 s.
+"""
 
 
 class Phase(StrEnum):
-    """A kind of work that a run does; the watchdog has a limit for each."""
+    """A phase of a run; the watchdog has a time limit for each."""
 
     SETUP = "setup"
     DATA = "data"
@@ -37,7 +39,7 @@ class Phase(StrEnum):
 
 
 class Work(NamedTuple):
-    """Work of the training loop: a phase, and the step that it is of, if any."""
+    """Work of the training loop: a phase, and its step, if any."""
 
     phase: Phase
     step: int | None = None
@@ -47,7 +49,7 @@ class Work(NamedTuple):
 
 
 class LaneActivity:
-    """The activity of a lane, which is a device's list of actions in a schedule.
+    """The activity of a lane: one device's list of actions in a schedule.
 
     Attributes:
         action: the action (kind, stage, micro-batch) that is running; None between steps.
@@ -77,11 +79,13 @@ class Activity:
     """The work and the lanes of a process.
 
     Attributes:
-        work: what the training loop does; None outside of a run: nobody then expects progress.
-        steps: how many steps of a pipeline have begun, so that equal actions of two steps differ.
-        lanes: one record per lane of the step that runs.
-        entered: by phase, the `steps` when it began first; since the last setup.
-        evaluations: how many have begun, since the last setup.
+        work: the current work of the training loop; None outside a run, where no progress is
+            expected.
+        steps: the number of pipeline steps that have begun, to distinguish equal actions of two
+            steps.
+        lanes: one record per lane of the running step.
+        entered: the value of `steps` when each phase first began, since the last setup.
+        evaluations: the number of evaluations begun since the last setup.
     """
 
     def __init__(self) -> None:
@@ -94,13 +98,13 @@ class Activity:
         self._saves_change = threading.Lock()
 
     def now(self, phase: Phase, step: int | None = None) -> None:
-        """Notes that the work of `phase`, of a step, begins."""
+        """Records that work of `phase` begins, for a step."""
         self.set(Work(phase, step))
 
     def set(self, work: Work | None) -> None:
-        """Notes that this process does `work` from now on."""
+        """Records `work` as the current work of this process."""
         if work is None or work.phase is Phase.SETUP:
-            self.entered = {}  # what follows is another run's
+            self.entered = {}  # a new run begins
             self.evaluations = 0
         else:
             self.entered.setdefault(work.phase, self.steps)
@@ -109,21 +113,21 @@ class Activity:
         self.work = work
 
     def is_in(self, phase: Phase) -> bool:
-        """Returns whether the work is of this phase."""
+        """Returns whether the current work is in this phase."""
         work = self.work
         return work is not None and work.phase is phase
 
     def during(self, phase: Phase, step: int) -> AbstractContextManager[None]:
-        """Notes that the block does the work of `phase`; afterwards it is what it was before."""
+        """Records work of `phase` during the block, then restores the previous work."""
         return _During(self, Work(phase, step))
 
     def forget(self, phase: Phase) -> None:
-        """Takes a phase for one that has not begun: what was done was a trial of it."""
+        """Resets a phase to not begun, after a trial run of it."""
         self.entered.pop(phase, None)
         self.evaluations = 0
 
     def step(self, trains: bool) -> AbstractContextManager[None]:
-        """Sets a phase while a pipeline runs, if no `Trainer` or evaluation has set one.
+        """Sets a phase while a pipeline runs, unless a `Trainer` or evaluation has set one.
 
         The watchdog then expects progress within a step of any script, but not between steps.
         """
@@ -132,7 +136,7 @@ class Activity:
         return self.during(Phase.TRAIN if trains else Phase.EVALUATE, self.steps + 1)
 
     def catching_up(self) -> None:
-        """Notes a setup during a run, while a data set reads up to where it was."""
+        """Records a setup during a run, while a data set reads up to its saved position."""
         if self.work is not None:
             self.now(Phase.SETUP)
 
@@ -159,12 +163,12 @@ class Activity:
         return self.lanes
 
 
-# One for all steps that a run has noted already.
+# Shared by all steps of a run that records its own phases.
 _NOTED = nullcontext()
 
 
 class _During(AbstractContextManager[None]):
-    """See `Activity.during`; a class, since each step enters one."""
+    """The context manager of `Activity.during`; a class for speed, because every step enters it."""
 
     __slots__ = ("_activity", "_before", "_work")
 
@@ -176,11 +180,12 @@ class _During(AbstractContextManager[None]):
         self._activity.set(self._work)
 
     def __exit__(self, *error: object) -> None:
-        self._activity.work = self._before  # not by `set`: the next step is one of the same run
+        # not through `set`: the next step belongs to the same run
+        self._activity.work = self._before
 
 
 def wait_until(holds: Callable[[], bool], seconds: float) -> None:
-    """Waits until `holds()` is true, at most `seconds`."""
+    """Waits until `holds()` is True, at most `seconds`."""
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -28,12 +28,12 @@ class Launch:
         local_rank: the number of this process on its node.
         local_size: the number of processes on its node.
         master: host and port of the processes' store; None for a single process.
-        node_gpus: the GPUs that Slurm gives to all processes on the node; 0: not known.
-        gpus_given: the environment variable that assigns GPUs to this process, as `NAME=value`;
-            "" if none does.
-        run: identifies the run, where another run could have the same `master`.
-        nb_part: the default number of stages for a script that does not set it.
-        problem: why the other processes will not join, if that is known.
+        node_gpus: the number of GPUs that Slurm assigns to all processes on the node; 0 if unknown.
+        gpus_given: the environment variable that assigns GPUs to this process, as `NAME=value`; ""
+            if none does.
+        run: identifies the run if another run could have the same `master`.
+        nb_part: the default `nb_part` for a script that does not set it.
+        problem: why the other processes will not join, if known.
     """
 
     launcher: str
@@ -104,8 +104,8 @@ def _torchrun_master(environ: Mapping[str, str]) -> tuple[str, int]:
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if not host or not port or not port.isdecimal():
         raise WorldError(
-            f"RANK and WORLD_SIZE are set, but MASTER_ADDR={host} and MASTER_PORT={port} do "
-            f"not say where rank 0 is: start the processes with torchrun"
+            f"RANK and WORLD_SIZE are set, but MASTER_ADDR={host} and MASTER_PORT={port} are not "
+            "a valid address of rank 0: start the processes with torchrun"
         )
     return host, int(port)
 
@@ -140,8 +140,8 @@ def free_port() -> int:
             probe.bind(("", port))
             return port
     raise WorldError(
-        f"none of 100 ports from {_PORTS[0]} to {_PORTS[-1]} of this host is free, so that "
-        f"processes cannot meet: may they listen at all?"
+        f"no free port among 100 tried from {_PORTS[0]} to {_PORTS[-1]} on this host for the "
+        "processes' rendezvous: check that processes are allowed to listen on ports"
     )
 
 
@@ -182,8 +182,8 @@ def _not_started_by_srun(environ: Mapping[str, str], size: int) -> str | None:
     if size == 1 or (step is not None and _number(environ, "SLURM_STEP_ID", step) < 0xFFFF0000):
         return None
     return (
-        f"the Slurm job has {size} tasks (SLURM_NTASKS), and this process is not one of them: put "
-        f"srun before the command, or torchrun; for a single process: srun -n 1"
+        f"the Slurm job has {size} tasks (SLURM_NTASKS), but this process is not one of them: "
+        "start the command with srun or torchrun; for a single process, use srun -n 1"
     )
 
 

@@ -57,8 +57,8 @@ def in_one_line(error: BaseException) -> str:
         return f"{error}{''.join(f' ({note})' for note in notes)}"
     if isinstance(error, KeyboardInterrupt):
         return (
-            f"ended by {_signal_of(error)}; a run that has saved a checkpoint goes on with the "
-            f"same command"
+            f"ended by {_signal_of(error)}; rerun the same command to continue from a saved "
+            "checkpoint"
         )
     name = type(error).__name__
     first = (str(error).strip().splitlines() or [""])[0]
@@ -88,7 +88,7 @@ def find_cause(error: BaseException, watchdog: Watchdog) -> Failure | None:
     is_broken = is_broken_connection(error)
     is_copy = copied_problem(error) is not None and not is_broken
     has_timed_out = any(sign in text for sign in _TIMED_OUT)
-    # perhaps by the launcher, as another process has died
+    # perhaps by the launcher, because another process has died
     is_interrupted = isinstance(error, KeyboardInterrupt)
     if not (is_copy or is_broken or has_timed_out or is_interrupted):
         return None
@@ -131,8 +131,8 @@ def _left(watchdog: Watchdog) -> Failure | None:
     for rank in range(store.size):
         if rank != store.rank and store.has_left(rank):
             line = (
-                f"{watchdog.short_name(store, rank)} has come to its end while rank {store.rank} "
-                f"waited for it: every process has to take the same number of steps"
+                f"{watchdog.short_name(store, rank)} finished while rank {store.rank} was waiting "
+                "for it: all processes must run the same number of steps"
             )
             return Failure(store.rank, line)
     return None
@@ -158,7 +158,7 @@ def tell_uncaught_errors() -> None:
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Prints the error that ends this process, or the failure that caused it."""
-    from hybridtrain.launch.watchdog import current  # which imports this module
+    from hybridtrain.launch.watchdog import current  # imports this module
 
     watchdog = current()
     if watchdog is None or watchdog.store.size == 1:
@@ -167,17 +167,17 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     store, line = watchdog.store, in_one_line(error)
     text = f"{'' if isinstance(error, Interrupted) else ' failed'}: {line}"
     failure = Failure(store.rank, f"rank {store.rank}{text}", exit_code(error))
-    # without a request: the store may be gone, and PyTorch prints stacks on a request then
+    # without a store request: if the store is gone, PyTorch prints stacks on a request
     cause = watchdog.known_failure if is_broken_connection(error) else None
     try:
         if cause is None:
             failure = replace(failure, line=f"{watchdog.short_name(store, store.rank)}{text}")
             cause = find_cause(error, watchdog)
         first = cause or store.claim(failure)
-    except RuntimeError:  # the launcher or rank 0 has ended, and with it the store
+    except RuntimeError:  # the launcher or rank 0 has ended, so the store is gone
         first = watchdog.known_failure or store_gone(failure, error, watchdog)
         cause = None if first is failure else first
-    watchdog.end_threads()  # a debugger may follow, which must not be killed
+    watchdog.end_threads()  # a debugger may be starting, and must not be killed
     if cause is None and (first == failure or not first.line.endswith(text)):
         _before(kind, error, trace)
     with suppress(OSError, ValueError):  # the terminal is gone
@@ -193,12 +193,12 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 def write_error_file(line: str, at: float | None = None) -> None:
     """Writes `line` to torchrun's error file; torchrun reports the earliest error of all.
 
-    The format is that of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`, which
-    itself only writes whole tracebacks. Does nothing without torchrun.
+    Uses the format of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`, which itself
+    writes only whole tracebacks. Does nothing without torchrun.
 
     Args:
         line: the error message.
-        at: the time of the failure, in seconds since the epoch; None: now.
+        at: the time of the failure, in seconds since the epoch; None for now.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:

@@ -2,19 +2,19 @@
 
 torchrun's agent serves one store for all attempts of a job, in which the addresses of dead
 processes remain under the same keys; a restarted process that reads one of them cannot join. So
-each attempt gets its own prefix. Neither the restart count nor the run's id can serve as prefix: an
-elastic job may restart without a change of either. Rank 0 draws the prefix and hands it out:
+each attempt gets its own prefix. The restart count and the run ID cannot serve as prefix, because
+an elastic job may restart without changing either. Rank 0 draws the prefix and distributes it:
 
     rank r   hello/r = x (drawn now)          welcome/x ?  ------------>  <prefix>/joined/r
     rank 0   hello/r ?  ->  welcome/x = <prefix>        until all of <prefix>/joined/... are there
 
 An earlier attempt can only leave a stale hello behind, and nobody reads its answer. `joined/r`
-holds the id of the process, by which rank 0 sees that a process of its host has ended while it
+holds the process's ID, with which rank 0 detects that a process of its host has ended while it
 waits for the others. After 20 seconds it logs which ranks it waits for.
 
 A process that fails before the meeting publishes its error in `failed/x`. Rank 0 puts that error,
-or its own, into the outcome that all processes read at the end. So no process waits for one that
-will not join, and an error that all processes have is printed once.
+or its own, into the outcome that all processes read at the end. So no process waits for another
+that will not join, and an error common to all processes is printed once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
-# when rank 0 says which ranks it waits for
+# the time after which rank 0 logs the missing ranks
 _SAY_AFTER_S = 20.0
 # how long rank 0 waits, after a failure, for the other processes to read the outcome
 _TELL_S = 4.0
@@ -75,12 +75,12 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
         several = len(missing) != 1
         raise _error(
             launch,
+            f"timed out after {argument('timeout_s')}{timeout_s:g} s waiting for "
             f"rank{'s' * several} {', '.join(map(str, missing))} of the {launch.size} processes "
-            f"that {launch.launcher} announced did not come within "
-            f"{argument('timeout_s')}{timeout_s:g} s: see what {'their' if several else 'its'} "
-            "own output says (under Slurm, start all with srun)",
+            f"that {launch.launcher} announced: check {'their' if several else 'its'} output "
+            "(under Slurm, start all processes with srun)",
         )
-    from hybridtrain._base.torch_private import PrefixStore  # which imports torch
+    from hybridtrain._base.torch_private import PrefixStore  # imports torch
 
     return PrefixStore(prefix, shared)
 
@@ -102,7 +102,7 @@ def tell_failure(
         seconds: the time limit.
 
     Returns:
-        the error that rank 0 reports; None if there is none or rank 0 cannot be reached.
+        the error that rank 0 reports, or None if there is none or rank 0 is unreachable.
     """
     deadline = time.monotonic() + seconds
     try:
@@ -147,14 +147,14 @@ def _shared(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Sto
     except (RuntimeError, ValueError) as error:
         if "EADDRINUSE" in str(error):
             raise WorldError(
-                f"the port {port} of {host}, where the processes are to meet, is in use: set "
-                f"MASTER_PORT to a free one, the same for all processes"
+                f"port {port} on {host}, the rendezvous port of the processes, is in use: set "
+                "MASTER_PORT to a free port, the same for all processes"
             ) from error
         raise WorldError(_not_joined(launch, timeout_s, error)) from error
     if run != launch.run:
         raise WorldError(
-            f"the port {port} of {host}, where the processes are to meet, is used by {run}, and "
-            f"this is {launch.run}: set MASTER_PORT to a free one, the same for all processes"
+            f"port {port} on {host}, the rendezvous port of the processes, is used by {run}, but "
+            f"this is {launch.run}: set MASTER_PORT to a free port, the same for all processes"
         )
     return shared
 
@@ -165,7 +165,7 @@ def _not_joined(launch: Launch, timeout_s: float, error: Exception) -> str:
     return (
         f"rank {launch.rank} could not join the {launch.size} processes that {launch.launcher} "
         f"announced (at {host}:{port}) within {argument('timeout_s')}{timeout_s:g} s (under "
-        f"Slurm, start them with srun): {error}"
+        f"Slurm, start all processes with srun): {error}"
     )
 
 
@@ -199,7 +199,7 @@ def _welcome(
                 failed = f"failed/{hello.decode()}"
                 if error is None and store.check([failed]):
                     line = store.get(failed).decode()
-                    error = f"rank {rank} failed before it had joined the others: {line}"
+                    error = f"rank {rank} failed before joining the other processes: {line}"
                     deadline = min(deadline, time.monotonic() + _TELL_S)
             if store.check([f"{prefix}/joined/{rank}"]):
                 joined[rank] = ProcessId(*json.loads(store.get(f"{prefix}/joined/{rank}")))
@@ -209,7 +209,7 @@ def _welcome(
             process = joined[ended[0]]
             error = (
                 f"rank {ended[0]} (process {process.pid} on {process.host}) ended before all "
-                f"{size} processes had joined: see what its own output says"
+                f"{size} processes had joined: check its output"
             )
             deadline = min(deadline, time.monotonic() + _TELL_S)
         if pending and time.monotonic() > say_at:
@@ -219,7 +219,7 @@ def _welcome(
         time.sleep(_POLL_S)
     outcome = {"missing": sorted(pending), "error": error}
     store.set(f"{prefix}/outcome", json.dumps(outcome))
-    if error is not None or pending:  # the store may end with this process
+    if error is not None or pending:  # the store may shut down with this process
         leave_keys = [f"{prefix}/left/{rank}" for rank in joined if rank not in ended]
         wait_until(lambda: not leave_keys or store.check(leave_keys), _TELL_S)
     return prefix, outcome
@@ -266,8 +266,8 @@ def _arrive(
     return prefix, outcome
 
 
-# gloo listens on the interface that this variable names, or on the address that the host name
-# resolves to. On a Debian or Ubuntu without DNS that is 127.0.1.1, and gloo then waits for minutes.
+# gloo listens on the interface that this variable names, or on the address of the host name. On
+# Debian or Ubuntu without DNS that address is 127.0.1.1, and gloo then waits for minutes.
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
@@ -275,7 +275,7 @@ def check_interface(environ: Mapping[str, str]) -> None:
     """Checks the network interfaces that the environment names for gloo.
 
     Raises:
-        WorldError: this host does not have one of them.
+        WorldError: this host lacks one of them.
     """
     chosen, interfaces = environ.get(_VARIABLE, ""), _interfaces()
     missing = [name for name in chosen.split(",") if name and name not in interfaces]
@@ -290,8 +290,8 @@ def check_reachable(store: Store, launch: Launch, environ: Mapping[str, str]) ->
     """Checks that the other hosts can reach each host's address for gloo; a collective call.
 
     Raises:
-        WorldError: one has none; names the host and the interfaces to choose from. Rank 0 reports
-            it, and the other ranks raise copies.
+        WorldError: a host has only a loopback address; names it and its interfaces. Rank 0 reports
+            the error, and the other ranks raise copies.
     """
     if launch.size == launch.local_size:  # on one host
         return
@@ -304,9 +304,9 @@ def check_reachable(store: Store, launch: Launch, environ: Mapping[str, str]) ->
         if loopback:
             raise _error(
                 launch,
-                f"the name of the host {host} stands for {loopback} there, which no other host can "
-                f"reach: set {_VARIABLE} to the network interface between the hosts (it has "
-                f"{', '.join(interfaces)}), or mend its /etc/hosts",
+                f"the host name {host} resolves to {loopback} on that host, which other hosts "
+                f"cannot reach: set {_VARIABLE} to the network interface between the hosts (it "
+                f"has {', '.join(interfaces)}), or fix its /etc/hosts",
             )
 
 

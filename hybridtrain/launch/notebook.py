@@ -41,16 +41,16 @@ def notebook_launcher(
 ) -> Any:
     """Calls `function(*args)` in each of `num_processes` new processes on this machine.
 
-    They find one another as under torchrun, so `World.from_env()`, `Session()` and everything on
-    top of them work. Their output appears here, with the rank in front for all but rank 0. The
-    launcher can be called repeatedly. It passes an interrupt on, so that a `Trainer` saves first.
+    The processes are set up as under torchrun, so `World.from_env()`, `Session()` and code on top
+    of them work. Their output appears here, prefixed by the rank except for rank 0. The launcher
+    can be called repeatedly. It forwards an interrupt, so that a `Trainer` saves first.
 
     Args:
         function: the function, which may be defined in a cell; later changes in other cells do not
             reach it.
         args: the arguments of the function; cloudpickle sends them too.
         num_processes: the number of processes.
-        nb_part: the default number of stages of `World.from_env()` and `Session()`.
+        nb_part: the default `nb_part` of `World.from_env()` and `Session()`.
         env: additional environment variables.
 
     Returns:
@@ -62,13 +62,13 @@ def notebook_launcher(
     """
     if not callable(function):
         raise ConfigError(
-            f"function= must be a function, not {function!r:.100}: pass it without calling it, as "
-            f"in notebook_launcher(train, args=(2,))"
+            f"function= must be a function, not {function!r:.100}: pass the function without "
+            "calling it, such as notebook_launcher(train, args=(2,))"
         )
     if not isinstance(args, Sequence) or isinstance(args, str):
         raise ConfigError(
-            f"args= must be a tuple of the function's arguments, not {args!r:.100}: a single one "
-            f"is args=(value,)"
+            f"args= must be a tuple of the function's arguments, not {args!r:.100}: for a single "
+            "argument use args=(value,)"
         )
     for name, value in (("num_processes", num_processes), ("nb_part", nb_part)):
         if type(value) is not int or value < 1:
@@ -86,7 +86,7 @@ def notebook_launcher(
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # so that only this process passes an interrupt on
+                    start_new_session=True,  # so that only this process forwards an interrupt
                 )
                 children.append(child)
             failed = _follow(children)
@@ -101,8 +101,8 @@ def notebook_launcher(
         result = folder / "result.pkl"
         if not result.exists():
             raise ProcessFailedError(
-                f"rank 0 of {num_processes} ended by exit code 0 before function= returned, as "
-                f"os._exit(0) does; what it printed is above"
+                f"rank 0 of {num_processes} exited with code 0 before function= returned, for "
+                "example by os._exit(0); its output is above"
             )
         return pickle.loads(result.read_bytes())
 
@@ -147,8 +147,8 @@ def dumped(value: Any, what: str) -> bytes:
         content: bytes = cloudpickle.dumps(value)
     except Exception as error:
         raise ConfigError(
-            f"{what} cannot be sent to another process: {error}. Make a World, a Session, a "
-            f"HybridModel or open files inside the function"
+            f"{what} cannot be sent to another process: {error}. Create a World, Session or "
+            "HybridModel, and open files, inside the function"
         ) from error
     return content
 
@@ -156,7 +156,7 @@ def dumped(value: Any, what: str) -> bytes:
 def _environment(num_processes: int, nb_part: int) -> dict[str, str]:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
     if num_processes > 1:
-        inherited.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+        inherited.setdefault("OMP_NUM_THREADS", "1")  # like torchrun
     return {
         **inherited,
         "WORLD_SIZE": str(num_processes),
@@ -171,10 +171,10 @@ def _environment(num_processes: int, nb_part: int) -> dict[str, str]:
 
 
 def _follow(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Shows the children's output until all have ended; passes an interrupt on.
+    """Shows the children's output until all have ended; forwards an interrupt.
 
     Returns:
-        the rank that failed first, before others were stopped; None if none failed.
+        the rank that failed first, before others were stopped, or None.
     """
     incomplete_lines = [b""] * len(children)
     failed: int | None = None
@@ -193,7 +193,7 @@ def _follow(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
                     failed = next((rank for rank, code in enumerate(codes) if code), None)
                 events = selector.select(timeout=0.2) if running or selector.get_map() else []
                 if not running and not events:
-                    break  # a process that a child has started may keep the output open
+                    break  # a process started by a child may keep the output open
                 for key, _ in events:
                     rank = key.data
                     read = os.read(key.fd, 65536)
@@ -243,6 +243,6 @@ def _raise_first_failure(
         code = children[failed].returncode
         reason = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
         raise ProcessFailedError(
-            f"rank {failed} of {len(children)} ended by {reason}, without an exception; what it "
-            f"printed is above"
+            f"rank {failed} of {len(children)} ended with {reason} and without an exception; its "
+            "output is above"
         )

@@ -1,4 +1,4 @@
-"""Process ids, by which a process sees whether another process of its host is alive or stopped."""
+"""Process IDs, to check whether another process of this host is alive or stopped."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def is_stopped(process: ProcessId) -> bool:
 
 
 def kill(process: ProcessId) -> None:
-    """Kills a process of this host, also a stopped one."""
+    """Kills a process of this host, even if it is stopped."""
     if is_seen_from_here(process) and not has_ended(process):
         with suppress(OSError):
             os.kill(process.pid, signal.SIGKILL)
@@ -92,8 +92,8 @@ def kill(process: ProcessId) -> None:
 def end_with_parent(always: bool = False) -> None:
     """Requests a SIGTERM from the system when the parent process dies.
 
-    A torchrun that is killed by SIGKILL cannot end its workers. Does nothing without torchrun,
-    unless `always`, and on systems other than Linux.
+    A torchrun killed by SIGKILL cannot end its workers. Does nothing without torchrun, unless
+    `always` is True, and on systems other than Linux.
     """
     if sys.platform == "linux" and (always or "TORCHELASTIC_RUN_ID" in os.environ):
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h

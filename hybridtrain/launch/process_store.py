@@ -1,7 +1,7 @@
 """The store through which the processes of a run exchange facts.
 
-Each process publishes its id, its part of the model, signs of life and its current work, and the
-first failure of the run is recorded here.
+Each process publishes its ID, its part of the model, signs of life and its current work here. The
+first failure of the run is also recorded here.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Report:
 
     Attributes:
         what: the current work, as text.
-        blame: 0: waits for other processes; 1: may wait for them; 2: is busy itself.
-        progress: the number of steps that have begun.
+        blame: 0 if it waits for other processes, 1 if it may wait for them, 2 if it is busy.
+        progress: the number of steps begun.
     """
 
     what: str
@@ -76,7 +76,7 @@ class ProcessStore:
         self.rank = rank
         self.size = size
         if store is None:
-            from hybridtrain._base.torch_private import HashStore  # which imports torch
+            from hybridtrain._base.torch_private import HashStore  # imports torch
 
             store = HashStore()
         self._store = store
@@ -150,7 +150,7 @@ class ProcessStore:
         """Requests the stacks of all processes; returns whether this process is the first to ask.
 
         Args:
-            folder: where processes without a run directory write their stacks.
+            folder: the folder in which processes without a run directory write their stacks.
         """
         request = f"{self.rank} {folder}"
         return self._store.compare_set("stacks", "", request) == request.encode()

@@ -6,8 +6,8 @@
     a second SIGTERM or Ctrl-C       `second_signal_ends`, also where the main thread is blocked
 
 Python calls a signal handler in the main thread between two bytecode instructions, so never while
-that thread is blocked in a collective. But Python's C-level handler runs at once and writes the
-signal's number to a pipe (`signal.set_wakeup_fd`), where a thread reads it.
+that thread is blocked in a collective. Python's C-level handler, however, runs at once and writes
+the signal's number to a pipe (`signal.set_wakeup_fd`), which a thread reads.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from hybridtrain.launch.activity import end_process
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """The signals that ask a run to stop. torchrun passes SIGTERM, SIGINT and SIGHUP on to its workers;
-Slurm sends SIGUSR1 if it is told to (`--signal=USR1@120`)."""
+Slurm sends SIGUSR1 with `--signal=USR1@120`.
+"""
 
 _previous: dict[signal.Signals, Any] = {}
 
 
 def raise_on_signals() -> None:
-    """Makes a signal raise a KeyboardInterrupt with its name, if it would have ended the process.
+    """Makes a signal that would end the process raise a KeyboardInterrupt with its name.
 
-    Does nothing outside of the main thread.
+    Does nothing outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -44,7 +45,7 @@ def raise_on_signals() -> None:
 def ignore_signals() -> None:
     """Ignores the signals of `raise_on_signals`, while an error is being reported before the end.
 
-    A launcher sends SIGTERM to the remaining processes, also to one that is reporting the error.
+    A launcher sends SIGTERM to all remaining processes, including the one reporting the error.
     """
     if threading.current_thread() is threading.main_thread():
         for number in _previous:
@@ -71,13 +72,13 @@ def _interrupt(number: int, frame: object) -> None:
 def stop_on_signals(ask: Callable[[str], None], speaks: bool) -> Iterator[None]:
     """Makes a signal ask for a stop while the block runs; a second one ends the process at once.
 
-    Only SIGTERM and Ctrl-C count as a second signal, in any combination; the other signals only
-    ask. Handlers can only be set in the main thread; in another thread this does nothing. A signal
-    that the process ignores (SIGHUP under nohup) stays ignored.
+    Only SIGTERM and Ctrl-C count as a second signal, in any combination; other signals only request
+    a stop. Handlers can only be set in the main thread; in another thread this does nothing. A
+    signal that the process ignores (SIGHUP under nohup) stays ignored.
 
     Args:
         ask: called with the name of the signal, in the signal's handler.
-        speaks: whether to print on the terminal what a second Ctrl-C does.
+        speaks: whether to print what a second Ctrl-C does.
 
     Raises:
         KeyboardInterrupt: at a second Ctrl-C. If the main thread is blocked, the process ends.
@@ -148,7 +149,7 @@ def is_second(number: int, first: float | None, now: float) -> bool:
 
     Args:
         number: the number of the signal.
-        first: the time of the first signal, in seconds; None: there was none.
+        first: the time of the first signal, in seconds; None without one.
         now: the current time, in seconds.
     """
     if first is None:
@@ -166,8 +167,8 @@ def second_signal_ends(numbers: Collection[int] | None = None) -> AbstractContex
     Works only in the main thread, for the outermost of nested blocks.
 
     Args:
-        numbers: the signals that count; None: Ctrl-C, if it has Python's default handler. A
-            script's own handler may want to wait for the end of the block.
+        numbers: the signals that count; None for Ctrl-C if it has Python's default handler, since a
+            script's own handler may wait for the end of the block.
     """
     if _block is not None or threading.current_thread() is not threading.main_thread():
         return _NOTHING

@@ -1,21 +1,21 @@
 """A thread per process that ends the run when it fails or stalls.
 
 A process whose main thread is blocked in a collective notices neither that another process has
-failed nor that the run has stalled. This thread does. It has a separate connection to the
+failed nor that the run has stalled. This thread notices both. It has a separate connection to the
 processes' store, and ends the process by `os._exit`, since a blocked thread cannot be stopped. A
-second thread notices when the store itself does not answer.
+second thread notices when the store itself stops responding.
 
 A host that loses power or network closes no connection: processes that wait for it in a collective
 wait until the collective's timeout, which is long because rank 0 may download or write. So every
 process increments a counter in the store while it lives. Rank 0 reads all counters and the others
-read rank 0's. A process whose own host is cut off gets no answer and notices that by the clock:
+read rank 0's. A process on a host that is cut off gets no answer, and detects this by a timeout:
 
     rank 0    alive/1 the same for too long           ->  ends the run, and names rank 1
     rank 2    reads rank 0's failure in the store     ->  ends
     rank 1    no answer from the store for too long   ->  ends
 
 If the run stalls, each process derives from its stacks what it is doing and whether it waits for
-others (`report`). The failure names the process that waits for nobody.
+others (`report`). The failure names the process that is not waiting for another.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ from hybridtrain.launch.process_id import has_ended, is_stopped, kill
 from hybridtrain.launch.process_store import EXIT_STALLED, Failure, ProcessStore, Report
 from hybridtrain.schedule import WORDS
 
-_TORCH = Path(str(getattr(find_spec("torch"), "origin", ""))).parent  # without an import
+# checked without importing the module
+_TORCH = Path(str(getattr(find_spec("torch"), "origin", ""))).parent
 _LIBRARY = Path(__file__).parents[1]
 _STDLIB = Path(threading.__file__).parent
 
-# An innermost frame in these files waits for another process, or for a thread that is examined
+# An innermost frame in these files is waiting for another process, or for a thread that is examined
 # separately.
 _WAITS = (
     *(str(_LIBRARY / name) for name in ("world.py", "launch", "pipeline/engines")),
@@ -97,7 +98,7 @@ def report(activity: Activity) -> Report:
             if record.action is not None:
                 action = describe(record.action)
         elif thread is not main:
-            blame = 0  # the lane has finished
+            blame = 0  # the device has finished its actions
         if best[2] is None or (blame, bool(action)) > (best[0], bool(best[1])):
             best = blame, action, frame
     blame, action, innermost = best
@@ -120,7 +121,7 @@ def stands_in_debugger() -> bool:
 
 
 def summary(activity: Activity) -> str:
-    """Says in a few words what the training loop and the busy lanes are doing."""
+    """Summarizes what the training loop and the busy devices are doing."""
     work = str(activity.work or "no phase of training")
     busy = [lane.action for lane in activity.lanes if lane.action and not lane.waiting]
     doing = " and the ".join(describe(action) for action in busy)
@@ -136,7 +137,7 @@ def describe(action: tuple[str, int, int]) -> str:
 def _blame(frame: FrameType) -> int:
     """Returns 0 if the innermost frame waits for others, 1 if it may, 2 if it is busy."""
     innermost: FrameType | None = frame
-    # skip queues, conditions and context managers: their caller decides
+    # skips queues, conditions and context managers: their caller decides
     while innermost is not None and innermost.f_code.co_filename.startswith(
         (str(_STDLIB / "threading.py"), str(_STDLIB / "queue.py"), str(_STDLIB / "contextlib.py"))
     ):
@@ -148,7 +149,7 @@ def _blame(frame: FrameType) -> int:
 
 
 def _lane_of(thread: threading.Thread, frame: FrameType) -> int | None:
-    """Returns the lane that a thread executes; None if it does not execute actions."""
+    """Returns the activity of the device whose actions a thread executes, or None."""
     running = any(inner.f_code.co_name == "run_actions" for inner in _frames(frame))
     if not running:
         return None
@@ -233,14 +234,14 @@ class Liveness:
 
 
 _TICK_S = 0.25
-# How long a process may take to end after a failure, and after an interruption.
+# Time limits for a process to exit after a failure, and after an interruption.
 _GRACE_S = 2.0
 _GRACE_INTERRUPTED_S = 15.0
 _WAIT_FOR_STACKS_S = 2.0
 # The first steps and the first evaluation may compile, trace and fill caches.
 _FIRST_TIMES = 4.0
 _FIRST_STEPS = 2
-# Work that may take long without a sign of life, and how many times the limit it gets.
+# Work that may take long without progress, and the factor by which its limit is extended.
 _LONG = {Phase.SAVE: 10.0, Phase.SETUP: float("inf")}
 
 _log = logging.getLogger(__name__)
@@ -249,7 +250,7 @@ _current: Watchdog | None = None
 
 
 def current() -> Watchdog | None:
-    """Returns the watchdog of this process; None if there is none."""
+    """Returns the watchdog of this process, or None."""
     return _current
 
 
@@ -258,14 +259,14 @@ class Watchdog:
 
     Args:
         store: the store of the processes.
-        stall_s: seconds without progress after which the run ends; 0: never. Only work of
-            `activity` is watched: outside of a run nobody expects progress.
-        timeout_s: seconds that a collective may take.
+        stall_s: seconds without progress after which the run ends; 0 for no limit. Only work
+            recorded in `activity` is watched, because outside a run no progress is expected.
+        timeout_s: the timeout of collectives, in seconds.
         record: the record of what this process is doing.
 
     Attributes:
         store: the store of the processes, for the main thread.
-        stacks: the folder for the stacks of a stalled run; None: a new folder in the temporary
+        stacks: the folder for the stacks of a stalled run; None for a new folder in the temporary
             directory.
         exit_code: the exit code of this process if another process's failure ends it.
         known_failure: the failure that ends the run, once this process has read it.
@@ -305,7 +306,7 @@ class Watchdog:
             ]
             for thread in self._threads:
                 thread.start()
-            # A thread that the interpreter finds in a call of the store aborts the process.
+            # At exit, the interpreter aborts the process if a thread is in a store call.
             atexit.register(self.end_threads)
 
     def close(self) -> None:
@@ -320,7 +321,7 @@ class Watchdog:
         self._activity.set(None)
 
     def end_threads(self) -> None:
-        """Ends the threads; this process is not watched any more."""
+        """Ends the threads; this process is no longer watched."""
         self._ended.set()
         for thread in self._threads:
             thread.join(timeout=_GRACE_S)
@@ -333,30 +334,30 @@ class Watchdog:
             last = self._last_seen(store, rank)
             return Failure(
                 store.rank,
-                f"{self.name(store, rank)} has ended without a message{last}: it was killed (by "
-                f"the system if memory ran out), has crashed or has called exit; the launcher's "
-                f"report has its signal or exit code",
-                time=time.time() + 2,  # after what the launcher says of that process
+                f"{self.name(store, rank)} ended without a message{last}: it was killed (by the "
+                "system if memory ran out), crashed or called exit; see the launcher's report "
+                "for its signal or exit code",
+                time=time.time() + 2,  # after the launcher's report on that process
             )
         return None
 
     def silent_process(self) -> Failure | None:
-        """Returns a failure about a process that gives no sign of life, or None."""
+        """Returns a failure about a process that stopped responding, or None."""
         silent = self._liveness.silent()
         if silent is None:
             return None
         rank, seconds = silent
         return Failure(
             self._store.rank,
-            f"{self.name(self._store, rank)} has given no sign of life for "
-            f"{seconds:.0f} s{self._last_seen(self._store, rank)}: its host, or the network to it, "
-            f"is gone, or the process is stopped (the limit is timeout_s, and at least 20 s)",
+            f"{self.name(self._store, rank)} has not responded for {seconds:.0f} "
+            f"s{self._last_seen(self._store, rank)}: its host or the network to it is down, or "
+            "the process is stopped (the limit is timeout_s, at least 20 s)",
         )
 
     def process_gone(self, seconds: float) -> Failure | None:
         """Returns a failure about a process of another host that has ended, or None.
 
-        For the main thread, after a broken connection. Watches signs of life for `seconds`.
+        Called by the main thread after a broken connection; watches signs of life for `seconds`.
         """
         store = self.store
         beats_before = [store.beats(rank) for rank in range(store.size)]
@@ -369,26 +370,26 @@ class Watchdog:
             ):
                 return Failure(
                     store.rank,
-                    f"{self.name(store, rank)} is gone: its connection "
-                    f"broke, and it gives no sign of life{self._last_seen(store, rank)}; see what "
-                    f"its own output says, and the launcher's report",
+                    f"{self.name(store, rank)} is gone: its connection broke, and it does not "
+                    f"respond{self._last_seen(store, rank)}; check its output and the launcher's "
+                    "report",
                 )
         return None
 
     def main_gone(self) -> str:
-        """Returns a message about the end of rank 0, for when its store is gone."""
+        """Returns a message about the end of rank 0, used when its store is gone."""
         process = self._processes[0]
         return (
-            f"the processes' store is gone, and with it rank 0 (pid {process.pid} on "
-            f"{process.host}) or its launcher: see what its output says"
+            f"lost the connection to the processes' store: rank 0 (pid {process.pid} on "
+            f"{process.host}) or its launcher has ended; check its output"
         )
 
     def _watch_store(self) -> None:
-        """Ends this process when the store does not answer any more."""
+        """Ends this process when the store stops responding."""
         last_tick = since = time.monotonic()
         while not self._ended.wait(1.0):
             now = time.monotonic()
-            if now - last_tick > 20 * _TICK_S:  # it was stopped itself meanwhile
+            if now - last_tick > 20 * _TICK_S:  # this process itself was stopped meanwhile
                 since = now
             last_tick = now
             seconds = min(self._liveness.unanswered_s(), now - since)
@@ -398,9 +399,9 @@ class Watchdog:
             rank = self._store.rank
             failure = Failure(
                 rank,
-                f"rank {rank} on {self._processes[rank].host} has been cut off from rank 0 on "
-                f"{host} for {seconds:.0f} s: that host or the network is gone (the "
-                f"limit is timeout_s, and at least 20 s)",
+                f"rank {rank} on {self._processes[rank].host} has been cut off from rank 0 "
+                f"on {host} for {seconds:.0f} s: that host or the network is down (the limit is "
+                "timeout_s, at least 20 s)",
             )
             self._print_and_end(failure)
 
@@ -426,17 +427,19 @@ class Watchdog:
         silent = [rank for rank in ranks if rank not in reports]
         if silent:
             culprit, process = silent[0], self._processes[silent[0]]
-            state = "stopped" if is_stopped(process) else "stopped, or in a call that never returns"
+            state = (
+                "stopped" if is_stopped(process) else "stopped, or in a call that does not return"
+            )
             line = (
-                f"{self.name(store, culprit)} does not answer ({state})"
-                f"{self._last_seen(store, culprit)}; nothing has moved for {seconds:.0f} s"
+                f"{self.name(store, culprit)} does not respond "
+                f"({state}){self._last_seen(store, culprit)}; no progress for {seconds:.0f} s"
             )
         else:
             culprit = min(
                 ranks, key=lambda rank: (-reports[rank].blame, reports[rank].progress, rank)
             )
             name = self.short_name(store, culprit)
-            line = f"{name} has stood still for {seconds:.0f} s {reports[culprit].what}"
+            line = f"{name} has made no progress for {seconds:.0f} s {reports[culprit].what}"
         return Failure(
             store.rank,
             f"{line}; the stacks of all ranks are in {folder} (the limit, "
@@ -459,18 +462,18 @@ class Watchdog:
         return f"rank {rank}" + (f" ({place}, {self._processes[rank].host})" if place else "")
 
     def _last_seen(self, store: ProcessStore, rank: int) -> str:
-        """Returns what a process was doing at its watchdog's last report, as the end of a text."""
+        """Returns a process's last reported work, as the end of a sentence."""
         doing = store.published("doing", [rank]).get(rank)
-        return f", last heard of {doing.what}" if doing else ""
+        return f", last seen {doing.what}" if doing else ""
 
     def _watch(self) -> None:
-        # A RuntimeError: the store is gone, because the launcher or rank 0 has died. The system
-        # signals the parent's death, and the collectives notice rank 0's.
+        # A RuntimeError means that the store is gone because the launcher or rank 0 has died. The
+        # system signals the parent's death, and collectives detect rank 0's.
         try:
             with suppress(RuntimeError):
                 self._run()
         except Exception:
-            _log.exception("the watchdog has ended, and the run goes on unwatched")
+            _log.exception("the watchdog failed; the run continues without it")
             self._ended.set()
 
     def _run(self) -> None:
@@ -487,7 +490,7 @@ class Watchdog:
             current = record.work, record.steps, lanes
             if (
                 current != state or now - last_tick > 20 * _TICK_S
-            ):  # it was stopped itself meanwhile
+            ):  # this process itself was stopped meanwhile
                 state, since = current, now
             last_tick = now
             failure = self._store.failure()
@@ -521,12 +524,13 @@ class Watchdog:
             return float("inf")
         phase, steps = work.phase, self._activity.steps
         first = steps - self._activity.entered.get(phase, steps) <= _FIRST_STEPS
-        # processes meet at the end of an evaluation only, and may wait there for one's first batch
+        # processes synchronize only at the end of an evaluation, where they may wait for the first
+        # batch of one
         first |= phase is Phase.EVALUATE and self._activity.evaluations <= 1
         return self._stall_s * max(_LONG.get(phase, 1.0), _FIRST_TIMES if first else 1.0)
 
     def _answer(self, store: ProcessStore, folder: Path) -> None:
-        """Publishes this process's report and writes its stacks, to `folder` if it has no other."""
+        """Publishes this process's report and writes its stacks, to `folder` by default."""
         if not self._answered:
             self._answered = True
             store.publish("stands", report(self._activity))
@@ -534,7 +538,7 @@ class Watchdog:
                 write_stacks((self.stacks or folder) / f"rank_{store.rank}.txt")
 
     def _end(self, failure: Failure) -> None:
-        """Records `failure` as the run's, prints it unless there is an earlier one, and ends."""
+        """Records `failure` as the run's, prints it unless there is an earlier one, and exits."""
         first = self._store.claim(failure)
         if first == failure:
             self._print_and_end(failure)
@@ -545,7 +549,7 @@ class Watchdog:
         self._tell_and_end(failure, failure.time)
 
     def _tell_and_end(self, failure: Failure, at: float, prints: bool = True) -> None:
-        """Prints a failure, writes it for torchrun with the time `at`, and ends."""
+        """Prints a failure, writes it to torchrun's error file with the time `at`, and exits."""
         try:
             with suppress(OSError, ValueError):  # the terminal is gone, or the disk is full
                 if prints:
@@ -555,9 +559,9 @@ class Watchdog:
             self.end(failure)
 
     def _follow(self, failure: Failure) -> None:
-        """Ends this process because of a failure that another process has reported."""
+        """Ends this process because another process reported a failure."""
         self.known_failure = failure
-        with suppress(RuntimeError):  # the store has ended meanwhile
+        with suppress(RuntimeError):  # the store has shut down meanwhile
             self._store.acknowledge_failure()
         if failure.exit_code == EXIT_STALLED or failure.exit_code >= 75:  # interrupted, or a signal
             self.exit_code = failure.exit_code
@@ -571,7 +575,7 @@ class Watchdog:
             self._tell_and_end(failure, failure.time + 1, prints=self.prints_failures)
 
     def end(self, failure: Failure) -> None:
-        """Ends this process, and those of this host that do not answer."""
+        """Ends this process, and kills unresponsive processes of this host."""
         for process in failure.unresponsive:
             kill(process)
         stands_in_save = failure.exit_code == EXIT_STALLED and self._activity.is_in(Phase.SAVE)

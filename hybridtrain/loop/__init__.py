@@ -1,14 +1,14 @@
 """The training loop and its parts.
 
 trainer        `Trainer`: the loop
-session        `Session`: the same step for loops written by hand
-evaluation     metrics over every sample once
-callbacks/     the hooks of a run, and the callbacks, one file each
-checkpoints    the last checkpoint, and the one of the best evaluation
-interruption   signals, time limits, saves by the clock
-run_stats      where the time of the steps goes;  throughput  the rates
-advice         what would make a step shorter, with its price
-checks         what is refused before or in the first step
+session        `Session`: the same step for hand-written loops
+evaluation     loss and metrics, each sample counted once
+callbacks/     the hooks of a run, and one file per callback
+checkpoints    the latest checkpoint, and the one with the best evaluation
+interruption   signals, time limits, periodic saves
+run_stats      step time breakdown;  throughput  samples and tokens per second
+advice         suggestions that would make a step shorter
+checks         argument checks before and during the first step
 """
 
 from hybridtrain.loop.callbacks import CALLBACKS

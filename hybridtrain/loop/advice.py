@@ -1,8 +1,8 @@
-"""Proposals to make a step shorter, by its own account, each with its price.
+"""Suggestions that would make a step shorter, each with a predicted step time.
 
-A price is what the step would take with one thing changed, by the times that this run has measured:
-the same table of actions with other durations, or the table for other settings. What has no price
-is not proposed, nor what wins less than a twentieth.
+A prediction simulates the step with one setting changed, from the times that this run measured: the
+same schedule with other action durations, or the schedule for other settings. A change that cannot
+be predicted, or that saves less than a twentieth of the step, is not suggested.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from typing import NamedTuple
 from hybridtrain._base.text_table import with_unit
 from hybridtrain.errors import setting
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import Objective, Plan, cut_by_costs, stage_costs
+from hybridtrain.partitioning import (
+    Objective,
+    Plan,
+    balances,
+    cut_by_costs,
+    find_cut,
+    stage_costs,
+)
 from hybridtrain.schedule import (
     Account,
     ActionKind,
@@ -29,29 +36,31 @@ from hybridtrain.schedule import (
     spans_for,
 )
 
-# What is won by less is noise, and is not worth a change.
+# A smaller gain is noise, and not worth a change.
 _LEAST_GAIN = 0.05
-# Parts of a step that are too small to look at.
+# Parts of a step below this share are ignored.
 _SMALL = 0.05
 _MOST = 2
+# Devices whose speeds differ by less than this factor from the planned ones are as planned.
+_UNEQUAL = 1.25
 
 Costs = dict[ActionKind, list[float]]
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A recorded step, and the settings that it ran with.
+    """A recorded step and its settings.
 
     Attributes:
-        account: the mean over the devices.
-        schedule: of a batch.
-        spans: of the same batch, in seconds.
-        batches: of the step, in this replica.
-        samples: of the largest micro-batch.
-        plan: the stages and what their layers cost.
-        options: of the pipeline.
-        workers: that load data; None: the loader is the user's own.
-        costs: what a micro-batch takes, by kind of action and stage, in seconds.
+        account: the step's time breakdown, averaged over the devices.
+        schedule: the schedule of one batch.
+        spans: the measured spans of that batch, in seconds.
+        batches: the number of batches in the step, on this replica.
+        samples: the size of the largest micro-batch.
+        plan: the stages and the costs of their layers.
+        options: the pipeline's options.
+        workers: the number of data loading workers; None for a user-defined loader.
+        costs: the seconds per micro-batch, by action kind and stage.
     """
 
     account: Account
@@ -66,12 +75,12 @@ class RecordedStep:
 
 
 class Proposal(NamedTuple):
-    """A change, and its price.
+    """A suggested change and its predicted effect.
 
     Attributes:
-        part: of the account, which it is about.
-        seconds: of the step with it.
-        text: in a sentence.
+        part: the part of the time breakdown that it reduces.
+        seconds: the predicted step time.
+        text: one sentence for the user.
     """
 
     part: str
@@ -80,19 +89,19 @@ class Proposal(NamedTuple):
 
 
 def advise(step: RecordedStep) -> list[Proposal]:
-    """Returns the changes worth making, that of the largest part first; none where all is well."""
-    found = []
+    """Returns the changes worth making, largest part of the step first; empty if there are none."""
+    proposals = []
     for part, propose in _PROPOSALS.items():
         if getattr(step.account, part) > _SMALL * step.account.total:
             proposal = propose(step)
             if proposal is not None and proposal.seconds < (1 - _LEAST_GAIN) * step.account.total:
-                found.append(proposal)
-    found.sort(key=lambda proposal: -getattr(step.account, proposal.part))
-    return found[:_MOST]
+                proposals.append(proposal)
+    proposals.sort(key=lambda proposal: -getattr(step.account, proposal.part))
+    return proposals[:_MOST]
 
 
 def _load_ahead(step: RecordedStep) -> Proposal | None:
-    """More workers: the loader, which the step waits for, takes as long as the whole step."""
+    """Suggests more workers: a loader that the step waits for takes as long as the whole step."""
     if step.workers is None:
         return None
     total, rest = step.account.total, step.account.total - step.account.data
@@ -101,13 +110,14 @@ def _load_ahead(step: RecordedStep) -> Proposal | None:
     return Proposal(
         "data",
         max(rest, loading / workers),
-        f"waiting for data takes {_share(step, 'data')} of a step: {setting('workers', workers)} "
-        f"would take {_times(step, max(rest, loading / workers))}, if there are as many free cores",
+        f"waiting for data takes {_share(step, 'data')} of a step: with "
+        f"{setting('workers', workers)} a step would take "
+        f"{_times(step, max(rest, loading / workers))}, assuming as many free cores",
     )
 
 
 def _smaller_microbatches(step: RecordedStep) -> Proposal | None:
-    """Twice as many micro-batches of half the size."""
+    """Suggests twice as many micro-batches of half the size."""
     chunks = 2 * step.schedule.chunks
     if step.samples < 2:
         return None
@@ -122,7 +132,7 @@ def _smaller_microbatches(step: RecordedStep) -> Proposal | None:
     idle = spans_for(made, even)
     bubble = step.batches * bubble_fraction(idle) * length(idle) / seconds
     if bubble >= step.account.bubble / step.account.total:
-        return None  # what makes the step shorter is not the bubble
+        return None  # the gain does not come from the bubble
     return Proposal(
         "bubble",
         seconds,
@@ -133,17 +143,18 @@ def _smaller_microbatches(step: RecordedStep) -> Proposal | None:
 
 
 def _even_stages(step: RecordedStep) -> Proposal | None:
-    """Another cut, by the times of the layers, where they are known."""
-    # one that was measured already, a list, or the plan that a resumed run keeps
-    if step.options.split not in ("uniform", "size", "memory", "balanced"):
-        return None
+    """Suggests a split by the times of layers and the speeds of devices, where they are known."""
     costs, plan = step.costs, step.plan
+    if not balances(step.options):  # a list, or the plan that a resumed run keeps
+        return None
     times = [f + b for f, b in zip(costs["F"], costs["B"], strict=True)]
     mean = sum(times) / len(times)
     slow = max(range(len(times)), key=times.__getitem__)
     wanted, at_best = [mean] * len(times), "at best "
     if all(cost.forward_ms > 0 for cost in plan.costs):
         planned = [stage.forward_ms + stage.backward_ms for stage in plan.stage_costs()]
+        if (unequal := _unequal_devices(step, times, planned)) is not None:
+            return unequal
         factors = [time * 1e3 / ms for time, ms in zip(times, planned, strict=True)]
         layers = [
             replace(
@@ -154,25 +165,73 @@ def _even_stages(step: RecordedStep) -> Proposal | None:
             for stage, factor in zip(plan.stages, factors, strict=True)
             for cost in stage.layers
         ]
-        counts = cut_by_costs(layers, plan.in_flight, Objective())
-        cut = stage_costs(layers, counts, plan.in_flight)
+        goal = Objective(speeds=tuple(plan.speeds))
+        counts = cut_by_costs(layers, plan.in_flight, goal)
+        cut = stage_costs(layers, counts, plan.in_flight, speeds=plan.speeds)
         wanted = [(stage.forward_ms + stage.backward_ms) / 1e3 for stage in cut]
         at_best = ""
+    if step.options.split == "time":  # measured already
+        return None
     seconds = _with(step, step.schedule, _scaled(costs, wanted))
     return Proposal(
         "imbalance",
         seconds,
-        f"stage {slow} takes {times[slow] / mean:.1f} times as long as the stages do on average: "
-        f"{setting('split', 'time')} would take {at_best}{_times(step, seconds)}",
+        f"stage {slow} takes {times[slow] / mean:.1f} times as long as the average stage: with "
+        f"{setting('split', 'time')} a step would take {at_best}{_times(step, seconds)}",
+    )
+
+
+def _unequal_devices(
+    step: RecordedStep, times: Sequence[float], planned: Sequence[float]
+) -> Proposal | None:
+    """Suggests device speeds, where one device takes longer than another for the same layers.
+
+    Args:
+        step: the recorded step.
+        times: the seconds of each stage for a micro-batch.
+        planned: its milliseconds by the plan, from layers that were measured on one device.
+    """
+    plan, lane_of = step.plan, step.schedule.lane_of
+    devices = range(len(step.schedule.lanes))
+    rates = []
+    for device in devices:
+        own = [stage for stage in range(len(times)) if lane_of[stage] == device]
+        speed = plan.speeds[own[0]]
+        rates.append(
+            speed * sum(planned[stage] for stage in own) / sum(times[stage] for stage in own)
+        )
+    assumed = [plan.speeds[min(s for s in lane_of if lane_of[s] == device)] for device in devices]
+    errors = [rate / speed for rate, speed in zip(rates, assumed, strict=True)]
+    if max(errors) < _UNEQUAL * min(errors):
+        return None
+    speeds = [round(rate / min(rates), 1) for rate in rates]
+    goal = Objective.of(replace(step.options, split="time", device_speeds=speeds))
+    counts = find_cut(plan.costs, plan.in_flight, goal)
+    if counts is None:  # the fast device has too little memory
+        return None
+    by_stage = [speeds[lane_of[stage]] for stage in range(len(times))]
+    cut = stage_costs(plan.costs, counts, plan.in_flight, speeds=by_stage)
+    # the rate of a device of speed 1, in planned milliseconds per second
+    unit = min(rates)
+    wanted = [(stage.forward_ms + stage.backward_ms) / unit for stage in cut]
+    seconds = _with(step, step.schedule, _scaled(step.costs, wanted))
+    fast, slow = (choose(devices, key=rates.__getitem__) for choose in (max, min))
+    by_time = "" if step.options.split == "time" else f" {setting('split', 'time')}"
+    return Proposal(
+        "imbalance",
+        seconds,
+        f"device {slow} takes {rates[fast] / rates[slow]:.1f} times as long as device {fast} for "
+        f"the same layers: {setting('device_speeds', speeds)}{by_time} would take "
+        f"{_times(step, seconds)}",
     )
 
 
 def _keep_activations(step: RecordedStep) -> Proposal | None:
-    """No recomputation, where what it saves is known."""
-    kept = [sum(cost.activation_bytes for cost in stage.layers) for stage in step.plan.stages]
-    if not any(kept):  # not measured; a single stage may keep nothing but what it was sent
+    """Suggests no recomputation, where the size of the activations is known."""
+    sizes = [sum(cost.activation_bytes for cost in stage.layers) for stage in step.plan.stages]
+    if not any(sizes):  # not measured
         return None
-    more = max(size * stage.in_flight for size, stage in zip(kept, step.plan.stages, strict=True))
+    more = max(size * stage.in_flight for size, stage in zip(sizes, step.plan.stages, strict=True))
     costs = step.costs
     saved = step.account.recompute / step.account.forward
     once = {
@@ -189,8 +248,8 @@ def _keep_activations(step: RecordedStep) -> Proposal | None:
         "recompute",
         seconds,
         f"recomputation takes {_share(step, 'recompute')} of a step: "
-        f"{setting('recompute', 'never')} would take {_times(step, seconds)}, for up to "
-        f"{with_unit(more)} more on a device",
+        f"{setting('recompute', 'never')} would take {_times(step, seconds)}, using up to "
+        f"{with_unit(more)} more memory per device",
     )
 
 
@@ -203,7 +262,7 @@ _PROPOSALS = {
 
 
 def _scaled(costs: Costs, times: Sequence[float]) -> Costs:
-    """Returns the costs of stages that take `times` for a micro-batch, forward and backward."""
+    """Returns costs for stages whose forward and backward of a micro-batch take `times` seconds."""
     whole = [f + b for f, b in zip(costs["F"], costs["B"], strict=True)]
     forward, backward = sum(costs["F"]) / sum(whole), sum(costs["B"]) / sum(whole)
     in_parts = sum(costs["I"]) + sum(costs["W"]) or 1.0
@@ -221,7 +280,7 @@ def _with(step: RecordedStep, schedule: Schedule, costs: Costs) -> float:
         late = {kind: [time + between for time in times] for kind, times in costs.items()}
         return length(spans_for(schedule, late, [crossing] * (schedule.stages - 1)))
 
-    # One prediction less another: what neither has, such as the all-reduce, is not won.
+    # The difference of two predictions, so that unmodelled time, such as the all-reduce, cancels.
     won = window(step.schedule, step.costs) - window(schedule, costs)
     return step.account.total - step.batches * won
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the last one, and the one of the best evaluation, by one value."""
+"""The checkpoints of a run: the latest, and the one with the best evaluation."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ class BestCheckpoint:
     """Remembers the best evaluation so far.
 
     Args:
-        name: the value to compare; None: none is best.
-        mode: `min`, `max` or None: see `hybridtrain.loss.metrics.direction`.
-        metrics: by the values that an evaluation has, their metrics; None: the run has no
-            evaluation.
+        name: the value to compare; None to mark no checkpoint as best.
+        mode: `min`, `max`, or None to infer it; see `hybridtrain.loss.metrics.direction`.
+        metrics: the metric of each value of an evaluation; None if the run has no evaluation.
 
     Attributes:
         step: the step of the best evaluation; None before the first.
-        value: what it gave.
+        value: the best value.
 
     Raises:
-        ConfigError: there is no such value.
+        ConfigError: the evaluation has no value of this name.
     """
 
     def __init__(
@@ -44,11 +43,11 @@ class BestCheckpoint:
         self._name = name
         self._smallest = True
         self._criterion: str | None = None
-        self._unsure: int | None = None  # the best step, until its save is known to have ended well
+        self._unsure: int | None = None  # the best step, until its save is known to have succeeded
         if name is None:
             return
         if metrics is None:
-            raise ConfigError(f"{setting('best', name)} needs an evaluation, and this run has none")
+            raise ConfigError(f"{setting('best', name)} needs an evaluation, but this run has none")
         metric = metric_of(name, metrics)
         if metric is None:
             raise ConfigError(
@@ -60,7 +59,7 @@ class BestCheckpoint:
         self._criterion = f"{mode} {name}"
 
     def improves(self, step: int, result: Mapping[str, float]) -> bool:
-        """Returns whether `result`, the evaluation of `step`, is the best; remembers it then."""
+        """Returns whether the evaluation at `step` is the best so far, and records it if so."""
         if self._name is None or not math.isfinite(value := result[self._name]):
             return False
         if self.value is not None and not (
@@ -71,10 +70,10 @@ class BestCheckpoint:
         return True
 
     def mark(self, step: int, store: CheckpointStore, world: World, saved: bool = True) -> None:
-        """Marks the checkpoint of `step`, if it is the best, after its save; a collective call.
+        """Marks the saved checkpoint of `step` if it is the best; a collective call.
 
-        If the best one was not saved, the one before is the best again. In the background that is
-        known at the next save.
+        If the best checkpoint could not be saved, the previous best is marked again. For a
+        background save this is known at the next save.
         """
         if self.step is None or self.value is None:
             return
@@ -100,7 +99,7 @@ class BestCheckpoint:
         self.step, self.value = world.from_main(marked)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the best step and value, and what is compared, in JSON's types."""
+        """Returns the best step, its value and the criterion, as JSON types."""
         return {
             "best_step": self.step,
             "best_value": self.value,
@@ -108,28 +107,29 @@ class BestCheckpoint:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a `state_dict`, unless it is of another value."""
+        """Loads a `state_dict`, unless it was made with another criterion."""
         self.step, self.value = state["best_step"], state["best_value"]
         criterion = state["best_criterion"]
         if self._criterion is None or self.step is None or criterion in (None, self._criterion):
             return
         _log.warning(
-            "the best step so far, %s, is the best by %s: by %s the run begins anew",
+            "the checkpoint's best step, %s, was chosen by %s: this run compares %s and starts "
+            "over",
             self.step, criterion, self._criterion,
         )  # fmt: skip
         self.step = self.value = None
 
 
 class RunCheckpoints:
-    """Writes the checkpoints of one run; keeps no reference to its trainer.
+    """Writes the checkpoints of one run; holds no reference to its trainer.
 
     Args:
         best: the best evaluation so far.
 
     Attributes:
-        step: of the last checkpoint that was saved or resumed; -1 before the first.
-        path: where it is.
-        resumed_from: the checkpoint that the run has begun from.
+        step: the step of the last checkpoint saved or resumed; -1 before the first.
+        path: its directory.
+        resumed_from: the checkpoint that the run was resumed from.
     """
 
     def __init__(self, best: BestCheckpoint) -> None:
@@ -141,12 +141,12 @@ class RunCheckpoints:
     def write(
         self, trainer: Trainer, step: SavableStep, *, required: bool, prune: bool
     ) -> Path | None:
-        """Saves the state of `trainer`, which has a store; returns its place.
+        """Saves the state of `trainer`, which has a store; returns the checkpoint's path.
 
         Args:
-            trainer: its progress and states are saved.
-            step: of the trainer, with its model and optimizer.
-            required: a full disk is an error.
+            trainer: the trainer whose progress and states are saved.
+            step: the trainer's step, with its model and optimizer.
+            required: whether a full disk is an error.
             prune: whether older checkpoints may be removed.
 
         Returns:
@@ -167,10 +167,10 @@ class RunCheckpoints:
         return path
 
     def begin_at(self, trainer: Trainer, path: Path) -> None:
-        """Notes that the run goes on from the checkpoint at `path`, which has been restored."""
+        """Records that the run continues from the restored checkpoint at `path`."""
         self.resumed_from = self.path = path
         self.step = trainer.step
-        self.mark_best(trainer)  # in case the run ended between the two
+        self.mark_best(trainer)  # the run may have ended between saving and marking
 
     def mark_best(self, trainer: Trainer, saved: bool = True) -> None:
         """Marks the checkpoint of this step, if it is the best one; a collective call."""
@@ -178,9 +178,9 @@ class RunCheckpoints:
             self._best.mark(trainer.step, trainer.store, trainer.world, saved=saved)
 
     def on_disk(self, trainer: Trainer, step: int) -> Path | None:
-        """Returns the last checkpoint up to `step`; on rank 0 one that is there.
+        """Returns the last checkpoint up to `step`; rank 0 checks that it exists.
 
-        A save in the background may have failed since.
+        A background save may have failed.
         """
         if not trainer.world.is_main or trainer.store is None:
             return self.path

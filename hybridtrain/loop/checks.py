@@ -1,4 +1,4 @@
-"""Checks of a `Trainer` before its first step."""
+"""Checks that a `Trainer` runs before its first step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from hybridtrain._base.microbatch import chunk_sizes
-from hybridtrain.data import EvalLoader, Loader, TrainLoader, share_of
+from hybridtrain.data import EvalLoader, Loader, TrainLoader
 from hybridtrain.errors import ConfigError, argument, did_you_mean, setting
 from hybridtrain.graph import looks_only
 from hybridtrain.loop.callbacks.base import Callback
@@ -21,7 +21,7 @@ from hybridtrain.model import HybridModel
 
 _log = logging.getLogger(__name__)
 
-# The hooks of other libraries' callbacks.
+# Hooks of other libraries' callbacks.
 _OTHER_HOOKS = {
     **dict.fromkeys(["on_train_start", "on_train_begin", "on_fit_start"], "on_start"),
     **dict.fromkeys(["on_train_batch_end", "on_batch_end", "on_step_end"], "on_step"),
@@ -36,20 +36,20 @@ _OTHER_HOOKS = {
 def check_arguments(
     model: Any, optimizer: Any, evaluation: Any, metrics: Any, callbacks: Any
 ) -> list[Callback]:
-    """Checks the kinds of a `Trainer`'s arguments; returns the callbacks as a list.
+    """Checks the types of a `Trainer`'s arguments; returns the callbacks as a list.
 
     Raises:
-        ConfigError: names the argument that is something else, and says what to write.
+        ConfigError: an argument has the wrong type; names it and says what to pass.
     """
     if not isinstance(model, HybridModel):
         raise ConfigError(
-            f"model= must be a HybridModel, not {_named(model)}: write model = HybridModel(net, "
-            f"World.from_env()), and make the optimizer over model.parameters()"
+            f"model= must be a HybridModel, not {_named(model)}: use model = HybridModel(net, "
+            "World.from_env()), and build the optimizer from model.parameters()"
         )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer= must be an optimizer, not {_named(optimizer)}: write "
-            f"torch.optim.AdamW(model.parameters(), lr=1e-3)"
+            f"optimizer= must be an optimizer, not {_named(optimizer)}: use "
+            "torch.optim.AdamW(model.parameters(), lr=1e-3)"
         )
     if evaluation is not None:
         check_eval_loader("evaluation=", evaluation)
@@ -57,26 +57,27 @@ def check_arguments(
         if not all(hasattr(metric, each) for each in ("update", "compute", "reset", "to")):
             raise ConfigError(
                 f"{argument('metrics')} has {_named(metric)} as {name!r}, which is not a metric: "
-                "write one such as hybridtrain.loss.accuracy(), or any of torchmetrics"
+                "use one such as hybridtrain.loss.accuracy(), or any from torchmetrics"
             )
     if isinstance(callbacks, Callback):
-        raise ConfigError(f"callbacks= must be a list: write callbacks=[{_named(callbacks)}(...)]")
-    found = list(callbacks)
-    for callback in found:
+        raise ConfigError(f"callbacks= must be a list: use callbacks=[{_named(callbacks)}(...)]")
+    checked = list(callbacks)
+    for callback in checked:
         if not isinstance(callback, Callback):
             raise ConfigError(
-                f"callbacks= has {_named(callback)}, which is not a Callback: write the call, such "
-                f"as callbacks=[EarlyStopping()], and derive your own from hybridtrain.Callback"
+                f"callbacks= has {_named(callback)}, which is not a Callback: pass an instance, "
+                "such as callbacks=[EarlyStopping()], and derive your own from "
+                "hybridtrain.Callback"
             )
         check_hooks(callback)
-    return found
+    return checked
 
 
 def check_hooks(callback: Callback) -> None:
-    """Refuses a callback with a method that looks like a hook and would never be called.
+    """Rejects a callback with a method that looks like a hook but would never be called.
 
     Raises:
-        ConfigError: names the hook that may be meant.
+        ConfigError: a method is not a hook; names the closest hook.
     """
     hooks = [name for name in dir(Callback) if name.startswith("on_")]
     for name in dir(callback):
@@ -84,34 +85,34 @@ def check_hooks(callback: Callback) -> None:
             other = _OTHER_HOOKS.get(name)
             meant = f"did you mean {other!r}?" if other else did_you_mean(name, hooks, "hooks")
             raise ConfigError(
-                f"{type(callback).__name__}.{name} is not a hook, and is never called: {meant}"
+                f"{type(callback).__name__}.{name} is not a hook and would never be called: {meant}"
             )
 
 
 def check_eval_loader(argument: str, data: Any) -> None:
-    """Refuses what does not give each sample to one replica.
+    """Rejects an evaluation loader that does not give each sample to exactly one replica.
 
     Raises:
-        ConfigError: names the argument.
+        ConfigError: an argument has the wrong type; names it.
     """
     if not isinstance(data, EvalLoader):
         raise ConfigError(
-            f"{argument} must be an EvalLoader, not {_named(data)}: write "
-            f"EvalLoader(dataset, batch_size=64, world=world)"
+            f"{argument} must be an EvalLoader, not {_named(data)}: use EvalLoader(dataset, "
+            "batch_size=64, world=world)"
         )
 
 
 def _mapping(metrics: Any) -> Mapping[str, Any]:
     if not isinstance(metrics, Mapping | None):
         raise ConfigError(
-            f"{argument('metrics')} must be a dictionary, not {_named(metrics)}: write "
-            f'{argument("metrics")}{{"accuracy": accuracy()}}, with accuracy of hybridtrain.loss'
+            f"{argument('metrics')} must be a dictionary, not {_named(metrics)}: use "
+            f'{argument("metrics")}{{"accuracy": accuracy()}}, with accuracy from hybridtrain.loss'
         )
     return metrics or {}
 
 
 def _named(value: Any) -> str:
-    """Returns what a value is, in words."""
+    """Describes the type of a value in words."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if callable(value) and hasattr(value, "__name__"):
@@ -120,36 +121,37 @@ def _named(value: Any) -> str:
 
 
 def check_state_names(states: Mapping[str, Any]) -> None:
-    """Refuses names of the user's states under which the trainer saves its own.
+    """Rejects names of user states that the trainer uses for its own.
 
     Raises:
-        ConfigError: names it.
+        ConfigError: a name is taken; names it.
     """
     for name in ("data", "callbacks"):
         if name in states:
             raise ConfigError(
-                f"states= has the name {name!r}, under which the trainer saves its own: use another"
+                f"states= uses the name {name!r}, which the trainer reserves: choose another"
             )
 
 
 def check_last_batch(model: HybridModel, train: Loader) -> None:
-    """Refuses what a synchronised batch norm would refuse at the end of the first epoch.
+    """Rejects a last batch that would make synchronized batch norm fail at the end of the epoch.
 
     Raises:
         ConfigError: the last batch has fewer samples than there are micro-batches.
     """
     replicas, last = model.world.logical_replicas, _last_batch(train)
-    if model.options.sync_batch_norm and last and last // replicas < model.options.chunks:
+    least = min(model.world.samples_by_replica(last))
+    if model.options.sync_batch_norm and last and least < model.options.chunks:
         raise ConfigError(
-            f"the last batch of an epoch has {last} samples, which are not enough for "
-            f"{setting('chunks', model.options.chunks)} micro-batches on each of {replicas} "
-            f"replicas, as {setting('sync_batch_norm', True)} needs: set "
+            f"{setting('sync_batch_norm', True)} needs at least one sample per micro-batch, but "
+            f"the last batch of an epoch has {last} samples for "
+            f"{setting('chunks', model.options.chunks)} on each of {replicas} replicas: set "
             f"{setting('drop_last', True)}, or lower {argument('chunks')}"
         )
 
 
 def _last_batch(train: Loader) -> int:
-    """Returns the samples of a short last batch of an epoch; 0: none, or not known."""
+    """Returns the size of a short last batch of an epoch; 0 if there is none or it is unknown."""
     if not isinstance(train, TrainLoader) or train.options.drop_last:
         return 0
     return train.samples % train.batch_size
@@ -157,18 +159,18 @@ def _last_batch(train: Loader) -> int:
 
 @contextmanager
 def batch_norms_watched(model: HybridModel, train: Loader) -> Iterator[None]:
-    """Runs the first step, and then refuses a last batch that a batch norm will fail in.
+    """Runs the first step, then rejects a last batch in which batch norm would fail.
 
-    One with a micro-batch of 1 sample, that is, if the norm's input has 1 value per channel and
-    sample. Which it has is seen in the step. A collective call.
+    Batch norm fails on a micro-batch of 1 sample if its input has 1 value per channel and sample,
+    which is observed during the step. A collective call.
 
     Raises:
-        ConfigError: names the norm, the numbers and the ways out.
+        ConfigError: a batch norm would fail; names it, the numbers and the options.
     """
     last, world, chunks = _last_batch(train), model.world, model.options.chunks
     replicas = world.logical_replicas
-    shares = [share_of(last, replica, replicas) for replica in range(replicas)]
-    sizes = [max(1, share.stop - share.start) for share in shares]  # without samples it repeats one
+    # a replica without samples repeats one
+    sizes = [max(1, samples) for samples in world.samples_by_replica(last)]
     synchronised = model.options.sync_batch_norm and world.data_parallel_size > 1
     if not last or synchronised or min(chunk_sizes(size, chunks)[-1] for size in sizes) > 1:
         yield
@@ -181,27 +183,27 @@ def batch_norms_watched(model: HybridModel, train: Loader) -> Iterator[None]:
             single = inputs[0].shape[1:].numel() == inputs[0].shape[1]
             fails[names[module]] = single and fails.get(names[module], True)
 
-    # a hook of all modules: those of one module would be part of what a graph depends on
+    # a global module hook: hooks of one module would become guards of a traced graph
     hook = None if model.options.compile else register_module_forward_pre_hook(looks_only(see))
     try:
         yield
     finally:
         if hook is not None:
             hook.remove()
-    found = {name: one for part in world.gather(fails) for name, one in part.items()}
+    norms_fail = {name: one for part in world.gather(fails) for name, one in part.items()}
     text = (
-        f"the last batch of an epoch has {last} samples, so that a micro-batch of it has 1 "
+        f"the last batch of an epoch has {last} samples, so one of its micro-batches has only 1 "
         f"(replicas: {replicas}, {setting('chunks', chunks)})"
     )
     way_out = (
         f"set {setting('drop_last', True)}, lower {argument('chunks')}, or choose another "
         f"{argument('batch_size')}"
     )
-    if single := [name for name, one in found.items() if one]:
+    if single := [name for name, one in norms_fail.items() if one]:
         raise ConfigError(
-            f"{text}; the batch norm {single[0]} gets 1 value per channel of it and would fail at "
-            f"the end of the epoch: {way_out}"
+            f"{text}; the batch norm {single[0]} would get 1 value per channel and fail at the "
+            f"end of the epoch: {way_out}"
         )
     norms = any(isinstance(module, _BatchNorm) and module.training for module in names)
-    if norms and not found and world.is_main:  # compiled, or in a graph without modules
-        _log.warning("%s; a batch norm may refuse it: %s", text, way_out)
+    if norms and not norms_fail and world.is_main:  # compiled, or in a graph without modules
+        _log.warning("%s; batch norm may fail on it: %s", text, way_out)

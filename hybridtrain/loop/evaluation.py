@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def _phase() -> Iterator[None]:
-    """Says that this process evaluates, so that it is expected to move on."""
+    """Reports to the watchdog that this process evaluates and is expected to make progress."""
     before = activity.work
     if not activity.is_in(Phase.EVALUATE):
         activity.now(Phase.EVALUATE)
@@ -62,24 +62,24 @@ def evaluate(
 
     Args:
         model: its modules are left in the modes (train or eval) that they were in.
-        data: the samples of this replica.
-        loss_fn: as in `HybridModel.train_step`; the loss is the mean over all that it counts.
+        data: this replica's samples.
+        loss_fn: as in `HybridModel.train_step`; returns the mean over everything it counts.
         metrics: by name; each is updated with the main output (see `main_output`) and the targets,
             or with the whole output where the targets are a mapping, and synchronises itself over
             all processes.
-        stop: asked after each batch; once it is true, the result is of the samples so far. Each
-            replica is free in that, and those that go on are waited for.
-        on_batch: called after each batch with the samples of this process so far.
-        one_batch: evaluate the first batch alone. A metric that cannot be computed from it, as one
-            that needs more samples, is a warning.
+        stop: called after each batch; once it returns True, the result covers the samples so far.
+            Replicas may stop at different batches; the others are waited for.
+        on_batch: called after each batch with the number of samples this process has evaluated.
+        one_batch: evaluate only the first batch. A metric that cannot be computed from one batch is
+            a warning.
 
     Returns:
         `loss`, each metric, and `samples`, on every process. A metric with a value per class has
         `metric/class` for each, by the names in `data.classes` or else by number.
 
     Raises:
-        ConfigError: the loss is an nll, and the model returns logits; or a metric returns neither
-            a number nor one per class.
+        ConfigError: the loss is an NLL loss but the model returns logits, or a metric returns
+            neither a number nor one per class.
     """
     model.sync_buffers()
     world, device = model.world, model.pipeline.output_device
@@ -94,11 +94,12 @@ def evaluate(
             LogProbabilityCheck(loss, targets, batch_size(targets)).observe(0, output)
         for name, metric in states.current.items():
             with _errors_of(name):
-                whole = isinstance(targets, Mapping)  # as a detector has them
+                whole = isinstance(targets, Mapping)  # detection models have such targets
                 metric.update(output if whole else main_output(output), targets)
         return loss(output, targets)
 
-    # by logical replica, and added in their order, so that it is the same however they are spread
+    # summed in the order of the logical replicas, so that the result does not depend on how
+    # processes run them
     sums = torch.zeros(world.logical_replicas, 3, dtype=torch.float64)
     loss_sum = torch.zeros(world.logical_replicas, dtype=torch.float64, device=device)
     done = 0
@@ -113,7 +114,7 @@ def evaluate(
                 counted = MicrobatchCounts(loss, (inputs, targets), model.options.chunks)
                 sums[replica, 1:] += torch.tensor([counted.count, size], dtype=torch.float64)
                 for value, factor in zip(losses, counted.weights, strict=True):
-                    if factor:  # the mean of nothing is not a number
+                    if factor:  # the mean over nothing is NaN
                         loss_sum[replica].add_(value, alpha=factor)
             on_batch(done)
             if one_batch or (stop is not None and model.pipeline.any_process(stop())):
@@ -132,12 +133,13 @@ def evaluate(
             except Exception as error:
                 if not one_batch:
                     raise
-                _log.warning("the metric %r cannot be computed from one batch: %s", name, error)
+                _log.warning("metric %r cannot be computed from one batch: %s", name, error)
     if samples and not count and world.is_main:
-        _log.warning("the evaluation's loss is nan: none of its targets counts")
+        _log.warning("the evaluation loss is nan: none of its targets counts")
     if count and not math.isfinite(result["loss"]) and world.is_main:
         _log.warning(
-            "the evaluation's loss is %s: the model has diverged, or the data are not finite",
+            "the evaluation loss is %s: the model has diverged, or the data contain non-finite "
+            "values",
             result["loss"],
         )
     return result
@@ -145,7 +147,7 @@ def evaluate(
 
 @contextmanager
 def _errors_of(metric: str) -> Iterator[None]:
-    """Adds the name of the metric to an error of the block."""
+    """Adds the name of the metric to an error raised in the block."""
     try:
         yield
     except Exception as error:
@@ -157,15 +159,15 @@ def _errors_of(metric: str) -> Iterator[None]:
 def predict(model: HybridModel, data: EvalLoader) -> Any:
     """Returns the model's outputs for all samples of `data`, on the CPU; a collective call.
 
-    Every process gets all of them, so they must fit into its memory.
+    Every process receives all outputs, so they must fit in its memory.
 
     Args:
         model: its modules are left in the modes (train or eval) that they were in.
-        data: of which each replica takes a stretch; the targets are not used.
+        data: the samples; each replica runs a contiguous part of them. Targets are not used.
 
     Returns:
-        a pytree as the model returns it, with the samples in dim 0: in the order of a map-style
-        data set, and replica after replica for an iterable one. None if there are no samples.
+        the model's output structure with the samples in dim 0: in the order of a map-style
+        data set, and replica by replica for an iterable one. None if there are no samples.
 
     Raises:
         BatchError: a tensor that the model returns does not have the samples in dim 0.
@@ -185,13 +187,13 @@ def predict(model: HybridModel, data: EvalLoader) -> Any:
 
 
 class ReplicaMetrics:
-    """Metrics with a state for each logical replica that this process runs.
+    """Metrics with one state per logical replica that this process runs.
 
-    Sums of floats depend on their order, so the states of replicas are kept apart, and put together
-    in the order of the replicas, as if each had a process.
+    Floating-point sums depend on their order, so each replica has its own state, and the states are
+    combined in replica order, as if each replica had a process.
 
     Attributes:
-        current: the metrics of the replica that is evaluated, by name.
+        current: the metrics of the replica being evaluated, by name.
     """
 
     def __init__(self, metrics: Mapping[str, Metric], world: World) -> None:
@@ -207,15 +209,15 @@ class ReplicaMetrics:
         return bool(self._others)
 
     def choose(self, replica: int) -> None:
-        """Makes the metrics of `replica` the current ones."""
+        """Makes `replica` the current one."""
         self.current = self._by_replica[replica]
 
     def states_of_others(self, name: str) -> list[list[Tensor]]:
-        """Returns what a metric of each further replica would send, in its order."""
+        """Returns the tensors that a metric of each further replica would send, in order."""
         sent: list[list[Tensor]] = []
         for metric in (self._by_replica[replica][name] for replica in self._others):
             recorder = _Recorder()
-            # the value is not used: a replica without samples may have none
+            # the value is ignored: a replica without samples may have none
             with _gathering(metric, recorder), suppress(Exception):
                 metric.compute()
             sent.append(recorder.states)
@@ -223,7 +225,7 @@ class ReplicaMetrics:
 
 
 class _Recorder:
-    """Records the tensors that a metric would send to other processes, in its order."""
+    """Records the tensors that a metric would send to other processes, in order."""
 
     def __init__(self) -> None:
         self.states: list[Tensor] = []
@@ -235,7 +237,7 @@ class _Recorder:
 
 @contextmanager
 def _gathering(metric: Metric, gather: Callable[..., list[Tensor]]) -> Iterator[None]:
-    """Has a metric synchronise its state by `gather` while the block runs."""
+    """Makes a metric synchronize its state through `gather` while the block runs."""
     modules: list[Any] = list(metric.modules())
     parts = [module for module in modules if getattr(module, "dist_sync_fn", gather) is None]
     available = [getattr(part, "distributed_available_fn", None) for part in parts]
@@ -245,7 +247,7 @@ def _gathering(metric: Metric, gather: Callable[..., list[Tensor]]) -> Iterator[
             part.distributed_available_fn = lambda: True
     try:
         yield
-    finally:  # or the metrics could not be pickled, and would keep the world
+    finally:  # otherwise the metrics could not be pickled, and would keep the world alive
         for part, function in zip(parts, available, strict=True):
             part.dist_sync_fn = None
             if hasattr(part, "distributed_available_fn"):
@@ -256,10 +258,10 @@ def _gathering(metric: Metric, gather: Callable[..., list[Tensor]]) -> Iterator[
 def _synchronised_by(
     model: HybridModel, device: torch.device, metrics: ReplicaMetrics, name: str, metric: Metric
 ) -> Iterator[None]:
-    """Has a metric gather its states through the model's World while the block runs.
+    """Makes a metric gather its states through the model's World while the block runs.
 
-    torchmetrics' own function aborts if a process without samples has an empty list state of
-    tensors that have several dimensions elsewhere.
+    torchmetrics' own gather aborts when a process without samples has an empty list state while
+    other processes have multi-dimensional tensors in it.
     """
     if model.world.logical_replicas == 1 and model.world.size == 1:
         yield
@@ -273,7 +275,7 @@ def _synchronised_by(
         if not all(others):
             raise ConfigError(_NOT_COMBINED)
         states = [state.cpu(), *(states.pop(0) for states in others)]
-        # one of each replica: its other processes have seen no output
+        # one process per replica: the others have seen no output
         gathered = model.world.gather(states if model.owns_output else [])
         all_states = [part.to(device) for process in gathered for part in process]
         return [part for part in all_states if part.numel()] or all_states[:1]
@@ -285,6 +287,6 @@ def _synchronised_by(
 
 
 _NOT_COMBINED = (
-    "the metric keeps lists of different lengths, or gathers its state itself, so the states of "
-    "several replicas cannot be combined: start a process for each replica, or choose another one"
+    "the metric has list states of different lengths, or gathers its own state, so the states of "
+    "several replicas cannot be combined: start one process per replica, or use another metric"
 )

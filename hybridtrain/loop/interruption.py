@@ -1,4 +1,4 @@
-"""Interruptions of a run between two steps: signals, a time limit, a save every few minutes."""
+"""Interruptions of a run between two steps: signals, a time limit, periodic saves."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ from hybridtrain.world import World
 
 _POLL_S = 1.0
 
-# of the evaluations of this process, whichever trainer makes them
+# numbers this process's evaluations, across trainers
 _evaluation_numbers = itertools.count()
 
 
 class StepFlags:
-    """Requests that all processes must follow in the same step, such as to stop.
+    """Requests, such as a stop, that all processes must follow in the same step.
 
-    A flag that is set on one process before a step begins is read on all of them at its end: they
-    take the largest value, by one all-reduce of a few bytes that runs while the step computes. With
-    one process nothing is sent.
+    A flag set on one process before a step begins is read by all processes at its end. One
+    all-reduce (max) of a few bytes runs while the step computes. A single process sends nothing.
 
     Args:
         world: the processes.
-        names: the flags.
+        names: the names of the flags.
     """
 
     def __init__(self, world: World, names: Sequence[str]) -> None:
         self._world = world
         self._names = tuple(names)
-        self._requested: dict[str, str] = {}  # by name, the reason; not sent yet
+        self._requested: dict[str, str] = {}  # flag name -> reason, not sent yet
         self._sent: dict[str, str] = {}
         self._reasons: dict[str, str] = {}
         self._values = torch.zeros(len(self._names), dtype=torch.int32)
@@ -44,25 +43,27 @@ class StepFlags:
     def set(self, name: str, reason: str = "") -> None:
         """Sets a flag; safe in a signal handler and in any thread."""
         if name not in self._names:
-            raise ValueError(f"there is no flag {name!r}; the flags are: {', '.join(self._names)}")
+            raise ValueError(f"unknown flag {name!r}; the flags are: {', '.join(self._names)}")
         self._requested.setdefault(name, reason)
 
     def requested(self, name: str) -> str | None:
-        """Returns why a flag was set on this process since the last `begin`, if it was."""
+        """Returns the reason for a flag set on this process since the last `begin`, or None."""
         return self._requested.get(name)
 
     def clear(self) -> None:
-        """Forgets what was set and what is on the way: of a run that has ended in a step."""
+        """Clears all flags, sent or not, after a run that ended inside a step."""
         self._requested.clear()
         self._sent = {}
         self._work = None
-        self._values = torch.zeros_like(self._values)  # the old ones may still be sent
+        # an all-reduce of old flags may still be in flight
+        self._values = torch.zeros_like(self._values)
 
     def begin(self) -> None:
-        """Sends what was set so far; called by every process at the start of a step."""
+        """Sends the flags set so far; called by every process at the start of a step."""
         self._sent = {}
         if self._requested:
-            for name in self._names:  # one by one: a handler may add another meanwhile
+            # one by one, because a signal handler may add a flag meanwhile
+            for name in self._names:
                 if name in self._requested:
                     self._sent[name] = self._requested.pop(name)
         if self._world.size > 1:
@@ -73,8 +74,7 @@ class StepFlags:
     def read(self) -> frozenset[str]:
         """Returns the flags that any process had set before this step's `begin`.
 
-        All processes call it, and get the same. A flag counts once: to be read again it must be set
-        again.
+        All processes call this and get the same result. Reading clears the flags.
         """
         if self._work is None:
             self._reasons |= self._sent
@@ -86,25 +86,25 @@ class StepFlags:
             return frozenset()
         names = frozenset(name for name, value in zip(self._names, values, strict=True) if value)
         self._values.zero_()
-        for reasons in reversed(self._world.gather(self._sent)):  # the lowest rank's count
+        for reasons in reversed(self._world.gather(self._sent)):  # the lowest rank's reason counts
             self._reasons |= reasons
         return names
 
     def reason(self, name: str) -> str | None:
-        """Returns why a flag was set, once `read` has returned it; the same on all processes."""
+        """Returns the reason for a flag that `read` has returned; the same on all processes."""
         return self._reasons.get(name)
 
 
 class Interruptions:
-    """Tells all processes at the end of the same step that somebody wants to stop or to save.
+    """Makes all processes stop or save at the end of the same step.
 
-    A signal may reach any process. Time is rank 0's: clocks of different processes do not agree.
+    Any process may receive a signal. Only rank 0's clock counts, because clocks differ.
 
     Args:
         world: the processes.
-        max_seconds: when to stop, counted from `listening`; None: never.
-        save_every_minutes: when to save, and again after each `saved`; None: never.
-        clock: seconds, for tests.
+        max_seconds: the time after which to stop, counted from `listening`; None for no limit.
+        save_every_minutes: the minutes between saves; None for no periodic saves.
+        clock: returns seconds; for tests.
     """
 
     def __init__(
@@ -124,10 +124,10 @@ class Interruptions:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Listens to signals, and counts the time, while the block runs."""
+        """Handles signals and measures time while the block runs."""
         if self._clock is not None and self._max_seconds is not None:
             self._stop_at = self._clock() + self._max_seconds
-        self._flags.clear()  # a request of the last time must not end this one
+        self._flags.clear()  # a request to an earlier run must not end this one
         self.saved()
         ask = partial(self._flags.set, "stop")
         with stop_on_signals(ask, speaks=self._world.is_main):
@@ -135,7 +135,7 @@ class Interruptions:
 
     @contextmanager
     def time_limit(self, applies: bool) -> Iterator[None]:
-        """Ignores the end of the time while the block runs, unless the limit `applies` there."""
+        """Suspends the time limit while the block runs, unless `applies` is True."""
         stop_at = self._stop_at
         if not applies:
             self._stop_at = None
@@ -145,45 +145,45 @@ class Interruptions:
             self._stop_at = stop_at
 
     def saved(self) -> None:
-        """Counts the minutes to the next save from now on."""
+        """Restarts the interval to the next periodic save."""
         if self._clock is not None and self._save_seconds is not None:
             self._save_at = self._clock() + self._save_seconds
 
     def begin_step(self) -> None:
-        """Sends the wishes of this process to the others; they arrive while the step computes."""
+        """Sends this process's requests to the others while the step computes."""
         self._look_at_clock()
         self._flags.begin()
 
     def end_step(self) -> frozenset[str]:
-        """Returns the wishes of all processes before this step, of "stop" and "save"."""
+        """Returns the requests, "stop" or "save", that any process made before this step."""
         return self._flags.read()
 
     def watch_for_stop(self) -> Callable[[], bool]:
-        """Returns a function that tells whether any process wants to stop.
+        """Returns a function that returns whether any process has requested a stop.
 
-        It is for work in which the processes take different numbers of batches, so that they cannot
-        agree by a collective: the wish of one goes through their store, where the others look once
+        For work in which processes run different numbers of batches, so that they cannot agree
+        through a collective: a request goes through the store, which the other processes read once
         a second. Every process calls this for the same evaluation.
         """
         store = self._world.watchdog.store if self._world.watchdog is not None else None
         work = f"stop/{next(_evaluation_numbers)}"
-        told, look_at = False, 0.0
+        is_shared, look_at = False, 0.0
 
         def wanted() -> bool:
-            nonlocal told, look_at
+            nonlocal is_shared, look_at
             self._look_at_clock()
             reason = self._flags.requested("stop")
-            if told or store is None:
+            if is_shared or store is None:
                 return reason is not None
-            with suppress(RuntimeError):  # without the store: the next collective says so
+            with suppress(RuntimeError):  # the store is gone: the next collective reports it
                 if reason is not None:
-                    told = True
+                    is_shared = True
                     store.request_stop(work, reason)
                 elif (now := time.monotonic()) >= look_at:
                     look_at = now + _POLL_S
                     reason = store.stop_reason(work)
                     if reason is not None:
-                        told = True
+                        is_shared = True
                         self._flags.set("stop", reason)
             return reason is not None
 
@@ -191,7 +191,7 @@ class Interruptions:
 
     @property
     def stop_reason(self) -> str:
-        """The reason to stop, such as the name of a signal, once `end_step` has returned "stop"."""
+        """The reason for the stop, such as a signal name, after `end_step` has returned "stop"."""
         return self._flags.reason("stop") or "a request"
 
     def _look_at_clock(self) -> None:
@@ -202,4 +202,4 @@ class Interruptions:
             self._flags.set("stop", reason="max_time")
         if self._save_at is not None and now >= self._save_at:
             self._flags.set("save")
-            self.saved()  # it will be; and if it must not, it is asked for again then
+            self.saved()  # restarts the interval; a save that is not made now is due again after it

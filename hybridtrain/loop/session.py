@@ -1,8 +1,8 @@
-"""Session: what a script needs of the processes, devices and stages, in one object.
+"""Session: processes, devices and stages for a training script, in one object.
 
-`Session.prepare` gives `PreparedModel`, `PreparedOptimizer`, `PreparedScheduler` and
-`PreparedLoader` in the place of a script's own objects. They share the `StepInUse`: the batches of
-an optimizer step, and how far the script's loop is in them.
+`Session.prepare` replaces a script's objects by `PreparedModel`, `PreparedOptimizer`,
+`PreparedScheduler` and `PreparedLoader`. They share the `StepInUse`: the batches of an optimizer
+step, and the position of the script's loop in them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from hybridtrain.data import (
     example_batch,
     name_of,
     next_step,
-    share_of,
 )
 from hybridtrain.errors import (
     BatchError,
@@ -56,10 +55,10 @@ if TYPE_CHECKING:
 
 
 class PreparedModel:
-    """A `HybridModel` whose call returns the output in every process of a pipeline.
+    """Wraps a `HybridModel` so that a call returns the output in every process of a pipeline.
 
-    Everything else is the `HybridModel`'s, `hybrid`. `train` and `eval` also call these methods of
-    the optimizers, if they have them, as schedule-free ones do.
+    Other attributes are forwarded to the `HybridModel`, `hybrid`. `train` and `eval` also call the
+    same methods of optimizers that have them, such as schedule-free optimizers.
     """
 
     def __init__(
@@ -69,24 +68,24 @@ class PreparedModel:
         self._show_weights = show_weights
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the output for a batch, see `HybridModel`, on the CPU where it was sent."""
+        """Returns the output for a batch, see `HybridModel`; on the CPU if it was sent here."""
         output = self.hybrid(*args, **kwargs)
         world = self.hybrid.world
         if world.pipeline_object_group is None:
             return output
-        # gloo carries what is on the CPU
+        # gloo sends CPU tensors
         sent = tree_map_only(object, _to_cpu, output) if self.hybrid.owns_output else None
         owner = self.hybrid.pipeline.output_process
         return objects.broadcast(sent, world.pipeline_object_group, owner)
 
     def train(self, mode: bool = True) -> PreparedModel:
-        """Sets training mode, as `nn.Module.train`."""
+        """Sets training mode, like `nn.Module.train`."""
         self.hybrid.train(mode)
         self._show_weights(mode)
         return self
 
     def eval(self) -> PreparedModel:
-        """Sets evaluation mode, as `nn.Module.eval`, with replica 0's buffers on all replicas."""
+        """Sets evaluation mode like `nn.Module.eval`; copies replica 0's buffers to the others."""
         self.hybrid.eval()
         self._show_weights(False)
         self.hybrid.sync_buffers()
@@ -101,10 +100,10 @@ def _to_cpu(value: Any) -> Any:
 
 
 def _attribute(wrapper: object, field: str, name: str) -> Any:
-    """Returns the attribute `name` of what `wrapper` has in `field`, if it is not a special one.
+    """Returns the attribute `name` of the object in the field of `wrapper`, unless it is special.
 
-    `copy` and `pickle` ask an object without a state for special methods; those of the wrapped
-    object would be wrong for the wrapper.
+    `copy` and `pickle` look up special methods on an object without state; the wrapped object's
+    methods would be wrong for the wrapper.
     """
     if name.startswith("__") or field not in vars(wrapper):
         raise AttributeError(f"{type(wrapper).__name__!r} object has no attribute {name!r}")
@@ -112,19 +111,19 @@ def _attribute(wrapper: object, field: str, name: str) -> Any:
 
 
 class PreparedOptimizer:
-    """An optimizer that steps, and drops gradients, at the last batch of a step only."""
+    """An optimizer that steps, and clears gradients, only at the last batch of a step."""
 
     def __init__(self, optimizer: Optimizer, session: Session) -> None:
         self.optimizer = optimizer
         self._session = session
 
     def step(self) -> None:
-        """Steps, unless more batches are to be accumulated, or gradients of fp16 overflow."""
+        """Steps, unless the session is accumulating or fp16 gradients overflow."""
         if self._session.sync_gradients:
             self._session._take(self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, unless more batches are to be accumulated to them."""
+        """Clears the gradients, unless the session is accumulating."""
         if not self._session.in_use.has_partial_grads:
             self.optimizer.zero_grad(set_to_none)
 
@@ -136,8 +135,8 @@ class PreparedScheduler:
     """A learning rate schedule that steps once per optimizer step.
 
     Attributes:
-        scheduler: the schedule itself.
-        steps: how often it was stepped.
+        scheduler: the wrapped schedule.
+        steps: the number of steps taken.
     """
 
     def __init__(self, scheduler: LRScheduler, session: Session) -> None:
@@ -146,7 +145,7 @@ class PreparedScheduler:
         self._session = session
 
     def step(self) -> None:
-        """Steps, unless more batches are to be accumulated."""
+        """Steps, unless the session is accumulating."""
         if self._session.sync_gradients:
             self.scheduler.step()
             self.steps += 1
@@ -157,14 +156,14 @@ class PreparedScheduler:
 
 @dataclass
 class StepInUse:
-    """The step whose batch a loop uses, and how far it is.
+    """The optimizer step of the batch in use, and its progress.
 
     Attributes:
-        batches: of the step, of this replica.
-        index: of the batch in use.
-        training: the step, once one of its batches was trained on.
-        optimizer_stepped: an optimizer has stepped.
-        in_loop: the loop that uses it has not been left.
+        batches: this replica's batches of the step.
+        index: the index of the batch in use.
+        training: the step in progress, once it has trained on a batch.
+        optimizer_stepped: whether an optimizer has stepped.
+        in_loop: whether the loop over the batches is still running.
     """
 
     batches: Sequence[Batch] = ()
@@ -175,27 +174,27 @@ class StepInUse:
 
     @property
     def at_last_batch(self) -> bool:
-        """Tells whether the batch in use is the last one."""
+        """True if the batch in use is the last one."""
         return self.index + 1 >= len(self.batches)
 
     @property
     def has_partial_grads(self) -> bool:
-        """Tells whether gradients of a part of its batches are there."""
+        """True if gradients of only some of its batches are accumulated."""
         return self.training is not None and not self.training.is_trained
 
     @property
     def has_unapplied_grads(self) -> bool:
-        """Tells whether gradients are there that no optimizer has stepped on."""
+        """True if there are gradients that no optimizer has applied."""
         return self.training is not None and not self.optimizer_stepped
 
 
 class PreparedLoader:
-    """A loader that tells the session which batch is in use; see `Loader` for its batches.
+    """A loader that records the batch in use in the session; see `Loader` for its batches.
 
-    A loop inside another loop, such as an evaluation, leaves the step of the outer one as it was. A
-    loop that is left in the middle of a step drops its gradients.
+    A nested loop, such as an evaluation, does not change the step of the outer loop. Leaving a loop
+    in the middle of a step discards its gradients.
 
-    Everything else is that of the loader that was prepared, `original`.
+    Other attributes are forwarded to the prepared loader, `original`.
     """
 
     def __init__(self, loader: Loader, original: Any, session: Session) -> None:
@@ -207,8 +206,8 @@ class PreparedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        # All batches of a step are read before the first of them is used, since their weights are
-        # shares of the whole step.
+        # All batches of a step are read before the first is used, because their weights are shares
+        # of the whole step.
         session = self._session
         outer, step = session.in_use, StepInUse()
         try:
@@ -221,13 +220,13 @@ class PreparedLoader:
                         yield batch.inputs, targets
                         if session.in_use is not step and session.in_use.in_loop:
                             raise BatchError(
-                                "two prepared loaders are read by one loop, and a step has the "
-                                "batches of one: make one data set of both, or leave one of the "
-                                "loaders out of prepare()"
+                                "one loop reads two prepared loaders, but a step takes batches "
+                                "from one loader: combine the data sets, or do not pass the "
+                                "second loader to prepare()"
                             )
         finally:
             step.in_loop = False
-            # not if another loop has begun since, nor where the interpreter ends inside of the loop
+            # not if another loop has begun since, nor if the interpreter exits inside the loop
             if session.in_use is step and not sys.is_finalizing():
                 session._leave(step, outer)
 
@@ -244,13 +243,14 @@ class PreparedLoader:
 
 
 def as_loader(loader: Any, world: World, seed: int) -> Loader:
-    """Returns a `Loader` with the data set and the settings of a torch `DataLoader`.
+    """Returns a `Loader` with the data set and settings of a torch `DataLoader`.
 
-    `batch_size` becomes that of a global batch, and the order is the one of `Loader`.
+    `batch_size` becomes the global batch size, and `Loader` determines the order.
 
     Raises:
-        DataError: its sampler is neither PyTorch's random nor its sequential one, draws with
-            replacement or a number of samples; or it has a `generator` or a `worker_init_fn`.
+        DataError: the sampler is not PyTorch's `RandomSampler` or `SequentialSampler`, or samples
+            with replacement or `num_samples`; or the loader has a `generator` or a
+            `worker_init_fn`.
     """
     if isinstance(loader, Loader):
         return loader
@@ -265,19 +265,20 @@ def as_loader(loader: Any, world: World, seed: int) -> Loader:
         or not permutes
     ):
         raise DataError(
-            f"{name_of(loader)} has its own sampler, and the batches of replicas are cut from "
-            f"one order: pass Loader(dataset, batch_size, world) of a data set in the wanted order"
+            f"{name_of(loader)} has a custom sampler, but all replicas take their batches from "
+            "one order: pass Loader(dataset, batch_size, world) with the data set in the order "
+            "you want"
         )
     if loader.generator is not None or getattr(loader.sampler, "generator", None) is not None:
         raise DataError(
-            f"{name_of(loader)} has a generator, which would have no effect: the order is drawn "
-            "from a seed, the same on all replicas; leave it out and give "
+            f"{name_of(loader)} has a generator, which would have no effect, because the order "
+            "comes from a seed that all replicas share: remove it and set "
             f"Session({argument('seed')})"
         )
     if loader.worker_init_fn is not None:
         raise DataError(
             f"{name_of(loader)} has a worker_init_fn, which would have no effect: do its work in "
-            f"the data set, when its first sample is read"
+            "the data set, when it reads its first sample"
         )
     default = DataLoader([0]).collate_fn  # type: ignore[arg-type]
     return Loader(
@@ -293,37 +294,38 @@ def as_loader(loader: Any, world: World, seed: int) -> Loader:
 
 
 def keep_own_parameters(optimizer: Optimizer, model: HybridModel, before: Collection[int]) -> None:
-    """Leaves out of an optimizer the parameters of stages in other processes.
+    """Removes the parameters of other processes' stages from an optimizer.
 
     Args:
-        optimizer: over parameters of the model, or of the module that it was made of.
+        optimizer: an optimizer over parameters of the model, or of the original module.
         model: the model.
         before: the ids of the module's parameters before its stages were placed.
 
     Raises:
-        ConfigError: it holds parameters that the model does not have.
+        ConfigError: the optimizer holds parameters that the model does not have.
     """
-    own = {id(parameter) for parameter in model.parameters()}
+    parameters = {id(parameter) for parameter in model.parameters()}
     for group in optimizer.param_groups:
-        if any(id(p) not in own and id(p) not in before for p in group["params"]):
+        if any(id(p) not in parameters and id(p) not in before for p in group["params"]):
             raise ConfigError(
-                "the optimizer holds parameters that the model does not have: make it over "
-                "model.parameters() of the model that is prepared with it"
+                "the optimizer holds parameters that the model does not have: build it from "
+                "model.parameters() of the model that you prepare with it"
             )
-        kept = [p for p in group["params"] if id(p) in own]
-        if len(kept) < len(group["params"]):
+        params = [p for p in group["params"] if id(p) in parameters]
+        if len(params) < len(group["params"]):
             if model.world.processes_per_replica == 1:
                 raise ConfigError(
-                    "the model has other parameters than the module: prepare(module) first, and "
-                    "then an optimizer over its parameters()"
+                    "the prepared model's parameters differ from the module's: call "
+                    "prepare(module) first, then build and prepare an optimizer from its "
+                    "parameters()"
                 )
-            # an optimizer wants one at least
-            group["params"] = kept or [Parameter(torch.empty(0))]
+            # an optimizer needs at least one
+            group["params"] = params or [Parameter(torch.empty(0))]
 
 
 @dataclass(frozen=True)
 class _SessionRun:
-    """The `Run` of a script's own loop, which knows the number of steps alone."""
+    """The `Run` of a script's own loop, in which only the step is known."""
 
     step: int
     total_steps: int | None = None
@@ -344,33 +346,35 @@ class Session:
             optimizer.step()
             optimizer.zero_grad()
 
-    A pipeline computes the loss inside the step, for each micro-batch where the last stage is. So
-    `output = model(inputs)`, `loss = loss_fn(output, targets)` and `loss.backward()` become the one
-    call `forward_backward`; a call of the model has no graph, and is for evaluation.
+    A pipeline computes the loss inside the step, per micro-batch on the last stage. Therefore one
+    call of `forward_backward` replaces `output = model(inputs)`, `loss = loss_fn(output, targets)`
+    and `loss.backward()`. Calling the model builds no autograd graph, and is for evaluation.
 
-    A step whose loss or gradients are not finite is skipped and named, as by a `Trainer`; signals
-    are not listened to.
+    Like a `Trainer`, a session skips and reports a step with a non-finite loss or gradients. It
+    does not handle signals.
 
     Args:
-        nb_part: the stages; None: what the launcher says, see `World.from_env`.
-        world: in place of `nb_part`, a World that is there already.
-        max_skipped: consecutive steps that may be skipped because the loss or a gradient is not
-            finite; then `optimizer.step` raises `DivergedError`. None: no limit.
+        nb_part: the number of devices in a pipeline; None to use the launcher's, see
+            `World.from_env`.
+        world: an existing World, instead of `nb_part`.
+        max_skipped: the number of consecutive steps that may be skipped because of a non-finite
+            loss or gradient, before `optimizer.step` raises `DivergedError`; None for no limit.
         accumulate: batches per optimizer step. `optimizer.step` and `scheduler.step` do nothing
-            until the last of them, as `sync_gradients` says, and `zero_grad` nothing in between.
-        seed: of the order of the samples.
-        trackers: receive what `log` is given, on rank 0, such as `TensorBoard(directory)`.
-        options: how the model is cut and run; see `PipelineOptions`.
+            before the last of them, when `sync_gradients` is True; `zero_grad` does nothing between
+            them.
+        seed: the seed of the sample order.
+        trackers: receive the values of `log` on rank 0, such as `TensorBoard(directory)`.
+        options: how to split and run the model; see `PipelineOptions`.
         **settings: fields of `options` to change.
 
     Attributes:
         world: the processes.
-        in_use: the step whose batch is in use.
-        states: what else `save_state` saves, by name: objects with `state_dict` and
+        in_use: the step of the batch in use.
+        states: further objects that `save_state` saves, by name, with `state_dict` and
             `load_state_dict`.
 
     Raises:
-        ConfigError, WorldError: an argument does not fit.
+        ConfigError, WorldError: an argument is invalid.
     """
 
     def __init__(
@@ -391,7 +395,7 @@ class Session:
             )
         if world is not None and nb_part is not None:
             raise ConfigError(
-                f"give {argument('nb_part')} or world=, not both: a World has its nb_part"
+                f"pass {argument('nb_part')} or world=, not both: a World already has its nb_part"
             )
         self.options = with_settings(options or PipelineOptions(), settings)
         self.world = world or World.from_env(nb_part)
@@ -400,7 +404,7 @@ class Session:
         self.states: dict[str, Stateful] = {}
         self._max_skipped = max_skipped
         self._seed = seed
-        self._before: set[int] = set()  # the module's parameters before it was prepared
+        self._before: set[int] = set()  # the module's parameters before prepare()
         self._optimizer_step: OptimizerStep | None = None
         self._schedulers: list[PreparedScheduler] = []
         self._loaders: list[Loader] = []
@@ -414,20 +418,21 @@ class Session:
         if error is not None:
             self._tell("on_exception", error)
         self._tell("on_end")
-        if kind is None:  # an error is told to the other processes first; see `launch.failure`
+        if kind is None:  # reports an error to the other processes first; see `launch.failure`
             self.close()
 
     def prepare(self, *objects: Any, example_inputs: Any = None) -> Any:
-        """Returns the objects as a script uses them, in the same order; one alone by itself.
+        """Returns the prepared objects in the same order; a single object without a tuple.
 
         Args:
             *objects: one `nn.Module`; optimizers over its parameters; their schedules; torch
-                `DataLoader`s or `Loader`s. The `batch_size` of a loader is over all replicas, and
-                its samples are divided over them.
-            example_inputs: the inputs of a batch, see `HybridModel`; None: from the first loader.
+                `DataLoader`s or `Loader`s. A loader's `batch_size` is the global batch size, and
+                its samples are divided over the replicas.
+            example_inputs: the inputs of a batch, see `HybridModel`; None to take them from the
+                first loader.
 
         Raises:
-            ConfigError: an object is of another kind, or there are two models.
+            ConfigError: an object has another type, or there are two models.
         """
         loaders = {
             id(each): as_loader(each, self.world, self._seed)
@@ -436,7 +441,7 @@ class Session:
         }
         nets = [each for each in objects if isinstance(each, nn.Module)]
         if len(nets) + (self._optimizer_step is not None) > 1:
-            raise ConfigError("a Session prepares one model: wrap several in one module")
+            raise ConfigError("a Session prepares only one model: wrap several in one module")
         if nets:
             if example_inputs is None and loaders:
                 example_inputs = self._example(next(iter(loaders.values())))
@@ -447,7 +452,9 @@ class Session:
         prepared = tuple(self._prepared(each, loaders) for each in objects)
         step = self._optimizer_step
         if step is not None and len(step.optimizers) > 1 and step.scaler.is_enabled():
-            raise ConfigError("fp16 needs one optimizer: join several as a CombinedOptimizer")
+            raise ConfigError(
+                "fp16 needs a single optimizer: combine several with CombinedOptimizer"
+            )
         return prepared[0] if len(prepared) == 1 else prepared
 
     def _prepared(self, each: Any, loaders: Mapping[int, Loader]) -> Any:
@@ -463,58 +470,61 @@ class Session:
             return PreparedOptimizer(each, self)
         if isinstance(each, ReduceLROnPlateau):
             raise ConfigError(
-                "prepare() takes no ReduceLROnPlateau, since it depends on a metric, and a script "
-                "can be resumed at any step only if its schedule depends on the step alone"
+                "prepare() does not accept ReduceLROnPlateau, because it depends on a metric: a "
+                "script can be resumed at any step only if its schedule depends on the step alone"
             )
         if isinstance(each, LRScheduler):
             self._schedulers.append(PreparedScheduler(each, self))
             return self._schedulers[-1]
         raise ConfigError(
-            f"prepare() does not know a {type(each).__name__}: it takes an nn.Module, optimizers, "
-            f"learning rate schedules, DataLoaders and Loaders"
+            f"prepare() does not accept a {type(each).__name__}: it takes an nn.Module, "
+            "optimizers, learning rate schedules, DataLoaders and Loaders"
         )
 
     def _example(self, loader: Loader) -> Any:
-        share = share_of(loader.batch_size, 0, self.world.logical_replicas)
+        samples = max(self.world.samples_by_replica(loader.batch_size))
         draws = default_generators()
-        example = example_batch(loader.dataset, share.stop, loader.options.collate)
+        example = example_batch(loader.dataset, samples, loader.options.collate)
         rewind(draws)
         return example[0]
 
     @property
     def model(self) -> HybridModel:
-        """The model that was prepared.
+        """The prepared model.
 
         Raises:
-            ConfigError: none was.
+            ConfigError: no model was prepared.
         """
         return self._step.model
 
     @property
     def _step(self) -> OptimizerStep:
         if self._optimizer_step is None:
-            raise ConfigError("prepare() a model first, or together with its optimizer")
+            raise ConfigError(
+                "no model was prepared: call prepare() with the model first, or together with "
+                "its optimizer"
+            )
         return self._optimizer_step
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done, taken or skipped."""
+        """The number of optimizer steps, taken or skipped."""
         return 0 if self._optimizer_step is None else self._optimizer_step.number
 
     @property
     def sync_gradients(self) -> bool:
-        """Tells whether the batch in use is the last one of its step."""
+        """True if the batch in use is the last one of its step."""
         return self.in_use.at_last_batch
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: LossFn) -> TrainStepResult:
-        """Runs forward, loss and backward of the batch in use; see `HybridModel.train_step`.
+        """Runs the forward, loss and backward of the batch in use; see `HybridModel.train_step`.
 
-        The gradients are those of the mean over the whole step, of all replicas and accumulated
-        batches, as a `Trainer` has them.
+        As in a `Trainer`, the gradients are of the mean loss over the whole step: all replicas and
+        accumulated batches.
 
         Args:
             inputs: a pytree of tensors with this replica's batch in dim 0.
-            targets: as the loader gave them, since what they count weighs the batches.
+            targets: the unchanged targets from the loader, because their counts weight the batches.
             loss_fn: as in `HybridModel.train_step`.
 
         Raises:
@@ -522,17 +532,23 @@ class Session:
         """
         use = self.in_use
         if not use.batches:
-            raise BatchError("a training step is for a batch of a prepared loader: none is used")
+            raise BatchError(
+                "no batch of a prepared loader is in use: call this inside a loop over a loader "
+                "from prepare()"
+            )
         if use.training is None:
             use.training = self._step.begin(use.batches, loss_fn)
         if use.training is not self._step.in_progress:
-            raise BatchError("another loop has trained between the batches of one step")
+            raise BatchError(
+                "another loop trained between the batches of one step: finish a step before "
+                "starting another loop"
+            )
         return self._step.train_step(inputs, targets, index=use.index)
 
     def forward_backward(self, inputs: Any, targets: Any, loss_fn: LossFn) -> Tensor:
-        """Returns the loss of a `train_step`: the mean of this replica, a detached 0-dim tensor.
+        """Runs a `train_step` and returns this replica's mean loss, a detached 0-dim tensor.
 
-        NaN in a process that does not have the last stage; see `mean_loss` for that of all.
+        NaN in a process without the last stage; `mean_loss` averages over all replicas.
         """
         return self.train_step(inputs, targets, loss_fn).loss
 
@@ -541,16 +557,16 @@ class Session:
         return self._step.mean_loss()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor | None:
-        """Scales the gradients of all stages down to `max_norm`; returns their norm before.
+        """Clips the gradient norm over all stages to `max_norm`; returns the norm before clipping.
 
-        Does nothing, and returns None, while more batches are to be accumulated.
+        Does nothing and returns None while the session is accumulating.
         """
         return self._step.clip(max_norm) if self.sync_gradients else None
 
     def gather_for_metrics(self, values: Any) -> Any:
-        """Returns the values of all samples of the global batch, each once, in its order.
+        """Returns the values for all samples of the global batch, in order, each once.
 
-        A collective call; on the CPU.
+        A collective call. Returns CPU tensors.
 
         Args:
             values: a pytree of tensors with this replica's batch in dim 0, such as predictions and
@@ -560,19 +576,22 @@ class Session:
             BatchError: no prepared loader is in use, or a tensor has no samples.
         """
         if not self.in_use.batches:
-            raise BatchError("gather_for_metrics() is for a batch of a prepared loader")
+            raise BatchError(
+                "no batch of a prepared loader is in use: call gather_for_metrics() inside a "
+                "loop over a loader from prepare()"
+            )
         samples = self.in_use.batches[self.in_use.index].samples
 
         def own(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-                raise BatchError("gather_for_metrics() takes tensors with the samples in dim 0")
+                raise BatchError("gather_for_metrics() needs tensors with the samples in dim 0")
             return leaf[:samples].detach().cpu()
 
-        found = self.world.gather(tree_map(own, values))
+        of_ranks = self.world.gather(tree_map(own, values))
         places = [
             self.world.rank_of(replica, 0) for replica in range(self.world.data_parallel_size)
         ]
-        return merge([found[rank] for rank in places])
+        return merge([of_ranks[rank] for rank in places])
 
     def print(self, *values: Any, **options: Any) -> None:
         """Prints on rank 0."""
@@ -580,7 +599,7 @@ class Session:
             print(*values, **options)
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Hands values by tag, such as `train/loss`, to the trackers on rank 0."""
+        """Logs values by tag, such as `train/loss`, to the trackers on rank 0."""
         if not self._logs:
             self._logs = True
             self._tell("on_start")
@@ -593,29 +612,30 @@ class Session:
             call_hook(tracker, hook, run, *args)
 
     def unwrap(self, model: PreparedModel) -> nn.Module:
-        """Returns the user's module; with stages in several processes, other stages' are empty."""
+        """Returns the user's module; layers of other processes' stages are empty."""
         return model.hybrid.net
 
     def save(self, directory: str | Path, keep: int | None = None) -> Path:
-        """Saves a checkpoint in a folder of `directory`; returns the folder. A collective call.
+        """Saves a checkpoint to a subfolder of `directory` and returns its path. A collective call.
 
         Args:
-            directory: of all checkpoints of the run.
-            keep: how many of the newest to keep; None: all.
+            directory: the directory for all checkpoints of the run.
+            keep: the number of newest checkpoints to keep; None to keep all.
 
         Raises:
-            CheckpointError: it cannot be written, or the step is not complete: the position of the
-                loader is after the batch in use.
+            CheckpointError: the checkpoint cannot be written, or the step is not complete.
             DivergedError: weights or moments are not finite; nothing is written.
         """
         if not self.sync_gradients:
-            raise CheckpointError("a step is not complete: save when session.sync_gradients is set")
+            raise CheckpointError(
+                "the step is not complete: save when session.sync_gradients is True"
+            )
         if self.in_use.has_unapplied_grads or (
             self.in_use.in_loop and not self.in_use.optimizer_stepped
         ):
             raise CheckpointError(
-                "the batch in use was not trained on yet, and a run that goes on from here would "
-                "leave it out: save after optimizer.step()"
+                "the batch in use has not been trained on yet, and a resumed run would skip it: "
+                "save after optimizer.step()"
             )
         return save_run(
             self._step, directory, *self._loaders, states=self.states, keep=keep, progress=self
@@ -624,19 +644,19 @@ class Session:
     def resume(self, path: str | Path, *, missing_ok: bool = False) -> bool:
         """Continues from the checkpoint at `path`, or from the newest in that directory.
 
-        Schedules are stepped on to where they were; hyperparameters are the script's. The next
-        loop over the first loader continues in its epoch.
+        Schedules are stepped to their saved position; hyperparameters come from the script. The
+        next loop over the first loader continues its epoch.
 
         Args:
-            path: a checkpoint, or the directory of all.
-            missing_ok: if there is none, do nothing.
+            path: a checkpoint, or the directory of all checkpoints.
+            missing_ok: do nothing if there is no checkpoint.
 
         Returns:
-            whether there was one.
+            whether a checkpoint was loaded.
 
         Raises:
-            CheckpointError: it is missing or damaged, is of another model or of other schedules, or
-                a schedule is further than it was then.
+            CheckpointError: the checkpoint is missing or damaged, belongs to another model or other
+                schedules, or a schedule is already past its saved position.
         """
         saved = resume_run(
             self._step,
@@ -653,63 +673,64 @@ class Session:
         return saved is not None
 
     def save_state(self, directory: str | Path, keep: int | None = None) -> Path:
-        """Saves a checkpoint: `save` by the name of Accelerate."""
+        """Saves a checkpoint; Accelerate's name for `save`."""
         return self.save(directory, keep)
 
     def load_state(self, path: str | Path) -> None:
-        """Continues from a checkpoint: `resume` by the name of Accelerate."""
+        """Continues from a checkpoint; Accelerate's name for `resume`."""
         self.resume(path)
 
     def _schedule_steps(self, saved: Mapping[str, Any]) -> list[int]:
-        """Returns how often each schedule was stepped when `saved` was.
+        """Returns the number of steps of each schedule in the checkpoint `saved`.
 
         Raises:
-            CheckpointError: there were others, or one cannot go back to where it was.
+            CheckpointError: the schedules differ, or one is already past its saved position.
         """
-        # a Trainer does not say, and steps its schedule in every step
+        # a Trainer does not save this, and steps its schedule in every step
         counts: list[int] = saved.get("schedule_steps", [saved["step"]] * len(self._schedulers))
         if len(counts) != len(self._schedulers):
             raise CheckpointError(
-                f"the checkpoint has {len(counts)} schedules, and {len(self._schedulers)} were "
-                f"prepared: prepare the same as when it was saved"
+                f"the checkpoint has {len(counts)} schedules, but {len(self._schedulers)} were "
+                "prepared: prepare the same schedules as when it was saved"
             )
         for scheduler, steps in zip(self._schedulers, counts, strict=True):
             if steps < scheduler.steps:
                 raise CheckpointError(
-                    f"{type(scheduler.scheduler).__name__} has done {scheduler.steps} steps, and "
-                    f"{steps} in the checkpoint; it cannot go back: load it in a new Session"
+                    f"{type(scheduler.scheduler).__name__} is at step {scheduler.steps}, past "
+                    f"step {steps} of the checkpoint, and cannot step back: load the checkpoint "
+                    "in a new Session"
                 )
         return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the progress in JSON's types."""
+        """Returns the progress as JSON types."""
         schedule_steps = [scheduler.steps for scheduler in self._schedulers]
         return {"schedule_steps": schedule_steps, **self._step.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a `state_dict`, but for the schedules."""
-        self._schedule_steps(state_dict)  # refused before anything is loaded
+        """Loads a `state_dict`, except for the schedules."""
+        self._schedule_steps(state_dict)  # raises before anything is loaded
         self._step.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """Ends the trackers and leaves the other processes; the session cannot be used again."""
+        """Closes the trackers and leaves the process group; the session cannot be used again."""
         self._tell("on_end")
         self._optimizer_step = None
         self.world.close()
 
     def _leave(self, step: StepInUse, outer: StepInUse) -> None:
-        """Ends the use of `step`, whose loop is left, inside that of `outer`."""
+        """Leaves the loop over `step`, and returns to the step of the outer loop."""
         if step.has_partial_grads:
             self.model.zero_grad()
             for optimizer in self._step.optimizers:
                 optimizer.zero_grad()
         if outer.in_loop:
             self.in_use = outer
-        elif not step.at_last_batch:  # else its last batch may be used after the loop
+        elif not step.at_last_batch:  # otherwise its last batch may be used after the loop
             self.in_use = StepInUse()
 
     def _take(self, optimizer: Optimizer) -> None:
-        """Has a prepared optimizer step; the first of several counts the step."""
+        """Steps a prepared optimizer; the first of several counts the step."""
         use = self.in_use
         self._step.take(optimizer)
         if not use.optimizer_stepped:

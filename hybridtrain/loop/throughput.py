@@ -1,4 +1,4 @@
-"""The rates of a run: samples, tokens and step times, without evaluations and saves."""
+"""Throughput of a run in samples, tokens and step times, excluding evaluations and saves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Interval(NamedTuple):
     step_ms: float
     """Mean time per step."""
     tokens_per_second: float
-    """0 where samples have no length; see `Batch.tokens`."""
+    """0 if samples have no length; see `Batch.tokens`."""
 
 
 class Summary(NamedTuple):
@@ -31,13 +31,13 @@ class Summary(NamedTuple):
 
 
 class Throughput:
-    """Measures samples and tokens per second of training, from its construction on.
+    """Measures training throughput from construction on.
 
-    Time is measured on the host. GPU work is asynchronous, so the time of a single step there is
-    the time to launch it; intervals that end with a logged step, which waits for the GPU, and the
-    whole run are right.
+    Time is measured on the host. GPU work is asynchronous, so the time of a single step on a GPU is
+    its launch time. Intervals that end with a logged step, which synchronizes, and totals of the
+    whole run are accurate.
 
-    Every step time is kept (8 bytes each), for exact percentiles.
+    All step times are stored (8 bytes each) for exact percentiles.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -48,7 +48,7 @@ class Throughput:
         self._mark = clock()  # the end of the last step, moved forward by pauses
 
     def tick(self, samples: int, tokens: int = 0) -> None:
-        """Ends a step on `samples` samples, of `tokens` tokens together, and begins the next."""
+        """Ends a step on `samples` samples with `tokens` tokens in total, and begins the next."""
         now = self._clock()
         self._step_seconds.append(now - self._mark)
         self._samples += samples
@@ -57,7 +57,7 @@ class Throughput:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Excludes the time inside: evaluation, checkpoints, pictures."""
+        """Excludes the time in the block, such as evaluation, checkpoints and pictures."""
         begin = self._clock()
         try:
             yield
@@ -65,7 +65,7 @@ class Throughput:
             self._mark += self._clock() - begin
 
     def read(self) -> Interval:
-        """Returns the rates since the last reading, or 0 without steps; begins an interval."""
+        """Returns the rates since the last reading (0 without steps), and begins an interval."""
         steps, samples, tokens = self._read
         self._read = (len(self._step_seconds), self._samples, self._tokens)
         seconds = self._step_seconds[steps:]

@@ -1,4 +1,4 @@
-"""The training loop: steps, logging, evaluation, checkpoints."""
+"""The training loop: steps, logging, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -63,52 +63,54 @@ __all__ = ["Trainer", "TrainerOptions"]
 
 _log = logging.getLogger(__name__)
 
-# How long the end of an interrupted run waits for the other processes.
+# How long an interrupted run waits for the other processes before it exits.
 _WAIT_FOR_OTHERS_S = 10.0
 
 _NOTHING = nullcontext()
 
 
 class Trainer:
-    """Trains a `HybridModel`. Every process runs it, with a store.
+    """Trains a `HybridModel`. Every process creates and runs a Trainer.
 
     Args:
         model: the model to train.
-        optimizer: over `model.parameters()`; with `shard="optimizer"` a `ShardedOptimizer`.
-        loss_fn: as in `HybridModel.train_step`; None: `compute_loss` of a subclass. A step in which
-            nothing counts is skipped.
-        train: the training batches: a `Loader`, or any iterable of this replica's batches
-            `(inputs, targets)`, see `OwnLoader`. A run begins with its first epoch.
-        options: see `TrainerOptions`.
+        optimizer: an optimizer over `model.parameters()`; a `ShardedOptimizer` with
+            `shard="optimizer"`.
+        loss_fn: as in `HybridModel.train_step`; None for a subclass with `compute_loss`. A step in
+            which no target counts is skipped.
+        train: the training batches: a `Loader`, or any iterable of this replica's `(inputs,
+            targets)` batches, see `OwnLoader`.
+        options: the settings; see `TrainerOptions`.
         evaluation: the batches to evaluate on.
-        metrics: by name, what to evaluate besides the loss; see `evaluate`.
-        lr_schedule: stepped once per optimizer step.
-        scaler: scales the loss; None: one that is made for the model's `precision="fp16"`, with
-            `loss_scale`. A step whose gradients overflow is skipped by all replicas alike, since
-            they share the averaged gradients.
-        store: where checkpoints go; None: none are saved.
-        states: what else is saved and restored, by name: anything with `state_dict` and
-            `load_state_dict` of tensors and plain values, such as a moving average of the weights.
-            Rank 0's state counts; every process calls `state_dict`, so that one may gather.
-        callbacks: follow the run; see `Callback`. Every process has them, with their states in the
-            checkpoint; those that are `main_only`, such as each `Tracker`, run on rank 0.
-        training_step: in place of the method of that name, with this trainer as first argument.
-        record: what else `state.json` of each checkpoint has, in JSON's types, such as where the
-            data came from. A resume does not load it.
-        settings: fields of `TrainerOptions`, in place of or on top of `options`.
+        metrics: metrics to evaluate in addition to the loss, by name; see `evaluate`.
+        lr_schedule: a learning rate schedule, stepped once per optimizer step.
+        scaler: the loss scaler; None to create one for `precision="fp16"`, with `loss_scale`. All
+            replicas skip a step with overflowing gradients, because they share the averaged
+            gradients.
+        store: where to save checkpoints; None to save none.
+        states: further objects to save and restore, by name, with `state_dict` and
+            `load_state_dict` of tensors and plain values. Rank 0's state is saved; every process
+            calls `state_dict`, so that it may communicate.
+        callbacks: a list of `Callback`s. They run on every process, and checkpoints contain their
+            states; `main_only` callbacks, such as trackers, run on rank 0.
+        training_step: a function that replaces the method of that name; its first argument is this
+            trainer.
+        record: further JSON values for `state.json` of each checkpoint, such as the origin of the
+            data. Resuming does not load them.
+        settings: fields of `TrainerOptions`, instead of `options` or overriding it.
 
     Attributes:
         train: the training batches, with the run's position in them.
-        samples: samples trained on so far, over all replicas.
+        samples: the number of samples trained on so far, over all replicas.
         total_steps: the length of the run; may be set between two calls of `fit`.
         logging: whether the step in progress will be logged.
-        texts: those of `fit`.
-        compared: the values of the evaluation that `best` and callbacks compare.
+        texts: the `texts` passed to `fit`.
+        compared: the names of the evaluation values that `best` and callbacks compare.
 
     Raises:
-        ConfigError: see `TrainerOptions`, whose values are compared between the ranks, in a
-            collective call; `best` is not a value of the evaluation; `optimizer` is not one for the
-            model's `shard`; there is no loss; or a callback does not fit.
+        ConfigError: an option is invalid or differs between ranks (a collective check); `best` is
+            not a value of the evaluation; `optimizer` does not match the model's `shard`; no loss
+            is given; or a callback is invalid.
     """
 
     def __init__(
@@ -179,9 +181,9 @@ class Trainer:
         values = None if evaluation is None else {"loss": None, **self.metrics}
         self._best = BestCheckpoint(self.options.best, self.options.best_mode, values)
         self._checkpoints = RunCheckpoints(self._best)
-        # the last evaluation, and its step
+        # step and result of the last evaluation
         self._evaluated: tuple[int, dict[str, float] | None] = -1, None
-        # whether weights, optimizer and callbacks are those of `step`
+        # whether weights, optimizer and callbacks are consistent with `step`
         self._between_steps = False
         self._tell("on_init")
 
@@ -189,8 +191,8 @@ class Trainer:
         overridden = type(self).compute_loss is not Trainer.compute_loss
         if (loss_fn is None) is not overridden:
             raise ConfigError(
-                f"give a loss once: pass {argument('loss_fn')}, or override compute_loss and pass "
-                f"{setting('loss_fn', None)}"
+                f"specify exactly one loss: pass {argument('loss_fn')}, or override compute_loss "
+                f"and pass {setting('loss_fn', None)}"
             )
         return loss_fn if loss_fn is not None else self.compute_loss
 
@@ -203,27 +205,28 @@ class Trainer:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a Trainer cannot be pickled or copied, because its model owns process groups and "
-            "threads: save a checkpoint (store=), and resume() it in a new Trainer"
+            "threads: save a checkpoint (store=) and resume() it in a new Trainer"
         )
 
     def fit(self, texts: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Trains up to `total_steps`, evaluates and saves; returns the `summary`.
+        """Trains up to `total_steps`, evaluating and saving; returns the `summary`.
 
-        SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 are listened to meanwhile, in the main thread.
+        Handles SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 meanwhile, if called in the main thread.
 
         Args:
-            texts: shown by the trackers beside the curves, by title.
+            texts: texts that trackers show with the curves, by title.
 
         Raises:
-            Interrupted: a signal came, or `max_time` is over; the step was finished and saved.
+            Interrupted: a signal arrived or `max_time` ended; the step was completed and saved.
             DivergedError: losses, gradients or weights are not finite; see `max_skipped`.
-            DataError: in no step of the run a target counted for the loss.
+            DataError: no target counted for the loss in any step of the run.
         """
         check_directory(self.store, self.world)
-        if not self.model.training:  # train() would also reach what the user keeps in eval mode
+        # train() would also change modules that the user keeps in eval mode
+        if not self.model.training:
             self.model.train()
         self.texts = texts or {}
-        # a subclass may use the batches of its step
+        # a subclass may use the step's batches
         own_step = type(self).training_step is not Trainer.training_step
         stream = self.train.stream(self.model.pipeline.needs_batches or own_step)
         try:
@@ -233,10 +236,10 @@ class Trainer:
                 finishing_saves(self.store, self.world),
             ):
                 self._tell("on_start")
-                self.model.zero_grad()  # of a fit before that has ended in the middle of a step
+                self.model.zero_grad()  # left by an earlier fit that ended inside a step
                 self.optimizer.zero_grad()
                 self._try_evaluation()
-                # of measurements, and of models before this one
+                # memory of measurements and of earlier models
                 self.model.pipeline.reset_peak_memory()
                 self.throughput = Throughput()
                 try:
@@ -244,7 +247,7 @@ class Trainer:
                 except Exception as error:
                     self._save_finished_step(error)
                     raise
-                self._step.show_weights(training=False)  # which one evaluates and exports
+                self._step.show_weights(training=False)  # the weights to evaluate and export
         except DivergedError as error:
             error.args = (f"{error}. {self._ways_out()}",)
             raise
@@ -253,19 +256,19 @@ class Trainer:
     def compute_loss(self, output: Any, targets: Any) -> torch.Tensor:
         """Returns the loss of one micro-batch, a mean over its samples; for subclasses.
 
-        It runs where the last stage is. A mean over something else than samples is a `SumLoss` or a
-        `MeanLoss`, which are passed as `loss_fn`.
+        Runs on the last stage. For a mean over something other than samples, pass a `SumLoss` or
+        `MeanLoss` as `loss_fn`.
         """
         raise NotImplementedError
 
     def training_step(self, batches: Sequence[Batch], timeline: bool) -> list[TrainStepResult]:
-        """Runs forward, loss and backward of the batches of a step; for subclasses.
+        """Runs the forward, loss and backward of a step's batches; for subclasses.
 
-        Whether the optimizer may step, clipping, the loss scale and the schedule stay the
-        trainer's. What this draws must follow from `self.step`, or a resumed run differs.
+        The trainer still skips non-finite steps, clips, scales the loss and steps the schedule.
+        Random draws must depend only on `self.step`, otherwise a resumed run differs.
 
         Args:
-            batches: this replica's, `accumulate` of them or fewer.
+            batches: this replica's batches, at most `accumulate`.
             timeline: whether to record the batches.
 
         Returns:
@@ -277,14 +280,14 @@ class Trainer:
         ]
 
     def train_step(self, inputs: Any, targets: Any, *, timeline: bool = False) -> TrainStepResult:
-        """Runs forward, loss and backward of the next batch; for a `training_step`.
+        """Runs the forward, loss and backward of the next batch; for use in `training_step`.
 
-        The batches of the step come in their order, with their weights in the mean of the step. The
-        last one averages the gradients over the replicas.
+        Batches must be used in order, and have their weights in the step's mean loss. The last one
+        averages the gradients over the replicas.
 
         Args:
-            inputs: of the batch, which may be changed.
-            targets: of the batch; may be changed as long as as many of them count.
+            inputs: the inputs of the batch, possibly modified.
+            targets: the targets of the batch, possibly modified without changing how many count.
             timeline: whether to record the batch.
 
         Raises:
@@ -299,9 +302,9 @@ class Trainer:
 
     @contextmanager
     def _closing(self, stream: Generator[Batch, None, None]) -> Iterator[None]:
-        """Closes what a run has open; no process leaves an interrupted one before the others.
+        """Closes a run's resources; after an interruption, waits for the other processes.
 
-        For the launcher would send the others a signal, in the middle of their last lines.
+        Otherwise the launcher would send a signal to processes that are still writing.
         """
         work_before, interrupted = activity.work, False
         try:
@@ -311,20 +314,20 @@ class Trainer:
             for callback in self.callbacks:
                 try:
                     call_hook(callback, "on_exception", self, error)
-                except Exception:  # which must not take the place of the run's own
-                    _log.exception("on_exception of %s has failed", type(callback).__name__)
+                except Exception:  # must not replace the run's own error
+                    _log.exception("on_exception of %s failed", type(callback).__name__)
             raise
         finally:
             activity.set(work_before)
             stream.close()
-            with ExitStack() as ends:  # all of them, even if one fails
+            with ExitStack() as ends:  # call all of them, even if one fails
                 for callback in reversed(self.callbacks):
                     ends.callback(call_hook, callback, "on_end", self)
             if interrupted:
                 self.world.all_arrive(_WAIT_FOR_OTHERS_S)
 
     def _train(self, stream: Iterator[Batch]) -> None:
-        # what an interruption or an error has kept it from
+        # missed because of an interruption or an error
         self._save_and_evaluate_if_due(first=True)
         watched: AbstractContextManager[None] = _NOTHING
         if self._reaches_last_batch():
@@ -342,7 +345,7 @@ class Trainer:
             if log_due:
                 self._log(rates, norm)
             if timeline_due and self._stats.recorded:
-                with self.throughput.pause():  # pictures are drawn
+                with self.throughput.pause():  # excludes drawing pictures
                     self._tell("on_timeline", *self._stats.timelines())
             wanted = self._interruptions.end_step()
             if "stop" in wanted:
@@ -352,15 +355,15 @@ class Trainer:
             self._save_and_evaluate_if_due(save="save" in wanted)
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluates the model with its present weights, or their average; see `evaluate`."""
+        """Evaluates the model with its current weights, or with their average; see `evaluate`."""
         if self.evaluation is None:
-            raise ConfigError("there is nothing to evaluate on: pass evaluation= to Trainer")
+            raise ConfigError("no evaluation data: pass evaluation= to Trainer")
         result = self.test(self.evaluation)
         self._evaluated = self.step, result
         return result
 
     def test(self, data: EvalLoader) -> dict[str, float]:
-        """Evaluates on `data`, which the run does not know; see `evaluate`."""
+        """Evaluates on other data than the run's evaluation; see `evaluate`."""
         check_eval_loader("test(data)", data)
         with self._evaluation_context():
             return evaluate(self.model, data, self.loss_fn, self.metrics)
@@ -381,26 +384,26 @@ class Trainer:
             yield
 
     def save(self, required: bool = True) -> None:
-        """Writes a checkpoint of this step, unless this step was saved or resumed.
+        """Saves a checkpoint of this step, unless the step was already saved or resumed.
 
         Args:
-            required: a full disk is an error, not a warning.
+            required: whether a full disk is an error instead of a warning.
 
         Raises:
             DivergedError: the weights are not finite; nothing is written.
-            UserError: the replicas' weights are apart.
-            CheckpointError: it cannot be written, or the one before in the background was not.
+            UserError: the replicas' weights have diverged.
+            CheckpointError: writing failed, or the previous background save failed.
         """
         self._save(required)
 
     def _save(self, required: bool, again: bool = False) -> None:
-        """See `save`; with `again` a checkpoint of this step is replaced."""
+        """Saves a checkpoint, see `save`; `again` replaces an existing checkpoint of this step."""
         if self.store is None:
             return
         saved = self._checkpoints.step == self.step
         if again or not saved:
             activity.now(Phase.SAVE, self.step)
-            # weights that the last step could not be taken with may be at fault
+            # the weights may have caused the last step to fail
             prune = not self._finite.skipping
             required = required and not saved
             with self._step.evaluation_weights():
@@ -416,35 +419,35 @@ class Trainer:
     def resume(self, path: str | Path, *, missing_ok: bool = False) -> bool:
         """Continues from the checkpoint at `path`, or from the newest in that directory.
 
-        It may be of any split and number of processes. Weights and optimizer state are the
-        checkpoint's. The learning rate, its schedule and the other options are those of this
-        trainer, so that a run can be made longer or be tuned.
+        The checkpoint may have any split and number of processes. Weights and optimizer state come
+        from the checkpoint. The learning rate, its schedule and other options come from this
+        trainer, so that a run can be extended or tuned.
 
         Args:
-            path: a checkpoint, or the directory of all.
-            missing_ok: if there is none, do nothing.
+            path: a checkpoint, or the directory of all checkpoints.
+            missing_ok: do nothing if there is no checkpoint.
 
         Returns:
-            whether there was one.
+            whether a checkpoint was loaded.
 
         Raises:
-            CheckpointError: it is missing or damaged, or is of another model.
-            ConfigError: a run counted in epochs has another number of samples per step.
+            CheckpointError: the checkpoint is missing or damaged, or belongs to another model.
+            ConfigError: the number of samples per step changed in a run counted in epochs.
         """
-        found = find_checkpoint(path, self.world, missing_ok)
-        if found is not None:
-            restore_run(self._step, found, self.states, progress=self)
-            self._checkpoints.begin_at(self, found)
-        return found is not None
+        checkpoint = find_checkpoint(path, self.world, missing_ok)
+        if checkpoint is not None:
+            restore_run(self._step, checkpoint, self.states, progress=self)
+            self._checkpoints.begin_at(self, checkpoint)
+        return checkpoint is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the progress of the run, in JSON's types; the position counts samples."""
+        """Returns the progress of the run as JSON types; the position counts samples."""
         step = self._step.state_dict()
         return {
             "step": self.step,
             "samples": self.samples,
             "epoch": self.epoch,
-            "row": self.train.sample,  # the files' key; words: ok
+            "row": self.train.sample,  # the files' key
             "rows_per_step": self._samples_per_step,
             "scaler": step["scaler"],
             "evaluated_step": self._evaluated[0],
@@ -453,32 +456,34 @@ class Trainer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a `state_dict`; with another batch size, at the same sample or just before it.
+        """Loads a `state_dict`.
+
+        With another batch size, the run continues at the saved sample, or just before it.
 
         Raises:
-            CheckpointError: a number is not of its type or out of bounds.
-            ConfigError: see `resume`.
+            CheckpointError: a number has the wrong type or is out of range.
+            ConfigError: as in `resume`.
         """
         check_progress(state_dict, self.total_steps)
         per_step, before = self._samples_per_step, state_dict["rows_per_step"]
         if self.options.epochs is not None and before != per_step:
             raise ConfigError(
                 f"{setting('batch_size', self.train.batch_size)} x "
-                f"{setting('accumulate', self.options.accumulate)} is {per_step}, and the "
-                f"checkpoint was made with {before}: a run that is counted in epochs keeps it; "
-                f"set {argument('steps')} in place of {argument('epochs')}, or "
+                f"{setting('accumulate', self.options.accumulate)} is {per_step} samples per "
+                f"step, but the checkpoint was made with {before}: a run counted in epochs cannot "
+                f"change it; set {argument('steps')} instead of {argument('epochs')}, or "
                 f"{phrase('start a new run')}"
             )
         self.samples = state_dict["samples"]
-        self.train.seek(state_dict["epoch"], state_dict["row"])  # words: ok
+        self.train.seek(state_dict["epoch"], state_dict["row"])
         self._step.load_state_dict(state_dict)
         self._best.load_state_dict(state_dict)
         self._evaluated = state_dict["evaluated_step"], None
 
     def summary(self) -> dict[str, Any]:
-        """Returns the results of the run, as they are written to `summary.json`.
+        """Returns the results of the run, the content of `summary.json`.
 
-        With `engine="distributed"` all processes of a pipeline call this together.
+        With `engine="distributed"`, all processes of a pipeline must call this together.
         """
         checkpoint = self._checkpoints.on_disk(self, self.step)
         resumed_from = self._checkpoints.resumed_from
@@ -502,7 +507,7 @@ class Trainer:
 
     @property
     def results(self) -> dict[str, Any]:
-        """Steps, samples, losses, the last evaluation and the speed: what `summary` begins with."""
+        """The steps, samples, losses, last evaluation and speed, which `summary` includes."""
         speed = self.throughput.summary()
         return {
             "steps": self.step,
@@ -537,12 +542,12 @@ class Trainer:
 
     @property
     def scaler(self) -> GradScaler:
-        """The scaler of the loss."""
+        """The loss scaler."""
         return self._step.scaler
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """The number of completed optimizer steps."""
         return self._step.number
 
     @property
@@ -552,7 +557,7 @@ class Trainer:
 
     @property
     def batch(self) -> int:
-        """The next batch of this epoch."""
+        """The index of the next batch in this epoch."""
         return self.train.batch
 
     @property
@@ -561,59 +566,60 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """True if all steps are done, and the evaluation after the last one too."""
+        """True if all steps are done, including the evaluation after the last one."""
         evaluated = self.evaluation is None or self._evaluated[0] == self.step
         return self._ended and evaluated
 
     @property
     def _ended(self) -> bool:
-        """True if no step is left, or a callback has ended the run."""
+        """True if no steps are left or a callback has ended the run."""
         if self._step.number >= self.total_steps:
             return True
-        for callback in self.callbacks:  # a plain loop: it is asked several times in a step
+        for callback in self.callbacks:  # a plain loop, because this runs several times per step
             if callback.stops and not isinstance(callback, Tracker):
                 return True
         return False
 
     @property
     def account(self) -> dict[str, Any] | None:
-        """The time of the recorded steps by its parts, in milliseconds; None: none is recorded.
+        """The time breakdown of the recorded steps in milliseconds; None without any.
 
-        `mean` over all devices, and `devices` one by one; see `hybridtrain.schedule.Account`.
+        `mean` is over all devices, and `devices` has one entry per device; see
+        `hybridtrain.schedule.Account`.
         """
         return self._stats.account_summary()
 
     @property
     def advice(self) -> list[str]:
-        """Changes that would make a step shorter, and by how much; by a typical recorded step."""
+        """Changes that would make a step shorter, with the predicted gain."""
         return self._stats.advice()
 
     @property
     def skipped_steps(self) -> int:
-        """Steps without an optimizer step because the loss or a gradient was not finite."""
+        """The number of steps skipped because of a non-finite loss or gradient."""
         return self._finite.skipped
 
     def _is_due(self, every: int | None, step: int) -> bool:
-        """Returns whether `step` is a multiple of `every`; the last step always is due."""
+        """Returns whether `step` is a multiple of `every`; the last step is always due."""
         last = step == self.total_steps or (step == self._step.number and self._ended)
         return last or (every is not None and step % every == 0)
 
     def _ended_epoch(self, every: int | None) -> bool:
-        """Returns whether the last step has ended every `every`th epoch."""
+        """Returns whether the last step ended an epoch that is a multiple of `every`."""
         return bool(every and self.step and self.batch == 0 and self.epoch % every == 0)
 
     def _reaches_last_batch(self) -> bool:
-        """Returns whether the run has the last batch of an epoch before it."""
+        """Returns whether the run will reach the last batch of an epoch."""
         if self.train.batches_per_epoch is None:
             return False
         left = self.train.batches_per_epoch - self.batch
         return self.step + math.ceil(left / self.options.accumulate) <= self.total_steps
 
     def _take_step(self, stream: Iterator[Batch], timeline: bool) -> torch.Tensor:
-        """Trains on the next batches; returns the gradients' norm before clipping.
+        """Trains on the next batches; returns the gradient norm before clipping.
 
         Raises:
-            ConfigError: `training_step` has not returned a result for each batch.
+            ConfigError: `training_step` did not return a result for each batch.
         """
         start, number = self.train.position, self._step.number
         try:
@@ -627,15 +633,15 @@ class Trainer:
             results = self._training_step(self, batches, timeline)
             if len(results) != len(batches):
                 raise ConfigError(
-                    f"training_step has returned {len(results)} results for {len(batches)} "
-                    f"batches: return that of train_step for each batch"
+                    f"training_step returned {len(results)} results for {len(batches)} batches: "
+                    "return the result of train_step for each batch"
                 )
             self._stats.record(results)
             self._stats.end_phase("pipeline")
             norm = self._step.finish(results)
             self._stats.end_phase("optimizer")
         except BaseException:
-            if self.step == number:  # what is saved, or fitted again, goes on with this step
+            if self.step == number:  # a checkpoint, or another fit, continues with this step
                 self.train.position = start
             raise
         samples = sum([batch.total for batch in batches])
@@ -653,7 +659,7 @@ class Trainer:
             "train/samples_per_second": speed.samples_per_second,
             **({"train/tokens_per_second": each} if (each := speed.tokens_per_second) else {}),
             "train/step_ms": speed.step_ms,
-            # whole ones where their length is not known
+            # whole epochs if their length is unknown
             "train/epoch": self.epoch + self.batch / (self.train.batches_per_epoch or math.inf),
             "train/grad_norm": float(norm),
         }
@@ -668,11 +674,11 @@ class Trainer:
         self._tell("on_log", values)
 
     def _save_and_evaluate_if_due(self, save: bool = False, first: bool = False) -> None:
-        """Saves before it evaluates: an evaluation that fails must not lose the step.
+        """Saves before evaluating, so that a failing evaluation does not lose the step.
 
-        A run that is resumed there does the evaluation that the checkpoint does not know of. As the
-        `first` work of a `fit`, the evaluation is completed although `max_time` is over, and saved:
-        otherwise every restart with a `max_time` shorter than an evaluation would begin it anew.
+        A run resumed from that checkpoint repeats the evaluation, which is not recorded in it. At
+        the start of a `fit` (`first`), the evaluation ignores `max_time` and is saved; otherwise
+        every restart with a `max_time` shorter than an evaluation would restart the evaluation.
         """
         step = self._step.number
         if step > 0:
@@ -689,8 +695,8 @@ class Trainer:
             save = self._evaluate_in_run()
         wanted = self._wanted() if first and not self._ended else frozenset()
         if "stop" in wanted:
-            self._stop(again=is_new)  # or the evaluation would not be known
-        # once more at the end of a run, or it would not be known to be complete
+            self._stop(again=is_new)  # saves again to record the evaluation
+        # saves again at the end of a run to record that it is complete
         save |= self._ended or "save" in wanted
         self._save_in_run(save, again=self._ended and is_new)
 
@@ -707,15 +713,15 @@ class Trainer:
         if not save:
             return
         last, best = self._ended, self._best.step == self.step
-        # nothing is saved on the way until a step succeeds
+        # no periodic saves until a step succeeds
         if last or best or not self._finite.skipping:
-            with self.throughput.pause():  # without space for one on the way, the run goes on
+            with self.throughput.pause():  # a periodic save may fail for lack of space
                 self._save(required=last, again=again)
 
     def _save_finished_step(self, error: Exception) -> None:
-        """Saves what `error` would lose, such as that of a callback, if the last step is complete.
+        """Saves the last complete step before an error, such as a callback's, ends the run.
 
-        Only where this is the only process: the others do not know that they should save too.
+        Only in a single-process run, since other processes would not take part in the save.
         """
         expected = isinstance(error, CheckpointError | DivergedError | Interrupted)
         learnt = self.step > self._finite.empty and not self._finite.skipping
@@ -723,13 +729,13 @@ class Trainer:
             return
         try:
             self._save(required=False)
-        except Exception as another:  # which must not take the place of the run's own
-            _log.warning("step %d was not saved after the error: %s", self.step, another)
+        except Exception as another:  # must not replace the run's own error
+            _log.warning("could not save step %d after the error: %s", self.step, another)
 
     def _try_evaluation(self) -> None:
-        """Evaluates one batch, which counts for nothing, to find errors before the first step.
+        """Evaluates one batch to find errors before the first step, and discards the result.
 
-        It changes nothing that training depends on. Where an evaluation comes first, it is enough.
+        Training is not affected. Skipped if the run begins with a full evaluation.
         """
         if self.evaluation is None or self._ended or self._evaluation_is_due():
             return
@@ -746,19 +752,19 @@ class Trainer:
         rewind(draws)
 
     def _check_compared(self, result: Mapping[str, float]) -> None:
-        """Checks that an evaluation has all values that are compared; a collective call.
+        """Checks that an evaluation has all compared values; a collective call.
 
-        How many values a metric has is known from its first result.
+        Only the first result shows how many values a metric has.
         """
 
         def check() -> None:
             for value in sorted(self.compared):
                 check_reported(value, ["loss", *self.metrics], result)
 
-        self.world.on_main(check)  # where all callbacks are
+        self.world.on_main(check)  # rank 0 has all callbacks
 
     def _evaluate_in_run(self) -> bool:
-        """Evaluates and reports, unless somebody stops the run; returns whether to save."""
+        """Evaluates and reports, unless a stop is requested; returns whether to save."""
         assert self.evaluation is not None
         activity.now(Phase.EVALUATE, self.step)
         share = getattr(self.evaluation, "samples", None)
@@ -771,12 +777,12 @@ class Trainer:
                 stop=self._interruptions.watch_for_stop(),
                 on_batch=lambda done: self._tell("on_evaluation_batch", done, share),
             )
-            # the same on all ranks to the last bit: all must agree on whether it is the best
+            # bitwise equal on all ranks, which must agree on whether it is the best
             result = self.world.broadcast(result)
             if self._evaluated[1] is None:
                 self._check_compared(result)
             wanted = self._wanted()
-            if "stop" not in wanted:  # else the result may be of a part of the samples
+            if "stop" not in wanted:  # otherwise the result may cover only some samples
                 self._evaluated = self.step, result
                 self._tell("on_evaluate", result)
         if "stop" in wanted:
@@ -784,7 +790,7 @@ class Trainer:
         return self._best.improves(self.step, result) or "save" in wanted
 
     def _wanted(self) -> frozenset[str]:
-        """Returns the wishes of all processes at this moment; a collective call."""
+        """Returns the current requests of all processes; a collective call."""
         self._interruptions.begin_step()
         return self._interruptions.end_step()
 
@@ -792,22 +798,22 @@ class Trainer:
         with self.throughput.pause():
             self._save(required=True, again=again)
         path = self.world.broadcast(self._checkpoints.path)
-        saved = "nothing was saved, since the run makes no checkpoints"
+        saved = "nothing was saved, because the run has no checkpoints"
         if self.store is not None:
-            saved = f"saved {path}; the same command goes on from there"
+            saved = f"saved {path}; rerun the same command to continue"
         raise Interrupted(
             f"interrupted at step {self.step} of {self.total_steps} by "
             f"{self._interruptions.stop_reason}: {saved}"
         )
 
     def _ways_out(self) -> str:
-        """Returns what to do about a run that has diverged; a collective call."""
+        """Returns suggestions for a diverged run; a collective call."""
         good_step = self._finite.last_good_step
         path = self.world.from_main(
             lambda: self._checkpoints.on_disk(self, self.step if good_step is None else good_step)
         )
         good = f"The last good checkpoint is {path}" if path else "No checkpoint was saved"
         return (
-            f"{good}. Lower the learning rate, set {argument('clip_norm')}, or look at the data "
-            "of that step"
+            f"{good}. Lower the learning rate, set {argument('clip_norm')}, or inspect that "
+            "step's data"
         )

@@ -3,12 +3,12 @@
 by_name              the losses that a config can name
 counted              `CountedLoss`, which every loss is resolved to
 weights              the weights of the batches and micro-batches of a step
-transformers_counts  counts for models of transformers that return their own loss
+transformers_counts  counts for transformers models that return their own loss
 proof                compares a loss with its count in the first step,
 captures             by calling a copy of the loss
 replayed_draws       with the same random numbers
 metrics              the metrics of an evaluation
-class_metrics        those of a classification by name, of torchmetrics
+class_metrics        classification metrics by name, from torchmetrics
 """
 
 from hybridtrain.loss.by_name import (
@@ -16,6 +16,7 @@ from hybridtrain.loss.by_name import (
     METRICS,
     LossFn,
     accuracy,
+    check_metric,
     cross_entropy,
     model_output,
     mse,
@@ -76,6 +77,7 @@ __all__ = [
     "SumLoss",
     "accuracy",
     "balanced_weights",
+    "check_metric",
     "check_reported",
     "count_of_output",
     "cross_entropy",

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridtrain.errors import ConfigError, setting
+from hybridtrain.errors import ConfigError, check_choice, setting
 from hybridtrain.loss.class_metrics import KINDS, ByClass
 from hybridtrain.loss.metrics import (
     Accuracy,
@@ -28,7 +28,7 @@ from hybridtrain.loss.metrics import (
 
 LossFn = Callable[[Any, Any], Tensor]
 
-# `count(inputs, targets)` of a batch or micro-batch returns how many elements its loss counts.
+# `count(inputs, targets)` of a batch or micro-batch returns the number of elements its loss counts.
 CountFn = Callable[[Any, Any], int | float | Tensor]
 
 
@@ -37,8 +37,8 @@ def cross_entropy(
 ) -> Tensor:
     """Cross-entropy of logits with class indices: (N, C) with (N), (N, T, C) with (N, T).
 
-    The mean over the targets that are not -100, by the weights of their classes; or with
-    probabilities as targets, (N, C), over the samples.
+    It averages over the targets that are not -100, weighted by their class weights; with
+    probabilities as targets, (N, C), it averages over the samples.
     """
     return _over_heads(F.cross_entropy, outputs, targets, weight, label_smoothing=label_smoothing)
 
@@ -46,9 +46,9 @@ def cross_entropy(
 def nll(
     outputs: Any, targets: Tensor, *, weight: Tensor | None = None, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Negative log-likelihood of log-probabilities, as `log_softmax` returns them.
+    """Negative log-likelihood of log-probabilities, as returned by `log_softmax`.
 
-    The mean over the targets that are not -100, by the weights of their classes.
+    It averages over the targets that are not -100, weighted by their class weights.
     """
     if label_smoothing:  # log-probabilities are logits of the same probabilities
         return cross_entropy(outputs, targets, weight=weight, label_smoothing=label_smoothing)
@@ -66,21 +66,21 @@ def bce(outputs: Any, targets: Tensor, *, weight: Tensor | None = None) -> Tenso
 
 
 def mse(outputs: Any, targets: Tensor) -> Tensor:
-    """Mean squared error; both of the same shape."""
+    """Mean squared error of two tensors of the same shape."""
     return F.mse_loss(main_output(outputs), targets)
 
 
 def model_output(output: Any, targets: Any) -> Tensor:
     """Returns `output.loss`, for a model that computes its loss from labels among its inputs.
 
-    For models of transformers, `hybridtrain.loss.transformers_counts` knows what the loss averages
-    over.
+    For models of transformers, `hybridtrain.loss.transformers_counts` knows the elements that the
+    loss averages over.
     """
     loss = field_of(output, "loss")
     if not isinstance(loss, Tensor):
         raise ConfigError(
-            f"{setting('loss', 'model_output')} needs a model whose output has `loss`; this one "
-            f"gives a {type(output).__name__} without: are its labels among the inputs?"
+            f"{setting('loss', 'model_output')} needs a model output with `loss`, but this model "
+            f"returns a {type(output).__name__} without it: are its labels among the inputs?"
         )
     return loss
 
@@ -102,7 +102,30 @@ METRICS: dict[str, Callable[..., Metric]] = {
     "perplexity": Perplexity,
     **{name: partial(ByClass, name) for name in KINDS},
 }
-"""Metrics by name; those of `hybridtrain.loss.class_metrics` take the classes of the data."""
+"""Metrics by name; the ones from `hybridtrain.loss.class_metrics` take the data's classes."""
+
+# Scores of whole texts, by the beginnings of their names.
+_OF_TEXTS = ("rouge", "bleu", "sacrebleu", "chrf", "meteor", "bertscore")
+
+
+def check_metric(key: str, name: Any) -> None:
+    """Checks that a metric has a name.
+
+    Args:
+        key: of the setting, for messages.
+        name: of the metric.
+
+    Raises:
+        ConfigError: the name is unknown, or the metric compares generated texts.
+    """
+    if str(name).lower().startswith(_OF_TEXTS):
+        raise ConfigError(
+            f"{setting(key, name)} compares generated texts, and an evaluation generates none: it "
+            f"predicts each token from the correct ones before it. Use accuracy or perplexity "
+            f"during training; to score texts, run `hybridtrain export format=transformers`, "
+            f"generate with transformers, and score the result (docs/export.md, 'Generate text')"
+        )
+    check_choice(key, name, METRICS)
 
 
 def _over_heads(
@@ -130,5 +153,5 @@ def _over_heads(
 
 
 def _in_float(logits: Tensor) -> Tensor:
-    """Returns logits of a model in half precision as float32, as autocast has them in a loss."""
+    """Returns half-precision logits as float32, as autocast does in a loss."""
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

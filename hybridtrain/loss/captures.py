@@ -1,6 +1,6 @@
 """The objects that a loss function captures: in a closure, a partial, a method's self, a global.
 
-`SeenLosses` uses them to tell losses with the same code apart. A trial call of a loss must not
+`SeenLosses` uses them to distinguish losses with the same code. A trial call of a loss must not
 change them, so `copied` gives the call copies.
 """
 
@@ -25,26 +25,26 @@ from hybridtrain.loss.counted import CountedLoss
 # Compared by value; everything else by identity.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, CodeType)
 
-# The first 64 losses with the same code all count as new; after that, only one each time their
-# number doubles. Otherwise a function that each step makes around new tensors would always be new.
+# The first 64 losses with the same code all count as new, then only one each time their number
+# doubles. Otherwise a function created around new tensors in each step would always be new.
 _ALL_NEW = 64
 
-_MOST_COMPARED = 32  # entries of a list that is compared by value; a longer one by identity
-_SMALL = 1000  # entries of a list that is copied
-_COPIED_BYTES = 2**26  # bytes of a tensor that is copied; a larger one is shared
+_MOST_COMPARED = 32  # maximum entries of a list compared by value; longer ones by identity
+_SMALL = 1000  # maximum entries of a list to copy
+_COPIED_BYTES = 2**26  # maximum bytes of a tensor to copy; larger ones are shared
 
 
 class SeenLosses:
     """Decides whether a loss is new: different code, or the same code with other captured objects.
 
-    A lambda in a loop is a new function in each iteration, but the same loss. Numbers and strings
-    are compared by value, also in lists and dicts, other objects by identity. Captured objects are
+    A lambda in a loop is a new function in each iteration, but the same loss. Numbers and strings,
+    also in lists and dicts, are compared by value, other objects by identity. Captured objects are
     not kept alive.
     """
 
     def __init__(self) -> None:
         self._seen = set[Hashable]()
-        self._counts = Counter[Hashable]()  # by code, how many losses have it
+        self._counts = Counter[Hashable]()  # by code, the number of losses with it
         self._warned = set[Hashable]()
 
     def is_new(self, loss: CountedLoss, divided: bool) -> bool:
@@ -81,7 +81,7 @@ class _Same:
         self._id = id(value)
         try:
             self._object: Any = weakref.ref(value)
-        except TypeError:  # a later object may have its id
+        except TypeError:  # a later object may get its id
             self._object = None
 
     def __hash__(self) -> int:
@@ -151,7 +151,7 @@ def _content(cell: CellType) -> Any:
 
 
 def _globals_of(function: FunctionType) -> Mapping[str, Any]:
-    """Returns the globals that a user's function names, without modules, types and imports."""
+    """Returns the globals that a user's function uses, without modules, types and imports."""
     if is_library_file(function.__code__.co_filename):
         return {}
     namespace = function.__globals__
@@ -169,10 +169,10 @@ def _is_captured(namespace: Mapping[str, Any], name: str) -> bool:
 def copied(function: Any, copies: dict[int, Any] | None = None) -> Any:
     """Returns a copy of a loss; calling it does not change the objects that `function` captures.
 
-    A closure, a partial, a method or a callable object is copied with the lists, counters, metrics
-    and buffers in it. Parameters are shared, since no loss changes them, and so are large tensors.
-    For an object that holds a model or much data, such as a trainer, only the attributes that the
-    code names are copied. Globals of library functions are not copied.
+    A closure, a partial, a method or a callable object is copied with its lists, counters, metrics
+    and buffers. Parameters are shared, because no loss changes them, and so are large tensors. For
+    an object with a model or much data, such as a trainer, only the attributes used by the code are
+    copied. Globals of library functions are not copied.
 
     Args:
         function: the loss.
@@ -182,7 +182,7 @@ def copied(function: Any, copies: dict[int, Any] | None = None) -> Any:
 
 
 def _copied(value: Any, memo: dict[int, Any], code: CodeType | None = None) -> Any:
-    """Returns a copy of `value`, which is captured by a function with this code."""
+    """Returns a copy of `value`, captured by a function with this code."""
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, (type, *_PLAIN)) or hasattr(type(value), "__del__"):
@@ -202,7 +202,7 @@ def _copied(value: Any, memo: dict[int, Any], code: CodeType | None = None) -> A
     elif isinstance(value, torch.Generator):
         memo[id(value)] = value.clone_state()
     elif type(value) in (list, dict) and len(value) <= _SMALL:
-        memo[id(value)] = twin = type(value)()  # first: it may contain itself
+        memo[id(value)] = twin = type(value)()  # first, because it may contain itself
         if isinstance(twin, dict):
             twin.update({key: _copied(item, memo, code) for key, item in value.items()})
         else:
@@ -213,7 +213,7 @@ def _copied(value: Any, memo: dict[int, Any], code: CodeType | None = None) -> A
         if isinstance(value, nn.Module):
             tensors = [*value.parameters(), *value.buffers()]
             memo |= {id(tensor): tensor for tensor in tensors if not _is_state(tensor)}
-        with suppress(Exception):  # a class may refuse; then its attributes are copied one by one
+        with suppress(Exception):  # a class may refuse; then copy its attributes one by one
             memo[id(value)] = copy.deepcopy(value, memo)
     return memo[id(value)] if id(value) in memo else _object_copied(value, memo, code)
 
@@ -234,7 +234,7 @@ def _function_copied(function: FunctionType, memo: dict[int, Any]) -> FunctionTy
     namespace = new_globals if state else function.__globals__
     twin = FunctionType(code, namespace, function.__name__, None, cells)
     twin.__dict__.update(function.__dict__)
-    memo[id(function)] = twin  # first: it may be in one of its cells
+    memo[id(function)] = twin  # first, because one of its cells may contain it
     for name, value in state.items():
         new_globals[name] = _copied(value, memo, code)
     defaults, keywords = function.__defaults__ or (), function.__kwdefaults__ or {}
@@ -258,16 +258,16 @@ def _holds_much(value: Any) -> bool:
 
 
 def _object_copied(value: Any, memo: dict[int, Any], code: CodeType | None) -> Any:
-    """Returns a copy of an object with copies of the attributes that the code names.
+    """Returns a copy of an object with copies of the attributes that the code uses.
 
-    Other attributes are shared. An object without a `__dict__` is returned itself.
+    Other attributes are shared. An object without a `__dict__` is returned unchanged.
     """
     kind = type(value)
     calls = [code, getattr(kind.__call__, "__code__", None) if callable(value) else None]
     try:
         twin = object.__new__(kind)
         attributes = vars(value)
-    except TypeError:  # not of a class in Python
+    except TypeError:  # not a Python class
         return value
     memo[id(value)] = twin
     seen = set[CodeType]()
@@ -278,7 +278,7 @@ def _object_copied(value: Any, memo: dict[int, Any], code: CodeType | None) -> A
 
 
 def _names_used(code: CodeType, kind: type, seen: set[CodeType]) -> Iterator[str]:
-    """Yields the names in a code object, and in the methods of `kind` that it names."""
+    """Yields the names in a code object, and in the methods of `kind` that it uses."""
     if code in seen:
         return
     seen.add(code)

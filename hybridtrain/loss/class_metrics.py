@@ -1,4 +1,4 @@
-"""Metrics of a classification by name, of torchmetrics: F1, AUC and others, in all or per class."""
+"""Classification metrics by name, from torchmetrics: F1, AUC and others, overall or per class."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class _Kind(NamedTuple):
     """A metric of torchmetrics.
 
     Attributes:
-        name: the end of its class's name, after Multiclass or Multilabel.
-        average: over the classes; "none": a value for each.
-        takes_scores: it takes probabilities, not classes.
+        name: the suffix of its class name, after Multiclass or Multilabel.
+        average: the average over the classes; "none": one value per class.
+        takes_scores: True if it takes probabilities instead of classes.
     """
 
     name: str
@@ -39,29 +39,29 @@ KINDS: Mapping[str, _Kind] = {
     "auc_per_class": _Kind("AUROC", "none", takes_scores=True),
     "confusion": _Kind("ConfusionMatrix"),
 }
-"""The metrics by name. `macro` is the mean over the classes, each counting the same."""
+"""The metrics by name. `macro` is the mean over the classes with equal weights."""
 
 
 class ByClass(nn.Module):
-    """A metric over classes, or over labels of which a sample may have several.
+    """A metric over classes, or over labels if a sample may have several.
 
-    A `Metric` for logits and targets as the losses by name take them: class numbers, of which -100
-    is ignored, or for several labels 0 and 1 of the outputs' shape.
+    A `Metric` for the logits and targets of the losses by name: class indices, with -100 ignored,
+    or for several labels 0 and 1 in the shape of the outputs.
 
     Args:
-        name: one of `KINDS`.
-        num_classes: the number of classes or labels; None: it must not be updated.
+        name: a key of `KINDS`.
+        num_classes: the number of classes or labels; None: the metric cannot be updated.
         several: whether a sample may have several labels.
     """
 
     def __init__(self, name: str, num_classes: int | None = None, several: bool = False) -> None:
         super().__init__()
         self._name, self._classes, self._several = name, num_classes, several
-        self.metric: Any = None  # made when it is used: torchmetrics takes long to import
+        self.metric: Any = None  # created on first use: torchmetrics takes long to import
 
     @property
     def higher_is_better(self) -> bool | None:
-        """True where a larger value is better; None for a confusion matrix, which has none."""
+        """True if larger values are better; None for a confusion matrix."""
         return None if self._name == "confusion" else True
 
     def to(self, device: Any) -> ByClass:  # type: ignore[override]
@@ -70,7 +70,7 @@ class ByClass(nn.Module):
         return self
 
     def reset(self) -> None:
-        """Forgets all predictions."""
+        """Resets the metric."""
         self._made().reset()
 
     def update(self, outputs: Any, targets: Tensor) -> None:
@@ -81,7 +81,7 @@ class ByClass(nn.Module):
             self._made().update(scores, targets.to(scores.device).long())
             return
         logits, targets = classes_in_dim_1(main_output(outputs).float(), targets)
-        if targets.is_floating_point():  # probabilities, of mixed samples
+        if targets.is_floating_point():  # probabilities, from mixup
             targets = targets.argmax(1)
         if logits.dim() > 2:
             logits, targets = logits.movedim(1, -1).flatten(0, -2), targets.flatten()
@@ -100,7 +100,7 @@ class ByClass(nn.Module):
             if self._classes is None:
                 raise ConfigError(
                     f"the metric {self._name} needs the number of classes, which the data set does "
-                    f"not say"
+                    f"not provide"
                 )
             from torchmetrics import classification
 

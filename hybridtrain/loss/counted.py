@@ -27,21 +27,21 @@ from hybridtrain.loss.transformers_counts import count_of_output
 
 
 def count_samples(inputs: Any, targets: Any) -> int:
-    """Returns the number of samples of a batch: the count of a plain loss function."""
+    """Returns the number of samples of a batch, which a plain loss function counts."""
     return batch_size(inputs, targets)
 
 
 @dataclass(frozen=True)
 class CountedLoss:
-    """A loss and what it counts; `resolve` makes one from any loss.
+    """A loss and the elements it counts; `resolve` creates one from any loss.
 
     Attributes:
         function: `function(output, targets)` returns the loss of one micro-batch, 0-dim.
         count: `count(inputs, targets)` returns the number of counted elements of a batch or
             micro-batch.
         is_sum: whether `function` returns sums over the counted elements rather than means.
-        is_known_reduction: whether `function` is known to be that mean or sum, so that the first
-            step need not check it, and that it handles a target of -100.
+        is_known_reduction: whether `function` is known to be that mean or sum and to handle a
+            target of -100, so that the first step need not check it.
     """
 
     function: LossFn
@@ -54,22 +54,22 @@ class CountedLoss:
 
         Raises:
             BatchError: it is not a 0-dim tensor.
-            UserError: it was computed from parameters that this process does not have.
+            UserError: it was computed from parameters that another process holds.
         """
         value: Any = self.function(output, targets)
         if isinstance(value, Tensor) and value.is_meta:
             raise UserError(
-                "loss_fn reads parameters or buffers of the model that another process has: with "
-                f"{setting('engine', 'distributed')} it can use the output and the targets alone "
-                "(for an L2 penalty, weight_decay= of the optimizer), or set "
+                "loss_fn reads parameters or buffers of the model that another process holds: with "
+                f"{setting('engine', 'distributed')} it can use only the output and the targets "
+                "(for an L2 penalty, set weight_decay= of the optimizer), or set "
                 f"{setting('engine', 'local')}"
             )
         if isinstance(value, Tensor) and value.dim() == 0:
             return value
         if isinstance(value, tuple) and len(value) == 2:
             raise BatchError(
-                "loss_fn must return a 0-dim tensor, not a tuple: the count has to be known before "
-                "the backward, so pass SumLoss(loss_sum, count) with loss_sum(output, targets) and "
+                "loss_fn must return a 0-dim tensor, not a tuple: the count is needed before the "
+                "backward, so pass SumLoss(loss_sum, count) with loss_sum(output, targets) and "
                 "count(inputs, targets)"
             )
         is_tensor = isinstance(value, Tensor)
@@ -113,7 +113,7 @@ class CountedLoss:
             targets: the targets of the batch.
             sizes: the number of samples of each micro-batch.
 
-        Without the batch, in a process that does not read it, only samples are counted.
+        Without the batch, in a process that does not read it, it can count only samples.
         """
         if isinstance(inputs, Unread) and not self.counts_samples:
             return [0] if self.is_sum else [0] * len(sizes)
@@ -140,9 +140,9 @@ class CountedLoss:
             targets = inputs.get("labels")
         if IGNORED in map(_smallest, leaves_of(targets)):
             raise BatchError(
-                f"the labels contain {IGNORED}, and {setting('loss_fn', self.name)} does not say "
-                "what it averages over: its micro-batches, batches and replicas would be "
-                "weighted by their samples. Pass PyTorch's cross_entropy or nll_loss, "
+                f"the labels contain {IGNORED}, but {setting('loss_fn', self.name)} does not "
+                "declare what it averages over, so its micro-batches, batches and replicas would "
+                "be weighted by their samples. Pass PyTorch's cross_entropy or nll_loss, "
                 "losses.model_output for output.loss of transformers, or MeanLoss(loss_fn, "
                 f"count) with count(inputs, targets)=(targets != {IGNORED}).sum(), or "
                 "len(targets) for a mean over samples"
@@ -185,7 +185,7 @@ class MeanLoss(CountedLoss):
     nothing, and `loss_mean` is not called for it.
 
     >>> MeanLoss(
-    ...     lambda output, _: output.loss,  # of a causal language model, which has no first label
+    ...     lambda output, _: output.loss,  # a causal language model, which has no first label
     ...     lambda inputs, _: (inputs["labels"] != -100)[:, 1:].sum(),
     ... )  # doctest: +SKIP
 
@@ -219,11 +219,11 @@ class TargetCount:
         """Returns the count of a batch, a 0-dim tensor unless all targets count."""
         if not isinstance(targets, Tensor):
             kind = type(targets).__name__
-            raise BatchError(f"cross_entropy and nll need targets= that are a tensor, not {kind}")
+            raise BatchError(f"cross_entropy and nll need a tensor as targets=, not {kind}")
         if targets.is_floating_point():
             if targets.dim() < 2:
                 raise BatchError(
-                    f"cross_entropy and nll need targets= that are classes, of dtype int64 "
+                    f"cross_entropy and nll need targets= with classes, of dtype int64 "
                     f"(targets.long()), not {str(targets.dtype).removeprefix('torch.')} of shape "
                     f"{tuple(targets.shape)}; probabilities have the classes in dim 1"
                 )
@@ -245,7 +245,7 @@ class TargetCount:
         return [self(None, part) for part in split(targets, sizes)]
 
     def _weight_on(self, targets: Tensor) -> Tensor:
-        """Returns the class weights on the targets' device, copied again only when they change."""
+        """Returns the class weights on the targets' device, copied again only if they change."""
         weight = self.weight
         assert weight is not None
         if weight.device == targets.device:
@@ -259,9 +259,9 @@ class TargetCount:
 def balanced_weights(labels: Tensor, classes: int) -> Tensor:
     """Returns a weight for each class, inverse to its frequency, float32 of shape (classes,).
 
-    For class numbers, weight = labels / (classes x labels of the class), so that the mean weight of
-    a label is 1; labels of -100 do not count. For labels 0 or 1 of shape (samples, classes) it is
-    the weight of a 1: the number of zeros / ones. A class without labels has the weight 1.
+    For class indices, weight = labels / (classes x labels of the class), so the mean weight of a
+    label is 1; labels of -100 do not count. For labels 0 or 1 of shape (samples, classes), it is
+    the weight of a 1: the number of zeros / ones. A class without labels has weight 1.
 
     Source: G. King and L. Zeng, Logistic Regression in Rare Events Data, 2001; as
     `class_weight="balanced"` of scikit-learn.
@@ -282,11 +282,11 @@ _BY_TARGETS = F.cross_entropy, F.nll_loss, cross_entropy, nll
 def resolve(loss_fn: Any, net: nn.Module | None = None) -> CountedLoss:
     """Returns `loss_fn` with its count; a plain function counts samples.
 
-    `SumLoss`, `MeanLoss` and losses with a method `count` bring their count. It is known for
+    `SumLoss`, `MeanLoss` and losses with a method `count` define their count. It is known for
     `cross_entropy` and `nll` of PyTorch and of `hybridtrain.loss`, and for `nn.CrossEntropyLoss`,
     `nn.NLLLoss` and subclasses with the same forward, also in a `functools.partial` and under
-    `torch.compile`. The count of `loss.model_output` depends on the class of `net`, a model of
-    transformers.
+    `torch.compile`. The count of `loss.model_output` depends on the class of `net`, a transformers
+    model.
 
     Raises:
         ConfigError: a loss of PyTorch has `reduction="sum"` or `"none"`, or the count of
@@ -301,9 +301,9 @@ def resolve(loss_fn: Any, net: nn.Module | None = None) -> CountedLoss:
     function, settings = _unwrapped(loss_fn)
     if settings.get("reduction") in ("sum", "none"):
         raise ConfigError(
-            f"{setting('loss_fn', CountedLoss(function).name)} with "
-            f'reduction="{settings["reduction"]}": leave it at "mean", or say what the sum is '
-            "divided by: "
+            f"{setting('loss_fn', CountedLoss(function).name)} has "
+            f'reduction="{settings["reduction"]}": use "mean", or declare what to divide the sum '
+            "by: "
             f"SumLoss(loss_fn, lambda inputs, targets: targets.numel())"
         )
     if any(function is reduction for reduction in _BY_TARGETS):
@@ -357,9 +357,9 @@ def _is_compiled(function: Any) -> bool:
 
 
 def zero_of(output: Any) -> Tensor:
-    """Returns 0 as a tensor whose backward gives zero gradients to the inputs of `output`."""
+    """Returns 0 as a tensor with a backward that gives zero gradients to the inputs of `output`."""
     leaves = leaves_of(output)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    # without an output's own loss, whose backward may divide by 0
+    # without the loss in an output, because its backward may divide by 0
     tensors = [tensor for tensor in tensors if tensor.dim()] or tensors
     return sum((t.reshape(-1)[:0].sum().float() for t in tensors), torch.zeros(()))

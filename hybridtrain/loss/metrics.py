@@ -1,4 +1,4 @@
-"""The metrics of an evaluation. Without torchmetrics, whose import takes as long as PyTorch's."""
+"""The metrics of an evaluation, without torchmetrics, which takes as long to import as PyTorch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Metric(Protocol):
         """Moves the state to a device."""
 
     def reset(self) -> None:
-        """Forgets all batches."""
+        """Resets the metric."""
 
     def update(self, outputs: Any, targets: Any) -> None:
         """Adds a batch."""
@@ -41,8 +41,8 @@ class Metric(Protocol):
 def direction(key: str, value: str, metric: Any, mode: str | None) -> str:
     """Returns `min` or `max`: whether the smallest or the largest value of an evaluation is best.
 
-    A `mode` takes precedence. Without one, the smallest loss is best, and a metric decides by its
-    `higher_is_better`, as in torchmetrics.
+    A `mode` takes precedence. Without one, the smallest loss is best, and for a metric, its
+    `higher_is_better` decides, as in torchmetrics.
 
     Args:
         key: the name of the argument `mode` in error messages, such as `best_mode`.
@@ -70,15 +70,15 @@ def direction(key: str, value: str, metric: Any, mode: str | None) -> str:
 def named_values(name: str, value: Any, classes: Sequence[str] | None = None) -> dict[str, float]:
     """Returns the values of a metric by name, as an evaluation reports them.
 
-    A number has the metric's name. A tensor of one value per class, as metrics of torchmetrics with
-    `average=None` return it, has a name for each: `f1/cat`, or `f1/0` where the classes have no
-    names. A square matrix, as of confusions, has `name/true/predicted`. A mapping, as a
-    `MetricCollection` returns it, has `name/key`.
+    A number gets the metric's name. A tensor with one value per class, as returned by torchmetrics
+    with `average=None`, gets a name for each: `f1/cat`, or `f1/0` if the classes have no names. A
+    square matrix, such as a confusion matrix, gets `name/true/predicted`. A mapping, as returned by
+    a `MetricCollection`, gets `name/key`.
 
     Args:
-        name: of the metric.
-        value: what its `compute` returns.
-        classes: the names of the classes, in the order of their numbers.
+        name: the name of the metric.
+        value: the result of its `compute`.
+        classes: the class names in index order.
 
     Raises:
         ConfigError: the value is a tensor of several dimensions, or several tensors.
@@ -87,12 +87,12 @@ def named_values(name: str, value: Any, classes: Sequence[str] | None = None) ->
         parts = [named_values(f"{name}/{key}", part, classes) for key, part in value.items()]
         return {key: number for part in parts for key, number in part.items()}
     if isinstance(value, Tensor) and value.dim() == 1 and len(value) > 1:
-        known = classes is not None and len(classes) == len(value)
-        labels: Sequence[Any] = classes if known and classes else range(len(value))
+        has_names = classes is not None and len(classes) == len(value)
+        labels: Sequence[Any] = classes if has_names and classes else range(len(value))
         return {f"{name}/{x}": number for x, number in zip(labels, value.tolist(), strict=True)}
     if isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == value.shape[1] > 1:
-        known = classes is not None and len(classes) == len(value)
-        labels = classes if known and classes else range(len(value))
+        has_names = classes is not None and len(classes) == len(value)
+        labels = classes if has_names and classes else range(len(value))
         by_class = zip(labels, value, strict=True)
         parts = [named_values(f"{name}/{label}", line, classes) for label, line in by_class]
         return {key: number for part in parts for key, number in part.items()}
@@ -103,8 +103,8 @@ def named_values(name: str, value: Any, classes: Sequence[str] | None = None) ->
         returned = type(value).__name__
     if returned is not None:
         raise ConfigError(
-            f"the metric {name!r} returns a {returned}: a metric of an evaluation must "
-            f"return a number, one number per class, or a square matrix of the classes"
+            f"the metric {name!r} returns a {returned}, but an evaluation metric must return a "
+            f"number, one number per class, or a square matrix over the classes"
         )
     return {name: float(value)}
 
@@ -113,23 +113,23 @@ def metric_of(value: str, metrics: Iterable[str]) -> str | None:
     """Returns the name of the metric that reports `value`, such as f1 for f1/cat, or None.
 
     Args:
-        value: of an evaluation, as `named_values` names it.
-        metrics: their names.
+        value: a value of an evaluation, as named by `named_values`.
+        metrics: the names of the metrics.
     """
     names = [name for name in metrics if value == name or value.startswith(f"{name}/")]
     return max(names, key=len, default=None)
 
 
 def check_reported(value: str, metrics: Iterable[str], result: Mapping[str, float]) -> None:
-    """Checks that an evaluation reports `value`, a metric or one of the values of a metric.
+    """Checks that an evaluation reports `value`, a metric or one of a metric's values.
 
     Args:
-        value: that runs are compared by.
+        value: the value to compare runs by.
         metrics: the names of all metrics.
-        result: of an evaluation; a metric that could not be computed is not in it.
+        result: the result of an evaluation, without metrics that could not be computed.
 
     Raises:
-        ConfigError: the metric reports others; lists some of them.
+        ConfigError: the metric reports other values; the message lists some of them.
     """
     metric = metric_of(value, metrics)
     reported = [name for name in result if metric_of(name, metrics) == metric]
@@ -141,12 +141,12 @@ def check_reported(value: str, metrics: Iterable[str], result: Mapping[str, floa
 class Accuracy(nn.Module):
     """The share of correct predictions, 0 to 1; NaN without predictions. Ignores targets of -100.
 
-    A `Metric`, but not a metric of torchmetrics, so it cannot be in a `MetricCollection`. It does
-    not need the number of classes, and accepts classes in dim 1 or in the last dimension: (N, C)
-    with (N), (N, T, C) with (N, T), (N, C, ...) with (N, ...).
+    A `Metric`, but not a torchmetrics metric, so it cannot be in a `MetricCollection`. It does not
+    need the number of classes, and accepts classes in dim 1 or in the last dimension: (N, C) with
+    (N), (N, T, C) with (N, T), (N, C, ...) with (N, ...).
 
     Attributes:
-        dist_sync_fn: gathers a tensor of counts from all replicas; None: there is one replica.
+        dist_sync_fn: gathers a tensor of counts from all replicas; None with a single replica.
     """
 
     higher_is_better = True
@@ -158,13 +158,13 @@ class Accuracy(nn.Module):
         self.register_buffer("counts", torch.zeros(2, dtype=torch.int64), persistent=False)
 
     def reset(self) -> None:
-        """Forgets all predictions."""
+        """Resets the metric."""
         self.counts.zero_()
 
     def update(self, outputs: Any, targets: Tensor) -> None:
         """Adds the predictions of a batch."""
         logits, targets = classes_in_dim_1(main_output(outputs), targets)
-        right = (logits.argmax(1) == targets).sum()  # which -100 never is
+        right = (logits.argmax(1) == targets).sum()  # never true for -100
         self.counts += torch.stack([right, (targets != IGNORED).sum()]).to(self.counts.device)
 
     def compute(self) -> Tensor:
@@ -180,7 +180,7 @@ class Perplexity(nn.Module):
     A `Metric` like `Accuracy`, for logits or log-probabilities. NaN without targets.
 
     Attributes:
-        dist_sync_fn: gathers a tensor of sums from all replicas; None: there is one replica.
+        dist_sync_fn: gathers a tensor of sums from all replicas; None with a single replica.
     """
 
     higher_is_better = False
@@ -192,7 +192,7 @@ class Perplexity(nn.Module):
         self.register_buffer("sums", torch.zeros(2, dtype=torch.float64), persistent=False)
 
     def reset(self) -> None:
-        """Forgets all predictions."""
+        """Resets the metric."""
         self.sums.zero_()
 
     def update(self, outputs: Any, targets: Tensor) -> None:
@@ -218,9 +218,9 @@ def main_output(outputs: Any) -> Tensor:
     main = field_of(outputs, "logits", outputs)
     if not isinstance(main, Tensor):
         raise ConfigError(
-            f"the losses and metrics that are chosen by name take a tensor, or an output with "
-            f"`logits`; the model gives a {type(outputs).__name__}: return the logits, or train "
-            f"from Python with your own {argument('loss_fn')}"
+            f"losses and metrics chosen by name take a tensor, or an output with `logits`, but the "
+            f"model returns a {type(outputs).__name__}: return the logits, or train from Python "
+            f"with a custom {argument('loss_fn')}"
         )
     return main
 

@@ -1,21 +1,21 @@
-"""Checks in the first step with a loss that it is the mean, or the sum, that it is treated as.
+"""Checks in a loss's first step that it is the mean, or the sum, it is treated as.
 
-Some samples are cut into parts, and the loss of all samples is compared with the parts' losses:
+Some samples are split into parts, and the loss of all samples is compared with the parts' losses:
 
     a mean    loss(all) = (count(a) loss(a) + count(b) loss(b) + ...) / (count(a) + count(b) + ...)
     a sum     loss(all) = loss(a) + loss(b) + ...
 
-The same comparison is made for their gradients with respect to the outputs. A loss that contradicts
-its count is an error. A plain function, which is treated as a mean over samples, may compare
-samples with one another on purpose, so a mismatch is only a warning. Losses of PyTorch and of
-`hybridtrain.loss` are known, and are only checked for logits instead of log-probabilities.
+The gradients with respect to the outputs are compared in the same way. A loss that contradicts its
+count is an error. A plain function, which is treated as a mean over samples, may compare samples
+with one another on purpose, so a mismatch is only a warning. Losses of PyTorch and of
+`hybridtrain.loss` are known; they are only checked for logits instead of log-probabilities.
 
-The parts are the first micro-batches of the step whose outputs together take at most `KEPT_BYTES`.
-If not even two micro-batches fit, the parts are the halves of one micro-batch, or two micro-batches
-of one sample each. Among these pairs the check takes the one whose parts both count and whose
-counts are most uneven, because equal parts would not reveal a wrong count. From halves that are too
-large it takes as many samples as fit, at least one of each. At its peak the check holds about five
-times the outputs of these samples.
+The parts are the first micro-batches of the step, as long as their outputs together take at most
+`KEPT_BYTES`. If not even two micro-batches fit, the parts are the halves of one micro-batch, or two
+micro-batches of one sample each. Among these pairs the check picks one in which both parts count
+and the counts are most uneven, because equal parts would not reveal a wrong count. From halves that
+are too large it takes as many samples as fit, at least one of each. At its peak, the check holds
+about five times the outputs of these samples.
 
 The check calls a copy of the loss (`captures.copied`) on copies of the outputs, with gradients as
 in training. The random numbers that the loss draws for all samples are replayed for the parts
@@ -59,11 +59,11 @@ Warn = Callable[..., object]
 _RELATIVE, _RELATIVE_OF_HALF, _ABSOLUTE = 1e-4, 1e-2, 1e-6
 _RELATIVE_OF_GRADIENT = 1e-3  # relative to the largest gradient
 
-KEPT_BYTES = 2**26  # limit for the outputs that are compared, in bytes
+KEPT_BYTES = 2**26  # limit for the compared outputs, in bytes
 
 
 def is_of_model(loss: CountedLoss, targets: Any) -> bool:
-    """Returns whether the model computes the loss, so that its output has no samples to cut."""
+    """Returns whether the model computes the loss, so its output has no samples to split."""
     has_counts = not (loss.is_sum or loss.counts_samples)
     return loss.function is model_output or (targets is None and has_counts)
 
@@ -92,7 +92,7 @@ class _Samples(NamedTuple):
         return [together, *split(batch, [self.start, *self.sizes, remainder])[1:-1]]
 
     def first(self, microbatches: int) -> _Samples:
-        """Returns the first parts, of which each is a micro-batch."""
+        """Returns the first parts, each of which is a micro-batch."""
         sizes, counts = self.sizes[:microbatches], self.counts[:microbatches]
         return _Samples(0, sizes, counts, range(microbatches))
 
@@ -107,7 +107,7 @@ def _most_informative(
     loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int]
 ) -> _Samples:
     """Returns the two halves of a micro-batch, or two samples, with the most uneven counts."""
-    # each micro-batch in two parts; a micro-batch of a single sample stays whole
+    # each micro-batch in two parts; a micro-batch with a single sample stays whole
     parts = [part for size in sizes for part in (size - size // 2, size // 2) if part]
     microbatch = [number for number, size in enumerate(sizes) for _ in range(min(size, 2))]
     counts = _counts(loss, inputs, targets, parts)
@@ -124,7 +124,7 @@ def _most_informative(
 
 
 class ModelLossProof:
-    """Checks a loss that the model computes, by a forward of some samples and of their parts.
+    """Checks a loss computed by the model, by a forward of some samples and of their parts.
 
     Args:
         loss: the loss of the step.
@@ -159,12 +159,12 @@ def prove_in_training(
 ) -> None:
     """Checks the loss of a small model in training mode too, on a copy of the model.
 
-    A mismatch is a warning, since samples may affect one another in training on purpose; batch
-    norms are in evaluation mode. A model that is larger than `KEPT_BYTES`, or that is in several
+    A mismatch is a warning, because samples may affect one another in training on purpose; batch
+    norms are in evaluation mode. A model that is larger than `KEPT_BYTES`, or spread over several
     processes, is not checked.
 
     Args:
-        loss: the loss of the step, which the model computes.
+        loss: the loss of the step, computed by the model.
         net: the model.
         inputs: the inputs of the batch.
         targets: the targets of the batch.
@@ -222,10 +222,10 @@ class LogProbabilityCheck:
         self._copy = None if loss.takes_log_probabilities else _Copy(loss)
 
     def observe(self, microbatch: int, output: Any) -> None:
-        """Checks the output if it is of the first micro-batch.
+        """Checks the output of the first micro-batch; ignores the others.
 
         Raises:
-            ConfigError: the output has logits.
+            ConfigError: the output contains logits.
         """
         if microbatch:
             return
@@ -244,7 +244,7 @@ class LogProbabilityCheck:
 
 @torch.no_grad()
 def check_log_probabilities(values: Any, loss: str) -> None:
-    """Checks that no value is above 0 by more than rounding; waits for the device.
+    """Checks that no value exceeds 0 by more than rounding; waits for the device.
 
     Raises:
         ConfigError: a value is above 0.
@@ -255,8 +255,8 @@ def check_log_probabilities(values: Any, loss: str) -> None:
     # x - logsumexp(x) may round to more than 0, and so may log(p + epsilon)
     if largest > 1e-3 + 4 * torch.finfo(values.dtype).eps * size:
         raise ConfigError(
-            f"{setting('loss_fn', loss)} takes log-probabilities, which are never above 0, and "
-            f"the model returns logits (one is {largest:.4g}): set "
+            f"{setting('loss_fn', loss)} takes log-probabilities, which are never above 0, but the "
+            f"model returns logits (one is {largest:.4g}): set "
             f"{setting('loss_fn', 'cross_entropy')}"
         )
 
@@ -294,11 +294,11 @@ class OutputProof:
         everything = range(len(sizes))
         self._whole = _Samples(0, sizes, _counts(loss, inputs, targets, sizes), everything)
         self._samples = _most_informative(loss, inputs, targets, sizes)
-        self._outputs: list[Any] | None = []  # None: they cannot be cut, or the check is done
+        self._outputs: list[Any] | None = []  # None: they cannot be split, or the check is done
         self._trained: list[bool] = []
 
     def observe(self, microbatch: int, output: Any) -> None:
-        """Takes the output of a micro-batch; compares once all samples have come.
+        """Takes the output of a micro-batch; compares once all samples have arrived.
 
         Raises:
             ConfigError: the loss contradicts its count.
@@ -309,14 +309,14 @@ class OutputProof:
             self._observe(self._outputs, microbatch, output)
         except ConfigError:
             raise
-        except Exception as error:  # outputs that cannot be cut, such as sparse tensors
+        except Exception as error:  # outputs that cannot be split, such as sparse tensors
             self._outputs = None
             _say_not_compared(self._loss, self._warn, error)
 
     def _observe(self, outputs: list[Any], microbatch: int, output: Any) -> None:
         tensors = _tensors_of(output)
         if any(not t.dim() or t.shape[0] != self._sizes[microbatch] for t in tensors):
-            self._outputs = None  # not cut along its samples
+            self._outputs = None  # not split along its samples
             if self._loss.counts_samples:
                 self._warn(_NOT_BY_SAMPLE, setting("loss_fn", self._loss.name))
             return
@@ -333,7 +333,7 @@ class OutputProof:
         self._outputs = None
         try:
             merged = merge(outputs)
-        except (BatchError, RuntimeError):  # different shapes, as when padding is cut off
+        except (BatchError, RuntimeError):  # different shapes, for example from trimmed padding
             return
         del outputs
         targets = self._samples.of(self._targets, sum(self._sizes))
@@ -352,7 +352,7 @@ class OutputProof:
             self._samples = self._fewer(max(1, int(KEPT_BYTES / sample_bytes / 2)))
 
     def _fewer(self, most: int) -> _Samples:
-        """Returns at most `most` samples of each of both parts, around their boundary."""
+        """Returns at most `most` samples from each of the two parts, around their boundary."""
         start, (first, second), _, microbatches = self._samples
         boundary, end = start + first, sum(self._sizes)
         pair_sizes = [min(first, most), min(second, most)]
@@ -363,12 +363,12 @@ class OutputProof:
 
 
 _NOT_BY_SAMPLE = (
-    "%s is treated as a mean over samples, which was not checked: the model's output has "
-    "tensors without the samples in dim 0, such as the loss. For the loss of a model of "
-    "transformers, pass losses.model_output"
+    "%s is treated as a mean over samples, but this could not be checked: the model's output has "
+    "tensors without the samples in dim 0, such as the loss. For the loss of a transformers model, "
+    "pass losses.model_output"
 )
 _NOT_COMPARED = (
-    "%s is treated as a mean over samples, which was not checked: in a call for all "
+    "%s is treated as a mean over samples, but this could not be checked: in a call for all "
     "samples together, or for parts of them with the same random numbers, it %s"
 )
 
@@ -421,8 +421,8 @@ class _Calls:
         tensors = _tensors_of(output)
         device = _device_of(tensors)
         self.is_half |= any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tensors)
-        if len(self._values) == number:  # else an earlier call has failed
-            if number and not self._counts[number - 1]:  # an empty part: the loss is not called
+        if len(self._values) == number:  # otherwise an earlier call has failed
+            if number and not self._counts[number - 1]:  # an empty part: do not call the loss
                 self._values.append(torch.zeros((), device=device, dtype=torch.double))
                 trained = self._trained or ()
                 pairs = zip(tensors, trained, strict=bool(trained))
@@ -435,7 +435,7 @@ class _Calls:
     def _try(self, number: int, output: Any, device: torch.device) -> None:
         try:
             self._call(number, output, device)
-        except ConfigError:  # of `_NllInputs`
+        except ConfigError:  # from `_NllInputs`
             raise
         except OtherDrawsError as error:
             _say_not_compared(self._loss, self._warn, error)
@@ -454,7 +454,7 @@ class _Calls:
                     leaf = leaf.detach()
                     if next(trained, False):
                         inputs.append(leaf.requires_grad_())
-                    leaves[at] = leaf.clone()  # a loss may work in place
+                    leaves[at] = leaf.clone()  # a loss may modify its input in place
             targets = map_tensors(lambda t: put(t, device), self._targets[number])
             draws: Any = self._draws
             if number:
@@ -463,7 +463,7 @@ class _Calls:
                 draws = SameDraws(self._draws.drawn, start, size, samples)
             with draws, _NllInputs(self._loss.name):
                 value = self._copy(tree_unflatten(leaves, tree), targets, device)
-            if self._copy.has_drawn and not self._draws.drawn:  # unseen, in compiled code
+            if self._copy.has_drawn and not self._draws.drawn:  # not intercepted in compiled code
                 raise OtherDrawsError
             gradients: Sequence[Tensor | None] = [None] * len(inputs)
             if value.requires_grad and inputs:
@@ -526,24 +526,24 @@ class _Calls:
         if self._loss.is_sum:
             raise ConfigError(
                 f"{setting('loss_fn', name)} was passed as a sum: {result} sum of parts of "
-                f"{of_parts}. For a mean, pass MeanLoss(loss_fn, count), with a count of what it "
-                "is a mean over"
+                f"{of_parts}. For a mean, pass MeanLoss(loss_fn, count), with a count of the "
+                "elements it averages over"
             )
         if not self._loss.counts_samples:
             raise ConfigError(
                 f"{setting('loss_fn', name)}: {result} mean of parts of {of_parts}, weighted by "
-                f"their counts {_listed(self._counts)}: it is not a mean over what is counted, "
-                "and micro-batches would give another gradient than the batch. Turn off what "
-                f"else the model adds to its loss (of a router, a z-loss), or {WAY_OUT}"
+                f"their counts {_listed(self._counts)}: it is not a mean over the counted "
+                "elements, so micro-batches would give another gradient than the batch. Disable "
+                f"additional terms of the model's loss (of a router, a z-loss), or {WAY_OUT}"
             )
         if apart is None and abs(whole - sum(parts)) <= _ABSOLUTE + _RELATIVE * abs(whole):
             remedy = "It is a sum: pass SumLoss(loss_fn, lambda inputs, targets: len(targets))"
         else:
             remedy = (
                 "If it averages over something else, pass MeanLoss(loss_fn, lambda inputs, "
-                "targets: ...) with a count of that, such as (targets != -100).sum() or "
-                "weight[targets].sum(); a loss that compares samples sees those of its "
-                "micro-batch alone (see docs/losses.md)"
+                "targets: ...) with the count of its elements, such as (targets != -100).sum() or "
+                "weight[targets].sum(); a loss that compares samples sees only the samples of its "
+                "micro-batch (see docs/losses.md)"
             )
         text = "%s is treated as a mean over samples, but it is not one: %s mean of parts of %s. %s"
         self._warn(text, setting("loss_fn", name), result, of_parts, remedy)
@@ -558,7 +558,7 @@ def _listed(numbers: Sequence[float]) -> str:
 
 
 class _Copy:
-    """A copy of a loss whose calls have no side effects and draw the same numbers each time.
+    """A copy of a loss that has no side effects and draws the same numbers in each call.
 
     Attributes:
         has_drawn: whether the last call drew from a default generator of PyTorch.

@@ -1,8 +1,8 @@
-"""Replays the random numbers that a loss draws for a batch in its calls for parts of the batch.
+"""Replays the random numbers of a loss's call for a batch in its calls for parts of the batch.
 
-Random tensors of PyTorch are recorded and cut along the samples (`RecordedDraws`, `SameDraws`).
+PyTorch's random tensors are recorded and split along the samples (`RecordedDraws`, `SameDraws`).
 Draws from Python's and NumPy's generators cannot be intercepted: each call starts from the same
-generator state and must draw equally many numbers (`HostDraws`).
+generator state and must draw the same number of values (`HostDraws`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DROPOUT = torch.ops.aten.native_dropout.default
 
 
 class OtherDrawsError(Exception):
-    """The random numbers for a part differ from the numbers that were drawn for its samples."""
+    """The random numbers for a part differ from the recorded numbers of its samples."""
 
 
 class RecordedDraws(InterceptedDraws):
@@ -49,9 +49,9 @@ class RecordedDraws(InterceptedDraws):
 
 
 class SameDraws(InterceptedDraws):
-    """Replays, for a part of the samples, the random numbers that were drawn for these samples.
+    """Replays, for a part of the samples, the random numbers recorded for these samples.
 
-    A tensor with all samples in dim 0 is cut; any other tensor is the same for each part.
+    A tensor with all samples in dim 0 is split; any other tensor is the same for each part.
 
     Args:
         drawn: `RecordedDraws.drawn` of the call for all samples.
@@ -101,7 +101,7 @@ class HostDraws:
     """Makes each call of a loss draw the same numbers from Python's and NumPy's generators.
 
     Args:
-        held: objects that the copy of the loss holds; generators among them are included.
+        held: objects that the copy of the loss references; generators among them are included.
     """
 
     def __init__(self, held: Iterable[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Counts for `output.loss` of models of transformers, which compute the loss from their labels.
+"""Counts for `output.loss` of transformers models, which compute the loss from their labels.
 
 The rules follow transformers 5.23 (`loss/loss_utils.py`, and the models' forwards). A rule is only
 used if the source of the model's forward matches it; other models are refused.
@@ -18,7 +18,7 @@ from hybridtrain.loss.by_name import CountFn
 from hybridtrain.loss.metrics import IGNORED
 
 WAY_OUT = (
-    "say what it is a mean over: MeanLoss(model_output, lambda inputs, _: "
+    "pass its count: MeanLoss(model_output, lambda inputs, _: "
     '(inputs["labels"] != -100).sum()), with inputs["labels"][:, 1:] for a causal language model'
 )
 
@@ -30,7 +30,7 @@ def count_of_output(net: nn.Module) -> CountFn:
     - masked language models, token classification, encoders with decoders: the labels that are
       not -100;
     - classification of samples, multiple choice: the samples with a label that is not -100;
-    - question answering: the samples, whose positions must lie within the sequence.
+    - question answering: the samples; their positions must lie within the sequence.
 
     Raises:
         ConfigError: the forward of `net` matches no rule.
@@ -52,8 +52,8 @@ def count_of_output(net: nn.Module) -> CountFn:
         if count is not None:
             return _attended if count is _valid and "active_loss" in source else count
     raise ConfigError(
-        f"{setting('loss', 'model_output')}: what {type(net).__name__} averages over is unknown; "
-        f"{WAY_OUT}"
+        f"{setting('loss', 'model_output')}: it is unknown what {type(net).__name__} averages its "
+        f"loss over; {WAY_OUT}"
     )
 
 
@@ -72,7 +72,7 @@ def _inside(net: nn.Module) -> Iterator[nn.Module]:
 
 
 def _rule(net: nn.Module, name: str, source: str) -> str:
-    """Returns the key of `_RULES` that the forward of `net` matches; no key if there is none."""
+    """Returns the key of `_RULES` that the forward of `net` matches, or an empty string."""
     if "self.loss_function(" in source:
         return "" if "shift_labels" in source else getattr(net.loss_function, "__name__", "")
     suffix, config = name[name.rfind("For") :], getattr(net, "config", None)
@@ -91,7 +91,7 @@ def _labels(inputs: Any) -> Tensor:
         )
     for name in ("num_items_in_batch", "output_router_logits"):
         if inputs.get(name) not in (None, False):
-            raise BatchError(f"{setting('loss', 'model_output')}: leave {name} out of the inputs")
+            raise BatchError(f"{setting('loss', 'model_output')}: remove {name} from the inputs")
     return labels
 
 
@@ -125,8 +125,8 @@ def _answers(inputs: Any, _: Any) -> int:
         )
     if any(int(position.max()) >= tokens.shape[1] for position in positions):
         raise BatchError(
-            f"{setting('loss', 'model_output')}: an answer lies outside its sequence and would be "
-            "ignored, in its start and its end apart: leave such samples out"
+            f"{setting('loss', 'model_output')}: an answer lies outside its sequence; its start "
+            "and end would be ignored independently of each other: remove such samples"
         )
     return int(positions[0].shape[0])
 
@@ -137,7 +137,7 @@ _RULES: dict[str, CountFn] = {
     "ForTokenClassification": _valid,
     "ForSequenceClassificationLoss": _samples,
     "ForQuestionAnsweringLoss": _answers,
-    # models that call a loss of PyTorch, by the end of their names
+    # models that call a PyTorch loss, by the suffix of their names
     "ForMaskedLM": _valid,
     "ForConditionalGeneration": _valid,
     "ForSequenceClassification": _samples,

@@ -8,8 +8,8 @@ one, for a loss that returns means:
     weight of its mean        4x2/10    2x2/10        4x2/10   replicas are averaged: x 2; total: 10
     grad_scales              .6  .2     0  .4        .8   0    batch's weight x count / batch count
 
-With a fixed number of logical replicas their gradients are summed, not averaged, so that nothing
-depends on the number of processes: the weights are without the factor 2 then.
+With a fixed number of logical replicas, their gradients are summed instead of averaged, so that
+nothing depends on the number of processes: the weights then omit the factor 2.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class ShareLoss:
     """The loss of a logical replica's share of a batch.
 
     Attributes:
-        replica: the number of the logical replica.
-        mean: over what counts in the share, a 0-dim tensor; see `MicrobatchCounts.mean`.
-        count: what it is a mean over.
+        replica: the index of the logical replica.
+        mean: the mean over the counted elements of the share, 0-dim; see `MicrobatchCounts.mean`.
+        count: the number of these elements.
     """
 
     replica: int
@@ -56,14 +56,14 @@ class MicrobatchCounts:
     Args:
         loss: the loss.
         batch: `(inputs, targets)`.
-        chunks: the number of micro-batches to cut it into.
-        replica: the logical replica that the batch is of.
+        chunks: the number of micro-batches to split it into.
+        replica: the logical replica of the batch.
         in_step: False for a padding batch, which does not count in the step.
-        is_step: whether the step is this batch alone.
+        is_step: whether the step consists of this batch only.
 
     Attributes:
-        replica: see above.
-        in_step: see above.
+        replica: as passed.
+        in_step: as passed.
         microbatches: the number of micro-batches.
         is_single_microbatch: whether the whole step is this one micro-batch.
         weights: the weight of each micro-batch's loss value: 1 for sums, its count for means.
@@ -98,7 +98,7 @@ class MicrobatchCounts:
         self._counts = copied_to_host(loss.counts(*batch, sizes))
 
     def __getattr__(self, name: str) -> Any:
-        # together, and with the first use: counts may be on their way from a GPU until then
+        # all at once, and on first use: the copy of the counts from a GPU may take until then
         if name not in ("weights", "count", "counted"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         counts = self._counts()
@@ -110,7 +110,7 @@ class MicrobatchCounts:
     def mean(self, values: Sequence[Tensor]) -> Tensor:
         """Returns the mean from the loss values of the micro-batches, 0-dim.
 
-        It is 0 if nothing counts, and NaN without values (another process has the last stage).
+        It is 0 if nothing counts, and NaN without values (in a process without the last stage).
         """
         if not values:
             return torch.tensor(float("nan"))
@@ -127,7 +127,7 @@ class MicrobatchCounts:
 
 
 def microbatch_weights(loss: CountedLoss, batch: tuple[Any, Any], chunks: int) -> list[float]:
-    """Returns the weight of each micro-batch's loss value, of a batch that is only evaluated."""
+    """Returns the weight of each micro-batch's loss value, for a batch of an evaluation."""
     shares = [MicrobatchCounts(loss, parts, chunks) for parts in shares_of(*batch)]
     return [weight for share in shares for weight in share.weights]
 
@@ -138,7 +138,7 @@ class StepScale:
     Args:
         shares: this process's part of the step.
         world: the processes and replicas.
-        known: the count of the whole step, if it is known.
+        known_total: the count of the whole step, if known.
         weight: a factor for the mean of each batch instead of its share of the total.
     """
 
@@ -146,19 +146,19 @@ class StepScale:
         self,
         shares: Sequence[MicrobatchCounts],
         world: World,
-        known: float | None,
+        known_total: float | None,
         weight: float | None,
     ) -> None:
         fixed, replicas = world.fixed_replicas is not None, world.logical_replicas
         self._shares = shares
         self._replicas = 1 if fixed else replicas  # gradients are summed, or averaged
         self._weight = None if weight is None else float(weight) / (replicas if fixed else 1)
-        self._total = known
+        self._total = known_total
         self._counts: Tensor | None = None
         # some processes of a pipeline may not have read the batch
         counts_elsewhere = replicas > 1 or world.processes_per_replica > 1
-        if known is None and weight is None and counts_elsewhere:
-            # by replica, and added in their order: float counts are the same on all processes
+        if known_total is None and weight is None and counts_elsewhere:
+            # added in replica order, so that float counts are the same on all processes
             self._counts = torch.zeros(replicas, dtype=torch.float64)
             # all processes of a replica have the same batch: count it once
             for share in shares if world.pipeline_rank == 0 else ():
@@ -186,7 +186,7 @@ class StepScale:
             numerator = self._weight
         if not (share.count and denominator):
             return [0.0] * share.microbatches
-        # rounded once, as where one writes loss * part / total
+        # rounded once, as in loss * part / total
         return [part * numerator / denominator for part in share.weights]
 
 
@@ -195,7 +195,7 @@ class BatchWeight:
 
     Args:
         shares: the counts of each logical replica's share, or of the whole batch.
-        scale: of the step.
+        scale: the scale of the step.
 
     Attributes:
         microbatches: the number of micro-batches of the batch.
@@ -253,11 +253,11 @@ class StepWeights(list[BatchWeight]):
     Args:
         loss: the loss of the step.
         batches: this replica's batches, each `(inputs, targets)`.
-        chunks: the number of micro-batches to cut a batch into.
+        chunks: the number of micro-batches to split a batch into.
         world: the processes and replicas.
         samples: for each batch, the number of samples that count; 0 for a padding batch.
-        total: the samples of the step over all batches and replicas, if known; used by a loss that
-            counts samples.
+        total: the number of samples of the step over all batches and replicas, if known; used by a
+            loss that counts samples.
         weight: a factor for the mean of each batch instead of its share of the total.
     """
 
@@ -287,8 +287,8 @@ class StepWeights(list[BatchWeight]):
                 replica = world.owned_replicas.start
                 of_batch = [MicrobatchCounts(loss, batch, chunks, replica, in_step, is_one)]
             counts.append(of_batch)
-        known = total if loss.counts_samples else None
-        self._scale = StepScale([*chain.from_iterable(counts)], world, known, weight)
+        known_total = total if loss.counts_samples else None
+        self._scale = StepScale([*chain.from_iterable(counts)], world, known_total, weight)
         super().__init__([BatchWeight(of_batch, self._scale) for of_batch in counts])
 
     @property
@@ -312,8 +312,8 @@ def copied_to_host(counts: Sequence[int | float | Tensor]) -> Callable[[], Seque
     """
     tensors = [count for count in counts if isinstance(count, Tensor)]
     if not tensors:
-        known = _checked(cast("Sequence[float]", counts))
-        return lambda: known
+        checked = _checked(cast("Sequence[float]", counts))
+        return lambda: checked
     if len(tensors) < len(counts) or accelerator_of(tensors[0].device) is None:
         numbers = _checked([c.item() if isinstance(c, Tensor) else c for c in counts])
         return lambda: numbers
@@ -324,4 +324,4 @@ def copied_to_host(counts: Sequence[int | float | Tensor]) -> Callable[[], Seque
 def _checked(counts: Sequence[float]) -> Sequence[float]:
     if min(counts) >= 0 and math.isfinite(sum(counts)):
         return counts
-    raise BatchError(f"the count of a loss must be a finite number from 0 on, not {counts}")
+    raise BatchError(f"the count of a loss must be a finite number of at least 0, not {counts}")

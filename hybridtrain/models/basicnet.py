@@ -18,10 +18,10 @@ def basicnet(num_classes: int = 10, image_size: int = 28, channels: int = 1) -> 
 
     Source: BasicNet in Z. Mueller, *From PyTorch DDP to Accelerate to Trainer*, Hugging Face blog,
     2022, after pytorch/examples, mnist/main.py. Raises `ConfigError` if a size is not positive, or
-    if images are under 6 pixels, of which the pool leaves nothing.
+    if images are smaller than 6 pixels, which leaves nothing after the pool.
     """
     check_sizes(num_classes=num_classes, image_size=image_size, channels=channels)
-    # Each 3x3 convolution takes a pixel off every edge; the pool halves what is left.
+    # Each 3x3 convolution removes a pixel at every edge; the pool halves the rest.
     side = (image_size - 4) // 2
     if side < 1:
         raise ConfigError(

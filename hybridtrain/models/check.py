@@ -1,4 +1,4 @@
-"""The kinds of output of a model, and checks of the arguments that several models share."""
+"""Declaring what a model returns, and checks of arguments that several models share."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -20,13 +20,13 @@ Model = TypeVar("Model", bound=Callable[..., Any])
 def returns(output: str | Callable[[Mapping[str, Any]], str]) -> Callable[[Model], Model]:
     """Decorates a model function with the kind of output its model returns.
 
-    The loss of a run follows from it unless `trainer.loss` is set. A function without it is taken
-    to return logits.
+    It determines the loss of a run unless `trainer.loss` is set. A function without the decorator
+    is assumed to return logits.
 
     Args:
-        output: `logits`, `log_probabilities`, `label_logits` (of labels of which a sample has
-            several), `values` (of a regression) or `loss` (an output with the model's own loss); or
-            a function of the config's arguments that returns one of them.
+        output: `logits`, `log_probabilities`, `label_logits` (for several labels per sample),
+            `values` (for regression) or `loss` (an output with the model's own loss); or a function
+            of the config's arguments that returns one of them.
     """
 
     def decorate(model: Model) -> Model:
@@ -37,7 +37,7 @@ def returns(output: str | Callable[[Mapping[str, Any]], str]) -> Callable[[Model
 
 
 def loss_of_model(target: Any, arguments: Mapping[str, Any]) -> str:
-    """Returns the name of the loss that fits what the model of `target` returns.
+    """Returns the name of the loss for the output kind of the model of `target`.
 
     Raises:
         ConfigError: `returns` is not one of the known kinds.
@@ -49,7 +49,7 @@ def loss_of_model(target: Any, arguments: Mapping[str, Any]) -> str:
 
 
 def check_sizes(**sizes: int | None) -> None:
-    """Raises `ConfigError` unless each of these is a whole number of at least 1."""
+    """Raises `ConfigError` unless each size is a whole number of at least 1."""
     for name, value in sizes.items():
         if value is None:
             raise ConfigError(
@@ -68,7 +68,7 @@ def check_heads(d_model: int, name: str, heads: int) -> None:
 
 
 def check_dropout(probability: float) -> None:
-    """Raises `ConfigError` unless this is a probability below 1."""
+    """Raises `ConfigError` unless `probability` is at least 0 and below 1."""
     if not isinstance(probability, int | float) or not 0 <= probability < 1:
         raise ConfigError(
             f"{setting('dropout', probability, repr)} must be a number of at least 0 and below 1"

@@ -40,7 +40,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
-        # (N, T, 3 d) -> 3 of (N, heads, T, d / heads), the layout that SDPA takes.
+        # (N, T, 3 d) -> 3 of (N, heads, T, d / heads), the layout that SDPA expects.
         heads = self.qkv(x).unflatten(-1, (3, self.n_head, -1))
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
         dropout = self.dropout if self.training else 0.0
@@ -81,14 +81,14 @@ def gpt(
     """Returns a pre-norm decoder with learned positions: n_layer + 3 elements.
 
     It takes int64 ids of shape (N, T), T at most `seq_len`, and returns logits of shape
-    (N, T, vocab_size), where those at position t depend on the ids up to t only. The output layer
-    does not share the embedding's weights, so that the first and the last stage of a pipeline
-    share nothing. Parameters are named `embed.*`, `blocks.0.*` ..., `head.*`.
+    (N, T, vocab_size); the logits at position t depend only on the ids up to t. The output layer
+    does not share the embedding's weights, so the first and the last stage of a pipeline share
+    nothing. Parameters are named `embed.*`, `blocks.0.*` ..., `head.*`.
 
-    Weights start as in GPT-2: normal with standard deviation 0.02, divided by sqrt(2 n_layer) for
-    the two projections of a block that add to the residual stream; biases 0. Source: A. Radford
-    et al., Language Models are Unsupervised Multitask Learners, 2019, section 2.3. Raises
-    `ConfigError` if the arguments do not fit together.
+    Weights are initialized as in GPT-2: normal with standard deviation 0.02, divided by
+    sqrt(2 n_layer) for the two projections of a block that add to the residual stream; biases 0.
+    Source: A. Radford et al., Language Models are Unsupervised Multitask Learners, 2019, section
+    2.3. Raises `ConfigError` if the arguments are inconsistent.
     """
     check_sizes(vocab_size=vocab_size, seq_len=seq_len)
     check_sizes(n_layer=n_layer, n_head=n_head, d_model=d_model)

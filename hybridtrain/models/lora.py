@@ -1,4 +1,4 @@
-"""LoRA by the library PEFT: low-rank matrices are trained beside frozen weights.
+"""LoRA with the library PEFT: trains low-rank matrices next to frozen weights.
 
 Source: E. Hu et al., LoRA, 2021 (arXiv:2106.09685); DoRA: S. Liu et al., 2024 (arXiv:2402.09353).
 """
@@ -25,16 +25,16 @@ INITS: dict[str, bool | str] = {
     "gaussian": "gaussian",
     "orthogonal": "orthogonal",
 }
-"""Initial values of the matrices, as PEFT calls them. Those that change the base's weights (pissa,
-olora) are left out: an adapter would no longer fit the base that it names."""
+"""Initializations of the matrices, by PEFT's names. Those that change the base's weights (pissa,
+olora) are excluded, because the adapter would no longer match the base that it names."""
 
 ALL_LINEAR = "all-linear"
 
-_ADAPTER = "default"  # PEFT's name of the only one
-# Names that PEFT gives: of modules around the base's, and of what is the adapter's alone.
+_ADAPTER = "default"  # PEFT's name for the only adapter
+# PEFT's names of modules around the base's modules.
 _WRAPPED = re.compile(rf"\.(base_layer|original_module|modules_to_save\.{_ADAPTER})(?=\.)")
 _ADDED = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\.")
-# PEFT's task by the end of a class's name in transformers.
+# PEFT's task, by the suffix of a transformers class name.
 _TASKS = {
     "ForCausalLM": "CAUSAL_LM",
     "LMHeadModel": "CAUSAL_LM",
@@ -42,7 +42,7 @@ _TASKS = {
     "ForSequenceClassification": "SEQ_CLS",
     "ForTokenClassification": "TOKEN_CLS",
 }
-# The heads that a pretrained base lacks, as PEFT knows them.
+# The heads that a pretrained base lacks, by PEFT's names.
 _HEADS = ("classifier", "score")
 
 
@@ -58,25 +58,25 @@ def lora(
 ) -> nn.Module:
     """Returns `net` with LoRA in some of its layers; everything else is frozen.
 
-    Modules and parameters have the names that PEFT gives them. Matrices of a base in half precision
-    are float32, as PEFT makes them.
+    Modules and parameters have PEFT's names. The matrices for a half-precision base are float32, as
+    in PEFT.
 
     Args:
-        net: a model of transformers, or any other; it is changed.
+        net: a model of transformers, or any other; it is modified.
         rank: the rank of the matrices.
         alpha: the matrices' product is multiplied by alpha / rank; None: 2 x rank.
         dropout: the dropout probability before the matrices.
-        targets: names of linear layers, convolutions or embeddings, or the last parts of their
-            names, such as `[q_proj, v_proj]`; `all-linear`: all linear layers but the output's;
-            None: PEFT's choice for the model type.
-        modules_to_save: names of modules that are trained as a whole, or their last parts; None:
-            the head of a classifier.
+        targets: names of linear layers, convolutions or embeddings, or suffixes of names, such as
+            `[q_proj, v_proj]`; `all-linear`: all linear layers but the output's; None: PEFT's
+            choice for the model type.
+        modules_to_save: names, or suffixes of names, of modules to train as a whole; None: the
+            head of a classifier.
         dora: train the magnitudes of the weights as well.
         init: `default`, `gaussian` or `orthogonal`; see `INITS`.
 
     Raises:
-        ConfigError: PEFT is not installed, a number is out of its range, or a name is not one of
-            the model's modules.
+        ConfigError: PEFT is not installed, a number is out of range, or a name is not one of the
+            model's modules.
     """
     peft = _peft()
     for name, value, low in (("rank", rank, 1), ("dropout", dropout, 0)):
@@ -128,25 +128,25 @@ class LoraAdapter:
     config: Any
 
     def base_name(self, name: str) -> str | None:
-        """Returns the name of a tensor in the base alone, or None."""
+        """Returns the name of a tensor in the plain base, or None for an adapter tensor."""
         return None if _ADDED.search(f".{name}") else _WRAPPED.sub("", f".{name}")[1:]
 
     @torch.no_grad()
     def follow_base(self, net: nn.Module) -> None:
-        """Sets the magnitudes of DoRA to those of the base's weights."""
+        """Sets DoRA's magnitudes to those of the base's weights."""
         for _, module in _layers(net):
             if _ADAPTER not in getattr(module, "lora_variant", {}):
                 continue
             if any(parameter.is_meta for parameter in module.parameters()):
-                continue  # of another process
+                continue  # another process's
             magnitudes = module.lora_magnitude_vector
-            kept = magnitudes[_ADAPTER]  # the parameter that the optimizer has
+            magnitude = magnitudes[_ADAPTER]  # the parameter that the optimizer references
             module.lora_variant[_ADAPTER].init(module, adapter_name=_ADAPTER)
-            kept.weight.copy_(magnitudes[_ADAPTER].weight)
-            magnitudes[_ADAPTER] = kept
+            magnitude.weight.copy_(magnitudes[_ADAPTER].weight)
+            magnitudes[_ADAPTER] = magnitude
 
     def merged(self, net: nn.Module) -> nn.Module:
-        """Returns the base with W + alpha / rank B A in place of W, and the trained modules."""
+        """Returns the base with W + alpha / rank B A instead of W, and the trained modules."""
         for name, module in [*_layers(net)]:
             module.merge()
             net.set_submodule(name, module.get_base_layer())
@@ -161,7 +161,7 @@ class LoraAdapter:
         config.base_model_name_or_path = base or None
         config.inference_mode = True
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the base is not looked up on the Hub
+            warnings.simplefilter("ignore")  # PEFT does not find the base on the Hub
             tensors = peft.get_peft_model_state_dict(
                 net, state_dict=dict(state), adapter_name=_ADAPTER, save_embedding_layers=False
             )
@@ -189,7 +189,7 @@ def _saved_whole(net: nn.Module) -> Iterator[tuple[str, Any]]:
 def _targets(
     peft: Any, net: nn.Module, targets: str | Sequence[str] | None
 ) -> str | list[str] | None:
-    """Returns the target modules, each of which the model has."""
+    """Returns the target modules after checking that the model has them."""
     linear = _linear_names(net)
     if targets is None:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as OF_TYPE
@@ -243,20 +243,20 @@ def _check_name(key: str, name: str, net: nn.Module, examples: Sequence[str]) ->
 
 
 def _matching(net: nn.Module, name: str) -> Iterator[str]:
-    """Yields the modules with this name, or with this end of a name, as PEFT matches them."""
+    """Yields the modules with this name or name suffix, as PEFT matches them."""
     for module, _ in net.named_modules():
         if module and (module == name or module.endswith(f".{name}")):
             yield module
 
 
 def _linear_names(net: nn.Module) -> list[str]:
-    """Returns the last parts of the names of linear layers, each once."""
+    """Returns the last parts of the names of linear layers, without duplicates."""
     names = (name for name, module in net.named_modules() if _is_linear(module))
     return [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
 
 
 def _is_linear(module: nn.Module) -> bool:
-    # Conv1D of transformers is a linear layer, of GPT-2
+    # Conv1D of transformers is a linear layer (in GPT-2)
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 

@@ -17,26 +17,26 @@ def timm_model(
     channels: int = 3,
     dropout: float | None = None,
 ) -> nn.Module:
-    """Returns a model of timm with random weights and the parameter names of timm.
+    """Returns a model of timm with random weights and timm's parameter names.
 
     It takes float images of shape (N, channels, image_size, image_size) and returns logits of
-    shape (N, num_classes). Weights come from a file that timm has saved, by `init_from`.
+    shape (N, num_classes). `init_from` loads weights from a file saved by timm.
 
     Args:
         name: as in `timm.list_models()`.
-        num_classes: number of classes.
-        image_size: pixels per side, for the models that are built for one; None: the default.
-        channels: colour channels.
-        dropout: probability that a feature before the classifier is dropped in training; None: the
-            model's own.
+        num_classes: the number of classes.
+        image_size: pixels per side, for models with a fixed size; None: the default.
+        channels: color channels.
+        dropout: dropout probability of features before the classifier; None: the model's default.
 
     Raises:
-        ConfigError: timm is not installed, or has no such model, or the model no such argument.
+        ConfigError: timm is not installed or does not have this model, or the model does not accept
+            an argument.
     """
     try:
         import timm
     except ImportError as error:
-        raise ConfigError("models of timm need pip install 'hybridtrain[timm]'") from error
+        raise ConfigError("timm models require pip install 'hybridtrain[timm]'") from error
     if not timm.is_model(name):
         available = timm.list_models()
         raise ConfigError(
@@ -50,7 +50,7 @@ def timm_model(
     if image_size is not None:
         try:
             return _made(timm, name, img_size=image_size, **options)
-        except TypeError:  # a convolutional network takes any size, and no such argument
+        except TypeError:  # a convolutional network takes any size and has no such argument
             pass
     try:
         return _made(timm, name, **options)

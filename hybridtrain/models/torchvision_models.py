@@ -30,27 +30,28 @@ def torchvision_model(
     resize: int | None = None,
     dropout: float | None = None,
 ) -> nn.Module:
-    """Returns a classification model of torchvision, untrained, with its parameter names.
+    """Returns a torchvision classification model, untrained, with its parameter names.
 
     It takes float images of shape (N, channels, image_size, image_size) and returns
-    log-probabilities of shape (N, num_classes), whose cross-entropy is their negative
-    log-likelihood. A grey image becomes three equal colours. In training GoogLeNet and Inception v3
-    return torchvision's named tuples, with log-probabilities of the auxiliary heads. The initial
-    weights are those that `torchvision.models.get_model(name)` draws.
+    log-probabilities of shape (N, num_classes); their cross-entropy equals their negative
+    log-likelihood. A gray image is copied to three equal colors. In training, GoogLeNet and
+    Inception v3 return torchvision's named tuples, with log-probabilities of the auxiliary heads.
+    The initial weights are the ones drawn by `torchvision.models.get_model(name)`.
 
     Args:
         name: as in `torchvision.models.list_models(module=torchvision.models)`.
-        num_classes: number of classes.
+        num_classes: the number of classes.
         image_size: pixels per side; may be None if `resize` is given.
-        channels: colour channels, 1 or 3.
-        resize: pixels per side that images are resized to (bilinear). None: images keep their size
-            if the model takes it, else they get the next larger of `USUAL_SIZES` that it takes.
-        dropout: probability that a feature is dropped in training; None: the model's default.
+        channels: color channels, 1 or 3.
+        resize: pixels per side to resize images to (bilinear). None: images keep their size if the
+            model takes it, else they get the next larger of `USUAL_SIZES` that it takes.
+        dropout: dropout probability of features; None: the model's default.
 
     Raises:
-        ConfigError: the name is unknown, or the model does not take such an argument or image.
+        ConfigError: the name is unknown, or the model does not accept an argument or the image
+            size.
     """
-    from torchvision import models  # seconds of imports: only for a run that needs them
+    from torchvision import models  # takes seconds to import
 
     available = models.list_models(module=models)
     if name not in available:
@@ -64,7 +65,7 @@ def torchvision_model(
     assert first is not None
     if channels not in (1, 3):
         raise ConfigError(
-            f"{setting('channels', channels)}: torchvision's models take 3 colours, or 1"
+            f"{setting('channels', channels)}: torchvision's models take 3 color channels, or 1"
         )
     builder = models.get_model_builder(name)
     accepted = inspect.signature(inspect.signature(builder).return_annotation).parameters
@@ -77,10 +78,10 @@ def torchvision_model(
         check_dropout(dropout)
         options["dropout"] = dropout
     if "init_weights" in accepted and accepted["init_weights"].default is None:
-        options["init_weights"] = True  # what None does too, but with a warning
+        options["init_weights"] = True  # the effect of None, without its warning
 
     def build(side: int) -> nn.Module:
-        # of the models that have a size, ViT takes a number and MaxViT a pair
+        # among models with a fixed size, ViT takes a number and MaxViT a pair
         sized = {"image_size": side, "input_size": (side, side)}
         net: nn.Module = builder(**options, **{k: sized[k] for k in sized.keys() & accepted})
         return net
@@ -89,17 +90,17 @@ def torchvision_model(
     side = _first_that_fits(name, build, sides)
     net = build(side)
     settings = {"grey": channels == 1, "side": None if side == image_size else side}
-    # In a wrapper, the parameters' names would have a prefix. PyTorch's parametrizations and
+    # A wrapper would add a prefix to the parameters' names. PyTorch's parametrizations and
     # `fully_shard` change a module's class in the same way.
     net.__class__ = type(type(net).__name__, (_OnImages, type(net)), settings)
     return net
 
 
 class _OnImages(nn.Module):
-    """Extends a class of torchvision's: prepares the images, and normalises the outputs."""
+    """Extends a torchvision class: prepares the images, and normalizes the outputs."""
 
     grey: bool
-    side: int | None  # to which images are resized
+    side: int | None  # the size to resize images to
 
     def forward(self, images: Tensor) -> Any:
         """Returns the log-probabilities of images (N, channels, height, width)."""
@@ -112,7 +113,7 @@ class _OnImages(nn.Module):
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """A context in which modules are made without memory for parameters or random draws.
+    """A context in which modules are created without parameter memory or random draws.
 
     Unlike `torch.device("meta")`, it lets constructors compute with other tensors.
     """
@@ -127,16 +128,16 @@ def shapes_only() -> Iterator[None]:
 
 
 def _first_that_fits(name: str, build: Callable[[int], nn.Module], sides: Sequence[int]) -> int:
-    """Returns the first of these sizes that the model takes in training."""
+    """Returns the first of these sizes that the model accepts in training."""
     for side in sides:
         try:
             with shapes_only():
-                # two images: a batch norm refuses a single value per channel
+                # two images: a batch norm rejects a single value per channel
                 build(side).to("meta")(torch.empty(2, 3, side, side, device="meta"))
             return side
         except (AssertionError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
     raise ConfigError(
-        f"{setting('name', name)} takes no images of {' or '.join(map(str, sides))} pixels per "
-        f"side ({reason}): pass {argument('resize')}<a size that it takes>"
+        f"{setting('name', name)} does not accept images of {' or '.join(map(str, sides))} pixels "
+        f"per side ({reason}): pass {argument('resize')}<a size that it accepts>"
     )

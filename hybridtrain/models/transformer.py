@@ -1,7 +1,7 @@
 """A Transformer encoder that classifies texts: the model of the IDRIS page on hybrid parallelism.
 
-The padding mask travels beside the activations, because a layer of a pipeline gets only what the
-layer before it returned:
+The padding mask is passed along with the activations, because a layer of a pipeline gets only the
+output of the previous layer:
 
     (tokens, mask) -> encoder -> (x, mask) -> layers.0 -> (x, mask) -> ... -> decoder -> logits
 """
@@ -32,9 +32,9 @@ class Encoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, d_model, padding_idx=pad_index)
         self.dropout = nn.Dropout(dropout)
-        # Computed, not learned: left out of checkpoints, which so load with another max_len.
+        # Computed, not learned: not in checkpoints, so these load with another max_len.
         self.register_buffer("positions", sinusoids(max_len, d_model), persistent=False)
-        # torch's N(0, 1), times sqrt(d_model), would drown the positions, which stay within 1.
+        # torch's N(0, 1), times sqrt(d_model), would drown out the positions, which stay within 1.
         with torch.no_grad():
             self.embedding.weight.uniform_(-0.1, 0.1)
             self.embedding.weight[pad_index].zero_()
@@ -49,14 +49,14 @@ class Encoder(nn.Module):
 
 
 class Layer(nn.TransformerEncoderLayer):
-    """torch's own encoder layer (post-norm, ReLU), taking and returning `(x, mask)`.
+    """torch's encoder layer (post-norm, ReLU), which takes and returns `(x, mask)`.
 
     It is a subclass to keep the parameters' names of an `nn.TransformerEncoder`.
     """
 
     def __init__(self, d_model: int, nhead: int, d_hid: int, dropout: float) -> None:
-        # In evaluation, torch would run a fused kernel on a layer whose activation is F.relu: other
-        # arithmetic, and zeros in the padded places. torch.relu, the same function, keeps it off.
+        # In evaluation, torch would run a fused kernel on a layer with the activation F.relu, with
+        # other arithmetic and zeros at padding. torch.relu, the same function, prevents that.
         super().__init__(d_model, nhead, d_hid, dropout, activation=torch.relu, batch_first=True)
 
     def forward(self, inputs: Masked) -> Masked:  # type: ignore[override]
@@ -66,7 +66,7 @@ class Layer(nn.TransformerEncoderLayer):
 
 
 class Decoder(nn.Module):
-    """Mean over the tokens that are not padding, and a linear classifier.
+    """The mean over the tokens that are not padding, and a linear classifier.
 
     Takes `(x, mask)` of shapes (N, L, d_model) and (N, L); returns logits (N, num_classes).
     """
@@ -78,7 +78,7 @@ class Decoder(nn.Module):
     def forward(self, inputs: Masked) -> Tensor:
         """See the class."""
         x, mask = inputs
-        # A fill and not a product with 0: padded places must not matter, even if they hold NaN.
+        # masked_fill, not a product with 0: padding must not matter, even if it contains NaN.
         total = x.masked_fill(mask.unsqueeze(-1), 0.0).sum(dim=1)
         count = (~mask).sum(dim=1, keepdim=True).clamp(min=1)
         logits: Tensor = self.classifier(total / count)
@@ -111,11 +111,11 @@ def transformer(
 
     It takes `(tokens, mask)`: int64 ids and bool, True at padding, both of shape (N, L) with L at
     most `max_len`, and returns logits of shape (N, num_classes), for `F.cross_entropy`, which do
-    not depend on the padding. `pad_index` is the padding's id, whose embedding stays zero.
+    not depend on the padding. `pad_index` is the padding id; its embedding stays zero.
     Parameters are named `encoder.*`, `layers.0.*` ..., `decoder.*`.
 
     Source: Encoder, Layer and Decoder of IDRIS, *PyTorch: parallelisme hybride (modele et
-    donnees)*. Raises `ConfigError` if the arguments do not fit together.
+    donnees)*. Raises `ConfigError` if the arguments are inconsistent.
     """
     check_sizes(vocab_size=vocab_size, num_classes=num_classes, max_len=max_len)
     check_sizes(d_model=d_model, nhead=nhead, d_hid=d_hid, nlayers=nlayers)

@@ -23,7 +23,7 @@ TASKS = {
     "masked_lm": "AutoModelForMaskedLM",
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
-"""The class that makes a model for a task."""
+"""The Auto class for each task."""
 
 # the names of tables of absolute positions
 _OF_POSITIONS = re.compile(r"(^|[.])(wpe|(embed_)?positions?(_embed(dings?)?)?)$")
@@ -56,15 +56,14 @@ def transformers_model(
     image_size: int | None = None,
     channels: int | None = None,
 ) -> nn.Module:
-    """Returns a model of transformers with random weights and the parameter names of transformers.
+    """Returns a transformers model with random weights and the parameter names of transformers.
 
-    Its output has `logits`, which the losses that are chosen by name take; no labels are passed
-    to the model. The weights of `source` are those of `init_from=<source>`, which each process
-    reads for its own stages.
+    Its output has `logits`, as losses chosen by name expect; no labels are passed to the model. To
+    load the weights of `source`, set `init_from=<source>`, which each process reads for its own
+    stages.
 
     Args:
-        source: a folder with a `config.json`, or a name on the Hub; the model gets its
-            configuration.
+        source: a folder with a `config.json`, or a name on the Hub, to take the configuration from.
         config: instead of `source`, a `model_type` and settings that differ from its defaults, such
             as `{model_type: bert, hidden_size: 256}`.
         task: classification, multilabel, regression, token_classification, image_classification,
@@ -74,22 +73,22 @@ def transformers_model(
         vocab_size: the size of the data's vocabulary; the default of `config.vocab_size`.
         pad_index: the id of the data's padding token.
         attention: the attention implementation, such as eager or sdpa; None: the model's default.
-            `sdpa_masked` is sdpa with a mask in every batch: transformers leaves it out of a batch
-            without padding, which then takes another kernel, with other last bits.
+            `sdpa_masked` is sdpa with a mask in every batch: transformers omits the mask for a
+            batch without padding, which selects another kernel with slightly different results.
         dtype: the dtype of the parameters: float32, bfloat16 or float16. float32 keeps small
             updates of the optimizer from being rounded away, whatever the source's dtype.
-        classes: the names of the classes, which become `id2label` in `config.json`.
+        classes: the class names, for `id2label` in `config.json`.
         special_tokens: ids of the data's tokenizer, such as `eos_token_id`, for the model's
             configuration and generation.
-        max_len: the number of tokens after which the data cuts a text.
-        longest: the number of tokens of the longest text, if it is known.
+        max_len: the number of tokens to which the data truncates texts.
+        longest: the number of tokens of the longest text, if known.
         image_size: pixels per side of the data's images; the default of `config.image_size`.
         channels: color channels of the data's images; the default of `config.num_channels`.
 
     Raises:
-        ConfigError: transformers is not installed, an argument is unknown, or the data does not fit
-            the model: its vocabulary or texts are too large, it lacks a padding token, its images
-            have another size, or it has texts for a model of images or the reverse.
+        ConfigError: transformers is not installed, an argument is unknown, or the data does not
+            match the model: its vocabulary or texts are too large, it lacks a padding token, its
+            images have another size, or it has texts for an image model or the reverse.
     """
     transformers = _transformers()
     task = task or "classification"
@@ -97,7 +96,7 @@ def transformers_model(
     check_choice("dtype", dtype, DTYPES)
     if (source is None) == (config is None):
         raise ConfigError(
-            f"give either {argument('source')} or {argument('config')}, not both: what model is it?"
+            f"set either {argument('source')} or {argument('config')}, which selects the model"
         )
     labels: dict[str, Any] = {}
     if num_classes is not None and task not in ("causal_lm", "masked_lm", "seq2seq"):
@@ -110,7 +109,7 @@ def transformers_model(
     if source is not None:
         if source.startswith((".", "/", "~")) and not Path(source).expanduser().exists():
             raise ConfigError(
-                f"{setting('source', source)}: there is no such folder ({Path(source).absolute()})"
+                f"{setting('source', source)}: no such folder ({Path(source).absolute()})"
             )
         try:
             model_config = transformers.AutoConfig.from_pretrained(
@@ -124,8 +123,8 @@ def transformers_model(
     model_vocab_size = getattr(model_config, "vocab_size", None)
     if vocab_size is not None and model_vocab_size is not None and model_vocab_size < vocab_size:
         raise ConfigError(
-            f"the data has {vocab_size} tokens, and the model {model_vocab_size}: take the "
-            f"tokenizer of the model"
+            f"the data has {vocab_size} tokens, but the model only {model_vocab_size}: use the "
+            f"model's tokenizer"
         )
     _take_special_tokens(model_config, special_tokens or {}, pad_index, set(config or {}))
     if (
@@ -133,11 +132,11 @@ def transformers_model(
         and getattr(model_config, "pad_token_id", 0) is None
     ):
         raise ConfigError(
-            "this model classifies by the last token that is not padding, and neither it nor the "
+            "this model classifies by the last token that is not padding, but neither it nor the "
             "tokenizer has a padding token: add one to the tokenizer, or set "
             f"{argument('pad_index')}"
         )
-    model_config.use_cache = False  # of keys and values, for generation; stages cannot pass it on
+    model_config.use_cache = False  # the key-value cache is for generation; stages cannot pass it
     name = auto or TASKS[task]
     kind = getattr(transformers, name, None)
     if kind is None or not hasattr(kind, "from_config"):
@@ -151,7 +150,7 @@ def transformers_model(
     except (ValueError, ImportError) as error:
         raise ConfigError(
             f"{name} of {model_config.model_type}: {_first_line(error)} {setting('task', task)} "
-            f"may be another one of {', '.join(TASKS)}"
+            f"may be the wrong task; choose among {', '.join(TASKS)}"
         ) from error
     _check_kind_of_data(model, vocab_size, image_size)
     if image_size is not None:
@@ -161,31 +160,31 @@ def transformers_model(
         length = min(length, max_len)
         if length > positions:
             raise ConfigError(
-                f"texts have up to {length} tokens, and the model has {positions} positions: set "
-                f"data.max_len={positions} or less"
+                f"texts have up to {length} tokens, but the model only has {positions} positions: "
+                f"set data.max_len={positions} or less"
             )
     return model
 
 
 def _check_kind_of_data(model: nn.Module, vocab_size: int | None, image_size: int | None) -> None:
-    """Refuses texts for a model of images, and images for one of texts."""
+    """Refuses texts for an image model, and images for a text model."""
     takes = getattr(model, "main_input_name", None)
     if takes == "pixel_values" and vocab_size is not None and image_size is None:
         raise ConfigError(
-            f"{type(model).__name__} takes images, and the data set has texts: choose a model of "
-            f"texts, or a data set of images"
+            f"{type(model).__name__} takes images, but the data set has texts: choose a text model "
+            f"or an image data set"
         )
     if takes == "input_ids" and image_size is not None and vocab_size is None:
         raise ConfigError(
-            f"{type(model).__name__} takes token ids, and the data set has images: choose a model "
-            f"of images, with {setting('task', 'image_classification')}, or a data set of texts"
+            f"{type(model).__name__} takes token ids, but the data set has images: choose an image "
+            f"model, with {setting('task', 'image_classification')}, or a text data set"
         )
 
 
 def _check_images(kind: Any, config: Any, how: Mapping[str, Any], side: int, channels: int) -> None:
-    """Refuses images that the model does not take, which it says in its forward alone.
+    """Refuses images that the model rejects only in its forward.
 
-    Some models take images of other sizes than that of their configuration.
+    Some models accept images of other sizes than configured.
     """
     size = getattr(config, "image_size", side)
     sizes = {*size} if isinstance(size, list | tuple) else {size}
@@ -198,9 +197,9 @@ def _check_images(kind: Any, config: Any, how: Mapping[str, Any], side: int, cha
             net(pixel_values=images)
         except (ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"{type(net).__name__} does not take the images of the data set, {side} x {side} "
-                f"pixels in {channels} colours: {_first_line(error)} Set data.image_size= to the "
-                "size of the model; or leave image_size and num_channels out of "
+                f"{type(net).__name__} does not accept the images of the data set, {side} x {side} "
+                f"pixels with {channels} color channels: {_first_line(error)} Set data.image_size= "
+                "to the size of the model; or remove image_size and num_channels from "
                 f"{argument('config')}"
             ) from error
 
@@ -210,7 +209,7 @@ def _take_special_tokens(
 ) -> None:
     """Sets the data's special tokens in a model's configuration, unless `settings` has them.
 
-    A default id outside of the vocabulary is removed.
+    Removes a default id outside the vocabulary.
     """
     ids = dict(tokens)
     if pad_index is not None:
@@ -232,8 +231,7 @@ def _take_special_tokens(
 def _positions(model: nn.Module) -> int | None:
     """Returns the number of positions that the model supports; None without position embeddings.
 
-    The positions of RoBERTa and others begin after the padding index, of OPT and BART after an
-    offset.
+    In RoBERTa and others, positions start after the padding index, in OPT and BART after an offset.
     """
     table_sizes = [
         module.num_embeddings
@@ -277,7 +275,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            "models of transformers need pip install 'hybridtrain[transformers]'"
+            "transformers models require pip install 'hybridtrain[transformers]'"
         ) from error
     return transformers
 

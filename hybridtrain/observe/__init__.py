@@ -1,18 +1,18 @@
-"""Looking at a run: trackers, pictures and pages.
+"""Observing a run: trackers, pictures and report pages.
 
 trackers/      TensorBoard, W&B, MLflow, a progress bar, files of metrics
-report/        the page of one or several runs: one HTML file
-confusion      the confusion matrix among the values of an evaluation
-pictures       timelines, curves, plans and time breakdowns, drawn
-timeline       what the stages do when, in files
-hyperparameters  which keys runs are compared by
+report/        the report of one or several runs: one HTML file
+confusion      the confusion matrix of an evaluation
+pictures       drawings of timelines, curves, plans and time breakdowns
+timeline       timelines of a step, in files
+hyperparameters  the keys by which runs are compared
 notebook       pictures of a run in a notebook
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hybridtrain._base.registry import on_first_use
-from hybridtrain.observe.trackers import TRACKERS
+from hybridtrain._base.registry import import_on_first_use
+from hybridtrain.observe.trackers import TRACKERS, RegisteredTracker
 
 if TYPE_CHECKING:
     from hybridtrain.observe.confusion import confusion_of, is_confusion
@@ -60,6 +60,7 @@ __all__ = [
     "NodesPoint",
     "Progress",
     "QueuedTracker",
+    "RegisteredTracker",
     "RunRecord",
     "RunSettings",
     "TensorBoard",
@@ -94,14 +95,10 @@ _NAMES = {
     "trackers": "CSVFile MLflow MetricsFile Progress QueuedTracker TensorBoard Tracker WandB",
     "trackers.progress": "describe_values",
 }
-"""The names of each module, which is imported when one of them is first used."""
+"""The names of each module; a module is imported when one of its names is first used."""
 
-
-def __getattr__(name: str) -> Any:
-    # on first use: a run without pictures or a page imports neither PIL nor what draws them
-    paths = [
-        f"{__name__}.{module}:{exported}"
-        for module, names in _NAMES.items()
-        for exported in names.split()
-    ]
-    return on_first_use(__name__, name, paths)
+# on first use: a run without pictures or a report imports neither PIL nor drawing modules
+import_on_first_use(
+    __name__,
+    (f"{__name__}.{module}:{name}" for module in _NAMES for name in _NAMES[module].split()),
+)

@@ -1,4 +1,4 @@
-"""The confusion matrix among the values of an evaluation: `eval/confusion/<true>/<predicted>`."""
+"""The confusion matrix of an evaluation, logged as `eval/confusion/<true>/<predicted>`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import NamedTuple
 _PREFIX = "eval/confusion/"
 
 MOST_CLASSES = 40
-"""The classes of a matrix that is drawn; a larger one cannot be read."""
+"""The largest number of classes in a drawn matrix; a larger one would be unreadable."""
 
 
 class Confusion(NamedTuple):
-    """The number of samples by true and by predicted class.
+    """The number of samples by true and predicted class.
 
     Attributes:
-        classes: their names.
-        counts: for each true class, the samples of each predicted class.
+        classes: the names of the classes.
+        counts: for each true class, the number of samples per predicted class.
     """
 
     classes: Sequence[str]
@@ -24,12 +24,12 @@ class Confusion(NamedTuple):
 
 
 def is_confusion(tag: str) -> bool:
-    """Returns whether a tag is that of a number in a confusion matrix."""
+    """Returns whether a tag belongs to a confusion matrix."""
     return tag.startswith(_PREFIX)
 
 
 def confusion_of(values: Mapping[str, float]) -> Confusion | None:
-    """Returns the confusion matrix among values by tag; None: there is none."""
+    """Returns the confusion matrix among values by tag, or None if there is none."""
     pairs = [tag.removeprefix(_PREFIX) for tag in values if is_confusion(tag)]
     halves = ((pair[: len(pair) // 2], pair[len(pair) // 2 + 1 :]) for pair in pairs)
     classes = [first for first, second in halves if first == second]

@@ -1,4 +1,4 @@
-"""The config keys that are hyperparameters: pages and dashboards compare runs by them."""
+"""The config keys that are hyperparameters, by which reports and dashboards compare runs."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ _OTHERS = re.compile(
 
 
 def is_hyperparameter(key: str) -> bool:
-    """Returns False for keys that change neither what a run learns nor how fast."""
+    """Returns False for keys that affect neither results nor speed."""
     return _OTHERS.fullmatch(key) is None

@@ -1,4 +1,4 @@
-"""Runs in a notebook: `notebook_launcher` starts one, `show_run` shows its curves and timeline."""
+"""Shows the curves and the timeline of a run in a notebook."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["curves_of", "notebook_launcher", "pictures_of", "show_run"]
 
 
 def show_run(directory: str | Path) -> None:
-    """Shows in a notebook the losses of a run, where its time went, and its last timeline.
+    """Shows the losses, time breakdown and last timeline of a run in a notebook.
 
     Args:
-        directory: of the run, where `MetricsFile` and `TimelineFiles` write.
+        directory: the run directory, where `MetricsFile` and `TimelineFiles` write.
 
     Raises:
-        DataError: it has no `metrics.jsonl`.
+        DataError: the directory has no `metrics.jsonl`.
     """
     from IPython.display import display
 

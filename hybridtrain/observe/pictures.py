@@ -1,4 +1,4 @@
-"""Pictures: of a step's timeline, of curves over the steps of a run, and of a priced plan."""
+"""Pictures of a step's timeline, of curves over the steps of a run, and of a plan."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hybridtrain.schedule import (
     window,
 )
 
-# by kind of action, for up to four stages that share a device; darker ones are later stages. They
-# differ in hue and brightness, also for eyes that do not tell red from green
+# by action kind, for up to four stages that share a device; later stages are darker. Hue and
+# brightness both differ, so the colours work with red-green colour blindness
 COLOURS = {
     "F": ("#9ecae1", "#6baed6", "#4292c6", "#2171b5"),
     "B": ("#fdd0a2", "#fdae6b", "#fd8d3c", "#d94801"),
@@ -30,7 +30,7 @@ COLOURS = {
     "W": ("#fff7bc", "#fee391", "#fec44f", "#ec9d14"),
 }
 _WORDS = {"F": "forward", "B": "backward", "I": "to the input", "W": "to the weights"}
-# by kind of memory, as in `DeviceMemory`: its name and colour
+# by kind of memory, as in `DeviceMemory`: name and colour
 MEMORY = {
     "weights": ("weights", "#2171b5"),
     "gradients": ("gradients", "#6baed6"),
@@ -39,7 +39,7 @@ MEMORY = {
     "boundaries": ("from other stages", "#bdbdbd"),
     "temporaries": ("temporary", "#e7cb94"),
 }
-# by part of an account, from the bottom of a bar: computing, then what is not
+# by part of the time breakdown, from the bottom of a bar: computing first, then waiting
 PARTS = {
     "forward": "#6baed6",
     "backward": "#fd8d3c",
@@ -53,44 +53,43 @@ PARTS = {
     "data": "#f0e442",
     "host": "#525252",
 }
-# by what a device waits for: its words, colour, and the pixels from one line of the hatching to
-# the next
+# by what a device waits for: label, colour, and the distance of the hatching's lines in pixels
 WAITS: dict[WaitFor, tuple[str, str, int]] = {
     "stage": ("waits for another stage", "#bdbdbd", 8),
     "message": ("for a message", "#41ab5d", 6),
     "host": ("for the host", "#525252", 4),
 }
-CRITICAL = "#cb181d"  # the border of actions that a step is as long as
+CRITICAL = "#cb181d"  # the border of actions on the critical path
 MOST_BARS = 60
 _CURVES = ("#2171b5", "#d94801", "#238b45", "#6a51a3", "#737373")
 _INK, _FAINT, _GRID, _LIMIT = "black", "#444444", "#dddddd", "#cb181d"
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 _LEFT, _RIGHT = 74, 24
-# of a timeline: its legend, and its panel of lanes with an axis below
+# timeline layout: the legend, and a panel of device rows with an axis below
 _LEGEND, _TITLE, _AXIS = 52, 24, 30
 _LANE, _BAR = 28, 22
 _NARROWEST, _WIDEST = 1000, 4000
 _ACTION = 18  # room for the label of a short action
-# of a card of TensorBoard, which shows every third pixel: lines of letters are three pixels wide
+# TensorBoard's image card shows every third pixel, so lines of letters are three pixels wide
 _CARD, _CARD_ZOOM = 350, 3
-# of a plan: lanes are lower where there are many devices
+# plan layout: rows are lower if there are many devices
 _WIDTH, _HEAD, _CHART = 1080, 30, 250
 _ACROSS = _WIDTH - _LEFT - _RIGHT
 _SMALLEST_LANE, _LANES = 5, 420
-# of a confusion matrix: the width and the height of a cell, and the letters of a name
+# confusion matrix layout: cell width and height, and the maximum length of a name
 _CELL, _NAME = (58, 26), 20
 
 Curve = Sequence[tuple[int, float]]
 
 
 class _Canvas:
-    """A white image, and what all pictures draw on it.
+    """A white image with the drawing primitives of all pictures.
 
     Args:
-        width: in units, like all that is drawn.
-        height: in units.
-        zoom: pixels of a unit.
+        width: the width in units; all coordinates are in units.
+        height: the height in units.
+        zoom: pixels per unit.
     """
 
     def __init__(self, width: float, height: float, zoom: int = 1) -> None:
@@ -121,7 +120,7 @@ class _Canvas:
         left, top, right, bottom = box
         x = left - (bottom - top)
         while x < right:
-            # from the lower edge to the upper one, within the box
+            # from the lower to the upper edge, within the box
             begin, end = max(left, x), min(right, x + bottom - top)
             self.line((begin, bottom - (begin - x), end, bottom - (end - x)), colour)
             x += every
@@ -136,12 +135,12 @@ class _Canvas:
         return self._painter.textlength(text, font=font) / self._zoom
 
     def entry(self, x: float, y: float, colour: str, text: str) -> float:
-        """Draws an entry of a legend and returns where the next one begins."""
+        """Draws a legend entry and returns the x position of the next one."""
         self.rectangle((x, y, x + 14, y + 14), fill=colour)
         return x + 19 + self.text(x + 19, y, text) + 18
 
     def axis(self, top: float, bottom: float, unit: str, most: float, scale: float) -> None:
-        """Draws an axis up to `most` at the `bottom` of bars, with a grid; `scale`: pixels of 1."""
+        """Draws an axis from 0 to `most` at the `bottom` of bars; `scale` is in units per 1."""
         for tick in ticks(most):
             x = _LEFT + tick * scale
             self.line((x, top, x, bottom + 3), fill=_GRID)
@@ -157,7 +156,7 @@ def _pair(point: float | Sequence[float]) -> Sequence[float]:
 
 
 def draw(predicted: Spans, measured: Spans, title: str = "", card: bool = False) -> Image.Image:
-    """Draws the timeline of a step as it was predicted, and below it as it was measured.
+    """Draws the predicted timeline of a step above the measured one.
 
     See `draw_timelines`.
     """
@@ -171,15 +170,16 @@ def draw_timelines(
     marked: Collection[str] = (),
     card: bool = False,
 ) -> Image.Image:
-    """Draws timelines on one time scale, each with its length and the share of idle time.
+    """Draws timelines on a common time scale, each with its length and bubble fraction.
 
     Args:
-        timelines: by name, the spans of each device, in seconds; of the same number of devices.
-        title: for example the run and the step.
-        marked: those in which waiting is hatched by what is waited for, and the actions that the
-            step is as long as have a red border (`critical_path`).
-        card: for a small place, narrow with large letters; otherwise as wide as the labels of the
-            actions need, within bounds.
+        timelines: the spans of each device in seconds, by name; all with the same number of
+            devices.
+        title: the title, for example the run and the step.
+        marked: the timelines in which waiting is hatched by cause, and actions on the critical path
+            have a red border (`critical_path`).
+        card: draw a narrow picture with large letters; otherwise the labels of the actions
+            determine the width, within bounds.
     """
     longest = max(map(length, timelines.values())) or 1e-9
     last = [*timelines.values()][-1]
@@ -210,7 +210,7 @@ def _panel_height(spans: Spans, lane: int) -> int:
 
 
 class _Entry(NamedTuple):
-    """An entry of a timeline's legend; `every` is of the hatching, None: it is filled."""
+    """An entry of a timeline's legend; `every` is the hatching distance, None for a filled box."""
 
     text: str
     colour: str
@@ -218,35 +218,35 @@ class _Entry(NamedTuple):
 
     @property
     def across(self) -> float:
-        """Its width with the space after it."""
+        """The width, including the space after it."""
         return 19 + ImageFont.load_default(size=12).getlength(self.text) + 18
 
 
 def _entries(spans: Spans, marks: bool = True) -> list[_Entry]:
-    """Returns what the colours and the hatching of `spans` mean."""
+    """Returns the legend of the colours and hatching of `spans`."""
     devices = len(spans)
     actions = {span.action for lane in spans for span in lane}
     stages = max(action.stage for action in actions) + 1
     kinds = {action.kind for action in actions}
-    found = []
+    entries = []
     for kind in (kind for kind in COLOURS if kind in kinds):
         for shade in range(min(-(-stages // devices), len(COLOURS[kind]))):
             first, end = shade * devices, min((shade + 1) * devices, stages)
             if shade + 1 == len(COLOURS[kind]):
-                end = stages  # the last colour is that of all further ones
+                end = stages  # all further stages have the last colour
             which = f"{first}" if end == first + 1 else f"{first} to {end - 1}"
             if shade == 0:
                 which = f"{_WORDS[kind]} ({kind}), stage{'s' * (end > 1)} {which}"
-            found.append(_Entry(which, COLOURS[kind][shade]))
+            entries.append(_Entry(which, COLOURS[kind][shade]))
     if marks:
         reasons = {wait.reason for wait in waits(spans)}
-        found += [_Entry(*WAITS[reason]) for reason in WAITS if reason in reasons]
-        found.append(_Entry("the step is as long as these", CRITICAL, 0))
-    return found
+        entries += [_Entry(*WAITS[reason]) for reason in WAITS if reason in reasons]
+        entries.append(_Entry("critical path", CRITICAL, 0))
+    return entries
 
 
 def _places(entries: Sequence[_Entry], width: float) -> list[tuple[float, int]]:
-    """Returns the place of each entry in a legend: from the left, and its line."""
+    """Returns the x position and line of each legend entry."""
     places, x, line = [], 8.0, 0
     for entry in entries:
         if x > 8 and x + entry.across > width:
@@ -261,7 +261,7 @@ def _legend_height(entries: Sequence[_Entry], width: float) -> int:
 
 
 def _draw_legend(canvas: _Canvas, top: int, title: str, entries: Sequence[_Entry]) -> None:
-    """Writes the title, and the legend in as many lines as it needs."""
+    """Draws the title, and the legend in as many lines as it needs."""
     canvas.text(8, top + 6, title, size=14)
     for entry, (x, line) in zip(entries, _places(entries, canvas.width), strict=True):
         y = top + 30 + 20 * line
@@ -285,29 +285,29 @@ def _draw_lanes(
     lane_height: int = _LANE,
     marks: bool = False,
 ) -> None:
-    """Draws the lanes of one timeline above its axis.
+    """Draws the device rows of one timeline above its axis.
 
     Args:
-        canvas: to draw on.
-        top: of the panel.
-        text: above the lanes.
-        spans: in seconds.
+        canvas: the canvas to draw on.
+        top: the top of the panel.
+        text: the text above the rows.
+        spans: the spans, in seconds.
         longest: the end of the axis, in seconds.
-        scale: units of a second.
-        lane_height: of a device.
-        marks: draw what is waited for, and the critical path.
+        scale: units per second.
+        lane_height: the height of a device's row.
+        marks: whether to draw causes of waiting and the critical path.
     """
     begin = window(spans)[0]
     canvas.text(8, top + 3, text, size=14)
     bottom = top + _TITLE + len(spans) * lane_height
     canvas.axis(top + _TITLE, bottom, "ms", longest * 1e3, scale / 1e3)
     bar = lane_height * _BAR // _LANE
-    every = -(-14 // lane_height)  # lanes that a line of text is as high as
+    every = -(-14 // lane_height)  # number of rows per line of text
 
     def box(device: int, start: float, end: float) -> tuple[float, float, float, float]:
         left, right = (_LEFT + round((time - begin) * scale) for time in (start, end))
         y = top + _TITLE + device * lane_height
-        # a gap of one unit between two actions; a box has its right border
+        # leaves a gap of one unit between two actions; PIL includes a box's right border
         return left, y, max(left, right - 2), y + bar
 
     for wait in waits(spans) if marks else ():
@@ -331,7 +331,7 @@ def _draw_lanes(
 
 
 def ticks(length: float) -> Iterator[float]:
-    """Yields 0 and up to about ten round numbers, up to `length`."""
+    """Yields 0 and about ten round numbers up to `length`."""
     rough = length / 10
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
@@ -340,11 +340,11 @@ def ticks(length: float) -> Iterator[float]:
 
 
 def draw_curves(curves: Mapping[str, Curve], title: str = "") -> Image.Image:
-    """Draws each curve of (step, value) on one pair of axes; values that are not finite are gaps.
+    """Draws curves of (step, value) on one pair of axes; non-finite values are gaps.
 
     Args:
-        curves: by name.
-        title: above them.
+        curves: the curves, by name.
+        title: the title.
     """
     width, height, top, below = 900, 320, 34, 30
     canvas = _Canvas(width, height)
@@ -382,12 +382,12 @@ def draw_curves(curves: Mapping[str, Curve], title: str = "") -> Image.Image:
 def draw_accounts(
     accounts: Sequence[tuple[int, Mapping[str, float]]], title: str = "", card: bool = False
 ) -> Image.Image:
-    """Draws a bar for each recorded step, divided into the parts of its time.
+    """Draws a bar for each recorded step, divided into its time breakdown.
 
     Args:
-        accounts: steps, and their parts in milliseconds, by name, in the order of `Account`.
-        title: above them.
-        card: for a small place, narrow with large letters.
+        accounts: pairs of a step and its parts in milliseconds, by name, in the order of `Account`.
+        title: the title.
+        card: draw a narrow picture with large letters.
     """
     accounts = list(accounts)[-MOST_BARS:]
     names = [name for name in PARTS if any(parts.get(name, 0.0) > 0 for _, parts in accounts)]
@@ -395,8 +395,8 @@ def draw_accounts(
     top, below, axis = 56, 30, 36
     canvas = _Canvas(width, height, zoom)
     canvas.text(8, 8, title, size=14)
-    told = f"ms of a step, mean of all devices; percent of step {accounts[-1][0]}"
-    canvas.text(8, 30, told, _FAINT)
+    caption = f"ms per step, mean over devices; percent for step {accounts[-1][0]}"
+    canvas.text(8, 30, caption, _FAINT)
     most = max(sum(parts.values()) for _, parts in accounts) or 1e-9
     bottom = float(height - below)
     scale = (bottom - top) / most
@@ -408,7 +408,7 @@ def draw_accounts(
     every = math.ceil((40 if card else 60) / column)
     for number, (step, parts) in enumerate(accounts):
         left, y = axis + number * column, bottom
-        right = left + column * (0.9 if column > 20 else 1)  # small gaps would not be equal
+        right = left + column * (0.9 if column > 20 else 1)  # small gaps would be uneven
         for name in names:
             above = y - parts.get(name, 0.0) * scale
             canvas.rectangle((left, above, right, y), fill=PARTS[name])
@@ -425,12 +425,12 @@ def draw_accounts(
 
 @dataclass(frozen=True)
 class NodesPoint:
-    """The fastest layout of a number of nodes.
+    """The fastest layout for a number of nodes.
 
     Attributes:
-        nodes: how many.
-        step_ms: of its step; None: nothing fits, or nothing uses all of them.
-        layout: what is written under it.
+        nodes: the number of nodes.
+        step_ms: the step time; None if no layout fits or uses all nodes.
+        layout: the label under the bar.
     """
 
     nodes: int
@@ -447,16 +447,16 @@ def draw_plan(
     timeline: Spans,
     of_timeline: str,
 ) -> Image.Image:
-    """Draws three panels, one under the other.
+    """Draws step times, memory and the timeline of a plan, one below the other.
 
     Args:
-        title: above them.
-        points: the time of a step by the number of nodes.
-        nodes: the number of the plan.
-        memory: for each device of a pipeline its bytes by kind, those of `DeviceMemory`.
-        limit: the bytes of a device that may be used.
+        title: the title.
+        points: the step time by number of nodes.
+        nodes: the number of nodes in the plan.
+        memory: for each device of a pipeline, the bytes by kind, as in `DeviceMemory`.
+        limit: the usable bytes of a device.
         timeline: the predicted spans of each device, in seconds.
-        of_timeline: what they are of.
+        of_timeline: a description of the timeline.
     """
     lane = max(_SMALLEST_LANE, min(_LANE, _LANES // len(timeline)))
     longest = max(span.end for spans in timeline for span in spans) or 1e-9
@@ -475,9 +475,9 @@ def draw_plan(
 
 
 def draw_confusion(confusion: Confusion, title: str = "") -> Image.Image:
-    """Returns a matrix with a line for each true and a column for each predicted class.
+    """Draws a confusion matrix with one row per true class and one column per predicted class.
 
-    A cell is as dark as its share of the samples of its line.
+    A cell's darkness is its share of the row's samples.
     """
     classes, counts = confusion
     names = [name if len(name) <= _NAME else f"{name[: _NAME - 1]}…" for name in classes]
@@ -485,7 +485,7 @@ def draw_confusion(confusion: Confusion, title: str = "") -> Image.Image:
     width, height = left + _CELL[0] * len(names) + 20, 70 + _CELL[1] * len(names)
     canvas = _Canvas(max(width, 320), height)
     canvas.text(8, 6, title, size=14)
-    canvas.text(8, 28, "a line for each true class, a column for each predicted class", _FAINT)
+    canvas.text(8, 28, "rows: true class; columns: predicted class", _FAINT)
     for number, (name, line) in enumerate(zip(names, counts, strict=True)):
         top = 64 + number * _CELL[1]
         canvas.text(left + (number + 0.5) * _CELL[0], 50, name[:8], _FAINT, "ma", size=11)
@@ -495,7 +495,7 @@ def draw_confusion(confusion: Confusion, title: str = "") -> Image.Image:
             x, share = left + column * _CELL[0], count / total
             red, green, blue = (
                 round(255 + (dark - 255) * share)
-                for dark in (33, 113, 181)  # of COLOURS
+                for dark in (33, 113, 181)  # index into COLOURS
             )
             box = (x, top, x + _CELL[0] - 1, top + _CELL[1] - 1)
             canvas.rectangle(box, fill=f"#{red:02x}{green:02x}{blue:02x}")
@@ -506,17 +506,17 @@ def draw_confusion(confusion: Confusion, title: str = "") -> Image.Image:
 
 
 def in_ms(step_ms: float) -> str:
-    """Returns a time with four digits, or all before the point."""
+    """Formats a time with four digits, or with all digits before the point."""
     return f"{step_ms:,.0f}" if step_ms >= 1000 else f"{step_ms:.4g}"
 
 
 def _draw_times(canvas: _Canvas, top: int, points: Sequence[NodesPoint], nodes: int) -> None:
-    """Draws a bar for each number of nodes, with its time and its layout."""
-    canvas.text(8, top, "Step time in ms, by nodes; below: replicas x devices of each", size=14)
-    told = "red line: that of the fewest nodes, in proportion"
-    canvas.text(_WIDTH - _RIGHT, top + 2, told, _FAINT, "ra")
-    known = [(point.nodes, ms) for point in points if (ms := point.step_ms) is not None]
-    highest, bottom = max(ms for _, ms in known), top + _CHART
+    """Draws a bar for each number of nodes, with step time and layout."""
+    canvas.text(8, top, "Step time in ms by nodes; below: replicas x devices per replica", size=14)
+    caption = "red line: linear scaling from the fewest nodes"
+    canvas.text(_WIDTH - _RIGHT, top + 2, caption, _FAINT, "ra")
+    measured = [(point.nodes, ms) for point in points if (ms := point.step_ms) is not None]
+    highest, bottom = max(ms for _, ms in measured), top + _CHART
     scale = (_CHART - 50) / highest
     for tick in ticks(highest):
         y = bottom - tick * scale
@@ -535,7 +535,7 @@ def _draw_times(canvas: _Canvas, top: int, points: Sequence[NodesPoint], nodes: 
         y = bottom - point.step_ms * scale
         colour = "#2171b5" if point.nodes == nodes else "#9ecae1"
         canvas.rectangle((left + column * 0.2, y, left + column * 0.8, bottom), fill=colour)
-        ideal = bottom - known[0][1] * known[0][0] / point.nodes * scale
+        ideal = bottom - measured[0][1] * measured[0][0] / point.nodes * scale
         ends = (left + column * 0.12, left + column * 0.88)
         canvas.line((ends[0], ideal, ends[1], ideal), fill=_LIMIT, width=2)
         canvas.text(middle, min(y, ideal) - 6, in_ms(point.step_ms), anchor="ms")
@@ -544,13 +544,14 @@ def _draw_times(canvas: _Canvas, top: int, points: Sequence[NodesPoint], nodes: 
 def _draw_memory(
     canvas: _Canvas, top: int, memory: Sequence[Mapping[str, int]], limit: float, lane: int
 ) -> None:
-    """Draws a bar for each device, of its kinds of memory, below what may be used."""
+    """Draws a bar per device, divided into kinds of memory, with a line at the limit."""
     fullest = max(sum(kinds.values()) for kinds in memory)
-    most = max(limit, fullest) if limit <= 4 * fullest else fullest  # far away, it is only written
+    # a limit far above the bars is only a label
+    most = max(limit, fullest) if limit <= 4 * fullest else fullest
     unit, name = next((u for u in _UNITS if most >= u[0]), _UNITS[-1])
-    canvas.text(8, top, f"Memory of each device of a pipeline, in {name}", size=14)
-    told = f"limit: {with_unit(round(limit))}"
-    canvas.text(_WIDTH - _RIGHT, top + 2, told, _LIMIT, "ra")
+    canvas.text(8, top, f"Memory per device of a pipeline, in {name}", size=14)
+    caption = f"limit: {with_unit(round(limit))}"
+    canvas.text(_WIDTH - _RIGHT, top + 2, caption, _LIMIT, "ra")
     x: float = _LEFT
     for kind, (words, colour) in MEMORY.items():
         if any(kinds[kind] for kinds in memory):

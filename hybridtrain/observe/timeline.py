@@ -13,17 +13,17 @@ from hybridtrain.schedule import WORDS, Action, Span, Spans
 
 
 class TimelineFiles(Tracker):
-    """Keeps `timeline.json` (Chrome's trace format) and `timeline.png` in `directory`."""
+    """Writes `timeline.json` (Chrome's trace format) and `timeline.png` to `directory`."""
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
 
     def on_start(self, run: Run) -> None:
-        """Makes the directory."""
+        """Creates the directory."""
         self.directory.mkdir(parents=True, exist_ok=True)
 
     def on_timeline(self, run: Run, predicted: Spans, measured: Spans) -> None:
-        """Writes the files, in the place of those of an earlier step."""
+        """Writes the files, replacing the files of an earlier step."""
         step = run.step
         title = f"{self.directory.resolve().name}, step {step}"
         events = [
@@ -37,12 +37,12 @@ class TimelineFiles(Tracker):
 
 
 def chrome_trace(spans: Spans, process: str, number: int = 0) -> dict[str, Any]:
-    """Returns spans (in seconds) in Chrome's trace event format, one thread per device.
+    """Converts spans (in seconds) to Chrome's trace event format, one thread per device.
 
     Args:
-        spans: of a step.
-        process: the name above the threads.
-        number: of the process.
+        spans: the spans of a step.
+        process: the process name.
+        number: the process ID.
     """
 
     def name(what: str, device: int, text: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def chrome_trace(spans: Spans, process: str, number: int = 0) -> dict[str, Any]:
 def spans_of_trace(path: Path) -> tuple[Spans, Spans] | None:
     """Returns the predicted and the measured spans of a `timeline.json`, in seconds.
 
-    None: there is no such file, or it is one of a version that wrote the measured ones alone.
+    Returns None if the file does not exist, or has no predicted spans (an older version).
     """
     if not path.exists():
         return None
@@ -78,8 +78,8 @@ def spans_of_trace(path: Path) -> tuple[Spans, Spans] | None:
     lanes: tuple[dict[int, list[Span]], ...] = ({}, {})
     for event in parse_json(path.read_bytes())["traceEvents"]:
         if event["ph"] == "X":
-            own = event["args"]
-            action = Action(kinds[event["cat"]], own["stage"], own["microbatch"])
+            arguments = event["args"]
+            action = Action(kinds[event["cat"]], arguments["stage"], arguments["microbatch"])
             start = event["ts"] / 1e6
             lane = lanes[event["pid"]].setdefault(event["tid"], [])
             lane.append(Span(action, start, start + event["dur"] / 1e6))

@@ -28,6 +28,7 @@ from hybridtrain.partitioning.manual_split import partition, set_partition
 from hybridtrain.partitioning.objective import (
     MEASURED_SPLITS,
     Objective,
+    balances,
     needs_costs,
     stage_costs,
 )
@@ -40,7 +41,12 @@ from hybridtrain.partitioning.planner import (
     balance_by_time,
     plan,
 )
-from hybridtrain.partitioning.recompute import RecomputePolicy, recompute_policy, whole_stages
+from hybridtrain.partitioning.recompute import (
+    RecomputePolicy,
+    priced_mode,
+    recompute_policy,
+    whole_stages,
+)
 from hybridtrain.partitioning.stage_owners import StageOwners
 
 __all__ = [
@@ -60,6 +66,7 @@ __all__ = [
     "StagePlan",
     "balance_by_size",
     "balance_by_time",
+    "balances",
     "chain_inputs",
     "count_layers",
     "counted_costs",
@@ -75,6 +82,7 @@ __all__ = [
     "needs_costs",
     "partition",
     "plan",
+    "priced_mode",
     "recompute_policy",
     "set_partition",
     "stage_costs",

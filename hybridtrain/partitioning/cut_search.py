@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import torch
@@ -29,6 +30,9 @@ from hybridtrain.partitioning.objective import (
 
 # The most moves of a layer that are tried to improve a cut.
 _MOST_MOVES = 100
+
+# Bytes that every cut fits into, for a cut by the ratios of unequal limits alone.
+_AMPLE = 2.0**100
 
 # Sums that differ by less than this factor tie: 0.1 + 0.2 is not quite 0.3.
 ROUNDING = 1 + 1e-12
@@ -73,7 +77,7 @@ def cut_by_costs(
     if counts is not None:
         return counts
     n, stages, tied = len(costs), len(in_flight), len(set(no_cut_before))
-    if n - tied >= stages and objective.memory_limit < INFINITY:
+    if n - tied >= stages and objective.is_limited:
         raise SplitError(_why_nothing_fits(costs, in_flight, objective, no_cut_before))
     of_which = f", of which {tied} cannot begin a stage (a module is used before and after),"
     raise SplitError(
@@ -139,11 +143,12 @@ def _may_fit(costs: Sequence[LayerCost], in_flight: Sequence[int], objective: Ob
     much faster than the search for a cut.
     """
     stage, used = 0, 0.0
-    for cost in costs if objective.stage_limit < INFINITY else ():
+    limits = objective.stage_limits(len(in_flight))
+    for cost in costs if objective.is_limited else ():
         while True:
             alive = 1 if objective.recomputes else in_flight[stage]
             nbytes = cost.weight_bytes + alive * cost.activation_bytes
-            if used + nbytes <= objective.stage_limit:
+            if used + nbytes <= limits[stage]:
                 used += nbytes
                 break
             stage, used = stage + 1, 0.0
@@ -209,30 +214,44 @@ def _why_nothing_fits(
     no_cut_before: Collection[int],
 ) -> str:
     n, stages, per_device = len(costs), len(in_flight), objective.stages_per_device
-    share = objective.stage_limit / GIB
-    share_text = f", {share:g} GiB for each of a device's {per_device} stages" * (per_device > 1)
-    limit = setting("memory_limit_gib", f"{share * per_device:g}") + share_text
+    limits = objective.stage_limits(stages)
+    mean = sum(limits) / stages
+    is_equal = len(set(limits)) == 1
+    devices = max(1, stages // per_device)  # whose first stages are the first ones, in order
+    shown = [f"{limit * per_device / GIB:g}" for limit in limits[:devices]]
+    share_text = f", {mean / GIB:g} GiB for each of a device's {per_device} stages"
+    limit = setting("memory_limit_gib", shown[0] if is_equal else f"[{', '.join(shown)}]")
+    limit += share_text * (per_device > 1 and is_equal)
     # each stage before and after needs at least one layer
-    fewest = [min(in_flight[max(0, stages - n + i) : i + 1]) for i in range(n)]
+    placed = [range(max(0, stages - n + i), min(i + 1, stages)) for i in range(n)]
     alone, alive, name = max(
         (
             cost.weight_bytes + (1 if objective.recomputes else held) * cost.activation_bytes,
             held,
             cost.name,
         )
-        for cost, held in zip(costs, fewest, strict=True)
+        for cost, own in zip(costs, placed, strict=True)
+        for held in [min(in_flight[stage] for stage in own)]
     )
     batches = f"{alive} micro-batch{'es' * (alive != 1)}"
     culprit = f" (layer {name!r} alone needs {_gib(alone)} with {batches} in flight: divide it)"
-    culprit *= alone > objective.stage_limit
-    by_memory = Objective(memory_weight=1.0, recomputes=objective.recomputes)
+    culprit *= alone > max(limits)
+    ample = tuple(limit / min(limits) * _AMPLE for limit in limits)
+    by_memory = replace(objective, memory_weight=1.0, memory_limit=ample)
     counts = cut_by_costs(costs, in_flight, by_memory, no_cut_before)
     cut = stage_costs(costs, counts, in_flight, objective.recomputes)
-    needed_bytes = max(stage.memory_bytes for stage in cut)
+    if is_equal:
+        needed_bytes = max(stage.memory_bytes for stage in cut)
+        each = f"each has a stage of {_gib(needed_bytes)} or more{culprit}"
+        enough = f"{_gib(needed_bytes * per_device)} or more"
+    else:
+        ratios = [stage.memory_bytes / limit for stage, limit in zip(cut, limits, strict=True)]
+        scaled = [_gib(max(ratios) * limit * per_device) for limit in limits]
+        each = f"each has a stage that is too large for its device{culprit}"
+        enough = f"[{', '.join(scaled[:devices])}] or more"
     return (
-        f"no cut into {stages} stages fits under {limit}: each has a stage of {_gib(needed_bytes)} "
-        f"or more{culprit}. Set {argument('memory_limit_gib')} to "
-        f"{_gib(needed_bytes * per_device)} or more, or lower what a stage holds: more stages "
+        f"no cut into {stages} stages fits under {limit}: {each}. Set "
+        f"{argument('memory_limit_gib')} to {enough}, or lower what a stage holds: more stages "
         f"({argument('nb_part')}), smaller micro-batches ({argument('chunks')}), recomputation "
         f"({setting('recompute', 'always', repr)})"
     )

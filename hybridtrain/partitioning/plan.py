@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -21,9 +21,9 @@ from hybridtrain.partitioning.recompute import recomputes_stages
 _HEADER = """\
 # Where a model is cut into stages, and what its layers cost for one micro-batch.
 # To cut it like this again: split=<path of this file>
-# Layers may be moved from the end of a stage to the beginning of the next one, and back. Of the
-# rest, `expand` (modules that are cut inside) is used; the costs are shown and kept.
-# To run its `actions` in the order that they have here, a line per device, edited or not:
+# You may move layers between the end of a stage and the beginning of the next one. The key `expand`
+# (modules that are cut inside) is used too; the costs are informative.
+# To run the `actions` in the order given here, one line per device, edited or not:
 # schedule=<path of this file>. F3@1 is the forward of micro-batch 3 on stage 1, B a backward, I its
 # part to the input of the stage and W that to the weights.
 """
@@ -41,13 +41,15 @@ class StagePlan:
         device: the name of its device, local to its process.
         process: the index in the replica of the process that owns it.
         in_flight: the peak number of micro-batches in flight.
-        layers: the costs of its layers, in order.
+        layers: the costs of its layers, in order, on the first device of the pipeline.
+        speed: the speed of its device relative to the first one.
     """
 
     device: str
     process: int
     in_flight: int
     layers: list[LayerCost]
+    speed: float = 1.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,9 +115,14 @@ class Plan:
         return [stage.in_flight for stage in self.stages]
 
     def stage_costs(self) -> list[StageCost]:
-        """Returns the cost of each stage, from the costs of its layers."""
+        """Returns the cost of each stage on its device, from the costs of its layers."""
         recomputes = recomputes_stages(self.recompute)
-        return stage_costs(self.costs, self.counts, self.in_flight, recomputes)
+        return stage_costs(self.costs, self.counts, self.in_flight, recomputes, self.speeds)
+
+    @property
+    def speeds(self) -> list[float]:
+        """The speed of each stage's device relative to the first device of the pipeline."""
+        return [stage.speed for stage in self.stages]
 
     def to_yaml(self) -> str:
         """Returns the plan as YAML with one line per layer, which `read` can parse."""
@@ -123,6 +130,8 @@ class Plan:
         content["recompute"] = _plain(self.recompute)
         actions = {"actions": content.pop("actions")}
         for stage in content["stages"]:
+            if stage["speed"] == StagePlan.speed:
+                del stage["speed"]
             for cost in stage["layers"]:
                 cost |= {k: round(v, 3) for k, v in cost.items() if isinstance(v, float)}
         form: dict[str, Any] = {"sort_keys": False, "width": 2**31, "allow_unicode": True}
@@ -170,6 +179,10 @@ _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
 }
 
 
+# Keys that plans of earlier versions lack, and those of equal devices.
+_OPTIONAL = ("actions", "speed")
+
+
 def _parsed(kind: Any, value: Any, place: str) -> Any:
     """Returns `value`, from a YAML file, as a `kind`; a mapping may have other keys too."""
     if get_origin(kind) is list:
@@ -188,10 +201,9 @@ def _parsed(kind: Any, value: Any, place: str) -> Any:
             f"{argument('split')}: {place} must have the keys {keys} of a plan; {_new_plan()}"
         )
     values = {}
-    optional = {f.name for f in fields(kind) if f.default_factory is not MISSING}
     for name, kind_of_value in kinds.items():
         if name not in value:
-            if name in optional:
+            if name in _OPTIONAL:
                 continue
             raise SplitError(f"{argument('split')}: {place} lacks the key {name!r}; {_new_plan()}")
         values[name] = _parsed(kind_of_value, value[name], f"{place}: {name}")
@@ -256,6 +268,8 @@ def table(plan: Plan) -> str:
         else:
             line |= {"weights + state": memory, "share of parameters": share}
         ends = dict.fromkeys([names[0], names[-1]])
+        if len(set(plan.speeds)) > 1:
+            line["speed"] = f"{plan.speeds[index]:.3g}"
         line |= {"device": plan.stages[index].device, "from ... to": " ... ".join(ends)}
         lines.append(line)
     cells = [list(lines[0]), *(list(line.values()) for line in lines)]
@@ -265,7 +279,7 @@ def table(plan: Plan) -> str:
         sizes = times if timed else {cost.name: cost.parameters for cost in plan.costs}
         largest = max(sizes, key=sizes.__getitem__)
         part = sizes[largest] / (sum(sizes.values()) or 1)
-        if part * len(stages) >= 1.01:  # less than that is noise
+        if part * sum(plan.speeds) / max(plan.speeds) >= 1.01:  # less than that is noise
             of = f"{part:.0%} of the {'step' if timed else 'parameters'}"
             text.append(f"layer {largest} alone is {of}: no cut makes its stage smaller")
     return "\n".join(text)

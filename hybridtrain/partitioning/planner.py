@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -29,7 +29,7 @@ from hybridtrain.graph import (
     can_expand,
     is_chain,
 )
-from hybridtrain.options import PipelineOptions
+from hybridtrain.options import PipelineOptions, check_device_lists
 from hybridtrain.partitioning.costs import LayerCost, LayerProfiler, count
 from hybridtrain.partitioning.cut_search import cut_by_costs
 from hybridtrain.partitioning.estimates import estimate_costs
@@ -44,6 +44,7 @@ from hybridtrain.partitioning.manual_split import (
 from hybridtrain.partitioning.objective import (
     MEASURED_SPLITS,
     Objective,
+    by_stage,
     stage_tables,
 )
 from hybridtrain.partitioning.plan import Plan, StagePlan, counts_for
@@ -132,12 +133,16 @@ class PlannedLayers:
 
 
 class _Decision(NamedTuple):
-    """The expanded modules, the costs of the layers, and the number of layers of each stage."""
+    """The expanded modules, the costs of the layers, and the number of layers of each stage.
+
+    `speeds` are those of a plan file, by stage.
+    """
 
     expand: Collection[str]
     costs: Sequence[LayerCost]
     counts: list[int]
     costs_from: str = "counted"
+    speeds: Sequence[float] = ()
 
 
 class Planner:
@@ -169,6 +174,7 @@ class Planner:
                 f"costs={costs!r} is neither a function of the layers and a micro-batch nor a "
                 f"known source; {did_you_mean(costs, COST_SOURCES, 'sources')}"
             )
+        check_device_lists(options, self._owners.nb_part)
         self._costs = costs
         self._optimizer_tensors = options.optimizer_tensors_per_param
         self._stages = self._owners.nb_part * options.stages_per_device
@@ -199,6 +205,8 @@ class Planner:
         in_flight = peak_in_flight(order)
         decision = self._decide(in_flight)
         runs = _runs_of(decision.costs, decision.counts, self._chain(decision.expand))
+        speeds = by_stage(options, options.device_speeds) or decision.speeds
+        speeds = speeds or [1.0] * len(in_flight)
         return Plan(
             model=type(self._net).__name__,
             split=options.split if isinstance(options.split, str) else "by hand",
@@ -210,8 +218,16 @@ class Planner:
             expand=sorted(decision.expand),
             costs_from=decision.costs_from,
             stages=[
-                StagePlan(owners.device_of(stage), owners.process_of(stage), alive, costs)
-                for stage, (alive, costs) in enumerate(zip(in_flight, runs, strict=True))
+                StagePlan(
+                    device=owners.device_of(stage),
+                    process=owners.process_of(stage),
+                    in_flight=alive,
+                    layers=costs,
+                    speed=speed / speeds[0],  # the first device is the one that costs are for
+                )
+                for stage, (alive, costs, speed) in enumerate(
+                    zip(in_flight, runs, speeds, strict=True)
+                )
             ],
             actions=actions_as_text(order),
         )
@@ -248,7 +264,7 @@ class Planner:
             counts = counts_for(plan, names, self._stages)
             if plan.chunks != self._options.chunks:
                 log.info("the costs in %s are of micro-batches of %d chunks", split, plan.chunks)
-            return _Decision(plan.expand, plan.costs, counts, plan.costs_from)
+            return _Decision(plan.expand, plan.costs, counts, plan.costs_from, plan.speeds)
         if split == "manual":
             default = self._options.default_partition
             stage_of = partial(marked_stage, net, default=default)
@@ -351,7 +367,9 @@ def _too_large(
 ) -> set[str]:
     """Returns the layers whose size prevents a better cut than `counts`, or any cut."""
     tables = stage_tables(costs.layers, in_flight, goal, chain.no_cut_before)
-    sizes = tables[0].diagonal(1).tolist()
+    equal = replace(goal, speeds=(), memory_limit=max(goal.stage_limits(len(in_flight))))
+    equal_tables = stage_tables(costs.layers, in_flight, equal, chain.no_cut_before)
+    sizes = equal_tables[0].diagonal(1).tolist()
     mean = sum(sizes) / len(in_flight)
     if counts is not None:
         stages = zip(tables, pairwise(accumulate(counts, initial=0)), strict=True)

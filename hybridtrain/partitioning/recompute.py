@@ -1,6 +1,10 @@
 """The stages and layers that the option `recompute` has recomputed, by micro-batch.
 
-The pipeline runs by it, the planner weighs memory by it, and the price of a step counts it.
+The only module that reads the option:
+
+    pipeline   `recompute_policy`, for the names of its layers: what to run again
+    planner    `recomputes_stages`: whether a stage holds its inputs or its activations
+    price      `priced_mode`, then `whole_stages`: what each backward costs and each device holds
 """
 
 from __future__ import annotations
@@ -30,6 +34,10 @@ class RecomputePolicy:
         """True if anything is recomputed."""
         return self.mode != "never" or bool(self.layers)
 
+    def whole_stages(self, chunks: int) -> frozenset[int]:
+        """Returns the micro-batches, of `chunks`, whose stages are recomputed as a whole."""
+        return whole_stages(self.mode, chunks)
+
     def shares(self, times: Sequence[Sequence[float]], chunks: int) -> list[list[float]]:
         """Returns, by stage and micro-batch, the share of a forward that its backward runs again.
 
@@ -38,7 +46,7 @@ class RecomputePolicy:
                 known, and then a layer counts as much as any other.
             chunks: the micro-batches of a batch.
         """
-        whole = whole_stages(self.mode, chunks)
+        whole = self.whole_stages(chunks)
         shares, first = [], 0
         for of_stage in times:
             known = of_stage if any(of_stage) else [1.0] * len(of_stage)
@@ -66,6 +74,11 @@ def recomputes_stages(spec: RecomputeSpec) -> bool:
     A stage then keeps only its inputs for each micro-batch, and its activations for one.
     """
     return isinstance(spec, str) and bool(whole_stages(spec, 2))
+
+
+def priced_mode(spec: RecomputeSpec) -> str:
+    """Returns the option as a layout has it: its mode, or `layers` for single layers."""
+    return spec if isinstance(spec, str) else "layers"
 
 
 def recompute_policy(spec: RecomputeSpec, names: Sequence[str]) -> RecomputePolicy:

@@ -18,14 +18,17 @@ engine                 what an engine is, and the step that it runs
 engines/               who runs which actions in which order, over one of two wires
 message_formats        what will cross the borders, from a run on fake tensors
 transfer, messages     values on their way to another device, to another process
+point_to_point         sends and receives between two processes
 reducer                one stage's DDP, told when to average; the norm of gradients, fp16's scale
 ties, batch_norm       parameters of several stages; statistics of several micro-batches
+device_speeds          how fast the devices are, relative to each other
 model_watch            a model that was changed after wrapping
 timeline               when each action ran, in all processes
 """
 
 from hybridtrain.pipeline.agreement import BatchCheck, batch_digest, check_replicas, check_schedule
 from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
+from hybridtrain.pipeline.device_speeds import with_device_speeds
 from hybridtrain.pipeline.engine import Head, HeadOutput
 from hybridtrain.pipeline.engines import ENGINES, InlineEngine
 from hybridtrain.pipeline.engines.processes import messages_of
@@ -68,5 +71,6 @@ __all__ = [
     "seed_of",
     "threads_per_lane",
     "unscale_",
+    "with_device_speeds",
     "with_sync_batch_norm",
 ]

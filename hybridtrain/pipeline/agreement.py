@@ -53,13 +53,14 @@ class BatchCheck:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._batch: tuple[Any, Any] | None = None
         self._found: Tensor | None = None
         self._work: Any = None
         self._has_targets: bool | None = None
         self._is_first = True
 
     def begin(self, inputs: Any, targets: Any) -> None:
-        """Begins to compare a batch; waits for the result of the first, before it is run.
+        """Takes the batch of a step; compares the first at once, before it is run.
 
         Raises:
             BatchError: as of `finish`.
@@ -67,6 +68,19 @@ class BatchCheck:
         if self._world.pipeline_group is None:
             return
         self._has_targets = None
+        self._batch = inputs, targets
+        if self._is_first:
+            self.finish()
+            self._is_first = False
+
+    def compare(self) -> None:
+        """Begins to compare the batch, if that has not begun; in all processes at one place.
+
+        At the latest `finish` does. After the first action of a step it delays nobody.
+        """
+        if self._batch is None:
+            return
+        (inputs, targets), self._batch = self._batch, None
         if isinstance(first_share(inputs), Unread):
             self._found = torch.full((3,), -_MOST)
         else:
@@ -74,12 +88,13 @@ class BatchCheck:
             self._found = torch.tensor([digest, -digest, int(targets is not None)])
         group = self._world.pipeline_group
         self._work = dist.all_reduce(self._found, dist.ReduceOp.MAX, group=group, async_op=True)
-        if self._is_first:
-            self.finish()
-            self._is_first = False
 
     def has_targets(self, targets: Any) -> bool:
-        """Returns whether the batch has targets; an `Unread` one waits for `begin` to end."""
+        """Returns whether the batch has targets; an `Unread` one waits for the comparison.
+
+        All processes call it together.
+        """
+        self.compare()
         if not isinstance(first_share(targets), Unread):
             return targets is not None
         self.finish()
@@ -87,11 +102,12 @@ class BatchCheck:
         return self._has_targets
 
     def finish(self) -> None:
-        """Waits for the result of `begin`.
+        """Waits for the result of the comparison.
 
         Raises:
             BatchError: the processes were given different batches.
         """
+        self.compare()
         if self._found is None:
             return
         self._work.wait()
@@ -146,9 +162,9 @@ def check_replicas(net: nn.Module, world: World) -> None:
         ]
         if ranks:
             raise UserError(
-                f"the replicas are apart: {name} of rank{'s' * (len(ranks) > 1)} "
-                f"{', '.join(map(str, ranks))} differs from replica 0's. Each rank must take the "
-                f"same optimizer steps, and change no weight by itself"
+                f"the replicas have diverged: {name} of rank{'s' * (len(ranks) > 1)} "
+                f"{', '.join(map(str, ranks))} differs from replica 0's. All ranks must take the "
+                "same optimizer steps, and no rank may change weights on its own"
             )
 
 

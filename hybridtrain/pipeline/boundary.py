@@ -324,7 +324,7 @@ def run_from(
 
 
 def refuse_overlaps(values: Sequence[Any], changer: str | None) -> None:
-    """Makes sure that no two tensors have memory in common that are apart later.
+    """Checks that no two tensors share memory before a boundary that would separate them.
 
     The change of one would be no change of the other, in its gradient or in its values.
 

@@ -52,6 +52,8 @@ class Step(NamedTuple):
         timeline: records the start and end of every action; None records nothing.
         training: whether the model is in training mode.
         places: which logical replica each micro-batch belongs to; None: all to the same one.
+        meanwhile: an engine over several processes calls it once in each of them, when the first
+            action there has run: work that should not delay the step.
     """
 
     schedule: Schedule
@@ -63,6 +65,7 @@ class Step(NamedTuple):
     timeline: Timeline | None = None
     training: bool = True
     places: Sequence[MicrobatchPlace] | None = None
+    meanwhile: Callable[[], None] | None = None
 
 
 class Engine(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -26,7 +26,7 @@ from hybridtrain.errors import ConfigError, did_you_mean, setting
 from hybridtrain.graph import Segment, VariantCut
 from hybridtrain.launch import activity, second_signal_ends
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import Plan, PlannedLayers, recompute_policy, whole_stages
+from hybridtrain.partitioning import Plan, PlannedLayers, recompute_policy
 from hybridtrain.pipeline.agreement import check_frozen_alike
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.engine import Head, Source, Step
@@ -243,6 +243,7 @@ class Pipeline:
         reduce: bool = True,
         timeline: Timeline | None = None,
         places: Sequence[MicrobatchPlace] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Runs a step with its backward; gradients are added to `parameter.grad`.
 
@@ -259,10 +260,12 @@ class Pipeline:
         for stage in self.stages if reduce else ():
             if stage.reducer is not None:
                 stage.reducer.begin_step()
-        recomputed = whole_stages(self._policy.mode, schedule.chunks)
+        recomputed = self._policy.whole_stages(schedule.chunks)
         training = self._net.training
         state = ThreadState.capture()
-        step = Step(schedule, source, head, state, recomputed, reduce, timeline, training, places)
+        step = Step(
+            schedule, source, head, state, recomputed, reduce, timeline, training, places, meanwhile
+        )
         for stage in self.stages:
             if self.watches_state:
                 stage.begin_step((schedule.chunks, training), self._policy.is_active)
@@ -332,10 +335,13 @@ class Pipeline:
         source: Source,
         head: Head,
         places: Sequence[MicrobatchPlace] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Runs a step of forwards alone; the caller has turned gradients off."""
         training, state = self._net.training, ThreadState.capture()
-        step = Step(schedule, source, head, state, training=training, places=places)
+        step = Step(
+            schedule, source, head, state, training=training, places=places, meanwhile=meanwhile
+        )
         return self._run(step, trains=training)
 
     @property
@@ -539,8 +545,9 @@ class Pipeline:
         """Returns the peak bytes of each device and all that it has.
 
         `allocated` is for tensors, `reserved` what is held for them, `total` all of the device's.
-        Of all processes of the pipeline, which call it together; nothing of CPUs. The difference of
-        the two is what the allocator holds beside the tensors.
+        Covers all processes of the pipeline, which call it together; CPUs are left out. The
+        difference between `reserved` and `allocated` is memory that the allocator holds in addition
+        to the tensors.
         """
         rank = self._world.rank
         several = self._world.pipeline_group is not None

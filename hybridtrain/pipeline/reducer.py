@@ -12,9 +12,9 @@ backward, as PyTorch's `torch.distributed.pipelining.stage` does:
                                                       [4] computed: waits for both
 
 [1] An earlier backward adds to DDP's buckets, and its hooks do nothing. [2] The last one is
-prepared: its hooks mark what is complete, and a full bucket's all-reduce runs beside the rest of
-the backward, and beside other stages. [3] Every gradient must have come by. [4] On a recorded step
-the time is noted, so that the rest of the action is known to be waiting.
+prepared: its hooks mark what is complete, and a full bucket's all-reduce overlaps with the rest of
+the backward, and with other stages. [3] Every gradient must have been reduced. [4] On a recorded
+step the time is noted, so that the rest of the action is known to be waiting.
 
 The norm is of the norms of the single gradients, in the order of the parameters, so that it is the
 same number however stages are spread over devices and processes.

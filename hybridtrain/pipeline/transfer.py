@@ -19,7 +19,7 @@ activation of a later micro-batch would hold up a gradient that is there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,8 +51,8 @@ def send(values: Any, source: torch.device, target: torch.device, kind: str = ""
     accelerator = accelerator_of(target)
     if accelerator is None or accelerator_of(source) is not accelerator:
         return Transfer(map_tensors(lambda tensor: move(tensor, target), values))
-    outbound = _side_stream(source, source, target, kind)
-    inbound = _side_stream(target, source, target, kind)
+    outbound = side_stream(source, source, target, kind)
+    inbound = side_stream(target, source, target, kind)
     outbound.wait_stream(accelerator.current_stream(source))
 
     def copy(tensor: Tensor) -> Tensor:
@@ -74,12 +74,12 @@ def receive(transfer: Transfer, device: torch.device) -> Any:
     if transfer.ready_event is not None and accelerator is not None:
         stream = accelerator.current_stream(device)
         stream.wait_event(transfer.ready_event)
-        _keep_until(stream, transfer.values, device)
+        keep_until(stream, transfer.values, device)
     return transfer.values
 
 
-def _keep_until(stream: Stream, values: Any, device: torch.device) -> None:
-    """Keeps the memory of what `values` has on `device` until `stream` has read it."""
+def keep_until(stream: Stream, values: Any, device: torch.device) -> None:
+    """Keeps the memory of the tensors of `values` on `device` until `stream` has read them."""
     accelerator = accelerator_of(device)
     assert accelerator is not None
     for leaf in tree_leaves(values):
@@ -118,7 +118,7 @@ class Inputs:
         ]
         if accelerator is None or not any(on_host):
             return Transfer(values)
-        stream = _side_stream(device, torch.device("cpu"), device, "inputs")
+        stream = side_stream(device, "inputs")
         # memory that the copies get may be in use in the current stream
         with accelerator.using([stream]):
             moved = map_tensors(lambda tensor: move(tensor, device), values)
@@ -147,17 +147,16 @@ def sync_streams(devices: Iterable[torch.device], before: bool, values: Any = No
         first, second = (own, theirs) if before else (theirs, own)
         if first != second:
             second.wait_stream(first)
-            _keep_until(own, values, device)
+            keep_until(own, values, device)
 
 
-_side_streams: dict[tuple[torch.device, torch.device, torch.device, str], Stream] = {}
+_side_streams: dict[tuple[Hashable, ...], Stream] = {}
 _side_streams_lock = threading.Lock()
 
 
-def _side_stream(
-    device: torch.device, source: torch.device, target: torch.device, kind: str
-) -> Stream:
-    key = device, source, target, kind
+def side_stream(device: torch.device, *use: Hashable) -> Stream:
+    """Returns the stream of `device` for this use, the same one each time; never the CPU's."""
+    key = (device, *use)
     with _side_streams_lock:
         if key not in _side_streams:
             accelerator = accelerator_of(device)

@@ -4,6 +4,7 @@ layout         parallel layouts: devices per pipeline, replicas, schedule, recom
 stage_needs    memory of a layout's stages, and the times of their actions and messages
 price          the simulated time of a step, and the search for the fastest layouts that fit
 plan_table     plans with their prices, as a table
+unequal        the places of unequal devices, and the shares of replicas
 fully_sharded  the price of FSDP2, for comparison
 """
 
@@ -28,8 +29,10 @@ from hybridtrain.price.price import (
     why_not_priced,
 )
 from hybridtrain.price.stage_needs import DeviceMemory
+from hybridtrain.price.unequal import Arrangement, arrangements
 
 __all__ = [
+    "Arrangement",
     "Choices",
     "DeviceMemory",
     "DoesNotFit",
@@ -39,6 +42,7 @@ __all__ = [
     "Price",
     "PricedPlans",
     "StepWork",
+    "arrangements",
     "choice_in_words",
     "divisors",
     "find_layouts",

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from hybridtrain._base.hardware import Hardware
+from hybridtrain._base.replica_shares import samples_by_replica
 from hybridtrain.errors import ConfigError, argument
 from hybridtrain.options import SHARD_MODES, PipelineOptions
 from hybridtrain.partitioning import whole_stages
+from hybridtrain.price.unequal import EQUAL, Arrangement, arrangements
 from hybridtrain.schedule import Placement, place_of, registered, schedule_names
 
 ENGINES = ("local", "distributed")
@@ -43,6 +45,7 @@ class ParallelLayout:
         replicas: copies of the pipeline.
         recompute: `never`, `except_last`, `always` or `layers`; for `layers`, `Price.recomputed`
             lists the recomputed layers.
+        arrangement: the places of unequal devices, and the shares of the replicas.
     """
 
     nb_part: int = 1
@@ -53,6 +56,26 @@ class ParallelLayout:
     stages_per_device: int = 1
     recompute: str = "never"
     shard: str = "none"
+    arrangement: Arrangement = EQUAL
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """The relative speed of each device of a pipeline."""
+        return self.arrangement.device_speeds or (1.0,) * self.nb_part
+
+    @cached_property
+    def stage_speeds(self) -> tuple[float, ...]:
+        """The relative speed of each stage's device."""
+        return tuple(self.speeds[device] for device in self.devices)
+
+    @property
+    def has_unequal_shares(self) -> bool:
+        """True if replicas get unequal shares of a batch."""
+        return bool(self.arrangement.replica_shares)
+
+    def usable_bytes(self, hardware: Hardware) -> list[float]:
+        """Returns the bytes that a plan may use on each device of a pipeline."""
+        return self.arrangement.usable_bytes(hardware, self.nb_part)
 
     @cached_property
     def stages(self) -> int:
@@ -85,7 +108,14 @@ class ParallelLayout:
     def samples(self, work: StepWork) -> int:
         """Returns the number of samples in the largest micro-batch."""
         of_replica = -(-work.samples // self.replicas)
+        if self.has_unequal_shares:
+            of_replica = max(self.samples_by_replica(work))
         return -(-of_replica // min(self.chunks, of_replica))
+
+    def samples_by_replica(self, work: StepWork) -> list[int]:
+        """Returns the number of samples of a batch that each replica gets."""
+        shares = self.arrangement.replica_shares or (1,) * self.replicas
+        return samples_by_replica(work.samples, shares)
 
 
 @lru_cache(maxsize=256)
@@ -146,21 +176,43 @@ def _all(
     for nb_part in choices.nb_part or divisors(hardware.devices):
         replicas, remainder = divmod(hardware.devices, nb_part)
         whole_nodes = nb_part % in_node == 0 or in_node % nb_part == 0
-        if remainder or nb_part > layers or work.samples % replicas or not whole_nodes:
+        if remainder or nb_part > layers or not whole_nodes:
             continue
-        of_replica = work.samples // replicas
-        for engine in choices.engine if nb_part > 1 else choices.engine[:1]:
-            if engine == "local" and nb_part > in_node:
-                continue
-            for chunks in choices.chunks or divisors(of_replica):
-                if choices.chunks is None and of_replica % chunks:
-                    continue
-                for schedule, v in _schedules(nb_part, chunks, layers, choices):
-                    for recompute in _recompute_modes(chunks, choices):
-                        for shard in choices.shard if replicas > 1 else ("none",):
-                            yield ParallelLayout(
-                                nb_part, replicas, engine, chunks, schedule, v, recompute, shard
-                            )
+        for arrangement in arrangements(hardware, nb_part, replicas):
+            placed = ParallelLayout(nb_part, replicas, arrangement=arrangement)
+            if placed.has_unequal_shares or work.samples % replicas == 0:
+                yield from _placed(placed, hardware, work, layers, choices)
+
+
+def _placed(
+    placed: ParallelLayout, hardware: Hardware, work: StepWork, layers: int, choices: Choices
+) -> Iterator[ParallelLayout]:
+    """Yields the layouts with the devices of `placed`."""
+    nb_part, replicas = placed.nb_part, placed.replicas
+    of_replica = min(placed.samples_by_replica(work))
+    for engine in choices.engine if nb_part > 1 else choices.engine[:1]:
+        if engine == "local" and nb_part > hardware.devices_per_node:
+            continue
+        for chunks in choices.chunks or _chunks(
+            of_replica, bool(placed.arrangement.replica_shares)
+        ):
+            for schedule, v in _schedules(nb_part, chunks, layers, choices):
+                for recompute in _recompute_modes(chunks, choices):
+                    for shard in choices.shard if replicas > 1 else ("none",):
+                        yield ParallelLayout(
+                            nb_part, replicas, engine, chunks, schedule, v, recompute, shard,
+                            placed.arrangement,
+                        )  # fmt: skip
+
+
+def _chunks(of_replica: int, unequal: bool) -> list[int]:
+    """Returns numbers of micro-batches: divisors of a replica's samples.
+
+    Shares of unequal replicas have few divisors in common, and micro-batches need not be equal:
+    powers of two as well.
+    """
+    powers = [2**k for k in range(of_replica.bit_length())] if unequal else []
+    return sorted({*powers, *divisors(of_replica)})
 
 
 def _schedules(

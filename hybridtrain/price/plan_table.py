@@ -41,8 +41,8 @@ from hybridtrain.schedule import (
 _LARGE = 10e9
 _VERY_LARGE = 30e9
 
-# On more devices, published steps with fully sharded data parallelism took 2 to 4 times as long as
-# predicted (docs/planning-details.md).
+# On more devices, published steps with ZeRO-3 took 2 to 4 times as long as predicted
+# (docs/planning-details.md).
 _MOST_SHARDED = 512
 
 # How many of the layouts that were not chosen are shown with their times.
@@ -93,7 +93,8 @@ class PricedPlans:
     @property
     def fully_sharded(self) -> FullySharded | None:
         """The price with FSDP2; None if it does not fit or the devices do not divide the batch."""
-        return fully_sharded(self.table, self.hardware, self.work, 4 if "32" in self.rate else 2)
+        hardware = self.hardware.weakest  # each device has the same share of the work
+        return fully_sharded(self.table, hardware, self.work, 4 if "32" in self.rate else 2)
 
     @property
     def advises_fsdp2(self) -> bool:
@@ -113,7 +114,8 @@ class PricedPlans:
         if sharded is None:
             return "does not fit, or the devices do not divide the batch"
         if self.hardware.devices > _MOST_SHARDED:
-            return f"{sharded}; above {_MOST_SHARDED} GPUs published runs took 2 to 4 times as long"
+            slower = "published steps with ZeRO-3 took 2 to 4 times as long as predicted"
+            return f"{sharded}; above {_MOST_SHARDED} GPUs, {slower}"
         if self.advises_fsdp2:
             saving = 1 - sharded.step_ms / self.prices[0].step_ms
             return f"{sharded}; {saving:.0%} less than this plan, so take it"
@@ -133,11 +135,14 @@ class PricedPlans:
             speed.append(f"{samples * work.tokens_per_sample:,.0f} tokens/s")
         if self.table.flops_per_sample is not None:
             reached = self.table.flops_per_sample * samples / hardware.devices
+            reached /= hardware.mean_speed
             share = reached / hardware.flops_per_s[self.rate]
             speed.append(f"{reached / 1e12:,.1f} TFLOP/s per device, {share:.0%} of its peak (MFU)")
-        fullest = max(price.memory, key=lambda memory: memory.total)
+        limits = layout.usable_bytes(hardware)
+        number = max(range(layout.nb_part), key=lambda i: price.memory[i].total / limits[i])
+        fullest = price.memory[number]
         unit, size = ("GiB", GIB) if fullest.total >= GIB / 10 else ("MiB", 2**20)
-        total, usable = f"{fullest.total / size:.2f}", f"{hardware.usable_bytes / GIB:.3g} GiB"
+        total, usable = f"{fullest.total / size:.2f}", f"{limits[number] / GIB:.3g} GiB"
         kinds = {name: f"{nbytes / size:.2f}" for name, nbytes in vars(fullest).items()}
         memory = [f"{total}{'' if unit == 'GiB' else ' MiB'} of {usable} that may be used"]
         memory.append(", ".join(f"{k} {text}" for k, text in kinds.items() if text != "0.00"))
@@ -148,6 +153,7 @@ class PricedPlans:
         batches = counted(layout.chunks, "micro-batch", "es")
         lines = [
             ("spread", f"{pipelines}, {batches} of {counted(layout.samples(work), 'sample')}"),
+            *_unequal_in_words(layout),
             ("time", in_words(price)),
             ("speed", ", ".join(speed)),
             ("memory", ": ".join(part for part in memory if part)),
@@ -196,6 +202,7 @@ class PricedPlans:
                     process=owners.process_of(stage),
                     in_flight=alive,
                     layers=costs[start:end],
+                    speed=layout.stage_speeds[stage] / layout.stage_speeds[0],
                 )
                 for stage, (alive, (start, end)) in enumerate(
                     zip(price.in_flight, bounds, strict=True)
@@ -320,6 +327,16 @@ def model_costs(
     else:
         table = counted_costs(chain, example_inputs, hardware, precision, tf32, loss)
     return replace(table, model=type(net).__name__)
+
+
+def _unequal_in_words(layout: ParallelLayout) -> list[tuple[str, str]]:
+    """Returns a line about the places of unequal devices and the shares of the replicas."""
+    placed, parts = layout.arrangement, []
+    if len(set(placed.device_speeds)) > 1:
+        parts.append(f"speeds {' '.join(f'{s:g}' for s in placed.device_speeds)} in a pipeline")
+    if placed.replica_shares:
+        parts.append(f"shares {' '.join(f'{s:g}' for s in placed.replica_shares)} of a batch")
+    return [("unequal", ", ".join(parts))] if parts else []
 
 
 def recompute_option(price: Price, table: CostTable) -> str | list[str]:

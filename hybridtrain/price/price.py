@@ -177,7 +177,8 @@ def price(
     exposed_parts = {name: ms for name, ms in parts.items() if name != "compute"}
     worst = max(exposed_parts, key=exposed_parts.__getitem__)
     binds = worst if exposed_parts[worst] > 0.2 * step else "compute"
-    if max(m.total for m in memory) > 0.9 * hardware.usable_bytes:
+    usable = layout.usable_bytes(hardware)
+    if any(m.total > 0.9 * limit for m, limit in zip(memory, usable, strict=True)):
         binds += ", memory"
     slowed = 1 + (contention - 1) * shared / (busy_share or 1.0)
     busy_share *= slowed * simulated.length / (batch_ms or 1.0)
@@ -302,7 +303,8 @@ def optimizer_ms(
     The optimizer reads weights, gradients and its state, and writes weights and state.
     """
     tensors = 3 + 2 * work.optimizer_tensors_per_param
-    most = max(_by_device(layout, _by_stage([size.trained for size in sizes], counts)))
+    trained = _by_device(layout, _by_stage([size.trained for size in sizes], counts))
+    most = max(nbytes / speed for nbytes, speed in zip(trained, layout.speeds, strict=True))
     shares = 1 if layout.shard == "none" else layout.replicas
     return tensors * most / shares / hardware.sustained_bandwidth * 1e3
 
@@ -503,7 +505,8 @@ class DoesNotFit(SplitError):
     """
 
     def __init__(self, layout: ParallelLayout, device: int, nbytes: int, hardware: Hardware):
-        usable = round(hardware.usable_bytes)
+        is_equal = not layout.arrangement.device_memory_gib
+        usable = round(layout.usable_bytes(hardware)[device])
         missing = with_unit(nbytes - usable)
         recompute = {"layers": "of single layers"}.get(layout.recompute, layout.recompute)
         self.layout, self.device, self.nbytes = layout, device, nbytes
@@ -516,8 +519,9 @@ class DoesNotFit(SplitError):
         super().__init__(
             f"no plan fits: {missing} are missing on device {device}; the least memory is "
             f"{with_unit(nbytes)} of {with_unit(usable)} that may be used "
-            f"({self.in_words}): more devices (hardware.nodes=), larger ones "
-            f"(hardware.memory_gib={self.memory_gib:g}) or a smaller model would do"
+            f"({self.in_words}): more devices (hardware.nodes=), larger ones"
+            + f" (hardware.memory_gib={self.memory_gib:g})" * is_equal
+            + " or a smaller model would do"
         )
 
 
@@ -648,9 +652,11 @@ class _Search:
     def bound(self, layout: ParallelLayout) -> float:
         """Returns a lower bound of the step's milliseconds, for any cut of the model."""
         whole, largest = self._times(layout.samples(self._work), layout.recomputed)
-        busy = max(whole / layout.nb_part, largest) * layout.chunks
-        if layout.stages_per_device == 1 and not layout.splits_backwards:
-            busy = max(busy, _least_with_idle_time(whole, layout.nb_part, layout.chunks))
+        busy = max(whole / sum(layout.speeds), largest / max(layout.speeds)) * layout.chunks
+        is_equal = len(set(layout.speeds)) == 1
+        if layout.stages_per_device == 1 and not layout.splits_backwards and is_equal:
+            of_speed = whole / layout.speeds[0]
+            busy = max(busy, _least_with_idle_time(of_speed, layout.nb_part, layout.chunks))
         load = self._work.data_ms_per_sample * self._work.samples / layout.replicas
         return max(busy, load) * self._work.accumulate
 
@@ -673,13 +679,14 @@ class _Search:
         fits = partial(self._fits, layout)
         if (few := self._few_cuts(layout)) is not None:
             return list(filter(fits, few))
-        counts = self._even_cut(layout.samples(self._work), layout.recompute, layout.stages)
+        samples = layout.samples(self._work)
+        counts = self._even_cut(samples, layout.recompute, layout.stage_speeds)
         if counts is None:  # too few places to cut
             return []
         if layout.recompute == "layers" and self._recomputed(layout, tuple(counts)) == frozenset():
             return []  # the same as "never"
         if not fits(counts):
-            limit = self._hardware.usable_bytes
+            limit = self._stage_devices_limits(layout)
             by_memory = (
                 self._cut_by_memory(layout, memory_weight=0.0, memory_limit=limit),
                 self._cut_by_memory(layout, memory_weight=1.0),  # the last resort
@@ -705,13 +712,13 @@ class _Search:
         recompute = "never" if layout.recompute == "layers" else layout.recompute
         of_run = replace(options, stages_per_device=layout.stages_per_device, recompute=recompute)
         costs = self._weighed_at(layout.samples(self._work), layout.replicas, layout.shard, False)
-        goal = Objective.of(of_run)
+        goal = replace(Objective.of(of_run), speeds=layout.stage_speeds)
         return find_cut(costs, most_in_flight(layout), goal, self._table.no_cut_before)
 
     def _fits(self, layout: ParallelLayout, counts: Sequence[int]) -> bool:
         if layout.recompute == "layers":  # with none it is that of "never"
             return bool(self._recomputed(layout, tuple(counts)))
-        return not any(map(self._is_over, device_memory(self._table, self._work, layout, counts)))
+        return not any(self._over(layout, self._table, counts))
 
     def _table_of(self, layout: ParallelLayout, counts: Sequence[int]) -> CostTable:
         if layout.recompute != "layers":
@@ -735,7 +742,7 @@ class _Search:
 
         def over(numbers: Sequence[int]) -> list[bool]:
             table = self._table.recomputing(chosen(numbers))
-            return list(map(self._is_over, device_memory(table, self._work, layout, counts)))
+            return self._over(layout, table, counts)
 
         # bisection, on all devices at once
         fewest = [0] * layout.nb_part
@@ -769,12 +776,22 @@ class _Search:
                     gains[layout.devices[stage]].append((-rate, index))
         return [[index for _, index in sorted(pairs)] for pairs in gains]
 
-    def _is_over(self, memory: DeviceMemory) -> bool:
-        return memory.total > self._hardware.usable_bytes
+    def _over(self, layout: ParallelLayout, table: CostTable, counts: Sequence[int]) -> list[bool]:
+        """Returns whether each device needs more memory than it has."""
+        memory = device_memory(table, self._work, layout, counts)
+        limits = layout.usable_bytes(self._hardware)
+        return [m.total > limit for m, limit in zip(memory, limits, strict=True)]
+
+    def _stage_devices_limits(self, layout: ParallelLayout) -> float | tuple[float, ...]:
+        """Returns the usable bytes of each stage's device, or of any where they are equal."""
+        limits = layout.usable_bytes(self._hardware)
+        if len(set(limits)) == 1:
+            return limits[0]
+        return tuple(limits[device] for device in layout.devices)
 
     def _weights_fit(self, layout: ParallelLayout) -> bool:
         weights = sum(cost.weight_bytes for cost in self._weighed(layout))
-        return weights / layout.nb_part <= self._hardware.usable_bytes
+        return weights <= sum(layout.usable_bytes(self._hardware))
 
     def why_nothing_fits(self, candidates: Sequence[ParallelLayout]) -> SplitError:
         """Returns the error of a search without a result, about the layout with the least memory.
@@ -817,7 +834,9 @@ class _Search:
             tables.append(self._table.recomputing(frozenset(chain.from_iterable(orders))))
         by_table = [device_memory(table, self._work, layout, counts) for table in tables]
         peaks = [min(m.total for m in memory) for memory in zip(*by_table, strict=True)]
-        return max((nbytes, device) for device, nbytes in enumerate(peaks))
+        limits = layout.usable_bytes(self._hardware)
+        device = max(range(len(peaks)), key=lambda device: (peaks[device] / limits[device], device))
+        return peaks[device], device
 
     def _least_bytes(self, layout: ParallelLayout) -> float:
         """Returns an estimate of the bytes per device: an even share of weights and activations."""
@@ -836,22 +855,26 @@ class _Search:
         table = self._most_recomputed if single else self._table
         return with_weight_bytes(table.costs_at(samples), table.sizes, self._work, layout)
 
-    def _cut_by_memory(self, layout: ParallelLayout, **goal: float) -> list[int] | None:
+    def _cut_by_memory(self, layout: ParallelLayout, **goal: Any) -> list[int] | None:
         objective = Objective(
             recomputes=bool(layout.recomputed),
             stages_per_device=layout.stages_per_device,
-            **goal,  # type: ignore[arg-type]
+            speeds=layout.stage_speeds,
+            **goal,
         )
         in_flight = most_in_flight(layout)
         return find_cut(self._weighed(layout), in_flight, objective, self._table.no_cut_before)
 
-    def _most_even_cut(self, samples: int, recompute: str, stages: int) -> list[int] | None:
+    def _most_even_cut(
+        self, samples: int, recompute: str, speeds: tuple[float, ...]
+    ) -> list[int] | None:
         forwards = 1 if recompute in ("never", "layers") else 2
         costs = [
             replace(cost, forward_ms=forwards * cost.forward_ms, crossing_ms=0.0)
             for cost in self._table.costs_at(samples)
         ]
-        return find_cut(costs, [1] * stages, Objective(), self._table.no_cut_before)
+        goal = Objective(speeds=speeds)
+        return find_cut(costs, [1] * len(speeds), goal, self._table.no_cut_before)
 
     def _whole_times(self, samples: int, recomputed: float) -> tuple[float, float]:
         """Returns the milliseconds of a micro-batch in all layers, and in the slowest layer."""

@@ -326,7 +326,10 @@ def stage_times(
         for border, cut in enumerate(list(accumulate(counts))[:-1])
     ]
     by_field = {field: tuple(stage[field] for stage in stages) for field in stages[0]}
-    recompute = tuple(sum(recomputed_ms[start:end]) for start, end in bounds)
+    recompute = tuple(
+        sum(recomputed_ms[start:end]) / speed
+        for (start, end), speed in zip(bounds, layout.stage_speeds, strict=True)
+    )
     return StageTimes(**by_field, transfer=tuple(transfer), recompute=recompute)
 
 
@@ -359,9 +362,9 @@ def _stage_ms(
         calls: for each layer, host milliseconds to launch its forward and its backward.
         weight_share: the part of a backward that computes gradients of weights.
     """
-    recomputed = layout.recomputed
-    forward_compute = sum([cost.forward_ms for cost in costs])
-    backward_compute = sum([cost.backward_ms for cost in costs])
+    recomputed, speed = layout.recomputed, layout.stage_speeds[stage]
+    forward_compute = sum([cost.forward_ms for cost in costs]) / speed
+    backward_compute = sum([cost.backward_ms for cost in costs]) / speed
     forward_calls = sum([forward_ms for forward_ms, _ in calls])
     backward_calls = sum([backward_ms for _, backward_ms in calls])
     action = _action_ms(hardware, layout, stage)
@@ -403,7 +406,11 @@ def planned_costs(
     counts: Sequence[int],
 ) -> list[LayerCost]:
     """Returns the layer costs for the plan of this layout, with the times of its messages."""
-    costs = list(table.costs_at(layout.samples(work)))
+    first = layout.stage_speeds[0]  # a plan has the costs on the first device
+    costs = [
+        replace(cost, forward_ms=cost.forward_ms / first, backward_ms=cost.backward_ms / first)
+        for cost in table.costs_at(layout.samples(work))
+    ]
     for border, cut in enumerate(list(accumulate(counts))[:-1]):
         ms = _transfer_ms(hardware, layout, border, costs[cut - 1].crossing_bytes)
         costs[cut - 1] = replace(costs[cut - 1], crossing_ms=ms)

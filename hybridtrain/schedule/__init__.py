@@ -1,19 +1,19 @@
 """Schedules as data: for every device, the ordered list of its actions.
 
-    table        actions, spans, the device of each stage, and the proof that an engine can
+    table        actions, spans, the device of each stage, and the check that an engine can
                  execute a schedule
-    registry     any schedule by its name, with what is known of it; `@schedule` adds one
+    registry     schedules by name, with their properties; `@schedule` registers one
     named        the schedules gpipe, 1f1b, zb-h1 and zb-v
-    controllable_memory  v-half and v-min, which hold less than 1f1b
-    files        tables in files: CSV, as torch.distributed.pipelining reads it, and in plans
-    memory       the micro-batches that a device holds, and when it holds the most
-    simulation   when each action runs, for given costs
-    account      where the time of a measured step went
-    waits        when its devices waited, for what, and its critical path
+    controllable_memory  v-half and v-min, which use less memory than 1f1b
+    files        tables in files: CSV as in torch.distributed.pipelining, and plans
+    memory       the micro-batches that a device holds, and its peak moments
+    simulation   simulated spans of the actions, for given costs
+    account      the time breakdown of a measured step
+    waits        the waits of its devices with their causes, and its critical path
 
-Everything reads the one table: an engine executes it, `validate` proves that it cannot deadlock,
-`peak_in_flight` counts the micro-batches that a stage keeps alive, `simulate` predicts when
-everything runs. Nothing here needs torch.
+All consumers read the same table: an engine executes it, `validate` proves that it cannot deadlock,
+`peak_in_flight` counts the micro-batches that a stage keeps alive, and `simulate` predicts the time
+of each action. This package does not need torch.
 """
 
 from hybridtrain.schedule.account import (

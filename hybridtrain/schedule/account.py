@@ -1,20 +1,19 @@
-"""The account of a step: where the time of each device went, in parts that add up to the whole.
+"""The time breakdown of a step: the time of each device, in parts that add up to the whole.
 
-The time from the first action of all devices to the last is divided by steps that did not happen:
-the same table of actions, each time with one more reason to wait. What a reason makes the step
-longer is its part:
+The time from the first to the last action is divided by simulating the same schedule repeatedly,
+each time with one more cause of waiting. Each cause is charged with the time it adds to the step:
 
     equal stages           |compute.........|bubble|
-    + their own times      |compute.........|bubble|imbalance|
+    + actual times         |compute.........|bubble|imbalance|
     + between two actions  |compute.........|bubble|imbalance|host|
     + messages             |compute.........|bubble|imbalance|host|messages|
     + the all-reduce       |compute.........|bubble|imbalance|host|messages|reduction|
     + slower replicas      |compute.........|bubble|imbalance|host|messages|reduction|stragglers|
                            first action                                                last one
 
-So a message that is late counts for all that waits because of it, on any device, and an all-reduce
-that runs while its device would be idle anyway costs nothing. The batch, the optimizer and the rest
-of the host's time are around it.
+A late message is therefore charged with all waits that it triggers, on any device, and an
+all-reduce that runs while its device is idle anyway costs nothing. Data, the optimizer and other
+host time come before and after this window.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ from hybridtrain.schedule.waits import late_starts
 _Times = Mapping[Action, float]
 
 COMPUTING = ("forward", "backward", "recompute")
-"""The parts of an account in which a device computes."""
+"""The parts of the time breakdown in which a device computes."""
 
 
 class Account(NamedTuple):
-    """The time of one device in one step, in seconds; the parts add up to the step.
+    """The time breakdown of one device in one step, in seconds; the parts add up to the step.
 
     Attributes:
         data: waiting for the batch.
-        forward: computing.
-        backward: computing, without what is computed again.
-        recompute: forwards that are run again in a backward, taken as long as the first time.
-        bubble: idle as the schedule has it with equal stages, at this number of devices and
+        forward: computing forwards.
+        backward: computing backwards, without recomputation.
+        recompute: recomputing forwards in a backward, assumed to take as long as the first time.
+        bubble: idle because of the schedule, with equal stages and this number of devices and
             micro-batches.
         imbalance: idle because other stages take longer.
-        messages: idle because a value was on its way.
-        reduction: the all-reduce of the gradients, where it is not hidden.
+        messages: idle while a message was in transit.
+        reduction: the all-reduce of the gradients, as far as it is not overlapped.
         stragglers: waiting in the all-reduce for the slowest replica.
-        optimizer: the norm, clipping, the check, and the optimizer's step.
-        host: what is left: Python between actions, and before and after them.
+        optimizer: the gradient norm, clipping, the finite check and the optimizer step.
+        host: the rest: Python between, before and after the actions.
     """
 
     data: float = 0.0
@@ -70,16 +69,16 @@ class Account(NamedTuple):
 
     @classmethod
     def sum_of(cls, accounts: Iterable[Account]) -> Account:
-        """Returns all added up, such as those of the batches of a step."""
+        """Returns the sum of several breakdowns, such as of the batches of a step."""
         return cls(*map(sum, zip(*accounts, strict=True)))
 
     def scaled(self, factor: float) -> Account:
-        """Returns every part `factor` times."""
+        """Returns all parts multiplied by `factor`."""
         return Account(*(factor * part for part in self))
 
     @classmethod
     def mean(cls, accounts: Sequence[Account]) -> Account:
-        """Returns the mean, over devices or steps."""
+        """Returns the mean over devices or steps."""
         return cls.sum_of(accounts).scaled(1 / len(accounts))
 
 
@@ -90,15 +89,16 @@ def account_of(
     reductions_of_last: _Times | None = None,
     recomputed: Sequence[Sequence[float]] | None = None,
 ) -> list[Account]:
-    """Returns where the time from the first action to the last went, of each device.
+    """Returns the time breakdown of each device between the first and last action of the step.
 
     Args:
-        schedule: of the step.
-        measured: its spans, in seconds.
-        reductions: of the actions that end in a wait for the all-reduce, that wait.
-        reductions_of_last: the same of the replica that came last, for which nobody had to wait:
-            the all-reduce itself. None: as `reductions`.
-        recomputed: by stage and micro-batch, the share of the forward that its backward runs again.
+        schedule: the schedule of the step.
+        measured: the measured spans, in seconds.
+        reductions: for actions that end with a wait for the all-reduce, the seconds of that wait.
+        reductions_of_last: the same for the replica that arrived last, where the wait is the
+            all-reduce itself; None if equal to `reductions`.
+        recomputed: by stage and micro-batch, the fraction of the forward that the backward
+            recomputes.
     """
     reductions = reductions or {}
     reductions_of_last = reductions if reductions_of_last is None else reductions_of_last
@@ -115,9 +115,9 @@ def account_of(
         (whole, delays),
     ]  # fmt: skip
     lengths = [_length(schedule, *steps[0])]
-    for before, step in pairwise(steps):  # without messages or replicas some are the same
+    for before, step in pairwise(steps):  # without messages or replicas some are equal
         lengths.append(lengths[-1] if step == before else _length(schedule, *step))
-    # Each step is as long as the one before or longer, since nothing in it ends earlier.
+    # Each simulated step is at least as long as the previous one, since no action ends earlier.
     host, messages, reduction, stragglers = (
         max(0.0, after - before) for before, after in pairwise(lengths)
     )
@@ -128,21 +128,21 @@ def account_of(
     for lane in schedule.lanes:
         forward = sum(computing[action] for action in lane if action.kind == "F")
         backward = sum(computing[action] for action in lane if action.kind != "F")
-        again = 0.0
+        recomputed_time = 0.0
         if recomputed is not None:
-            again = sum(
+            recomputed_time = sum(
                 computing[action] * recomputed[action.stage][action.microbatch]
                 for action in lane
                 if action.kind == "F"
             )
-            again = min(again, backward)
-        idle = max(0.0, lengths[0] - forward - backward)  # sums are rounded
+            recomputed_time = min(recomputed_time, backward)
+        idle = max(0.0, lengths[0] - forward - backward)  # absorbs rounding of the sums
         bubble = max(0.0, min(least_idle, idle))
         accounts.append(
             Account(
                 forward=forward,
-                backward=backward - again,
-                recompute=again,
+                backward=backward - recomputed_time,
+                recompute=recomputed_time,
                 bubble=bubble,
                 imbalance=idle - bubble,
                 messages=messages,
@@ -155,7 +155,7 @@ def account_of(
 
 
 def mean_delays(schedule: Schedule, measured: Spans) -> tuple[float, float]:
-    """Returns how late actions begin on the mean: by the host, and by messages between devices."""
+    """Returns the mean delays of actions: by the host, and by messages between devices."""
     delays, between = late_starts(schedule, measured)
     late = [
         delays[action] - between[action] for action in delays if delays[action] > between[action]
@@ -169,7 +169,7 @@ def _length(schedule: Schedule, durations: _Times, delays: _Times | None = None)
 
 
 def _equal_stages(schedule: Schedule, durations: _Times) -> _Times:
-    """Returns the durations of stages that are all the mean of those that there are."""
+    """Returns durations in which all stages take the mean over stages."""
     sums = dict.fromkeys("FBIW", 0.0)
     for action, seconds in durations.items():
         sums[action.kind] += seconds

@@ -1,12 +1,13 @@
-"""V-Half and V-Min: zero-bubble schedules that hold a half and a third of 1F1B's activations.
+"""V-Half and V-Min: zero-bubble schedules with a half and a third of 1F1B's activation memory.
 
 Both repeat a building block (Qi et al., *Pipeline Parallelism with Controllable Memory*,
-arXiv:2405.15362): every six units of time, a forward, an I and a W each, a micro-batch enters. A
-device has two stages, in a V, and holds a micro-batch from its forward to its W. The block says at
-what time each device takes a micro-batch down and up the V, and so how long it is held.
+arXiv:2405.15362). A device has two stages, in V placement. A forward, an I and a W take one unit of
+time each, so a new micro-batch enters every six units. The block gives the times at which a
+micro-batch passes each device on its way down and up the V, and so how long the device holds it,
+from its forward to its W.
 
-3 devices, 3 micro-batches; F, I, W: first stage of a device, f, i, w: its second stage,
-B, b: whole backwards
+3 devices, 3 micro-batches; F, I, W: first stage of a device; f, i, w: its second stage; B, b: whole
+backwards
 
 V-Half
 device 0  F0 F1 .. .. .. f0 i0 F2 w0 f1 b1--- B0--- .. f2 i2 w2 B1--- .. B2---
@@ -30,26 +31,26 @@ from hybridtrain.schedule.registry import schedule
 from hybridtrain.schedule.simulation import Durations
 from hybridtrain.schedule.table import Action, Schedule, made_by, needs_of, stages_at
 
-# A device computes an F, an I and a W of each of its two stages for a micro-batch.
+# The actions of a device per micro-batch: F, I and W for each of its two stages.
 _UNITS_PER_MICROBATCH = 6
 
 _Block = dict[tuple[str, int], int]
-"""The time of a device's F and I of micro-batch 0, by kind and stage."""
+"""The start times of a device's F and I for micro-batch 0, by kind and stage."""
 
 
 @schedule("v-half", placement="v", stages_per_device=2, splits_backward=True, periodic=True)
 def v_half(devices: int, chunks: int) -> Schedule:
-    """Returns V-Half: half the activations of 1F1B, and half its idle time.
+    """Returns V-Half: half the activation memory of 1F1B, and half its idle time.
 
     A device holds at most `(P + 2) // 2` micro-batches of both of its stages. If a forward and both
-    parts of a backward take a unit each, a device idles for at most 3 (P-1) units, and 6 (P-1) with
-    1F1B, whose stages are twice as large.
+    parts of a backward take one unit each, a device idles for at most 3 (P-1) units, compared with
+    6 (P-1) for 1F1B, which has stages twice as large.
     """
     gap = 3 * (devices % 2 == 0)
     blocks = []
     for d in range(devices):
         down, up = stages_at(d, devices, 2, "v")
-        # the forwards go down at half speed and up at full speed, and so do the backwards
+        # forwards and backwards move down the V at half speed and up at full speed
         blocks.append(
             {
                 ("F", down): 2 * d,
@@ -63,12 +64,12 @@ def v_half(devices: int, chunks: int) -> Schedule:
 
 @schedule("v-min", placement="v", stages_per_device=2, splits_backward=True, periodic=True)
 def v_min(devices: int, chunks: int) -> Schedule:
-    """Returns V-Min: a third of the activations of 1F1B, and two thirds of its idle time.
+    """Returns V-Min: a third of the activation memory of 1F1B, and two thirds of its idle time.
 
     A device holds at most `(P + 4) // 3` micro-batches of both of its stages. If a forward and both
-    parts of a backward take a unit each, a device idles for less than 4 (P-1) units, and 6 (P-1)
-    with 1F1B, whose stages are twice as large. If they take different times, devices wait for one
-    another at every micro-batch.
+    parts of a backward take one unit each, a device idles for less than 4 (P-1) units, compared
+    with 6 (P-1) for 1F1B, which has stages twice as large. If they take different times, devices
+    wait for each other at every micro-batch.
     """
     gap = 2 * (devices % 3 == 0)
     blocks = []
@@ -86,16 +87,16 @@ def v_min(devices: int, chunks: int) -> Schedule:
 
 
 def _repeated(name: str, blocks: Sequence[_Block], chunks: int, most_held: int) -> Schedule:
-    """Returns the table in which each device repeats its block for every micro-batch.
+    """Returns the schedule in which each device repeats its block for every micro-batch.
 
-    All actions take one unit. A device runs the next action of its block as soon as possible,
-    and a W while it waits or is full. This cannot deadlock: the block itself never holds more than
+    All actions take one unit. A device runs the next action of its block as soon as possible, and a
+    W while it waits or is full. This cannot deadlock: the block itself never holds more than
     `most_held` micro-batches, so a full device always has a W to run before its next forward.
 
     Args:
-        name: of the schedule.
-        blocks: of each device.
-        chunks: micro-batches.
+        name: the name of the schedule.
+        blocks: the block of each device.
+        chunks: the number of micro-batches.
         most_held: the most micro-batches that a device may hold, each in both of its stages.
     """
     stages = 2 * len(blocks)
@@ -135,7 +136,7 @@ def _repeated(name: str, blocks: Sequence[_Block], chunks: int, most_held: int) 
 
 
 def _in_block_order(block: _Block, chunks: int) -> deque[Action]:
-    """Returns the forwards and the backwards to the input of a device, by their time."""
+    """Returns the F and I actions of a device, ordered by time."""
     timed = [
         (start + _UNITS_PER_MICROBATCH * i, kind, stage, i)
         for (kind, stage), start in block.items()
@@ -145,10 +146,10 @@ def _in_block_order(block: _Block, chunks: int) -> deque[Action]:
 
 
 def _candidates(upcoming: deque[Action]) -> list[Action]:
-    """Returns what a device may run next, the best first.
+    """Returns the candidates for a device's next action, best first.
 
-    That is the first action in the order of the block. After the last forward, a backward of the
-    other stage may overtake it, because no backward adds to the memory.
+    The best candidate is the first action in the order of the block. After the last forward, a
+    backward of the other stage may overtake it, because backwards do not increase memory.
     """
     if not upcoming:
         return []

@@ -1,13 +1,13 @@
-"""Schedules in files, in two forms with one reader.
+"""Schedules in files: two formats with one reader.
 
-`.csv`, which torch.distributed.pipelining reads too: a line per device, a cell per action in the
-device's order: stage, kind, micro-batch. Empty cells, which show idle time, are skipped.
+`.csv`, as in torch.distributed.pipelining: one line per device, with one cell per action in
+execution order: stage, kind, micro-batch. Empty cells show idle time and are skipped.
 
     0F0,0F1,,,0B0,0B1          stage 0: forwards of micro-batches 0 and 1, then their backwards
     ,1F0,1B0,1F1,1B1           stage 1
 
-`.yaml`, a plan: its key `actions` has a text per device, with the actions as messages and pictures
-name them: kind, micro-batch, stage.
+`.yaml`, a plan: the key `actions` has one string per device, with the actions as shown in messages
+and pictures: kind, micro-batch, stage.
 
     actions:
     - F0@0 F1@0 B0@0 B1@0
@@ -32,12 +32,12 @@ _OF_A_PLAN = (".yaml", ".yml")
 
 
 def is_file(name: str) -> bool:
-    """Returns whether a schedule is named by its file: the name ends in `.csv` or `.yaml`."""
+    """Returns whether a schedule name is a file: it ends in `.csv` or `.yaml`."""
     return name.endswith((".csv", *_OF_A_PLAN))
 
 
 def write_csv(table: Schedule, path: str | Path) -> None:
-    """Writes the actions of `table`, a line per device."""
+    """Writes the actions of `table`, one line per device."""
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows(
             [f"{stage}{kind}{microbatch}" for kind, stage, microbatch in lane]
@@ -46,19 +46,19 @@ def write_csv(table: Schedule, path: str | Path) -> None:
 
 
 def actions_as_text(table: Schedule) -> list[str]:
-    """Returns a text per device: the key `actions` of a plan."""
+    """Returns one string per device, the format of the key `actions` of a plan."""
     return [" ".join(map(str, lane)) for lane in table.lanes]
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """Returns the schedule of a file, which is named after it.
+    """Reads a schedule from a file; its name is the path.
 
     Args:
         path: a `.csv` file, or a plan (`.yaml`).
 
     Raises:
-        ScheduleError: the file cannot be read, something in it is not an action, or an engine
-            cannot execute the table (see `validate`).
+        ScheduleError: the file cannot be read, an entry is not an action, or an engine cannot
+            execute the table (see `validate`).
     """
     is_plan = str(path).endswith(_OF_A_PLAN)
     try:
@@ -66,7 +66,7 @@ def read_schedule(path: str | Path) -> Schedule:
             lines = _lines_of_plan(yaml.safe_load(file), path) if is_plan else _lines_of_csv(file)
     except (OSError, UnicodeDecodeError, csv.Error, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise ScheduleError(f"{path}: cannot be read as a schedule: {reason}") from error
+        raise ScheduleError(f"{path}: cannot read a schedule from this file: {reason}") from error
     form, unit = (_WORD, "action") if is_plan else (_CELL, "column")
     example = "F1@0 (micro-batch 1, stage 0)" if is_plan else "0F1 (stage 0, micro-batch 1)"
     lanes = []
@@ -85,7 +85,7 @@ def read_schedule(path: str | Path) -> Schedule:
         lanes.append(tuple(lane))
     actions = [action for lane in lanes for action in lane]
     if not actions:
-        raise ScheduleError(f"{path}: has no actions")
+        raise ScheduleError(f"{path}: contains no actions")
     table = Schedule(
         str(path),
         1 + max(action.stage for action in actions),
@@ -101,17 +101,17 @@ def _lines_of_csv(file: Iterable[str]) -> list[list[str]]:
 
 
 def _lines_of_plan(content: object, path: str | Path) -> list[list[str]]:
-    """Returns the words of each device.
+    """Returns the actions of each device as words.
 
     Raises:
-        ScheduleError: the content of the file is not a plan with actions.
+        ScheduleError: the file does not contain a plan with actions.
     """
     texts = content.get("actions") if isinstance(content, Mapping) else None
     if not texts:
         raise ScheduleError(
-            f"{path}: has no key `actions` with the order of each device; `hybridtrain plan` "
-            f"writes one"
+            f"{path}: missing the key `actions`, the execution order of each device; `hybridtrain "
+            "plan` writes it"
         )
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ScheduleError(f"{path}: actions={texts!r} must be a list of texts, one per device")
+        raise ScheduleError(f"{path}: actions={texts!r} must be a list of strings, one per device")
     return [text.split() for text in texts]

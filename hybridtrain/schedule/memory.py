@@ -1,12 +1,12 @@
-"""The memory of the devices while they run a table, counted in micro-batches.
+"""The memory of the devices while they run a schedule, counted in micro-batches.
 
 zb-v, 2 devices, device 0   F0 F1 F2 f0 i0 w0 f1 b1 F3 ...
 stage 0 holds                1  2  3  3  3  3  3  3  4
 stage 3 holds                0  0  0  1  1  1  1  1  0
 the device holds             1  2  3  4  4  4  4  4  4     at most 4, and not 4 + 1
 
-The stages of a device hold their most at different times, so the peak of a device is the peak of
-the sum over its stages, and not the sum of their peaks.
+The stages of a device peak at different times, so a device's peak is the peak of the sum over its
+stages, not the sum of their peaks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ class Moment(NamedTuple):
     """The micro-batches that a device holds while it runs an action, for each of its stages.
 
     Attributes:
-        stage: the stage that runs.
-        inputs: micro-batches that have begun and not finished, in the order of the device's stages.
-        activations: those of them whose activations are there; fewer where they are recomputed.
-        waiting: those between the two parts of their backward, from the beginning of the first.
+        stage: the running stage.
+        inputs: the number of micro-batches begun and not finished, for each of the device's stages.
+        activations: the number of those with stored activations; fewer with recomputation.
+        waiting: the number of those between the two parts of their backward, counted from the start
+            of the first part.
     """
 
     stage: int
@@ -36,16 +37,16 @@ class Moment(NamedTuple):
 def fullest_moments(
     schedule: Schedule, recomputed: Set[int] = frozenset(), splits_backward: bool = True
 ) -> tuple[tuple[Moment, ...], ...]:
-    """Returns, for each device, the moments of a step at which it may hold the most bytes.
+    """Returns, for each device, the moments of a step at which its memory may peak.
 
-    Whatever a micro-batch takes in each stage, the peak of the device is at one of them: at every
-    other moment it runs the same stage and holds no more of anything.
+    For any memory per micro-batch and stage, the device's peak is at one of these moments: at every
+    other moment the device runs the same stage and holds no more of anything.
 
     Args:
-        schedule: the table.
-        recomputed: the micro-batches whose activations are recomputed in their backward, which is
-            then whole.
-        splits_backward: False: all backwards are whole, at the place of their first part.
+        schedule: the schedule.
+        recomputed: the micro-batches with activations recomputed in their backward, which is then
+            not split.
+        splits_backward: False to run all backwards whole, at the position of their first part.
     """
     return tuple(_fullest_moments_of(lane, recomputed, splits_backward) for lane in schedule.lanes)
 
@@ -58,12 +59,12 @@ def _fullest_moments_of(
     fullest: dict[int, list[tuple[int, ...]]] = {stage: [] for stage in place}
     seen: set[tuple[int, ...]] = set()
     for kind, stage, microbatch in lane:
-        i, again = place[stage], microbatch in recomputed
-        divided = kind in "IW" and splits_backward and not again
+        i, is_recomputed = place[stage], microbatch in recomputed
+        divided = kind in "IW" and splits_backward and not is_recomputed
         if kind == "W" and not divided:
-            continue  # the backward ran at the place of its first part
+            continue  # the backward ran at the position of its first part
         inputs[i] += kind == "F"
-        activations[i] += again if kind in "BI" else kind == "F" and not again
+        activations[i] += is_recomputed if kind in "BI" else kind == "F" and not is_recomputed
         waiting[i] += divided and kind == "I"
         held = (stage, *inputs, *activations, *waiting)
         if held not in seen:
@@ -82,7 +83,7 @@ def _fullest_moments_of(
 
 
 def _keep_if_fullest(frontier: list[tuple[int, ...]], held: tuple[int, ...]) -> None:
-    """Adds `held` unless the frontier has as much of everything; removes what has less than it."""
+    """Adds `held` unless an entry dominates it; removes entries that it dominates."""
     if any(all(a >= b for a, b in zip(other, held, strict=True)) for other in frontier):
         return
     frontier[:] = [
@@ -92,7 +93,7 @@ def _keep_if_fullest(frontier: list[tuple[int, ...]], held: tuple[int, ...]) -> 
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Returns the most micro-batches whose activations each stage holds at one time."""
+    """Returns the maximum number of micro-batches with stored activations, for each stage."""
     in_flight = [0] * schedule.stages
     peak = [0] * schedule.stages
     for lane in schedule.lanes:

@@ -1,12 +1,12 @@
-"""The registry of schedules: each by the name that `schedule=` chooses.
+"""The registry of schedules, by the name used in `schedule=`.
 
     @schedule("wave", placement="v", stages_per_device=2)
     def wave(devices: int, chunks: int) -> Schedule:
         ...
 
-A function that builds a table is a schedule once it is registered, in this package or in a user's.
-`make_schedule` checks each table that it builds: `validate` proves that an engine can execute it,
-and it must agree with its registration.
+Registering a function that builds a table makes it a schedule, in this package or in user code.
+`make_schedule` checks each table it builds: `validate` proves that an engine can execute it, and
+the table must match its registration.
 """
 
 from __future__ import annotations
@@ -34,20 +34,19 @@ from hybridtrain.schedule.table import (
 Builder = TypeVar("Builder", bound=Callable[..., Schedule])
 
 
-@dataclass(frozen=True, eq=False)  # by identity: a name that is registered again is another key
+@dataclass(frozen=True, eq=False)  # compared by identity: a name registered again is another key
 class RegisteredSchedule:
-    """A schedule's function, and the facts that are known before it builds a table.
+    """A schedule's function, and its properties known before it builds a table.
 
     Attributes:
-        name: as `schedule=` has it.
-        builder: called with the number of devices, the number of micro-batches and, where
+        name: the name, as used in `schedule=`.
+        builder: called with the number of devices, the number of micro-batches and, if
             `stages_per_device` is None, the number of stages per device.
-        placement: where the stages are.
-        stages_per_device: the only number of stages per device that the schedule is for; None:
-            any.
-        splits_backward: whether it has backwards in two parts, `I` and `W`.
+        placement: the placement of the stages.
+        stages_per_device: the required number of stages per device; None for any.
+        splits_backward: whether it splits backwards into two parts, `I` and `W`.
         periodic: whether each group of `devices` micro-batches after the first two repeats the
-            group before it.
+            previous group.
     """
 
     name: str
@@ -58,10 +57,10 @@ class RegisteredSchedule:
     periodic: bool = False
 
     def build(self, devices: int, chunks: int, stages_per_device: int) -> Schedule:
-        """Returns the table, which nobody has checked.
+        """Returns the unchecked table.
 
         Raises:
-            ScheduleError: the schedule is for another number of stages per device.
+            ScheduleError: the schedule needs another number of stages per device.
         """
         if self.stages_per_device is None:
             return self.builder(devices, chunks, stages_per_device)
@@ -74,34 +73,36 @@ class RegisteredSchedule:
         return self.builder(devices, chunks)
 
     def check(self, table: Schedule, devices: int, chunks: int, stages_per_device: int) -> None:
-        """Proves that an engine can execute `table`, and that it agrees with the registration.
+        """Checks that an engine can execute `table`, and that it matches the registration.
 
         Raises:
-            ScheduleError: it does not; names the rule and the first stage or action that breaks it.
+            ScheduleError: a check fails; names the rule and the first stage or action that breaks
+                it.
         """
         if not isinstance(table, Schedule):
             raise ScheduleError(
-                f"{setting('schedule', self.name)}: its function returned a "
-                f"{type(table).__name__}, not a hybridtrain.schedule.Schedule"
+                f"{setting('schedule', self.name)}: its function must return a "
+                f"hybridtrain.schedule.Schedule, not a {type(table).__name__}"
             )
         wanted = devices * stages_per_device, chunks, devices
         if (table.stages, table.chunks, len(table.lanes)) != wanted:
             raise ScheduleError(
-                f"{setting('schedule', self.name)}: its function returned a table of "
+                f"{setting('schedule', self.name)}: its function returned a table for "
                 f"{table.stages} stages, {table.chunks} micro-batches and {len(table.lanes)} "
-                f"lanes, not of {wanted[0]} stages, {chunks} micro-batches and {devices} lanes"
+                f"devices, expected {wanted[0]} stages, {chunks} micro-batches and {devices} "
+                "devices"
             )
         validate(table)
         for stage, device in sorted(table.lane_of.items()):
             if device != (place := place_of(stage, devices, self.placement)):
                 raise ScheduleError(
-                    f"{setting('schedule', self.name)}: stage {stage} is on device {device}, and "
-                    f"placement={self.placement!r} puts it on device {place}"
+                    f"{setting('schedule', self.name)}: stage {stage} is on device {device}, but "
+                    f"placement={self.placement!r} requires device {place}"
                 )
         if any(divided_backwards(table)) and not self.splits_backward:
             raise ScheduleError(
-                f"{setting('schedule', self.name)} has backwards in two parts: register it with "
-                f"splits_backward=True"
+                f"{setting('schedule', self.name)} splits backwards into two parts: register it "
+                "with splits_backward=True"
             )
 
 
@@ -120,33 +121,32 @@ def schedule(
 
     The function is called with the number of devices, the number of micro-batches and, unless
     `stages_per_device` is given, the number of stages per device. It returns the table of a
-    training step. It must have one for any number of micro-batches: the last batch of an epoch may
-    be short, and the first step's self-check runs a single one. It may raise a ScheduleError for
-    numbers of devices that it has none for: `plan` and `auto`, which search all registered
-    schedules, then leave it out.
+    training step, and must support any number of micro-batches: the last batch of an epoch may be
+    short, and the self-check of the first step runs a single micro-batch. It may raise a
+    ScheduleError for unsupported numbers of devices; `plan` and `auto`, which search all registered
+    schedules, then skip it.
 
     Args:
-        name: valid from then on wherever a schedule is named, such as
-            `PipelineOptions(schedule=name)`.
-        placement: where the stages are: `loop`, stage `s` on device `s % devices`, or `v`, where
-            each second turn goes back.
-        stages_per_device: the only number of stages per device that it is for; None: any.
-        splits_backward: whether it has backwards in two parts.
+        name: the name of the schedule, for use in `PipelineOptions(schedule=name)` and configs.
+        placement: the placement of the stages: `loop` puts stage `s` on device `s % devices`; `v`
+            reverses the direction of every second round.
+        stages_per_device: the required number of stages per device; None for any.
+        splits_backward: whether it splits backwards into two parts.
         periodic: whether each group of `devices` micro-batches after the first two repeats the
-            group before it. The planner extrapolates large tables of such a schedule from small
-            ones, and prices other schedules from their full table, which takes longer.
+            previous group. The planner extrapolates large tables of such a schedule from small
+            ones; for other schedules it uses the full table, which takes longer.
 
     Raises:
-        ScheduleError: another function has that name.
+        ScheduleError: another function has this name.
     """
 
     def register(builder: Builder) -> Builder:
         before = _REGISTERED.get(name)
-        # a module that is loaded again, or a notebook's cell that runs again, replaces its function
+        # a reloaded module or a rerun notebook cell replaces its function
         if before is not None and _origin(before.builder) != _origin(builder):
             raise ScheduleError(
-                f"{setting('schedule', name)} is {_origin(before.builder)} already: register "
-                f"{_origin(builder)} by another name"
+                f"{setting('schedule', name)} is already registered by {_origin(before.builder)}: "
+                f"register {_origin(builder)} under another name"
             )
         _REGISTERED[name] = RegisteredSchedule(
             name, builder, placement, stages_per_device, splits_backward, periodic
@@ -160,23 +160,22 @@ def _origin(builder: Callable[..., Schedule]) -> str:
     return f"{builder.__module__}.{builder.__qualname__}"
 
 
-# The numbers of devices for which the claim of a periodic schedule is checked.
+# The numbers of devices for which `periodic=True` is checked.
 _CHECKED_DEVICES = (2, 3, 4)
 
 
 @lru_cache(maxsize=256)
 def is_periodic(entry: RegisteredSchedule, stages_per_device: int) -> bool:
-    """Returns whether the planner may extrapolate the schedule, as it was registered.
+    """Returns whether the planner may extrapolate the schedule, and checks the claim.
 
-    A function may do anything for a number of micro-batches that nobody has asked for, so the claim
-    cannot be proved. It is checked on 2, 3 and 4 devices, with stages of equal times: the 4th and
-    the 5th group of micro-batches must add the same to every stage's peak and divided backwards,
-    and to the end of each device. A table that changes later, or on more devices only, passes.
-    `hybridtrain.price` compares what a device holds at its peak on the devices in question too, and
-    counts it in full where small tables do not continue one another.
+    The claim `periodic=True` cannot be proved for all numbers of micro-batches. It is checked on 2,
+    3 and 4 devices with equal stage times: the 4th and 5th group of micro-batches must add the same
+    to every stage's peak and split backwards, and to the end time of each device. A table that
+    changes later, or only on more devices, passes. `hybridtrain.price` additionally compares the
+    peak memory on the actual devices, and counts it in full if small tables do not extrapolate.
 
     Raises:
-        ScheduleError: a group adds something else.
+        ScheduleError: the groups differ.
     """
     if not entry.periodic:
         return False
@@ -202,46 +201,46 @@ def _facts(
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Returns the names of the schedules that are registered so far."""
+    """Returns the names of all registered schedules."""
     return tuple(_REGISTERED)
 
 
 def registered(name: str) -> RegisteredSchedule:
-    """Returns the schedule of this name, or of this file, which a process reads once.
+    """Returns the schedule with this name or file; a process reads a file only once.
 
     Raises:
-        ScheduleError: there is none, or the file has none that an engine can execute.
+        ScheduleError: the name is unknown, or an engine cannot execute the file's table.
     """
     if is_file(name):
         return _of_file(name)
     if name not in _REGISTERED:
         raise ScheduleError(
-            f"{setting('schedule', name, repr)} is unknown; "
+            f"{setting('schedule', name, repr)} is unknown: "
             f"{did_you_mean(name, _REGISTERED, 'schedules')}"
         )
     return _REGISTERED[name]
 
 
-@cache  # all steps of a run take one table, and none of them looks at the disk
+@cache  # all steps of a run use one table, without reading the disk again
 def _of_file(path: str) -> RegisteredSchedule:
     return _of_table(path, read_schedule(path))
 
 
 def register_table(table: Schedule) -> None:
-    """Registers a table as the schedule `table.name`, for its devices and micro-batches.
+    """Registers a table as the schedule `table.name`, for its number of devices and micro-batches.
 
-    A batch with fewer micro-batches, such as the last one of an epoch, takes the actions of the
-    table's first ones, in the same order.
+    A batch with fewer micro-batches, such as the last one of an epoch, runs the actions of the
+    table's first micro-batches, in the same order.
 
     Raises:
-        ScheduleError: an engine cannot execute it, or another schedule has its name.
+        ScheduleError: an engine cannot execute the table, or another schedule has this name.
     """
     entry = _of_table(table.name, table)
     taken = _REGISTERED.get(table.name)
     if taken is not None and _origin(taken.builder) != _origin(entry.builder):
         raise ScheduleError(
-            f"{setting('schedule', table.name)} is {_origin(taken.builder)} already: give the "
-            f"table another name"
+            f"{setting('schedule', table.name)} is already registered by "
+            f"{_origin(taken.builder)}: give the table another name"
         )
     _REGISTERED[table.name] = entry
 
@@ -259,7 +258,7 @@ def _of_table(name: str, table: Schedule) -> RegisteredSchedule:
                 f"{table.chunks} micro-batches: set {setting('nb_part', devices)} and at most "
                 f"{setting('chunks', table.chunks)}, not {nb_part} and {chunks}"
             )
-        # an action needs no results of other micro-batches, so a part of a valid table is valid
+        # actions do not depend on other micro-batches, so a subset of a valid table is valid
         lanes = tuple(
             tuple(action for action in lane if action.microbatch < chunks) for lane in table.lanes
         )
@@ -287,14 +286,15 @@ def make_schedule(
 
     Args:
         name: one of `schedule_names()`, or the path of a file (`.csv`, or a plan's `.yaml`).
-        devices: how many.
-        chunks: micro-batches.
-        stages_per_device: how many stages each device runs.
-        max_inflight: how many micro-batches may be in flight, begun and not finished, at one time.
+        devices: the number of devices.
+        chunks: the number of micro-batches.
+        stages_per_device: the number of stages per device.
+        max_inflight: the maximum number of micro-batches in flight (begun and not finished) at a
+            time.
 
     Raises:
-        ScheduleError: `name` is unknown, a count is not positive, the schedule is for another
-            number of stages per device, or its table breaks a rule.
+        ScheduleError: `name` is unknown, a count is not positive, the schedule needs another number
+            of stages per device, or its table breaks a rule.
     """
     return _made(registered(name), devices, chunks, stages_per_device, max_inflight)
 
@@ -314,7 +314,7 @@ def _made(
         )
     table = entry.build(devices, chunks, stages_per_device)
     entry.check(table, devices, chunks, stages_per_device)
-    # stage 0 holds every micro-batch that is in flight
+    # stage 0 holds all micro-batches in flight
     if max_inflight is not None and peak_in_flight(table)[0] > max_inflight:
         table = _in_blocks(entry, max_inflight, devices, chunks, stages_per_device)
         entry.check(table, devices, chunks, stages_per_device)
@@ -324,7 +324,7 @@ def _made(
 def _in_blocks(
     entry: RegisteredSchedule, size: int, devices: int, chunks: int, stages_per_device: int
 ) -> Schedule:
-    """Returns the schedules for `size` micro-batches at a time, one after the other."""
+    """Concatenates schedules for `size` micro-batches at a time."""
     lanes: list[list[Action]] = [[] for _ in range(devices)]
     for block in even_parts(chunks, -(-chunks // size)):
         part = entry.build(devices, len(block), stages_per_device)

@@ -1,4 +1,4 @@
-"""The times of a schedule's actions for given costs, and the costs from measured spans."""
+"""Simulates a schedule for given costs, and derives costs from measured spans."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from hybridtrain.schedule.table import Action, ActionKind, Schedule, Span, Spans
 
 @dataclass(frozen=True)
 class Durations:
-    """The time that each stage takes for one micro-batch, in any unit.
+    """The time of each stage for one micro-batch, in any unit.
 
     Attributes:
-        forward: of each stage.
-        backward: a whole one.
-        weight: of a backward's second part, to the weights.
-        transfer: from each stage to the next, and back.
-        in_parts: both parts of a backward together, no shorter than a whole one; None: as long.
+        forward: the time of each stage's forward.
+        backward: the time of each stage's whole backward.
+        weight: the time of each stage's backward to the weights.
+        transfer: the time of a message from each stage to the next, and back.
+        in_parts: the total time of both parts of a split backward, at least that of a whole one;
+            None if equal.
     """
 
     forward: tuple[float, ...]
@@ -34,15 +35,16 @@ class Durations:
         transfer: Sequence[float] | None = None,
         split: float = 1.0,
     ) -> Durations:
-        """Returns durations in which a backward has two equal parts.
+        """Returns durations in which a backward splits into two equal parts.
 
-        But for the first stage, whose input needs no gradient: all of it is to the weights.
+        The first stage is an exception: its input needs no gradient, so its backward is entirely to
+        the weights.
 
         Args:
-            forward: of each stage.
-            backward: a whole one of each stage.
-            transfer: of each border; None: no time.
-            split: how long both parts of a backward take, over a whole one.
+            forward: the time of each stage's forward.
+            backward: the time of each stage's whole backward.
+            transfer: the message time at each boundary; None for zero.
+            split: the ratio of a split backward's total time to a whole backward.
         """
         in_parts = [b if stage == 0 else split * b for stage, b in enumerate(backward)]
         weight = [b if stage == 0 else b / 2 for stage, b in enumerate(in_parts)]
@@ -52,22 +54,22 @@ class Durations:
 
     @classmethod
     def equal(cls, stages: int) -> Durations:
-        """Returns those of stages that take 1 for a forward and 2 for a backward."""
+        """Returns durations of equal stages: 1 for a forward, 2 for a backward."""
         return cls.of([1.0] * stages, [2.0] * stages)
 
     @property
     def of_actions(self) -> dict[ActionKind, Sequence[float]]:
-        """The durations of each stage, by the kind of action."""
+        """The durations of each stage, by action kind."""
         both = self.backward if self.in_parts is None else self.in_parts
         to_input = [b - w for b, w in zip(both, self.weight, strict=True)]
         return {"F": self.forward, "B": self.backward, "I": to_input, "W": self.weight}
 
     def spans(self, schedule: Schedule) -> tuple[tuple[Span, ...], ...]:
-        """Returns when each action of `schedule` runs."""
+        """Returns the span of each action of `schedule`."""
         return spans_for(schedule, self.of_actions, self.transfer)
 
     def length(self, schedule: Schedule) -> float:
-        """Returns when the last action of `schedule` ends."""
+        """Returns the end of the last action of `schedule`."""
         return window(self.spans(schedule))[1]
 
 
@@ -78,16 +80,17 @@ def simulate(
     transfer: Sequence[float] | None = None,
     weight: Sequence[float] | None = None,
 ) -> tuple[tuple[Span, ...], ...]:
-    """Predicts when each action runs if stage `s` takes `forward[s]` and `backward[s]` for each.
+    """Predicts spans if stage `s` takes `forward[s]` and `backward[s]` per micro-batch.
 
-    A message between the stages `s` and `s + 1` takes `transfer[s]`, in which both go on; None: no
-    time. Of a backward that is in two parts, the one to the weights takes `weight[s]`; None: half.
+    A message between the stages `s` and `s + 1` takes `transfer[s]`, during which both stages
+    continue; None for zero. In a split backward, the part to the weights takes `weight[s]`; None
+    for half.
 
     Returns:
         the spans of each device, in the unit of the costs, starting at 0.
 
     Raises:
-        ScheduleError: the actions wait for one another in a circle.
+        ScheduleError: the actions deadlock.
     """
     weights = [0.5 * b for b in backward] if weight is None else weight
     ways = [0.0] * (schedule.stages - 1) if transfer is None else transfer
@@ -99,7 +102,7 @@ def spans_for(
     times: Mapping[ActionKind, Sequence[float]],
     transfer: Sequence[float] | None = None,
 ) -> tuple[tuple[Span, ...], ...]:
-    """Returns when each action runs, for the times of each stage by kind; see `simulate`."""
+    """Returns the span of each action, from each stage's times by action kind; see `simulate`."""
     return spans_of(schedule, lambda action: times[action.kind][action.stage], transfer)
 
 
@@ -109,17 +112,18 @@ def spans_of(
     transfer: Sequence[float] | None = None,
     delays: Mapping[Action, float] | None = None,
 ) -> tuple[tuple[Span, ...], ...]:
-    """Returns when each action runs.
+    """Returns the span of each action.
 
     Args:
-        schedule: the table.
-        seconds: of an action.
-        transfer: of each border, in which the stages on both sides go on; None: no time.
-        delays: of each action, between the time when all that it needs is there, its device too,
-            and its start; None: none.
+        schedule: the schedule.
+        seconds: returns the duration of an action.
+        transfer: the message time at each boundary, during which both stages continue; None for
+            zero.
+        delays: the delay of each action between the time when its inputs and device are ready and
+            its start; None for no delays.
     """
     ways = transfer or [0.0] * (schedule.stages - 1)
-    # what an action needs of the same stage has run before it on the same device
+    # dependencies within a stage have already run on the same device
     forward_ends = [[0.0] * schedule.chunks for _ in range(schedule.stages)]
     gradient_ends = [[0.0] * schedule.chunks for _ in range(schedule.stages)]
     spans: list[list[Span]] = [[] for _ in schedule.lanes]
@@ -143,18 +147,18 @@ def spans_of(
 
 
 def predict(schedule: Schedule, measured: Spans) -> Spans:
-    """Returns the spans that `schedule` predicts for the mean measured costs of each stage."""
+    """Simulates `schedule` with the mean measured costs of each stage."""
     return spans_for(schedule, mean_costs(measured, schedule.stages))
 
 
 def mean_costs(measured: Spans, stages: int) -> dict[ActionKind, list[float]]:
-    """Returns the mean duration of a micro-batch, by kind of action and stage.
+    """Returns the mean duration of a micro-batch, by action kind and stage.
 
-    `B` is that of whole backwards; of a stage without any, the sum of `I` and `W`.
+    `B` is the mean over whole backwards; for a stage without any, it is the sum of `I` and `W`.
 
     Args:
         measured: the spans of a step.
-        stages: how many.
+        stages: the number of stages.
     """
     kinds: tuple[ActionKind, ...] = ("F", "B", "I", "W")
     times: dict[ActionKind, list[dict[int, float]]]
@@ -162,7 +166,7 @@ def mean_costs(measured: Spans, stages: int) -> dict[ActionKind, list[float]]:
     for lane in measured:
         for (kind, stage, microbatch), start, end in lane:
             times[kind][stage][microbatch] = end - start
-    costs = {kind: [_mean(each) for each in times[kind]] for kind in kinds}
+    costs = {kind: [_mean(durations) for durations in times[kind]] for kind in kinds}
     for stage in range(stages):
         if not times["B"][stage]:
             costs["B"][stage] = costs["I"][stage] + costs["W"][stage]
@@ -170,9 +174,9 @@ def mean_costs(measured: Spans, stages: int) -> dict[ActionKind, list[float]]:
 
 
 def mean_backwards(measured: Spans, stages: int) -> list[float]:
-    """Returns the mean duration of each stage's backward of a micro-batch, whole or in two parts.
+    """Returns the mean duration of each stage's backward of a micro-batch, whole or split.
 
-    See `mean_costs` for the arguments.
+    The arguments are the same as for `mean_costs`.
     """
     times: list[dict[int, float]] = [{} for _ in range(stages)]
     for lane in measured:
@@ -187,18 +191,18 @@ def _mean(times: dict[int, float]) -> float:
 
 
 def window(spans: Spans) -> tuple[float, float]:
-    """Returns when the first action of all devices begins and when the last one ends."""
+    """Returns the begin of the first and the end of the last action over all devices."""
     return min(lane[0].start for lane in spans), max(lane[-1].end for lane in spans)
 
 
 def length(spans: Spans) -> float:
-    """Returns the time from the first action of all devices to the last."""
+    """Returns the time from the first action to the last over all devices."""
     begin, end = window(spans)
     return end - begin
 
 
 def bubble_fraction(spans: Sequence[Sequence[Span]]) -> float:
-    """Returns the share of the devices' time, first start to last end, in which they are idle."""
+    """Returns the idle fraction of device time, from first start to last end."""
     start, end = window(spans)
     busy = sum(span.end - span.start for lane in spans for span in lane)
     return 1.0 - busy / ((end - start) * len(spans))

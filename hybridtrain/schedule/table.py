@@ -1,9 +1,9 @@
-"""The table of a schedule: actions by device, and the proof that an engine can execute it.
+"""The table of a schedule: the actions of each device, and the check that an engine can execute it.
 
-The stages are placed on the devices of a pipeline in one of two ways:
+There are two placements of stages on the devices of a pipeline:
 
-loop    device 0: stages 0, P, ...      the stages go round the devices
-v       device 0: stages 0 and 2P-1     the second half comes back, so that the first device
+loop    device 0: stages 0, P, ...      round robin over the devices
+v       device 0: stages 0 and 2P-1     the second half runs backwards, so the first device
                                         has the last stage as well
 """
 
@@ -27,17 +27,19 @@ WORDS: dict[str, str] = {
     "I": "backward to the input",
     "W": "backward to the weights",
 }
-"""The kinds of actions in words."""
+"""The kinds of actions, in words."""
 
-# What an action makes: activations, the gradient of the stage's input, those of its weights.
+# The products of an action: activations, the gradient of the stage's input, the gradients of its
+# weights.
 _MAKES = {"F": "F", "B": "IW", "I": "I", "W": "W"}
 
 
 class Action(NamedTuple):
     """The forward (`F`) or backward (`B`) of one micro-batch on one stage.
 
-    A backward may be in two actions: `I` computes the gradient of the stage's input, which the
-    stage before waits for, and `W` later those of its weights, for which nobody waits.
+    A backward may be split into two actions: `I` computes the gradient of the stage's input, which
+    the previous stage waits for, and `W` later computes the gradients of its weights, which no
+    stage waits for.
     """
 
     kind: ActionKind
@@ -49,13 +51,13 @@ class Action(NamedTuple):
 
     @property
     def ends_microbatch(self) -> bool:
-        """True if it computes the gradients of the weights: the activations are not needed more."""
+        """True if it computes weight gradients, after which the activations can be freed."""
         return "W" in _MAKES[self.kind]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of each device, in order: `lanes[d]` are those of device `d`."""
+    """The actions of each device, in order: `lanes[d]` is the list of device `d`."""
 
     name: str
     stages: int
@@ -74,13 +76,13 @@ class Schedule:
 
     @cached_property
     def digest(self) -> str:
-        """A few letters that differ for other actions, or another order of them."""
+        """A short hash of the actions and their order."""
         text = "\n".join(" ".join(map(str, lane)) for lane in self.lanes)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @cached_property
     def in_one_order(self) -> tuple[tuple[int, Action], ...]:
-        """The device and the action of each, after all that it needs; the devices take turns.
+        """All (device, action) pairs in an order that satisfies all dependencies.
 
         Raises:
             ScheduleError: the actions wait for one another in a circle; names them.
@@ -105,7 +107,7 @@ class Schedule:
 
 
 class Span(NamedTuple):
-    """The time of an action, measured or simulated; the unit is the caller's."""
+    """The span of an action, measured or simulated, in the caller's unit."""
 
     action: Action
     start: float
@@ -113,19 +115,19 @@ class Span(NamedTuple):
 
 
 Spans = Sequence[Sequence[Span]]
-"""The spans of one step: a sequence per device."""
+"""The spans of one step: one sequence per device."""
 
 Need = tuple[str, int, int]
-"""Something made for a micro-batch: `F`, `I` or `W` of a stage and a micro-batch."""
+"""The product of an action: `F`, `I` or `W`, for a stage and a micro-batch."""
 
 
 def made_by(action: Action) -> list[Need]:
-    """Returns what `action` makes."""
-    return [(one, action.stage, action.microbatch) for one in _MAKES[action.kind]]
+    """Returns the products of `action`."""
+    return [(product, action.stage, action.microbatch) for product in _MAKES[action.kind]]
 
 
 def receiver_of(action: Action, stages: int) -> Action | None:
-    """Returns what waits for what `action` sends, `B` for any backward; None: it sends nothing."""
+    """Returns the action that receives the message of `action` (`B` for any backward), or None."""
     kind, stage, microbatch = action
     if kind == "F":
         return Action("F", stage + 1, microbatch) if stage + 1 < stages else None
@@ -133,7 +135,7 @@ def receiver_of(action: Action, stages: int) -> Action | None:
 
 
 def needs_of(action: Action, stages: int) -> list[Need]:
-    """Returns what must be there before `action` can run."""
+    """Returns the products that `action` depends on."""
     kind, stage, microbatch = action
     if kind == "F":
         return [("F", stage - 1, microbatch)] if stage > 0 else []
@@ -146,12 +148,12 @@ def needs_of(action: Action, stages: int) -> list[Need]:
 
 
 def _cycle(left: Sequence[Sequence[Action]], made: Set[Need], stages: int) -> list[str]:
-    """Returns the waits of a cycle of devices, each for an action that the next device runs later.
+    """Describes a cycle of devices in which each waits for a later action of the next.
 
     Args:
         left: by device, the actions that have not run.
-        made: what the others have made.
-        stages: how many.
+        made: the products of the actions that have run.
+        stages: the number of stages.
     """
     maker = {
         need: (device, action)
@@ -174,10 +176,10 @@ def _cycle(left: Sequence[Sequence[Action]], made: Set[Need], stages: int) -> li
 
 
 def validate(schedule: Schedule) -> None:
-    """Proves that an engine can execute `schedule`: complete, in order, free of deadlock.
+    """Proves that an engine can execute `schedule`: complete, in order and free of deadlock.
 
-    In order means that each stage takes the micro-batches first to last, forward and backward:
-    the engine's links are queues, and gradients must be added up as in the unsplit model.
+    In order means that each stage runs the micro-batches first to last, forward and backward:
+    messages between stages are queued, and gradients must be summed as in the unsplit model.
 
     Raises:
         ScheduleError: names the rule and the first action that breaks it.
@@ -193,7 +195,9 @@ def validate(schedule: Schedule) -> None:
                     f"one (I, W)"
                 )
             if not (0 <= stage < schedule.stages and 0 <= microbatch < schedule.chunks):
-                raise ScheduleError(f"{schedule.name}: {action}: no such stage or micro-batch")
+                raise ScheduleError(
+                    f"{schedule.name}: {action} has an invalid stage or micro-batch"
+                )
             if device_of.setdefault(stage, device) != device:
                 raise ScheduleError(f"{schedule.name}: stage {stage} is on two devices")
             for made, _, _ in made_by(action):
@@ -211,7 +215,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def divided_backwards(schedule: Schedule) -> tuple[int, ...]:
-    """Returns how many backwards of each stage are in two parts."""
+    """Returns the number of split backwards of each stage."""
     divided = [0] * schedule.stages
     for lane in schedule.lanes:
         for kind, stage, _ in lane:
@@ -223,7 +227,7 @@ Placement = Literal["loop", "v"]
 
 
 def place_of(stage: int, devices: int, placement: Placement = "loop") -> int:
-    """Returns the number of the device, among those of the pipeline, that runs `stage`."""
+    """Returns the index of the pipeline device that runs `stage`."""
     turn, place = divmod(stage, devices)
     return devices - 1 - place if placement == "v" and turn % 2 else place
 
@@ -237,7 +241,7 @@ def stages_at(
 
 
 def even_parts(number: int, parts: int) -> list[range]:
-    """Returns the numbers below `number` in `parts` ranges, the longer ones first."""
+    """Splits `range(number)` into `parts` contiguous ranges, longer ones first."""
     small, longer = divmod(number, parts)
     starts = [part * small + min(part, longer) for part in range(parts + 1)]
     return [range(start, end) for start, end in pairwise(starts)]

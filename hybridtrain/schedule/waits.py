@@ -1,9 +1,9 @@
-"""The waits of a measured step's devices, and the chain of actions that it is as long as.
+"""The waits of the devices in a measured step, and its critical path.
 
 device 0   |F0|F1|......|B0|B1|      from the end of one action to the start of the next:
-device 1   ...|F0|.|B0|....          stage    until the other stage has what it needs
-                                     message  while that is on its way
-                                     host     all is there, and nothing has begun it
+device 1   ...|F0|.|B0|....          stage    the other stage has not produced its input
+                                     message  the input is in transit
+                                     host     the input is there, but the host has not begun it
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ WaitFor = Literal["stage", "message", "host"]
 
 
 class Wait(NamedTuple):
-    """A time in which a device runs no action; the unit is that of the spans.
+    """A time in which a device runs no action, in the unit of the spans.
 
     Attributes:
-        device: its number in the pipeline.
-        reason: what it waits for.
-        start: of the time.
-        end: of the time.
+        device: its index in the pipeline.
+        reason: the cause of the wait.
+        start: the start of the wait.
+        end: the end of the wait.
     """
 
     device: int
@@ -35,16 +35,16 @@ class Wait(NamedTuple):
 
 
 class _Start(NamedTuple):
-    """The start of an action of a measured step, and all that it had to wait for.
+    """The start of an action in a measured step, with everything it had to wait for.
 
     Attributes:
-        device: that runs it.
-        before: the action that the device ran before; None: it is the first one.
-        needed: the actions whose values it needs.
-        free: when the device was free.
-        ready: when all that it needs was there, but for the way.
-        start: when it began.
-        crosses: a value comes from another device.
+        device: the device that runs it.
+        before: the previous action of the device; None for the first.
+        needed: the actions that produce its inputs.
+        free: the time when the device was free.
+        ready: the time when all its inputs were produced, before their transfer.
+        start: the time when it began.
+        crosses: whether an input comes from another device.
     """
 
     device: int
@@ -57,7 +57,7 @@ class _Start(NamedTuple):
 
 
 def schedule_of(spans: Spans) -> Schedule:
-    """Returns the table that was run."""
+    """Returns the executed schedule."""
     actions = [span.action for lane in spans for span in lane]
     return Schedule(
         "recorded",
@@ -70,13 +70,13 @@ def schedule_of(spans: Spans) -> Schedule:
 def late_starts(
     schedule: Schedule, measured: Spans
 ) -> tuple[Mapping[Action, float], Mapping[Action, float]]:
-    """Returns how long each action began after all that it needs was there, and the host's part.
+    """Returns each action's delay after its inputs were produced, and the host's part of it.
 
-    An action that needs nothing of another device is late because of the host alone; one that does
-    is given as much of the host's time as those usually take, and the rest is the message's.
+    An action without inputs from other devices is delayed by the host alone. For the others, the
+    host's part is the typical host delay, and the rest is due to the message.
     """
     starts = _starts(schedule, measured)
-    delays = {action: max(0.0, each.start - each.ready) for action, each in starts.items()}
+    delays = {action: max(0.0, start.start - start.ready) for action, start in starts.items()}
     alone = [delay for action, delay in delays.items() if not starts[action].crosses]
     usual = median(alone or [0.0])
     between = {a: min(delay, usual) if starts[a].crosses else delay for a, delay in delays.items()}
@@ -84,32 +84,32 @@ def late_starts(
 
 
 def waits(measured: Spans) -> list[Wait]:
-    """Returns when the devices waited, between the first action of all and the last."""
+    """Returns the waits of all devices between the step's first and last action."""
     schedule = schedule_of(measured)
     between = late_starts(schedule, measured)[1]
-    found = []
-    for action, each in _starts(schedule, measured).items():
-        on_its_way = each.start - between[action]
-        reasons: dict[WaitFor, float] = {"stage": each.ready, "message": on_its_way}
-        begin = each.free
-        for reason, end in (*reasons.items(), ("host", each.start)):
+    intervals = []
+    for action, start in _starts(schedule, measured).items():
+        on_its_way = start.start - between[action]
+        reasons: dict[WaitFor, float] = {"stage": start.ready, "message": on_its_way}
+        begin = start.free
+        for reason, end in (*reasons.items(), ("host", start.start)):
             if end > begin:
-                found.append(Wait(each.device, reason, begin, end))
+                intervals.append(Wait(start.device, reason, begin, end))
                 begin = end
     last = window(measured)[1]
-    found += [
+    intervals += [
         Wait(device, "stage", lane[-1].end, last)
         for device, lane in enumerate(measured)
         if lane[-1].end < last
     ]
-    return found
+    return intervals
 
 
 def critical_path(measured: Spans) -> list[Action]:
-    """Returns the actions that the step is as long as, in order.
+    """Returns the actions on the critical path of the step, in order.
 
-    Each began when the one before it had ended, on its device or on the one that it needs a value
-    of: were one of them faster, the step would be shorter.
+    Each action began when the previous one had ended, on the same device or on the device that
+    produced its input. If one of them were faster, the step would be shorter.
     """
     starts = _starts(schedule_of(measured), measured)
     ends = {span.action: span.end for lane in measured for span in lane}
@@ -123,7 +123,7 @@ def critical_path(measured: Spans) -> list[Action]:
 
 
 def _starts(schedule: Schedule, measured: Spans) -> dict[Action, _Start]:
-    """Returns what each action had to wait for."""
+    """Returns, for each action, everything it had to wait for."""
     ends = {span.action: span.end for lane in measured for span in lane}
     made = {
         **{("F", a.stage, a.microbatch): a for a in ends if a.kind == "F"},

@@ -1,21 +1,22 @@
-"""The API of SageMaker's model parallel library 1.x (smp), on this project's pipelines.
+"""The API of SageMaker's model parallel library 1.x (smp), on top of this project's pipelines.
 
     import hybridtrain.smp as smp  # was: import smdistributed.modelparallel.torch as smp
 
+Scripts run under torchrun, on CPUs and GPUs. docs/smp-names.md lists all names and parameters.
 Scripts run under torchrun, on CPUs and GPUs. docs/smp-names.md has every name and parameter.
 
 config             the configuration of smp 1.x, and the torchrun line of a `distribution`
-runtime            what `init` has set up in this process
+runtime            the state that `init` has set up in this process
 ranks              ranks, sizes, groups of processes; messages between them
-model              `DistributedModel`, divided when the first step calls it
-division           how it is divided, and which modules are recomputed
-step               `@smp.step`: a function that runs once for each micro-batch
-bodies             these runs, each suspended where it calls the model
-microbatches       the arguments of a step, cut
+model              `DistributedModel`, partitioned when the first step calls it
+division           how it is partitioned, and which modules are recomputed
+step               `@smp.step`: a function that runs once per micro-batch
+bodies             these runs, each suspended at its call of the model
+microbatches       splitting the arguments of a step
 optimizer          `DistributedOptimizer`; amp: `GradScaler`; optimizers: LAMB, NovoGrad
 nn                 `FusedLayerNorm`
-saving             checkpoints, and files of parts
-words              the words of smp in the library's messages
+saving             checkpoints, and partial files
+words              the library's messages in the terms of smp
 """
 
 from typing import Any

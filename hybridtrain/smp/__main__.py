@@ -1,9 +1,9 @@
-"""Runs an unchanged script of smp 1.x.
+"""Runs an unchanged script for smp 1.x.
 
     torchrun --standalone --nproc-per-node 2 -m hybridtrain.smp train.py --its-arguments
 
-What it imports from `smdistributed.modelparallel` is this package, and the `SplitDataset` of
-`torchnet.dataset` the one of here, where torchnet is not installed.
+Imports from `smdistributed.modelparallel` resolve to this package, and `SplitDataset` from
+`torchnet.dataset` to this package's class, if torchnet is not installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybridtrain.smp import microbatches
 
 
 def provide_modules() -> None:
-    """Makes this package importable by the names that scripts of smp have."""
+    """Makes this package importable under the names that smp scripts use."""
     package = smp.__name__
     library: Any = types.ModuleType("smdistributed")
     library.modelparallel = types.ModuleType("smdistributed.modelparallel")
@@ -40,7 +40,7 @@ def provide_modules() -> None:
 
 
 def main() -> None:
-    """Runs the script that the command line names, with the arguments behind it."""
+    """Runs the script from the command line with its arguments."""
     del sys.argv[0]
     if not sys.argv:
         sys.exit("usage: torchrun ... -m hybridtrain.smp <script> [arguments]")

@@ -1,4 +1,4 @@
-"""Gradient scaling where stages may be in several processes: smp 1.x's `smp.amp.GradScaler`."""
+"""Gradient scaling for stages in several processes: smp 1.x's `smp.amp.GradScaler`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hybridtrain.smp.runtime import current
 
 
 class GradScaler(TorchGradScaler):
-    """`torch.amp.GradScaler`, with one decision for all stages: an overflow in one counts in all.
+    """`torch.amp.GradScaler`, with one decision for all stages: any overflow skips the step.
 
-    All processes of a pipeline call `step`, `unscale_` and `update` together, as a script does by
-    itself.
+    All processes of a pipeline must call `step`, `unscale_` and `update` together, as scripts do
+    anyway.
 
     Args:
-        device: the type of device; None: that of this process. A number, as the first argument
-            of `torch.cuda.amp.GradScaler`, is the initial scale.
-        init_scale: as in PyTorch, and so are the others.
-        growth_factor: see there.
-        backoff_factor: see there.
-        growth_interval: see there.
-        enabled: see there.
-        min_scale: a factor that the scale does not fall below.
-        adapts: False: the scale stays what it is.
+        device: the device type; None: this process's. A number, as the first argument of
+            `torch.cuda.amp.GradScaler`, is the initial scale.
+        init_scale: as in `torch.amp.GradScaler`.
+        growth_factor: as in `torch.amp.GradScaler`.
+        backoff_factor: as in `torch.amp.GradScaler`.
+        growth_interval: as in `torch.amp.GradScaler`.
+        enabled: as in `torch.amp.GradScaler`.
+        min_scale: a lower limit of the scale.
+        adapts: False to keep the scale constant.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class GradScaler(TorchGradScaler):
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adapts the scale to the last steps."""
+        """Adapts the scale after a step."""
         self._make_scale()
         if not self.adapts and new_scale is None:
             new_scale = self.get_scale()
@@ -84,11 +84,11 @@ class GradScaler(TorchGradScaler):
             super().update(self._min_scale)
 
     def load_scale(self, state: Mapping[str, Any]) -> None:
-        """Loads the scale of a `state_dict`, and none of the arguments; a fixed one stays."""
+        """Loads only the scale of a `state_dict`; a constant scale stays."""
         if self.adapts and state:
             names = ("scale", "_growth_tracker")
             self.load_state_dict({**self.state_dict(), **{name: state[name] for name in names}})
 
     def _make_scale(self) -> None:
-        if self.is_enabled():  # made where no loss was scaled: it is so at the last stage alone
+        if self.is_enabled():  # without the last stage, no loss creates the scale
             self.scale(torch.zeros((), device=current().world.devices[0]))

@@ -1,15 +1,14 @@
-"""The body of a step, once for each micro-batch, suspended where it calls the model.
+"""The body of a step, run once per micro-batch and suspended at its call of the model.
 
-The engine needs the model's inputs from the first half of a body, and runs the second half when
-the output is there, much later and in another thread. So each body has its own thread,
-which waits in between; only one of the two threads runs at a time:
+The engine needs the model's inputs from the first half of a body, and runs the second half when the
+output is available, much later and in another thread. So each body has its own thread, which waits
+in between; only one of the two threads runs at a time:
 
     engine     start --.                .-- inputs      resume --.            .-- value, root
     body               '-- ... model(x) -'                       '-- ... return
 
-What PyTorch keeps for each thread (gradients on or off, autocast, the default device) is at first
-the caller's, and what a body changes stays its own: `with autocast():` around the model's call
-works.
+A body starts with the caller's thread-local PyTorch state (grad mode, autocast, default device),
+and changes of it stay local to the body: `with autocast():` around the model's call works.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class Call:
     """A body that waits in its call of the model.
 
     Attributes:
-        args: of the call.
-        kwargs: of the call.
-        state: grad mode and autocast there.
+        args: the call's positional arguments.
+        kwargs: the call's keyword arguments.
+        state: grad mode and autocast at the call.
     """
 
     args: tuple[Any, ...]
@@ -49,9 +48,9 @@ class Result:
     """A body that has returned.
 
     Attributes:
-        value: what it returned.
-        root: where its backward starts; None if it has called none.
-        gradient: of `root`; None for ones.
+        value: its return value.
+        root: the tensor to start the backward from; None if the body did not call backward.
+        gradient: the gradient of `root`; None for ones.
     """
 
     value: Any
@@ -65,16 +64,16 @@ class _Failure:
 
 
 class _Abandoned(BaseException):
-    """Ends a body whose step has failed elsewhere, so that its `with` and `finally` run."""
+    """Ends a body if its step has failed elsewhere, so that its `with` and `finally` run."""
 
 
 class Body:
-    """One run of the function of a step, for one micro-batch.
+    """One run of a step's function, for one micro-batch.
 
     Args:
         function: the function, with its arguments bound.
-        name: of the function, for errors.
-        state: of the caller.
+        name: the name of the function, for errors.
+        state: the caller's thread-local state.
     """
 
     def __init__(self, function: Callable[[], Any], name: str, state: ThreadState) -> None:
@@ -92,14 +91,14 @@ class Body:
         self._has_backward = False
 
     def start(self) -> Call | Result:
-        """Runs the body up to its call of the model, or to its end if it makes none."""
+        """Runs the body up to its call of the model, or to its end if it does not call it."""
         worker = _idle.pop() if _idle else _Worker()
         self._runs = True
         worker.jobs.put((self, _thread_facts()))
         return self._answer()
 
     def resume(self, output: Any, trains: bool) -> Result:
-        """Lets the call of the model return `output`, and runs the body to its end."""
+        """Makes the call of the model return `output`, and runs the body to its end."""
         self.trains = trains
         self._waits, self._runs = False, True
         self._to_body.put((output, _thread_facts()))
@@ -108,9 +107,10 @@ class Body:
         return result
 
     def abandon(self) -> None:
-        """Ends a body that waits; does nothing with one that has ended.
+        """Ends a waiting body; does nothing if it has ended.
 
-        One that still runs, since the wait for it was interrupted, ends at its call of the model.
+        A body that is still running, because the wait for it was interrupted, ends at its call of
+        the model.
         """
         if self._runs:
             self._to_body.put((_Abandoned(), _thread_facts()))
@@ -120,10 +120,10 @@ class Body:
             self._waits = False
 
     def call_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Waits for the model's output; the thread of the body calls it."""
+        """Waits for the model's output; called in the body's thread."""
         if self._called:
             raise UserError(
-                f"{self.name} calls the model a second time, and a step pipelines one call: put "
+                f"{self.name} calls the model a second time, but a step pipelines one call: put "
                 f"both into one module's forward, or each into its own step"
             )
         self._called = True
@@ -136,23 +136,23 @@ class Body:
         return output
 
     def backward(self, root: Tensor, gradient: Tensor | None) -> None:
-        """Notes where the backward starts; the thread of the body calls it."""
+        """Records where the backward starts; called in the body's thread."""
         if not self._answered:
             raise UserError(f"{self.name} calls model.backward before it calls the model")
         if self._has_backward:
             raise UserError(
-                f"{self.name} calls model.backward twice: add the losses up, and call it once"
+                f"{self.name} calls model.backward twice: sum the losses, and call it once"
             )
         if not self.trains:
             raise UserError(
-                f"{self.name} calls model.backward, but its model was called as for an evaluation: "
+                f"{self.name} calls model.backward, but the step started as an evaluation: "
                 f"{_WHY_NOT}"
             )
         self._has_backward = True
         self._root, self._gradient = root, gradient
 
     def run(self) -> None:
-        """Runs the function in the thread of the body."""
+        """Runs the function in the body's thread."""
         function, self._function = self._function, None
         assert function is not None
         device = self._default_device
@@ -177,13 +177,13 @@ class Body:
             try:
                 raise answer.error
             finally:
-                del answer  # its traceback holds this frame
+                del answer  # its traceback references this frame
         return answer  # type: ignore[no-any-return]
 
 
 _WHY_NOT = (
-    "gradients were off, or the function and those that it calls do not name `backward` so that it "
-    "could be seen beforehand; @smp.step(trains=True) says it"
+    "gradients were disabled, or neither the function nor the functions it calls mention "
+    "`backward` in a detectable way; pass @smp.step(trains=True)"
 )
 
 
@@ -195,12 +195,12 @@ _current = _Current()
 
 
 def current_body() -> Body | None:
-    """Returns the body that this thread runs; None outside of a step."""
+    """Returns the body that runs in this thread; None outside a step."""
     return _current.body
 
 
 class _Worker:
-    """A thread that runs bodies, one after the other."""
+    """A thread that runs bodies one after the other."""
 
     def __init__(self) -> None:
         self.jobs: SimpleQueue[tuple[Body, Any]] = SimpleQueue()
@@ -221,7 +221,7 @@ _idle: list[_Worker] = []
 
 
 def _thread_facts() -> tuple[int, Any]:
-    """Returns what the thread that goes on takes over: intra-op threads, and the CUDA stream."""
+    """Returns the state that the continuing thread adopts: intra-op threads and CUDA stream."""
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     return torch.get_num_threads(), stream
 

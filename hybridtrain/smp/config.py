@@ -1,7 +1,7 @@
 """The configuration of smp 1.x: the dictionary `parameters` of an estimator's `distribution`.
 
-Each key of smp 1.x is listed here once, with its meaning or the reason why it has none.
-`config_from_distribution` turns the rest of a `distribution` into a torchrun command.
+Each key of smp 1.x is listed here once, with its meaning or the reason why it has no effect.
+`config_from_distribution` converts the rest of a `distribution` to a torchrun command.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybridtrain.errors import ConfigError, Naming, check_choice, did_you_mean
 from hybridtrain.options import PipelineOptions, with_settings
 
 ENVIRONMENT = "SM_HP_MP_PARAMETERS"
-"""The environment variable with the configuration, as SageMaker's containers set it."""
+"""The environment variable with the configuration, as set by SageMaker's containers."""
 
 OWN_KEY = "hybridtrain"
 """The key of settings that smp 1.x does not have."""
@@ -65,12 +65,12 @@ REFUSED = {
     "horovod": "Horovod is not supported: DistributedDataParallel averages gradients of replicas",
     "_shard_offloaded_activations": "it applies to tensor parallelism, which is not supported",
 }
-"""Keys that are refused unless they have their default, with what to do."""
+"""Keys that are refused unless they have their default value, with advice."""
 
 
 @dataclass(frozen=True)
 class SmpConfig:
-    """The configuration of smp 1.x, checked.
+    """The validated configuration of smp 1.x.
 
     Raises:
         ConfigError: a value is wrong; the message names the key.
@@ -89,7 +89,7 @@ class SmpConfig:
     bf16: bool = False
     ddp_dist_backend: str = "auto"
     own: Mapping[str, Any] = field(default_factory=dict)
-    """The settings under the key `hybridtrain`: those of `OWN_KEYS`, and fields of
+    """The settings under the key `hybridtrain`: keys in `OWN_KEYS`, and fields of
     `PipelineOptions`."""
 
     def __post_init__(self) -> None:
@@ -112,28 +112,28 @@ class SmpConfig:
             raise ConfigError("fp16 and bf16 cannot both be true: choose one")
         if not self.auto_partition and self.default_partition is None:
             raise ConfigError(
-                "auto_partition=false needs default_partition=, the partition of modules that are "
-                "in no smp.partition"
+                "auto_partition=false needs default_partition=, the partition of modules outside "
+                "any smp.partition"
             )
-        known = {option.name for option in fields(PipelineOptions)} | {*OWN_KEYS}
+        names = {option.name for option in fields(PipelineOptions)} | {*OWN_KEYS}
         for name in self.own:
-            if name not in known:
-                hint = did_you_mean(name, sorted(known), "settings")
+            if name not in names:
+                hint = did_you_mean(name, sorted(names), "settings")
                 raise ConfigError(f"{OWN_KEY}.{name} is unknown: {hint}")
         check_choice(f"{OWN_KEY}.engine", self.engine, ("local", "distributed"))
 
     @property
     def inner(self) -> str:
-        """The kind of processes with consecutive ranks: `pp` or `dp`, as of `World`."""
+        """The processes with consecutive ranks: `pp` or `dp`, as in `World`."""
         if self.placement_strategy in ("cluster", "spread"):
             return "pp" if self.placement_strategy == "cluster" else "dp"
-        # the letter to the right is the one of neighbours
+        # the letter further right is the one with consecutive ranks
         strategy = self.placement_strategy
         return "pp" if strategy.index("P") > strategy.index("D") else "dp"
 
     @property
     def engine(self) -> str:
-        """The engine: a process for each stage, unless asked for otherwise."""
+        """The engine: one process per stage by default."""
         default = "distributed" if self.pipeline_parallel_degree > 1 else "local"
         return str(self.own.get("engine", default))
 
@@ -144,14 +144,14 @@ class SmpConfig:
 
     @property
     def trusts_pickles(self) -> bool:
-        """True if objects of any type are saved and loaded, by pickle, which can run code."""
+        """True if objects of any type are saved and loaded with pickle, which can run code."""
         return self.own.get("trust_pickles", False) is True
 
     def options(self, seed: int) -> PipelineOptions:
         """Returns the options of the pipeline.
 
         Args:
-            seed: of the random operations of layers.
+            seed: the seed for random operations of layers.
         """
         options = PipelineOptions(
             chunks=self.microbatches,
@@ -172,9 +172,9 @@ OWN_KEYS = ("engine", "devices", "timeout_s", "stall_s", "trust_pickles")
 
 
 def _value(name: str, value: object) -> str:
-    """Writes a value of the library's option `name` as a configuration of smp has it."""
-    theirs = {ours: schedule for schedule, ours in SCHEDULES.items()}
-    return theirs.get(str(value), str(value)) if name == "schedule" else str(value)
+    """Formats a value of the library's option `name` as in an smp configuration."""
+    smp_names = {ours: schedule for schedule, ours in SCHEDULES.items()}
+    return smp_names.get(str(value), str(value)) if name == "schedule" else str(value)
 
 
 NAMING = Naming(
@@ -199,54 +199,54 @@ NAMING = Naming(
 """The names of the library's arguments in smp, for functions that call the library."""
 
 
-def parse(given: Mapping[str, Any]) -> SmpConfig:
-    """Checks the dictionary `parameters` of smp 1.x and returns it as a configuration.
+def parse(parameters: Mapping[str, Any]) -> SmpConfig:
+    """Validates the dictionary `parameters` of smp 1.x and returns it as a configuration.
 
     Raises:
         ConfigError: a key is unknown or refused, or a value is wrong; the message names the key.
     """
-    values = dict(given)
+    values = dict(parameters)
     if "partitions" in values:
         degree = values.pop("partitions")
         if values.setdefault("pipeline_parallel_degree", degree) != degree:
-            raise ConfigError("partitions and pipeline_parallel_degree differ: give one of them")
+            raise ConfigError("partitions and pipeline_parallel_degree differ: set one of them")
     if "pipeline_parallel_degree" not in values:
         raise ConfigError(
-            "pipeline_parallel_degree (or partitions) is missing: the number of partitions that "
-            "the model is divided into; 1 for data parallelism alone"
+            "pipeline_parallel_degree (or partitions) is missing: set the number of partitions to "
+            "divide the model into; 1 for data parallelism only"
         )
     for name, why in REFUSED.items():
         value = values.pop(name, None)
         if value is True or value not in (None, False, 0, 1):
-            raise ConfigError(f"{name}={given[name]!r}: {why}")
+            raise ConfigError(f"{name}={parameters[name]!r}: {why}")
     for name in NO_MEANING:
         values.pop(name, None)
-    own = values.pop(OWN_KEY, {})
-    if not isinstance(own, Mapping):
-        raise ConfigError(f"{OWN_KEY}={own!r} must be a dictionary of settings")
-    known = [option.name for option in fields(SmpConfig) if option.name != "own"]
+    settings = values.pop(OWN_KEY, {})
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{OWN_KEY}={settings!r} must be a dictionary of settings")
+    keys = [option.name for option in fields(SmpConfig) if option.name != "own"]
     for name in values:
-        if name not in known:
-            everything = [*known, "partitions", *NO_MEANING, *REFUSED, OWN_KEY]
+        if name not in keys:
+            everything = [*keys, "partitions", *NO_MEANING, *REFUSED, OWN_KEY]
             raise ConfigError(f"{name} is unknown: {did_you_mean(name, everything, 'keys')}")
-    if "memory_weight" not in values and given.get("optimize") == "speed":
+    if "memory_weight" not in values and parameters.get("optimize") == "speed":
         values["memory_weight"] = 0.2  # smp's defaults
-    return SmpConfig(**values, own=dict(own))
+    return SmpConfig(**values, own=dict(settings))
 
 
 def parameters_of(distribution: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the dictionary `parameters` of an estimator's `distribution`, or such a dictionary.
 
     Raises:
-        ConfigError: model parallelism is not enabled in it.
+        ConfigError: the distribution does not enable model parallelism.
     """
     if "smdistributed" not in distribution:
         return distribution
     library = distribution["smdistributed"]
     if not isinstance(library, Mapping) or "modelparallel" not in library:
         raise ConfigError(
-            "smdistributed has no modelparallel: the data parallel library alone needs nothing of "
-            "hybridtrain.smp"
+            "smdistributed has no modelparallel: a script that uses only the data parallel library "
+            "does not need hybridtrain.smp"
         )
     options = _dictionary(library["modelparallel"], "smdistributed.modelparallel")
     if not options.get("enabled", False):
@@ -266,14 +266,14 @@ def read(text: str) -> Mapping[str, Any]:
     """Reads the parameters from `text`: JSON, or the path of a JSON file.
 
     Raises:
-        ConfigError: there is no such file, or it is not JSON.
+        ConfigError: the file does not exist, or is not JSON.
     """
     source = f"{ENVIRONMENT}={text[:80]}"
     if not text.lstrip().startswith("{"):
         try:
             text = Path(text).read_text(encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{source}: cannot read it: {error.strerror or error}") from error
+            raise ConfigError(f"cannot read {source}: {error.strerror or error}") from error
     try:
         document = json.loads(text)
     except ValueError as error:
@@ -296,7 +296,7 @@ class LaunchConfig:
         nodes: the number of nodes.
         processes_per_node: the number of processes on each node.
         environment: variables for all processes.
-        notes: the keys that have no effect here, each with the reason.
+        notes: the keys without effect, each with the reason.
     """
 
     config: SmpConfig
@@ -343,8 +343,8 @@ def config_from_distribution(
     for key in distribution:
         if key not in ("smdistributed", "mpi", "torch_distributed", "instance_count"):
             raise ConfigError(
-                f"distribution has {key!r}: it must have smdistributed and mpi, as for the model "
-                f"parallel library"
+                f"distribution has the unknown key {key!r}: use the keys smdistributed and mpi, as "
+                f"for the model parallel library"
             )
     if "smdistributed" not in distribution:
         raise ConfigError('distribution has no "smdistributed": {"modelparallel": {...}}')
@@ -354,11 +354,11 @@ def config_from_distribution(
     library = distribution["smdistributed"]
     if isinstance(library, Mapping) and "dataparallel" in library:
         raise ConfigError(
-            "smdistributed.dataparallel cannot be used together with modelparallel: leave it out"
+            "smdistributed.dataparallel cannot be combined with modelparallel: remove it"
         )
-    given = dict(parameters_of(distribution))
-    config = parse(given)
-    notes = {key: why for key, why in NO_MEANING.items() if key in given}
+    parameters = dict(parameters_of(distribution))
+    config = parse(parameters)
+    notes = {key: why for key, why in NO_MEANING.items() if key in parameters}
     mpi = _dictionary(distribution.get("mpi", {}), "mpi")
     processes, environment = _mpi(mpi, notes)
     if processes is None:
@@ -366,22 +366,22 @@ def config_from_distribution(
     degree = config.pipeline_parallel_degree if config.engine == "distributed" else 1
     if (instance_count * processes) % degree:
         raise ConfigError(
-            f"instance_count={instance_count} x mpi.processes_per_host={processes} are "
-            f"{instance_count * processes} processes, which pipeline_parallel_degree={degree} does "
-            f"not divide: change one of them"
+            f"instance_count={instance_count} x mpi.processes_per_host={processes} is "
+            f"{instance_count * processes} processes, which is not a multiple of "
+            f"pipeline_parallel_degree={degree}: change one of them"
         )
-    meant = {key: value for key, value in given.items() if key not in NO_MEANING}
-    if "memory_weight" not in given and given.get("optimize") == "speed":
+    meant = {key: value for key, value in parameters.items() if key not in NO_MEANING}
+    if "memory_weight" not in parameters and parameters.get("optimize") == "speed":
         meant["memory_weight"] = config.memory_weight
     return LaunchConfig(config, meant, instance_count, processes, environment, notes)
 
 
 def _mpi(mpi: Mapping[str, Any], notes: dict[str, str]) -> tuple[int | None, dict[str, str]]:
-    """Returns the processes of a node, and the variables that `mpirun -x` would pass on."""
-    known = ("enabled", "processes_per_host", "custom_mpi_options")
+    """Returns the processes per node, and the variables that `mpirun -x` would pass on."""
+    keys = ("enabled", "processes_per_host", "custom_mpi_options")
     for key in mpi:
-        if key not in known:
-            raise ConfigError(f"mpi.{key} is unknown: the keys are {', '.join(known)}")
+        if key not in keys:
+            raise ConfigError(f"mpi.{key} is unknown: the keys are {', '.join(keys)}")
     processes = mpi.get("processes_per_host")
     if processes is not None and (type(processes) is not int or processes < 1):
         raise ConfigError(f"mpi.processes_per_host={processes!r} must be 1 or more")
@@ -392,7 +392,7 @@ def _mpi(mpi: Mapping[str, Any], notes: dict[str, str]) -> tuple[int | None, dic
     try:
         words = iter(shlex.split(text))
     except (ValueError, AttributeError) as error:
-        raise ConfigError(f"mpi.custom_mpi_options={text!r} must be words: {error}") from error
+        raise ConfigError(f"cannot parse mpi.custom_mpi_options={text!r}: {error}") from error
     rest = []
     for word in words:
         if word != "-x":
@@ -402,7 +402,7 @@ def _mpi(mpi: Mapping[str, Any], notes: dict[str, str]) -> tuple[int | None, dic
         if value:
             environment[name] = value
         else:
-            notes[f"mpi.custom_mpi_options: -x {name}"] = "torchrun hands on the environment itself"
+            notes[f"mpi.custom_mpi_options: -x {name}"] = "torchrun passes on variables itself"
     if rest:
         notes[f"mpi.custom_mpi_options: {' '.join(rest)}"] = _MPI
     return processes, environment

@@ -1,7 +1,8 @@
-"""The division of a model, by marks or by costs; and activation checkpointing by module.
+"""Partitioning a model, by marks or by costs, and activation checkpointing of modules.
 
-The unit of the latter is a layer of the pipeline. A module that was named is recomputed with the
-layer that it is in, or, if it is a group of layers, each of these is. The results are the same.
+The unit of recomputation is a layer of the pipeline: a marked module is recomputed with the layer
+that contains it, or, if it contains several layers, each of these is recomputed. Results are the
+same.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hybridtrain.smp.runtime import Runtime, current
 
 log = logging.getLogger("hybridtrain")
 
-# not an attribute of the modules: a forward that is being traced may set none
+# not an attribute of the modules, because a forward that is being traced must not set any
 _marked: WeakSet[nn.Module] = WeakSet()
 _STRATEGIES = ("each", "contiguous")
 
@@ -44,8 +45,8 @@ def partitioned_model(
         net: the script's module.
         runtime: the configuration and the processes.
         example: the inputs of a micro-batch.
-        measures: divide by measured costs, not by estimated ones.
-        settings: more options.
+        measures: partition by measured costs instead of estimates.
+        settings: further options.
     """
     world, config = runtime.world, runtime.config
     seed = world.broadcast(torch.initial_seed()) & (2**63 - 1)
@@ -60,7 +61,7 @@ def partitioned_model(
         except SplitError as error:
             if not by_costs:
                 raise
-            log.info("divided by parameters, as costs cannot be estimated: %s", error)
+            log.info("partitioned by parameters, because costs cannot be estimated: %s", error)
             made = plan(net, replace(options, split="size"), example, world.stage_owners)
         begins = [names[0] for names in made.layer_names[1:]]
         return begins, checkpointed_names(net), table(made)
@@ -71,20 +72,21 @@ def partitioned_model(
     if recomputed and options.recompute == "never":
         options = replace(options, recompute=recomputed)
     if world.is_main:
-        log.info("the model is divided:\n%s", shown)
+        log.info("partition of the model:\n%s", shown)
     return HybridModel(net, world, options, example_inputs=example)
 
 
 @naming(NAMING)
 def get_partition(module: nn.Module) -> int:
-    """Returns the stage that `module` is in, or the first one of its parts is.
+    """Returns the stage of `module`, or of its first part.
 
     Raises:
-        UserError: the model is not divided yet, or has no such module in this process's stages.
+        UserError: the model has not been partitioned yet, or this process's stages do not contain
+            the module.
     """
     model = current().model
     if model is None:
-        raise UserError("there is no smp.DistributedModel yet")
+        raise UserError("there is no smp.DistributedModel yet: create it first")
     hybrid = model.partitioned_hybrid()
     parts = {id(part) for part in module.modules()}
     tensors = {id(t) for t in (*module.parameters(), *module.buffers())}
@@ -102,10 +104,10 @@ def get_partition(module: nn.Module) -> int:
 def model_creation(
     tensor_parallelism: bool = False, dtype: torch.dtype | None = None, **options: Any
 ) -> Iterator[None]:
-    """Makes the modules inside with parameters of `dtype`.
+    """Creates the modules inside the block with parameters of `dtype`.
 
-    With `fp16` or `bf16` in the configuration these are fp32: the master weights, which the forward
-    computes with in the lower precision.
+    With `fp16` or `bf16` in the configuration, parameters are fp32: the master weights, which the
+    forward casts to the lower precision.
 
     Raises:
         ConfigError: `tensor_parallelism` is True.
@@ -121,34 +123,34 @@ def model_creation(
 
 
 def refuse_tensor_parallelism(enabled: bool) -> None:
-    """Raises a ConfigError if it is `enabled`."""
+    """Raises a ConfigError if `enabled` is True."""
     if enabled:
         raise ConfigError(
-            "tensor parallelism is not supported: leave it out, or enable it where "
-            "smp.tp_size() > 1, which it never is"
+            "tensor parallelism is not supported: remove it, or enable it only if "
+            "smp.tp_size() > 1, which is never the case"
         )
 
 
 @contextmanager
 def tensor_parallelism(enabled: bool = True, **options: Any) -> Iterator[None]:
-    """Changes nothing where it is not `enabled`, and is refused otherwise."""
+    """Has no effect unless `enabled`, which raises an error."""
     refuse_tensor_parallelism(enabled)
     yield
 
 
 def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **options: Any) -> None:
-    """Changes nothing where it is not `enabled`, and is refused otherwise."""
+    """Has no effect unless `enabled`, which raises an error."""
     refuse_tensor_parallelism(enabled)
 
 
 @contextmanager
 def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
-    """Changes nothing: parameters are initialised when they are made."""
+    """Has no effect: parameters are initialized when they are created."""
     yield
 
 
 def default_partition() -> int | None:
-    """Returns the stage of modules without a mark, as the configuration has it."""
+    """Returns the configured stage of unmarked modules."""
     return current().config.default_partition
 
 
@@ -162,19 +164,19 @@ def set_activation_checkpointing(
 
     Args:
         module: a module of the model.
-        preserve_rng_state: True; a recomputed layer always draws what its forward drew.
-        pack_args_as_tuple: changes nothing.
-        strategy: of smp for a Sequential; here each of its layers is recomputed by itself.
+        preserve_rng_state: True; a recomputed layer always draws the numbers of its forward.
+        pack_args_as_tuple: has no effect.
+        strategy: smp's strategy for a Sequential; here each of its layers is recomputed separately.
 
     Raises:
-        ConfigError: the strategy is unknown, or the model is divided already.
+        ConfigError: the strategy is unknown, or the model has already been partitioned.
     """
     if strategy not in _STRATEGIES and not strategy.startswith("group_"):
         raise ConfigError(f"strategy={strategy} is unknown: use each, contiguous or group_<n>")
     model = current().model
     if model is not None and model.partitioned and module not in _marked:
         raise ConfigError(
-            "set_activation_checkpointing comes before the first step, which divides the model"
+            "call set_activation_checkpointing before the first step, which partitions the model"
         )
     _marked.add(module)
 
@@ -182,13 +184,13 @@ def set_activation_checkpointing(
 def checkpoint(
     module: nn.Module, *args: Any, preserve_rng_state: bool = True, **kwargs: Any
 ) -> Any:
-    """Returns `module(*args)`, in a model's forward; its activations are recomputed.
+    """Returns `module(*args)` inside a model's forward, and recomputes its activations.
 
     Args:
         module: a module of the model.
-        *args: its arguments.
-        preserve_rng_state: as of `set_activation_checkpointing`.
-        **kwargs: its arguments.
+        *args: its positional arguments.
+        preserve_rng_state: as in `set_activation_checkpointing`.
+        **kwargs: its keyword arguments.
     """
     if not isinstance(module, nn.Module):
         raise ConfigError(f"smp.checkpoint takes a module, not {module!r:.100}")
@@ -203,14 +205,14 @@ def checkpoint_sequential(
     preserve_rng_state: bool = True,
     pack_args_as_tuple: bool = False,
 ) -> Any:
-    """Returns `sequential_module(input)`, in a model's forward; each of its layers is recomputed.
+    """Returns `sequential_module(input)` inside a model's forward, and recomputes each layer.
 
     Args:
         sequential_module: a Sequential of the model.
         input: its argument.
-        strategy: as of `set_activation_checkpointing`.
-        preserve_rng_state: see there.
-        pack_args_as_tuple: see there.
+        strategy: as in `set_activation_checkpointing`.
+        preserve_rng_state: as in `set_activation_checkpointing`.
+        pack_args_as_tuple: as in `set_activation_checkpointing`.
     """
     if not isinstance(sequential_module, nn.Sequential):
         raise ConfigError("smp.checkpoint_sequential takes an nn.Sequential")
@@ -218,7 +220,7 @@ def checkpoint_sequential(
 
 
 def checkpointed_names(net: nn.Module) -> list[str]:
-    """Returns the names of the modules of `net` that were marked."""
+    """Returns the names of the marked modules of `net`."""
     marked = [name for name, module in net.named_modules() if module in _marked]
-    # the model itself is the group of all its layers
+    # marking the model itself marks all its layers
     return marked if "" not in marked else [name for name, _ in net.named_children()]

@@ -39,7 +39,7 @@ class ArgumentCutter:
 
     Args:
         function: the function.
-        non_split: the names of the arguments that every micro-batch gets whole.
+        non_split: the names of the arguments passed whole to every micro-batch.
         axes: the batch axis of an argument, by name; 0 for all others.
 
     Raises:
@@ -62,8 +62,8 @@ class ArgumentCutter:
         for name, axis in axes.items():
             if type(axis) is not int or axis < 0:
                 raise ConfigError(
-                    f"input_split_axes= of {self._name} has {axis!r} for {name!r}: count the axes "
-                    f"from 0, or name {name!r} in non_split_inputs= to pass it whole"
+                    f"input_split_axes= of {self._name} has {axis!r} for {name!r}: use an axis of "
+                    f"0 or more, or list {name!r} in non_split_inputs= to pass it whole"
                 )
         self._non_split, self._axes = frozenset(non_split), dict(axes)
 
@@ -80,19 +80,19 @@ class ArgumentCutter:
                 DataLoader.
         """
         bound = self._signature.bind(*args, **kwargs)
-        # leaves, with the argument's name and axis; None: not cut
+        # leaves with the argument's name and axis; None: not split
         whole: list[tuple[str, Any, int | None]] = []
         trees: list[tuple[Any, int]] = []
         names = self._names_of_positional(bound)
-        given = [*zip(names, bound.args, strict=True), *bound.kwargs.items()]
-        for name, value in given:
+        arguments = [*zip(names, bound.args, strict=True), *bound.kwargs.items()]
+        for name, value in arguments:
             if isinstance(value, DataLoader):
                 raise BatchError(
-                    f"{self._name} was given a DataLoader as {name}: a step takes the batches that "
-                    f"the loader yields, `for data, target in loader: {self._name}(data, target)`"
+                    f"{self._name} got a DataLoader as {name}: pass the batches that the loader "
+                    f"yields, `for data, target in loader: {self._name}(data, target)`"
                 )
             axis = self._axes.get(name, 0)
-            # a module is a leaf, whatever it holds
+            # a module is a leaf, whatever it contains
             leaves, spec = ([value], None) if self._is_whole(name, value) else _flat(value)
             trees.append((spec, len(leaves)))
             whole += [(name, leaf, axis if spec is not None else None) for leaf in leaves]
@@ -105,7 +105,7 @@ class ArgumentCutter:
             hasattr(leaf, "smp_slice") for _, leaf, axis in whole if axis is not None
         ):
             raise BatchError(
-                f"{self._name} was given no tensor to cut into micro-batches: pass it the batch"
+                f"{self._name} got no tensor to split into micro-batches: pass it the batch"
             )
         samples = self._samples(sizes, microbatches)
         columns = [
@@ -126,7 +126,7 @@ class ArgumentCutter:
         return CutArguments(calls, samples, tensors)
 
     def _names_of_positional(self, bound: inspect.BoundArguments) -> list[str]:
-        """Returns the parameter of each of `bound.args`; those of `*args` have one."""
+        """Returns the parameter name of each of `bound.args`; all of `*args` share one."""
         names = []
         for name, value in bound.arguments.items():
             several = self._signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
@@ -140,17 +140,18 @@ class ArgumentCutter:
         """Returns the number of samples of each micro-batch."""
         distinct_sizes = sorted({size for _, size in sizes})
         if not distinct_sizes:
-            return [1] * microbatches  # objects that cut themselves
+            return [1] * microbatches  # objects that split themselves
         if distinct_sizes[0] == 0:
-            raise BatchError(f"{self._name} was given an empty batch")
+            raise BatchError(f"{self._name} got an empty batch")
         if len(distinct_sizes) == 1:
             return chunk_sizes(distinct_sizes[0], microbatches)
         if any(size % microbatches for size in distinct_sizes):
             listed = ", ".join(f"{name} has {size}" for name, size in sorted(sizes))
             raise BatchError(
-                f"the tensors given to {self._name} have different sizes along the batch's axis "
-                f"({listed}), which {microbatches} micro-batches do not all divide: name what is "
-                f"not to be cut in non_split_inputs=, or another axis in input_split_axes="
+                f"the tensors passed to {self._name} have different sizes along the batch axis "
+                f"({listed}), which are not all divisible by {microbatches} micro-batches: list "
+                f"arguments that must not be split in non_split_inputs=, or set another axis in "
+                f"input_split_axes="
             )
         return [distinct_sizes[0] // microbatches] * microbatches
 
@@ -186,7 +187,7 @@ class SplitDataset(Dataset[Any]):
     Args:
         dataset: a data set with a length and an item for each index.
         partitions: the size of each part, by name: a fraction of the samples, or their number.
-        initial_partition: the part that is selected at first; None: the first one.
+        initial_partition: the part selected initially; None: the first one.
 
     Raises:
         ConfigError: the parts together have more samples than `dataset`.
@@ -205,7 +206,7 @@ class SplitDataset(Dataset[Any]):
             n: int(size * samples + 1e-6) if shares else int(size) for n, size in partitions.items()
         }
         if sum(sizes.values()) > samples:
-            raise ConfigError(f"partitions={dict(partitions)} are more than {samples} samples")
+            raise ConfigError(f"partitions={dict(partitions)} exceed the {samples} samples")
         self._ranges: dict[str, range] = {}
         begin = 0
         for name, size in sizes.items():
@@ -214,10 +215,10 @@ class SplitDataset(Dataset[Any]):
         self.select(initial_partition or next(iter(self._ranges)))
 
     def select(self, partition: str) -> None:
-        """Selects the part whose samples the data set returns from now on."""
+        """Selects the part from which the data set returns samples."""
         if partition not in self._ranges:
-            known: Sequence[str] = list(self._ranges)
-            raise ConfigError(f"there is no part {partition!r}: they are {', '.join(known)}")
+            names: Sequence[str] = list(self._ranges)
+            raise ConfigError(f"unknown partition {partition!r}: choose {', '.join(names)}")
         self._selected = self._ranges[partition]
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""`DistributedModel`, which the first step divides into stages, and the names that are refused.
+"""`DistributedModel`, which the first step partitions into stages, and the refused names.
 
 A name of smp 1.x that is not supported (`NAMES`) raises an error that says what to do.
 """
@@ -47,7 +47,7 @@ def inputs_of(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return args[0]
     try:
         signature = inspect.signature(net.forward)
-    except ValueError:  # of TorchScript
+    except ValueError:  # from TorchScript
         return kwargs or args
     try:
         bound = signature.bind(*args, **kwargs)
@@ -66,12 +66,12 @@ def inputs_of(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return {"use_cache": False, **by_name} if has_cache else by_name
 
 
-_TENSOR = "tensor parallelism is not supported: leave it out, or write the layer in plain PyTorch"
+_TENSOR = "tensor parallelism is not supported: remove it, or write the layer in plain PyTorch"
 
 NAMES = {
     "tp_register": _TENSOR,
     "tp_register_with_module": _TENSOR,
-    "fp16": "FP16_Module and FP16_Optimizer are made by fp16=true in the configuration",
+    "fp16": "fp16=true in the configuration replaces FP16_Module and FP16_Optimizer",
     "sharded_data_parallel": "sharded data parallelism is not supported",
 }
 """Names of `smp` that are refused, each with advice."""
@@ -95,29 +95,29 @@ def refuse_optimizer_steps_in_bodies() -> None:
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if current_body() is not None:
         raise UserError(
-            "optimizer.step() in a step would run for every micro-batch, before its backward: call "
-            "it after the step, when the gradients of all micro-batches are there"
+            "optimizer.step() inside a step would run for every micro-batch, before its backward: "
+            "call it after the step, which completes the gradients of all micro-batches"
         )
 
 
-_MOVES = "it is on its stages' devices already, as smp.DistributedModel puts it there"
+_MOVES = "smp.DistributedModel has already put it on the devices of its stages"
 
 
 class DistributedModel(nn.Module):
     """Trains `module` as a pipeline, together with the other replicas; smp 1.x's class.
 
-    The first `@smp.step` function that calls the model divides it into stages. Until then every
+    The first `@smp.step` function that calls the model partitions it into stages. Until then, every
     process holds the whole module.
 
     Args:
-        module: any module without DistributedDataParallel around it.
+        module: any module that is not wrapped in DistributedDataParallel.
         trace_device: `gpu` or `cpu`; has no effect, because the model is traced without being run.
         trace_execution_times: partition by measured times and memory instead of estimates.
         trace_memory_usage: has the same effect.
         overlapping_allreduce: has no effect; gradients are always averaged during the backward.
-        backward_passes_per_step: average gradients over the replicas once in so many steps.
-        average_grads_across_microbatches: average gradients over the micro-batches; False: add
-            them up.
+        backward_passes_per_step: average gradients over the replicas once per this many steps.
+        average_grads_across_microbatches: average gradients over the micro-batches; False: sum
+            them.
         bucket_cap_mb: has no effect; DDP's default is used.
         find_unused_parameters: as in DDP.
         broadcast_buffers: as in DDP.
@@ -151,14 +151,14 @@ class DistributedModel(nn.Module):
         check_choice("trace_device", trace_device, ("gpu", "cpu"))
         if isinstance(module, DistributedDataParallel | DataParallel):
             raise ConfigError(
-                f"smp.DistributedModel averages over the replicas itself: pass it the module "
-                f"without {type(module).__name__} around it"
+                f"smp.DistributedModel averages over the replicas itself: pass the module without "
+                f"the {type(module).__name__} wrapper"
             )
         if not isinstance(module, nn.Module):
             raise ConfigError(f"smp.DistributedModel takes a torch.nn.Module, not {module!r:.200}")
         if runtime.model is not None:
             raise UserError(
-                "a script has one smp.DistributedModel: put both models into one module"
+                "a script can have only one smp.DistributedModel: put both models into one module"
             )
         if type(backward_passes_per_step) is not int or backward_passes_per_step < 1:
             raise ConfigError(
@@ -189,13 +189,13 @@ class DistributedModel(nn.Module):
         """Returns the module's output for one micro-batch of the step that calls it.
 
         Raises:
-            UserError: it is called outside a step, or twice in one.
+            UserError: called outside a step, or twice in one.
         """
         body = current_body()
         if body is None:
             raise UserError(
-                "the model of smp.DistributedModel can be called in a function under @smp.step "
-                "alone: put the forward, the loss and model.backward(loss) into one"
+                "call the model of smp.DistributedModel only in a function decorated with "
+                "@smp.step: put the forward, the loss and model.backward(loss) into one"
             )
         return body.call_model(args, kwargs)
 
@@ -210,13 +210,13 @@ class DistributedModel(nn.Module):
         returns.
 
         Raises:
-            UserError: it is called outside a step, twice in one, before the model's call, or with a
+            UserError: called outside a step, twice in one, before the model's call, or with a
                 wrong number of `grad_tensors`.
         """
         body = current_body()
         if body is None:
             raise UserError(
-                "model.backward can be called in a function under @smp.step alone, after the model"
+                "call model.backward only in a function decorated with @smp.step, after the model"
             )
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         gradients: list[Tensor | None] = [None] * len(roots)
@@ -226,8 +226,8 @@ class DistributedModel(nn.Module):
             gradients = list(grad_tensors)
         if len(gradients) != len(roots):
             raise UserError(
-                f"model.backward of {len(roots)} tensors was given {len(gradients)} in "
-                f"grad_tensors=: give one for each tensor, None for a loss with one element"
+                f"model.backward got {len(roots)} tensors and {len(gradients)} grad_tensors=: pass "
+                f"one for each tensor, None for a loss with one element"
             )
         for root, gradient in zip(roots, gradients, strict=True):
             if gradient is None and root.numel() != 1:
@@ -265,25 +265,25 @@ class DistributedModel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients in the steps inside, without averaging over the replicas."""
+        """Accumulates gradients inside the block without averaging them over the replicas."""
         previous_syncs, self._syncs = self._syncs, False
         try:
             yield
         finally:
             self._syncs = previous_syncs
 
-    # --- the division
+    # --- partitioning
 
     @property
     def partitioned(self) -> bool:
-        """True once the model is divided into stages."""
+        """True once the model is partitioned into stages."""
         return self.hybrid is not None
 
     def partition(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Divides the model, traced with the arguments of one call; a collective call."""
+        """Partitions the model, traced with the arguments of one call; a collective call."""
         runtime = current()
         example = Microbatch(inputs_of(self.net, args, kwargs))
-        # those of other stages are replaced, but the optimizers still hold them
+        # parameters of other stages are replaced, but the optimizers still reference them
         of_model = set(map(id, self.net.parameters()))
         self.hybrid = partitioned_model(
             self.net, runtime, example, measures=self._measures, settings=self._settings
@@ -324,12 +324,12 @@ class DistributedModel(nn.Module):
         """Returns the pipeline.
 
         Raises:
-            UserError: no step has divided the model yet.
+            UserError: no step has partitioned the model yet.
         """
         if self.hybrid is None:
             raise UserError(
-                "the model is divided in its first step, and there was none yet: use "
-                "model.register_post_partition_hook, or model.partitioned to see"
+                "the first step partitions the model, and has not run yet: use "
+                "model.register_post_partition_hook, or check model.partitioned"
             )
         return self.hybrid
 
@@ -339,7 +339,7 @@ class DistributedModel(nn.Module):
 
     @property
     def module(self) -> Any:
-        """The wrapped module; also `model.module.module`, because smp has DDP in between."""
+        """The wrapped module; also as `model.module.module`, because smp has DDP in between."""
         return _InDDP(self.net)
 
     # --- parameters
@@ -392,26 +392,26 @@ class DistributedModel(nn.Module):
         modules_here = {id(m) for stage in hybrid.stages for m in stage.module.modules()}
         return ((name, m) for name, m in self.net.named_modules() if id(m) in modules_here)
 
-    # --- tensor parallelism, whose degree is 1
+    # --- tensor parallelism, with degree 1
 
     def distributed_modules(self) -> Iterator[nn.Module]:
         """Returns an iterator over the tensor-parallel modules: there are none."""
         return iter(())
 
     def is_distributed_parameter(self, param: Parameter) -> bool:
-        """Returns False: no parameter is divided over tensor-parallel ranks."""
+        """Returns False: no parameter is sharded over tensor-parallel ranks."""
         return False
 
     def is_distributed_buffer(self, buf: Tensor) -> bool:
-        """Returns False: no buffer is divided over tensor-parallel ranks."""
+        """Returns False: no buffer is sharded over tensor-parallel ranks."""
         return False
 
     def is_scaled_batch_parameter(self, param: Parameter) -> bool:
-        """Returns False: each parameter sees the batch of one replica alone."""
+        """Returns False: each parameter sees the batch of a single replica."""
         return False
 
     def is_scaled_batch_buffer(self, buf: Tensor) -> bool:
-        """Returns False: each buffer sees the batch of one replica alone."""
+        """Returns False: each buffer sees the batch of a single replica."""
         return False
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -419,7 +419,7 @@ class DistributedModel(nn.Module):
         return self.local_named_parameters()
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Returns an iterator over the parameters averaged over `RDP_GROUP` alone: none."""
+        """Returns an iterator over the parameters averaged only over `RDP_GROUP`: none."""
         return iter(())
 
     # --- state
@@ -430,7 +430,7 @@ class DistributedModel(nn.Module):
         return self.net.state_dict() if self.hybrid is None else self.hybrid.state_dict()
 
     def local_state_dict(self) -> dict[str, Any]:
-        """Returns the state of this process's stages, marked as a part."""
+        """Returns the state of this process's stages, marked as partial."""
         return {**self.partitioned_hybrid().pipeline.local_state_dict(), PARTIAL: True}
 
     @naming(NAMING)
@@ -442,26 +442,28 @@ class DistributedModel(nn.Module):
         *,
         same_partition_load: bool = False,
     ) -> Any:
-        """Loads a state of the whole model, or the parts of all processes of the pipeline.
+        """Loads a state of the whole model, or the partial states of all pipeline processes.
 
         Args:
             state_dict: the state.
             strict: as in `torch.nn.Module.load_state_dict`.
             assign: must be False.
-            same_partition_load: has no effect; the parts may come from another partition.
+            same_partition_load: has no effect; partial states may come from another partition.
 
         Raises:
             ConfigError: `assign` is True.
         """
         if assign:
-            raise ConfigError("load_state_dict(assign=True) is not supported: leave assign out")
+            raise ConfigError("load_state_dict(assign=True) is not supported: remove assign")
         target = self.net if self.hybrid is None else self.hybrid
         return target.load_state_dict(whole(state_dict), strict=strict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients."""
         if current_body() is not None:
-            raise UserError("zero_grad() in a step would run for every micro-batch: call it before")
+            raise UserError(
+                "zero_grad() inside a step would run for every micro-batch: call it before"
+            )
         self.net.zero_grad(set_to_none)
 
     @naming(NAMING)
@@ -477,7 +479,7 @@ class DistributedModel(nn.Module):
         """Returns the L2 norm of the gradients of all stages; all processes must call it."""
         return self.partitioned_hybrid().grad_norm()
 
-    # --- as any module
+    # --- as in any module
 
     def train(self, mode: bool = True) -> DistributedModel:
         """Sets training mode."""
@@ -486,10 +488,10 @@ class DistributedModel(nn.Module):
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> DistributedModel:
-        """Changes the dtype before the first step; a move to another device has no effect then.
+        """Changes the dtype before the first step; moves to another device have no effect.
 
         Raises:
-            UserError: after the first step, the dtype or the device would change.
+            UserError: the dtype or the device would change after the first step.
         """
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if self.hybrid is None:
@@ -505,8 +507,8 @@ class DistributedModel(nn.Module):
         here = next(iter(local_devices)).type
         if dtype is not None or not stays or (device is not None and here != device.type):
             raise UserError(
-                f"the model cannot be moved or converted once it is divided: {_MOVES}. "
-                f"model.state_dict() has the whole model, on the CPU with several processes"
+                f"the model cannot be moved or converted after it is partitioned: {_MOVES}. "
+                f"model.state_dict() returns the whole model, on the CPU with several processes"
             )
         return self
 
@@ -518,7 +520,7 @@ class DistributedModel(nn.Module):
         """Has no effect before the first step.
 
         Raises:
-            UserError: the stages are on GPUs already.
+            UserError: the stages are already on GPUs.
         """
         return self if self.hybrid is None else self.to("cpu")
 
@@ -540,10 +542,10 @@ class DistributedModel(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        # DistributedDataParallel asks for it when it is made
+        # DistributedDataParallel reads it on construction
         raise ConfigError(
-            "DistributedDataParallel cannot be around a smp.DistributedModel, which averages over "
-            "the replicas itself: leave it out"
+            "do not wrap a smp.DistributedModel in DistributedDataParallel: it averages over the "
+            "replicas itself"
         )
 
     def join(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -562,7 +564,7 @@ class DistributedModel(nn.Module):
 
 
 class _InDDP:
-    """Stands for `module`, and has it as its attribute `module`."""
+    """Behaves as `module`, and has it as its attribute `module`."""
 
     def __init__(self, module: nn.Module) -> None:
         object.__setattr__(self, "module", module)
@@ -588,9 +590,9 @@ def _refuse_clipping_by_own_norm(model: DistributedModel) -> None:
     """Refuses `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)` on part of a model."""
     if model.hybrid is None or model.hybrid.world.pipeline_group is None:
         return
-    frame = sys._getframe(2)  # who asks the generator for a parameter
+    frame = sys._getframe(2)  # the caller that reads a parameter from the generator
     if frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
         raise UserError(
-            "torch.nn.utils.clip_grad_norm_ sees the parameters of this process's stages alone, "
-            "and would clip each by its own norm: call model.clip_grad_norm_(max_norm)"
+            "torch.nn.utils.clip_grad_norm_ sees only the parameters of this process's stages, and "
+            "would clip by a different norm in each process: call model.clip_grad_norm_(max_norm)"
         )

@@ -1,8 +1,8 @@
-"""`smp.nn`: what PyTorch has of it. The layers of tensor parallelism are refused, each by its name.
+"""`smp.nn`: the layers that PyTorch provides. Tensor-parallel layers are refused by name.
 
-Scripts also import functions that translate states between these layers and those of transformers,
-`smp.nn.huggingface.gpt2.translate_state_dict_to_hf_gpt2`. A model is transformers' own here, so
-that they return the state unchanged. All submodules of `huggingface` are this module.
+Scripts also import functions that convert states between these layers and those of transformers,
+`smp.nn.huggingface.gpt2.translate_state_dict_to_hf_gpt2`. Here a model is a plain transformers
+model, so they return the state unchanged. All submodules of `huggingface` are this module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sys.modules |= {
 
 
 def _unchanged(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns `state_dict`: the names are those of transformers already."""
+    """Returns `state_dict` unchanged: its names are already those of transformers."""
     return state_dict
 
 
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
         return _unchanged
     if name.startswith("Distributed") or name == "FlashAttentionLayer":
         raise ConfigError(
-            f"smp.nn.{name} is of tensor parallelism, which is not supported: write the layer in "
-            f"plain PyTorch, whose attention is torch.nn.functional.scaled_dot_product_attention"
+            f"smp.nn.{name} needs tensor parallelism, which is not supported: write the layer in "
+            f"plain PyTorch, with torch.nn.functional.scaled_dot_product_attention"
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The optimizer of a script, made over the whole model and used on this process's stages."""
+"""A script's optimizer, created over the whole model and used on this process's stages."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ _SCALE_ARGUMENTS = {
 
 
 class DistributedOptimizer(Optimizer):
-    """The given optimizer, with the methods of smp 1.x; it stays an instance of its class.
+    """The given optimizer with the methods of smp 1.x; it stays an instance of its class.
 
         optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
 
-    It is made before the first step, over the parameters of the plain module or of the
-    `DistributedModel`. From the first step on, its parameter groups have the parameters of this
-    process's stages; the groups stay as many.
+    Create it before the first step, over the parameters of the plain module or of the
+    `DistributedModel`. From the first step on, its parameter groups contain the parameters of this
+    process's stages; the number of groups does not change.
 
     Args:
-        optimizer: any optimizer of `torch.optim`, or one that has the same interface.
-        static_loss_scale: with `fp16` in the configuration, the factor of the loss; None: dynamic.
-        dynamic_loss_scale: adapt the factor to overflows.
+        optimizer: any optimizer of `torch.optim`, or with the same interface.
+        static_loss_scale: with `fp16` in the configuration, the loss scale; None: dynamic.
+        dynamic_loss_scale: adapt the loss scale to overflows.
         **dynamic_loss_args: `init_scale`, `scale_factor`, `scale_window` and `min_scale`;
-            `delayed_shift` and `consecutive_hysteresis` change nothing.
+            `delayed_shift` and `consecutive_hysteresis` have no effect.
 
     Attributes:
         loss_scaler: scales the loss; None without `fp16`.
-        overflow: True if the last `step` was left out, since a gradient was not finite.
+        overflow: True if the last `step` was skipped because a gradient was not finite.
 
     Raises:
-        ConfigError: `optimizer` is none, or an argument is unknown, or its `step` was replaced by
-            something other than a learning rate schedule of `torch.optim`.
-        UserError: the model is divided already.
+        ConfigError: `optimizer` is not an optimizer, an argument is unknown, or its `step` was
+            replaced by anything but a learning-rate scheduler of `torch.optim`.
+        UserError: the model has already been partitioned.
     """
 
     loss_scaler: GradScaler | None
 
     def __new__(cls, optimizer: Any, *args: Any, **kwargs: Any) -> DistributedOptimizer:
-        """Returns `optimizer` itself, as an instance of a class of both."""
+        """Returns `optimizer` itself, as an instance of a class derived from both."""
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 f"smp.DistributedOptimizer takes a torch optimizer, not {optimizer!r:.100}"
@@ -89,22 +89,26 @@ class DistributedOptimizer(Optimizer):
         **dynamic_loss_args: Any,
     ) -> None:
         runtime = current()
-        given = dict(dynamic_loss_args.pop("dynamic_loss_args", None) or {}, **dynamic_loss_args)
-        for name in given:
+        arguments = dict(
+            dynamic_loss_args.pop("dynamic_loss_args", None) or {}, **dynamic_loss_args
+        )
+        for name in arguments:
             if name not in _SCALE_ARGUMENTS:
                 hint = did_you_mean(name, _SCALE_ARGUMENTS, "arguments")
                 raise ConfigError(f"smp.DistributedOptimizer: unknown argument {name}: {hint}")
         self.loss_scaler = None
         if runtime.config.fp16:
             dynamic = dynamic_loss_scale or static_loss_scale is None
-            self.loss_scaler = _scaler({**_SCALE_ARGUMENTS, **given}, dynamic, static_loss_scale)
+            self.loss_scaler = _scaler(
+                {**_SCALE_ARGUMENTS, **arguments}, dynamic, static_loss_scale
+            )
         self.overflow = self._updates = False
         if any(optimizer is self for optimizer in runtime.optimizers):
             return
         _check_not_divided("smp.DistributedOptimizer")
         self._shares: ReplicaShares | None = None
-        # once the model is divided: the numbers of all parameters by group, as a plain optimizer
-        # over the whole model counts them, and of this process's in the order of its groups
+        # once the model is partitioned: by group, the indices of all parameters, as in a plain
+        # optimizer over the whole model, and of this process's parameters
         self._numbers: list[list[int]] | None = None
         self._own_numbers: list[int] = []
         runtime.optimizers.append(self)
@@ -113,7 +117,7 @@ class DistributedOptimizer(Optimizer):
         """Adds a group of parameters, before the first step.
 
         Raises:
-            UserError: the model is divided already.
+            UserError: the model has already been partitioned.
         """
         _check_not_divided("optimizer.add_param_group")
         super().add_param_group(param_group)
@@ -122,30 +126,30 @@ class DistributedOptimizer(Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Updates the parameters of this process's stages, unless a gradient is not finite.
 
-        The update is left out in all processes then, and a warning names where it began. With
-        `fp16` the gradients are divided by the loss's factor first, and an overflow is not named. A
-        step with a closure is not looked at.
+        In that case all processes skip the update, and a warning names the origin of the value.
+        With `fp16`, the gradients are first divided by the loss scale, and an overflow causes no
+        warning. A step with a closure is not checked.
 
-        All processes of a pipeline call it together.
+        All processes of a pipeline must call it together.
 
         Raises:
-            UserError: it is called in a step, or with a closure and `fp16`.
+            UserError: called inside a step, or with a closure and `fp16`.
         """
         if closure is not None and self.loss_scaler is not None:
             raise UserError(
-                "optimizer.step(closure) does not go with fp16, which must see the gradients "
-                "before the update: run the step first, then call optimizer.step()"
+                "optimizer.step(closure) cannot be combined with fp16, which must check the "
+                "gradients before the update: run the step first, then call optimizer.step()"
             )
         model = current().model
         step = None if model is None else model.optimizer_step
-        # a scaler of the script decides by itself, and tells a fused optimizer so
+        # the script's own scaler decides itself, and passes its decision to a fused optimizer
         decided = self._updates or hasattr(self, "found_inf")
         if model is not None and not model.gradients_are_averaged:
-            decided = True  # replicas may differ in what is finite
+            decided = True  # replicas may differ in which gradients are finite
         if step is not None and closure is None and not decided:
             self.overflow = self._updates = True
             try:
-                step.take(self)  # which calls this method again, or not
+                step.take(self)  # calls this method again, or does not
             finally:
                 self._updates = False
             step.end()
@@ -158,45 +162,46 @@ class DistributedOptimizer(Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients.
+        """Clears the gradients.
 
         Raises:
-            UserError: it is called in a step.
+            UserError: called inside a step.
         """
         if current_body() is not None:
             raise UserError(
-                "optimizer.zero_grad() in a step would run for every micro-batch: call it before"
+                "optimizer.zero_grad() inside a step would run for every micro-batch: call it "
+                "before"
             )
         super().zero_grad(set_to_none)
 
     @naming(NAMING)
     def clip_master_grads(self, max_norm: float) -> Tensor:
-        """Scales the gradients of all stages down to `max_norm`; returns their norm before."""
+        """Clips the gradient norm of all stages to `max_norm`; returns the norm before clipping."""
         model = current().model
         if model is None or model.optimizer_step is None:
-            raise UserError("there is no smp.DistributedModel yet, or it has not run a step")
+            raise UserError("no smp.DistributedModel exists, or it has not run a step yet")
         return model.optimizer_step.clip(max_norm)
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss; 1 without `fp16`."""
+        """The loss scale; 1 without `fp16`."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler.get_scale()
 
     def take_own_parameters(self, hybrid: HybridModel, of_model: Container[int]) -> None:
-        """Leaves out the parameters of stages in other processes, once the model is divided.
+        """Removes the parameters of stages in other processes, once the model is partitioned.
 
         Args:
-            hybrid: the model in stages.
-            of_model: the identities of all parameters that the model had; others, of the script's
-                own, stay.
+            hybrid: the partitioned model.
+            of_model: the ids of all parameters that the model had; parameters of the script itself
+                stay.
         """
         parameters_here = {id(p) for p in hybrid.parameters()}
         number = count()
         self._numbers = []
         for group in self.param_groups:
-            group["params"], given = [], group["params"]
-            self._numbers.append([next(number) for _ in given])
-            for p, its_number in zip(given, self._numbers[-1], strict=True):
+            group["params"], parameters = [], group["params"]
+            self._numbers.append([next(number) for _ in parameters])
+            for p, its_number in zip(parameters, self._numbers[-1], strict=True):
                 if id(p) in parameters_here or not (p.is_meta or id(p) in of_model):
                     group["params"].append(p)
                     self._own_numbers.append(its_number)
@@ -209,17 +214,17 @@ class DistributedOptimizer(Optimizer):
 
     @contextmanager
     def _own_share(self) -> Iterator[None]:
-        """Has the groups show the parameters alone that this replica updates."""
+        """Makes the groups contain only the parameters that this replica updates."""
         if self._shares is None:
             yield
             return
-        given = [group["params"] for group in self.param_groups]
+        all_parameters = [group["params"] for group in self.param_groups]
         for group in self.param_groups:
             group["params"] = [p for p in group["params"] if self._shares.owns(p)]
         try:
             yield
         finally:
-            for group, parameters in zip(self.param_groups, given, strict=True):
+            for group, parameters in zip(self.param_groups, all_parameters, strict=True):
                 group["params"] = parameters
 
     def _keep_own_share(self) -> None:
@@ -230,63 +235,64 @@ class DistributedOptimizer(Optimizer):
 
     @naming(NAMING)
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state for the whole model, which a plain optimizer over it can load.
+        """Returns the state for the whole model, which a plain optimizer can load.
 
-        Parameters have the numbers of the optimizer that was given. All processes of a pipeline
-        call it together, and with `shard_optimizer_state` those of all replicas. Tensors are on the
-        CPU where stages are in several processes. With `fp16` it also has the loss's factor.
+        Parameters have the indices of the original optimizer. All processes of a pipeline must call
+        it together, and of all replicas with `shard_optimizer_state`. With stages in several
+        processes, tensors are on the CPU. With `fp16`, the state includes the loss scale.
         """
         return self._numbered(is_whole=True)
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
-        """Returns the state for this process's stages, marked as a part.
+        """Returns the state for this process's stages, marked as partial.
 
         Args:
-            gather_if_shard: with `shard_optimizer_state`, join the entries that each replica has,
-                which all of them call together; False: the entries of this replica alone.
+            gather_if_shard: with `shard_optimizer_state`, combine the entries of all replicas,
+                which must call this together; False: only the entries of this replica.
         """
         return {**self._numbered(is_whole=False, gathers=bool(gather_if_shard)), PARTIAL: True}
 
     @naming(NAMING)
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads the state for a whole model, or the parts of all processes of the pipeline.
+        """Loads the state for a whole model, or the partial states of all pipeline processes.
 
-        With `fp16` and a dynamic factor of the loss, the factor is loaded too, if it is there.
+        With `fp16` and a dynamic loss scale, the scale is loaded too, if present.
 
         Raises:
-            ConfigError: it has other groups of parameters.
+            ConfigError: the parameter groups differ.
         """
-        given = whole(state_dict)
-        groups = given["param_groups"]
-        own = Optimizer.state_dict(self)["param_groups"]
-        numbers = self._numbers or [group["params"] for group in own]
+        state = whole(state_dict)
+        groups = state["param_groups"]
+        current_groups = Optimizer.state_dict(self)["param_groups"]
+        numbers = self._numbers or [group["params"] for group in current_groups]
         if [list(group["params"]) for group in groups] != numbers:
             raise ConfigError(
-                "the state is of an optimizer with other groups of parameters: make it with the "
-                "same groups as the one that was saved"
+                "the state has parameter groups that differ from the optimizer's: construct the "
+                "optimizer with the same groups as the saved one"
             )
-        entries = given["state"]
+        entries = state["state"]
         if self._numbers is not None:
             places = {number: place for place, number in enumerate(self._own_numbers)}
             entries = {places[n]: entry for n, entry in entries.items() if n in places}
         merged = [
-            {**theirs, "params": mine["params"]} for theirs, mine in zip(groups, own, strict=True)
+            {**saved, "params": current["params"]}
+            for saved, current in zip(groups, current_groups, strict=True)
         ]
         Optimizer.load_state_dict(self, {"state": entries, "param_groups": merged})
         self._keep_own_share()
         self.load_loss_scale(state_dict.get("loss_scaler"))
 
     def loss_scaler_state(self) -> dict[str, Any]:
-        """Returns the entry of a state that has the loss's factor; empty without `fp16`."""
+        """Returns the entry of a state with the loss scale; empty without `fp16`."""
         return {} if self.loss_scaler is None else {"loss_scaler": self.loss_scaler.state_dict()}
 
     def load_loss_scale(self, state: Mapping[str, Any] | None) -> None:
-        """Loads the loss's factor of a state, unless this optimizer's is static."""
+        """Loads the loss scale of a state, unless this optimizer's is static."""
         if self.loss_scaler is not None and state is not None:
             self.loss_scaler.load_scale(state)
 
     def _numbered(self, is_whole: bool, gathers: bool = True) -> dict[str, Any]:
-        """Returns the state with the numbers of all parameters; of all stages if it `is_whole`."""
+        """Returns the state with the indices of all parameters; of all stages if `is_whole`."""
         local = Optimizer.state_dict(self)
         if self._numbers is None:
             return {**local, **self.loss_scaler_state()}
@@ -294,8 +300,8 @@ class DistributedOptimizer(Optimizer):
         spread = [CommGroup.RDP_GROUP] if self._shares is not None and gathers else []
         if is_whole and current().world.pipeline_group is not None:
             spread.append(CommGroup.MP_GROUP)
-        # Each process has some of the entries. Those of the replicas are joined first, so that in
-        # each pipeline all of its processes then send all that they are to send.
+        # Each process has some of the entries. Combine those of the replicas first, so that the
+        # processes of a pipeline then have everything they must send.
         for processes in spread:
             state_on_cpu = tree_map_only(Tensor, lambda t: t.detach().cpu(), state)
             parts = allgather(state_on_cpu, processes)
@@ -310,7 +316,7 @@ class DistributedOptimizer(Optimizer):
 
 
 class LocalOptimizer:
-    """The plain view of a `DistributedOptimizer`, for checkpoints: of this process's stages."""
+    """The plain view of a `DistributedOptimizer` on this process's stages, for checkpoints."""
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self._optimizer = optimizer
@@ -331,18 +337,18 @@ class LocalOptimizer:
 
 
 def _track_steps(optimizer: Any) -> None:
-    """Has calls of `step` be seen by a schedule that was made before.
+    """Makes calls of `step` visible to a scheduler created before.
 
-    The schedule has replaced `step` of the instance by one that calls the plain optimizer's.
+    The scheduler has replaced the instance's `step` by a call of the plain optimizer's.
     """
-    own = ref(optimizer)
+    reference = ref(optimizer)
 
     @wraps(type(optimizer).step)
     def step(*args: Any, **kwargs: Any) -> Any:
-        found = own()
-        assert found is not None
-        found._opt_called = True
-        return type(found).step(found, *args, **kwargs)
+        target = reference()
+        assert target is not None
+        target._opt_called = True
+        return type(target).step(target, *args, **kwargs)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = step
@@ -352,24 +358,24 @@ def _check_not_divided(what: str) -> None:
     model = current().model
     if model is not None and model.partitioned:
         raise UserError(
-            f"{what} comes before the first step, which divides the model: make the optimizer with "
-            f"all of its groups first"
+            f"call {what} before the first step, which partitions the model: create the optimizer "
+            f"with all of its groups first"
         )
 
 
-def _scaler(given: Mapping[str, Any], dynamic: bool, static: float | None) -> GradScaler:
+def _scaler(arguments: Mapping[str, Any], dynamic: bool, static: float | None) -> GradScaler:
     kind = current().world.devices[0].type
     if not dynamic:
         never = 2**31 - 1
         return GradScaler(
             kind, init_scale=float(static or 1.0), growth_interval=never, adapts=False
         )
-    factor = float(given["scale_factor"])
+    factor = float(arguments["scale_factor"])
     return GradScaler(
         kind,
-        init_scale=float(given["init_scale"]),
+        init_scale=float(arguments["init_scale"]),
         growth_factor=factor,
         backoff_factor=1 / factor,
-        growth_interval=int(given["scale_window"]),
-        min_scale=float(given["min_scale"]),
+        growth_interval=int(arguments["scale_window"]),
+        min_scale=float(arguments["min_scale"]),
     )

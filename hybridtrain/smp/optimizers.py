@@ -1,4 +1,4 @@
-"""`smp.optimizers`: apex's optimizers, as timm has them, with norms over all stages."""
+"""`smp.optimizers`: the timm versions of apex's optimizers, with norms over all stages."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def __getattr__(name: str) -> Any:
         from timm import optim
     except ImportError as error:
         raise ConfigError(
-            f"smp.optimizers.{name} is {_OF_TIMM[name]} of timm: pip install 'hybridtrain[smp]', "
-            f"or use an optimizer of torch.optim"
+            f"smp.optimizers.{name} needs {_OF_TIMM[name]} of timm: pip install "
+            f"'hybridtrain[smp]', or use an optimizer of torch.optim"
         ) from error
     kind = getattr(optim, _OF_TIMM[name])
     return _clipping(kind) if _OF_TIMM[name] == "Lamb" else kind
 
 
 def _clipping(kind: Any) -> type[Optimizer]:
-    """Returns a class of LAMB whose `max_grad_norm` is over all stages."""
+    """Returns a LAMB class with `max_grad_norm` applied over all stages."""
 
     class FusedLAMB(kind):  # type: ignore[misc]
         def __init__(self, params: Any, *args: Any, max_grad_norm: float = 1.0, **kwargs: Any):

@@ -1,13 +1,13 @@
-"""Ranks, sizes and groups of processes, and what these tell each other.
+"""Ranks, sizes and groups of processes, and communication between them.
 
-    pp, mp    the processes of one pipeline; mp is the same, as there is no tensor parallelism
-    dp, rdp   the processes that have the same stages, one for each replica
-    tp        this process alone
+    pp, mp    the processes of one pipeline; mp is the same, because there is no tensor parallelism
+    dp, rdp   the processes with the same stages, one per replica
+    tp        this process only
 
-With all stages in one process (`engine="local"`), pp and mp are this process alone too.
+With all stages in one process (`engine="local"`), pp and mp contain only this process too.
 
-Below them what processes tell each other: messages, which are picklable objects with tensors on any
-device, and the parts of a state, which the processes of a pipeline join to that of the whole model.
+The module also sends messages between processes (picklable objects with tensors on any device) and
+joins the partial states of a pipeline's processes to the state of the whole model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hybridtrain.smp.runtime import current
 
 
 class CommGroup(Enum):
-    """The processes that a call concerns."""
+    """The processes that a call applies to."""
 
     WORLD = "world"
     MP_GROUP = "mp"
@@ -41,7 +41,7 @@ class CommGroup(Enum):
 
 
 class RankType(Enum):
-    """The processes that a rank is counted over: all of them, or those of a group."""
+    """The processes that a rank counts: all of them, or a group's."""
 
     WORLD_RANK = "world"
     MP_RANK = "mp"
@@ -52,7 +52,7 @@ class RankType(Enum):
 
 
 def rank() -> int:
-    """Returns the number of this process among all."""
+    """Returns the global rank of this process."""
     return current().world.rank
 
 
@@ -62,7 +62,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Returns the number of this process on its node."""
+    """Returns the rank of this process on its node."""
     return current().launch.local_rank
 
 
@@ -72,12 +72,12 @@ def local_size() -> int:
 
 
 def pp_rank() -> int:
-    """Returns the number of this process in its pipeline."""
+    """Returns the rank of this process in its pipeline."""
     return current().world.pipeline_rank
 
 
 def pp_size() -> int:
-    """Returns the number of processes of a pipeline."""
+    """Returns the number of processes per pipeline."""
     return current().world.processes_per_replica
 
 
@@ -85,7 +85,7 @@ mp_rank, mp_size = pp_rank, pp_size
 
 
 def dp_rank() -> int:
-    """Returns the number of this process's replica, by which data are divided."""
+    """Returns the index of this process's replica, for sharding data."""
     return current().world.data_parallel_rank
 
 
@@ -131,7 +131,7 @@ def members(group: CommGroup | RankType) -> list[int]:
 
 
 def object_group(group: CommGroup) -> dist.ProcessGroup | None:
-    """Returns the process group for objects and barriers; None if it is this process alone."""
+    """Returns the process group for objects and barriers; None for this process only."""
     runtime = current()
     if len(members(group)) == 1:
         return None
@@ -148,7 +148,7 @@ def get_mp_group() -> list[int]:
 
 
 def get_dp_group() -> list[int]:
-    """Returns the ranks that have the same stages as this process."""
+    """Returns the ranks with the same stages as this process."""
     return members(CommGroup.DP_GROUP)
 
 
@@ -171,7 +171,7 @@ def get_mp_process_group() -> dist.ProcessGroup:
 
 
 def get_dp_process_group() -> dist.ProcessGroup:
-    """Returns the `ProcessGroup` of the processes that have these stages, one of each replica."""
+    """Returns the `ProcessGroup` of the processes with these stages, one per replica."""
     return current().dp_group or current().own_group()
 
 
@@ -179,13 +179,13 @@ get_pp_process_group, get_rdp_process_group = get_mp_process_group, get_dp_proce
 
 
 def get_tp_process_group() -> dist.ProcessGroup:
-    """Returns the `ProcessGroup` of this process alone: there is no tensor parallelism."""
+    """Returns the `ProcessGroup` of only this process: there is no tensor parallelism."""
     return current().own_group()
 
 
 @dataclass(frozen=True)
 class _OnGPU:
-    """A tensor that was on a GPU, and is to be on the receiver's."""
+    """A tensor from a GPU, to be moved to the receiver's GPU."""
 
     tensor: Tensor
 
@@ -194,16 +194,15 @@ def send(obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) ->
     """Sends `obj` to a process, which calls `recv_from`.
 
     Args:
-        obj: of the kinds that `World.gather` takes; the tensors in it arrive on the receiver's
-            device.
+        obj: of a type that `World.gather` supports; its tensors arrive on the receiver's device.
         dest_rank: the receiver's rank.
-        rank_type: what `dest_rank` is a rank of.
+        rank_type: the group that `dest_rank` counts in.
     """
     objects.send(_packed(obj), current().object_group, _rank(dest_rank, rank_type))
 
 
 def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
-    """Waits for what a process sends to this one, with `send` or `broadcast`, and returns it."""
+    """Waits for an object sent by `send` or `broadcast` of another process, and returns it."""
     return _unpacked(objects.receive(current().object_group, _rank(src_rank, rank_type)))
 
 
@@ -215,32 +214,32 @@ def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
 
 
 def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
-    """Returns what each process of `group` has given, in the order of their ranks in it."""
+    """Returns the objects of all processes of `group`, in the order of their ranks in it."""
     processes = object_group(group)
     if processes is None:
         return [obj]
-    return [_unpacked(one) for one in objects.gather(_packed(obj), processes)]
+    return [_unpacked(packed) for packed in objects.gather(_packed(obj), processes)]
 
 
 def reduce_scatter(parts: Sequence[Any], group: CommGroup = CommGroup.WORLD) -> Any:
-    """Returns the sum, over the processes of `group`, of the part with this process's rank in it.
+    """Returns the sum, over the processes of `group`, of their parts for this process's rank.
 
     Args:
-        parts: tensors or other values with a `+`, one for each process of `group`.
+        parts: tensors or other values with a `+`, one per process of `group`.
         group: the processes.
 
     Raises:
-        UserError: there are not as many parts as processes.
+        UserError: the number of parts is not the number of processes.
     """
     ranks = members(group)
     if len(parts) != len(ranks):
         raise UserError(f"reduce_scatter needs {len(ranks)} parts, one per process: {len(parts)}")
     position = ranks.index(current().world.rank)
-    return reduce(add, [given[position] for given in allgather(list(parts), group)])
+    return reduce(add, [process_parts[position] for process_parts in allgather(list(parts), group)])
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
-    """Returns when all processes of `group` have called it."""
+    """Returns once all processes of `group` have called it."""
     processes = object_group(group)
     if processes is not None:
         dist.barrier(group=processes)
@@ -256,7 +255,7 @@ tp_barrier = partial(barrier, CommGroup.TP_GROUP)
 def _rank(rank: int, rank_type: RankType) -> int:
     ranks = members(rank_type)
     if not 0 <= rank < len(ranks):
-        raise UserError(f"there is no {rank_type.name} {rank}: they are 0 to {len(ranks) - 1}")
+        raise UserError(f"{rank_type.name} {rank} does not exist: use 0 to {len(ranks) - 1}")
     if ranks[rank] == current().world.rank:
         raise UserError(f"{rank_type.name} {rank} is this process itself: it has the object")
     return ranks[rank]
@@ -267,20 +266,20 @@ def _packed(obj: Any) -> Any:
 
 
 def _unpacked(obj: Any) -> Any:
-    def own(leaf: Any) -> Any:
+    def to_device(leaf: Any) -> Any:
         return leaf.tensor.to(device()) if isinstance(leaf, _OnGPU) else leaf
 
-    return tree_map(own, obj)
+    return tree_map(to_device, obj)
 
 
 PARTIAL = "_smp_is_partial"
-"""The key that says that a state is of one process's stages."""
+"""The key that marks a state as the part of one process's stages."""
 
 
 def whole(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the state of the whole model, or of its optimizer, that `state` is, or is a part of.
+    """Returns the state of the whole model or optimizer, given all of it or this process's part.
 
-    With this process's part it is a collective call of the pipeline.
+    With a part, it is a collective call of the pipeline.
     """
     if not state.get(PARTIAL, False):
         return {name: value for name, value in state.items() if name != PARTIAL}
@@ -288,16 +287,16 @@ def whole(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def joined(parts: list[Any]) -> Any:
-    """Returns one object of those that the processes of a pipeline have saved.
+    """Joins the objects that the processes of a pipeline have saved.
 
-    Partial states in it become whole; of anything else the first one counts.
+    Partial states in them are joined to whole ones; for anything else, the first one counts.
     """
     first = parts[0]
     if not isinstance(first, Mapping):
         return first
     if not first.get(PARTIAL, False):
         return {name: joined([part[name] for part in parts]) for name in first}
-    if "param_groups" in first:  # an optimizer's: its groups are of the whole model
+    if "param_groups" in first:  # an optimizer's state: its groups cover the whole model
         rest = {name: value for name, value in first.items() if name != PARTIAL}
         return {**rest, "state": {n: entry for part in parts for n, entry in part["state"].items()}}
     return {name: value for part in parts for name, value in part.items() if name != PARTIAL}

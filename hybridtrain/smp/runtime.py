@@ -1,13 +1,14 @@
 """The library's state in this process, from `init` to `shutdown`.
 
-`Attendance` is how replicas agree that they train on: every training step begins with an agreement
-of all processes, and so does the end of every script. A process in a step that meets one at its end
-knows that this replica has no further batch, and that nobody would answer its step.
+`Attendance` is how replicas agree to continue training: every training step starts with an
+agreement of all processes, and so does the end of every script. A process that starts a step while
+another one ends its script learns that the other replica has no further batch and would not take
+part in the step.
 
-On a machine without GPUs `cuda` means the CPU, so that scripts that name the device need no change:
-`torch.cuda.set_device(smp.local_rank())`, `data.to("cuda")`. `init` replaces these few functions
-where PyTorch sees no GPU, and nowhere else. Tensors that are made on a device,
-`torch.zeros(3, device="cuda")`, still fail: use `smp.device()`.
+On a machine without GPUs, `cuda` means the CPU, so that scripts that name the device need no
+change: `torch.cuda.set_device(smp.local_rank())`, `data.to("cuda")`. `init` replaces these few
+functions only if PyTorch sees no GPU. Creating tensors on a device,
+`torch.zeros(3, device="cuda")`, still fails: use `smp.device()`.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ _LONG = timedelta(hours=24)  # a barrier may wait for a checkpoint or a download
 
 
 class Attendance:
-    """Agrees with the other processes of `world` that all of them train on.
+    """Agrees with the other processes of `world` that all of them continue training.
 
     Args:
-        world: all processes; None where there is one replica.
+        world: all processes; None for a single replica.
     """
 
     def __init__(self, world: World | None = None) -> None:
@@ -58,7 +59,7 @@ class Attendance:
         self._pending: tuple[torch.Tensor, Any] | None = None
 
     def begin(self) -> None:
-        """Begins the agreement of a training step."""
+        """Starts the agreement of a training step."""
         if self._world is not None:
             self._steps += 1
             self._begin(self._world, leaves=False)
@@ -67,23 +68,23 @@ class Attendance:
         """Waits for the agreement.
 
         Raises:
-            BatchError: a process has left, so that nobody would answer this step.
+            BatchError: a process has ended and would not take part in this step.
         """
         if self._pending is None:
             return
-        least, most, left = self._agreed()
-        if left:
+        least, most, any_left = self._agreed()
+        if any_left:
             self._failed = True
             raise BatchError(
-                f"a replica has ended after {-least} training steps, and this one is in its step "
-                f"{most}: every replica needs the same number of batches. Give each of them as "
-                f"many samples, and set drop_last=True in the DataLoader"
+                f"a replica ended after {-least} training steps, but this one is in step {most}: "
+                f"every replica needs the same number of batches. Give each the same number of "
+                f"samples, and set drop_last=True in the DataLoader"
             )
 
     def leave(self) -> None:
-        """Says that this process has no further batch, at the end of its script."""
+        """Announces at the end of the script that this process has no further batch."""
         failed = self._failed or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        # one that has failed, or was interrupted in its step, is not met: the others end with it
+        # skipped after a failure or an interruption inside a step: the others end as well
         if self._world is None or failed or self._pending is not None:
             return
         with suppress(RuntimeError):  # the others are gone
@@ -105,20 +106,20 @@ class Attendance:
 
 @dataclass
 class Runtime:
-    """The library's state, as `init` has set it up.
+    """The library's state, as set up by `init`.
 
     Attributes:
         config: the configuration.
         world: the processes and devices.
-        launch: what the launcher has said about this process.
-        object_group: all processes, for objects; None for one.
-        dp_group: those that have this process's stages, for tensors; None with one replica.
-        dp_object_group: the same, for objects.
+        launch: the launcher's facts about this process.
+        object_group: all processes, for objects; None for a single process.
+        dp_group: the processes with this process's stages, for tensors; None for a single replica.
+        dp_object_group: the same processes, for objects.
         attendance: which replicas have further batches.
-        model: the one model of the script, once it is wrapped.
-        optimizers: those that were wrapped, in order.
+        model: the model of the script, once it is wrapped.
+        optimizers: the wrapped optimizers, in order.
         resume: a checkpoint to load when the model is partitioned.
-        began_group: whether PyTorch's default group is of `own_group`.
+        began_group: whether `own_group` has created PyTorch's default group.
     """
 
     config: SmpConfig
@@ -135,10 +136,10 @@ class Runtime:
     _own_group: dist.ProcessGroup | None = None
 
     def own_group(self) -> dist.ProcessGroup:
-        """Returns a group of this process alone; not a collective call.
+        """Returns a group of only this process; not a collective call.
 
-        Not None, which means all processes to PyTorch. With one process PyTorch's default group is
-        begun with the first call, and left by `shutdown`.
+        Not None, which PyTorch takes as all processes. With a single process, the first call
+        creates PyTorch's default group, and `shutdown` leaves it.
         """
         if self._own_group is None:
             if not dist.is_initialized():
@@ -153,7 +154,7 @@ class Runtime:
         return self._own_group
 
     def leave_groups(self) -> None:
-        """Gives up its process groups; those of the World stay."""
+        """Leaves its process groups; the World's stay."""
         self.object_group = self.dp_group = self.dp_object_group = self._own_group = None
         if self.began_group and dist.is_initialized():
             dist.destroy_process_group()
@@ -168,17 +169,17 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 
     Args:
         config: the dictionary `parameters` of smp 1.x, or an estimator's whole `distribution`.
-            None: what the environment variable `SM_HP_MP_PARAMETERS` has, JSON or the path of a
-            file of it.
+            None: the environment variable `SM_HP_MP_PARAMETERS`, as JSON or the path of a JSON
+            file.
 
     Raises:
         ConfigError: there is no configuration, or it is wrong; the message names the key.
-        WorldError: the processes or devices do not fit it.
+        WorldError: the processes or devices do not match it.
     """
     global _runtime
     if _runtime is not None:
         if config is not None and parse(parameters_of(config)) != _runtime.config:
-            raise ConfigError("smp.init was called before, with another configuration")
+            raise ConfigError("smp.init was already called with another configuration")
         return
     if config is None:
         text = os.environ.get(smp_config.ENVIRONMENT)
@@ -197,7 +198,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         raise ConfigError(
             f"pipeline_parallel_degree={degree} does not divide the {launch.size} processes that "
             f"were started: start a multiple of {degree}, or set "
-            f'{smp_config.OWN_KEY}={{"engine": "local"}} for all stages in one process'
+            f'{smp_config.OWN_KEY}={{"engine": "local"}} to run all stages in one process'
         )
     backend = settings.ddp_dist_backend
     timeouts = {k: settings.own[k] for k in ("timeout_s", "stall_s") if k in settings.own}
@@ -217,9 +218,9 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     if world.size > 1:
         runtime.object_group = _new_group("gloo", range(world.size), _LONG)
         if world.data_parallel_size > 1:
-            # a script sends tensors on the CPU and on the GPU through it: of the default backend
+            # of the default backend, because scripts send CPU and GPU tensors through it
             timeout = timedelta(seconds=world.timeout_s)
-            # making a group is a collective call of all processes: each makes those of all places
+            # creating a group is a collective call of all processes: each creates all groups
             for place in range(world.processes_per_replica):
                 ranks = [
                     world.rank_of(replica, place) for replica in range(world.data_parallel_size)
@@ -233,7 +234,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the process groups; runs by itself when the script ends."""
+    """Leaves the process groups; runs automatically when the script ends."""
     global _runtime
     runtime, _runtime = _runtime, None
     if runtime is None:
@@ -261,10 +262,10 @@ def is_tracing() -> bool:
 
 
 def current() -> Runtime:
-    """Returns what `init` has set up.
+    """Returns the state set up by `init`.
 
     Raises:
-        UserError: it was not called.
+        UserError: `init` has not been called.
     """
     if _runtime is None:
         raise UserError("call smp.init() first, at the beginning of the script")
@@ -280,18 +281,18 @@ _replaced = False
 
 
 def let_cuda_mean_cpu() -> None:
-    """Lets `.to("cuda")`, `.cuda()` and `torch.cuda.set_device` work without a GPU."""
+    """Makes `.to("cuda")`, `.cuda()` and `torch.cuda.set_device` work without a GPU."""
     global _replaced
     if _replaced:
         return
     _replaced = True
-    log.info("there is no GPU here: cuda means the CPU in this script")
+    log.info("no GPU found: cuda means the CPU in this script")
     owners: tuple[Any, ...] = (torch.Tensor, nn.Module)
     for owner in owners:
         owner.to = _on_cpu(owner.to)
         owner.cuda = _answering(owner.cuda, lambda self, *args, **kwargs: self)
     cuda: Any = torch.cuda
-    # one function for each, since torch.compile has a table of them
+    # a separate function for each, because torch.compile keeps a table of them
     cuda.set_device = _answering(cuda.set_device, lambda *args, **kwargs: None)
     cuda.synchronize = _answering(cuda.synchronize, lambda *args, **kwargs: None)
     cuda.current_device = _answering(cuda.current_device, lambda: _CPU)

@@ -1,15 +1,15 @@
 """Checkpoints of a script: smp 1.x's functions, on this project's store.
 
-    path/step_00000001/     one checkpoint, as `hybridtrain.checkpoint` has it
-    path/tag                a full one: the model's state alone, for plain PyTorch
-    path/user_content_tag   and what the script has saved with it
+    path/step_00000001/     one checkpoint, in the format of `hybridtrain.checkpoint`
+    path/tag                a full checkpoint: only the model's state, for plain PyTorch
+    path/user_content_tag   and the script's additional content
 
-What the script saves beside its model may be tensors, plain values, and objects that have
-`to_dict` and whose class has `from_dict`, such as the configurations of transformers. Anything else
-is a pickle, which runs code when it is loaded: the configuration must say that files are trusted.
+The additional content may be tensors, plain values, and objects with `to_dict` and a class method
+`from_dict`, such as the configurations of transformers. Anything else is pickled, which runs code
+when it is loaded: the configuration must declare that files are trusted.
 
-A checkpoint does not depend on the division: it is loaded into any number of stages and processes.
-Rank 0 reads and writes `path/step_*`; the file system need not be shared.
+A checkpoint does not depend on the partition: it can be loaded into any number of stages and
+processes. Rank 0 reads and writes `path/step_*`; the file system need not be shared.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ _CLASS, _FIELDS, _PICKLE = "smp_class", "smp_fields", "smp_pickle"
 
 
 def portable(value: Any, other: Callable[[Any, str], Any], path: str = "user_content") -> Any:
-    """Returns `value` with plain values in the place of its objects.
+    """Returns `value` with its objects converted to plain values.
 
     Args:
-        value: lists, dictionaries and the like, of values of any type.
-        other: returns what stands for an object without `to_dict`, which is at a path.
-        path: where `value` is.
+        value: nested lists, dictionaries and other containers, of values of any type.
+        other: converts an object without `to_dict`, given its path.
+        path: the path of `value`.
     """
     if isinstance(value, _PLAIN):
         return value
@@ -82,10 +82,10 @@ def portable(value: Any, other: Callable[[Any, str], Any], path: str = "user_con
 
 
 def restored(value: Any) -> Any:
-    """Returns what `portable` was given.
+    """Reverses `portable`.
 
-    An object whose class the script has not imported is the dictionary of its fields: a file names
-    no module that is imported.
+    An object of a class that the script has not imported stays a dictionary of its fields, because
+    a file must not name modules to import.
     """
     if isinstance(value, list | tuple | Set) and not hasattr(value, "_fields"):
         items = [restored(item) for item in value]
@@ -94,7 +94,7 @@ def restored(value: Any) -> Any:
         return value
     if value.keys() == {_PICKLE}:
         if not current().config.trusts_pickles:
-            raise CheckpointError(f"the file has pickled objects: {_TRUST}")
+            raise CheckpointError(f"the file contains pickled objects: {_TRUST}")
         return pickle.loads(value[_PICKLE])
     if value.keys() != {_CLASS, _FIELDS}:
         return {key: restored(item) for key, item in value.items()}
@@ -105,8 +105,8 @@ def restored(value: Any) -> Any:
 
 
 _TRUST = (
-    "pass its fields, or, if you trust who writes the files, since a pickle runs code when it is "
-    'loaded, add "hybridtrain": {"trust_pickles": true} to the configuration'
+    "pass its fields or, if you trust the authors of the files (a pickle runs code when it is "
+    'loaded), add "hybridtrain": {"trust_pickles": true} to the configuration'
 )
 
 
@@ -128,20 +128,20 @@ def save(
     *,
     v3: bool = False,
 ) -> None:
-    """Saves `obj` with `torch.save`, in a file that appears whole or not at all.
+    """Saves `obj` with `torch.save`, in a file that is written atomically.
 
     Args:
-        obj: what to save.
+        obj: the object to save.
         f: the file's path.
-        partial: each process of the pipeline writes its own file, `f` with `_<mp_rank>` at its end,
-            and `f` with `.parts` at its end has their number; False: the first one writes `f`.
+        partial: each process of the pipeline writes its own file, `f` with the suffix `_<mp_rank>`,
+            and `f` with the suffix `.parts` has their number; False: the first process writes `f`.
         pickle_module: as in `torch.save`.
-        pickle_protocol: see there.
-        v3: with `partial`, each process writes its own file, `f` with
-            `_<pp_rank>_<tp_rank>_<rdp_rank>` at its end, which the script loads with `torch.load`.
+        pickle_protocol: as in `torch.save`.
+        v3: with `partial`, each process writes its own file, `f` with the suffix
+            `_<pp_rank>_<tp_rank>_<rdp_rank>`, which the script loads with `torch.load`.
 
     Raises:
-        CheckpointError: `.parts` is there, and is of something else.
+        CheckpointError: a `.parts` file exists that was not written by `smp.save`.
     """
     options = {} if pickle_module is None else {"pickle_module": pickle_module}
     place = pp_rank()
@@ -152,13 +152,13 @@ def save(
     make_directory(path.parent)
     has_parts = partial and not v3
     previous_parts = _number_of_parts(f) if has_parts else 0
-    # objects without `to_dict` are pickled as by torch.save; loading them needs trust
+    # objects without `to_dict` are pickled as in torch.save; loading them requires trust
     content = portable(obj, lambda value, _: value)
     with atomic_file(path) as file:
         torch.save(content, file, pickle_protocol=pickle_protocol, **options)
     if not has_parts:
         return
-    # by all: the first of them has seen the number of a save by more processes
+    # in all processes: the first one knows the number of parts of an earlier, larger save
     write_atomically(Path(f"{f}.parts"), f"{pp_size()}\n")
     for number in range(pp_size(), previous_parts):
         Path(f"{f}_{number}").unlink(missing_ok=True)
@@ -171,20 +171,20 @@ def load(
     partial: bool = True,
     **pickle_load_args: Any,
 ) -> Any:
-    """Returns what `save` has saved; the same `partial` as there.
+    """Loads an object saved by `save`, with the same `partial`.
 
-    Parts of another number of processes are joined: partial states in them become whole.
+    Joins parts saved by another number of processes: partial states become whole.
 
     Args:
         f: the file's path.
         map_location: as in `torch.load`.
-        pickle_module: see there.
+        pickle_module: as in `torch.load`.
         partial: see `save`.
-        **pickle_load_args: see `torch.load`; `weights_only=False` for objects of other types than
-            tensors and plain values, of a file that you trust.
+        **pickle_load_args: as in `torch.load`; `weights_only=False` loads objects other than
+            tensors and plain values, from a file that you trust.
 
     Raises:
-        CheckpointError: there is no such file, or a part is missing.
+        CheckpointError: the file does not exist, or a part is missing.
     """
     options = dict(pickle_load_args, map_location=map_location)
     options.setdefault("weights_only", not current().config.trusts_pickles)
@@ -200,14 +200,14 @@ def load(
     missing = [path for path in paths or [Path(f"{f}.parts")] if not path.is_file()]
     if missing:
         raise CheckpointError(
-            f"there is no {missing[0]}{', saved with partial=True' if partial else ''}: give the "
-            f"path and the partial= that smp.save had"
+            f"there is no {missing[0]}{', saved with partial=True' if partial else ''}: use the "
+            f"path and partial= that were passed to smp.save"
         )
     try:
         objects = [restored(torch.load(path, **options)) for path in paths]
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{f} holds another type than tensors and plain values: {_TRUST}; {error}"
+            f"{f} contains objects other than tensors and plain values: {_TRUST}; {error}"
         ) from error
     return objects[0] if len(objects) == 1 else joined(objects)
 
@@ -226,20 +226,20 @@ def save_checkpoint(
     """Saves a checkpoint; all processes call it together.
 
     Args:
-        path: a directory, made if it is not there.
-        tag: names the checkpoint.
-        partial: False writes the file `path/tag` with the model's state for plain PyTorch, and no
+        path: a directory, created if it does not exist.
+        tag: the name of the checkpoint.
+        partial: False to write the file `path/tag` with the model's state for plain PyTorch, and no
             optimizer.
         model: the model; None: the script's.
-        optimizer: what else is saved; None: no optimizer.
+        optimizer: the optimizer to save; None: no optimizer.
         user_content: tensors, plain values, objects with `to_dict`, and lists and dictionaries of
-            them; others are pickled if the configuration trusts pickles.
-        translate_if_full: changes nothing.
-        num_kept_partial_checkpoints: the newest so many stay; None: all.
+            them; other objects are pickled if the configuration trusts pickles.
+        translate_if_full: has no effect.
+        num_kept_partial_checkpoints: the number of newest checkpoints to keep; None: all.
 
     Raises:
-        CheckpointError: it cannot be written, or `user_content` holds another type.
-        UserError: the model is not divided yet.
+        CheckpointError: it cannot be written, or `user_content` contains another type.
+        UserError: the model has not been partitioned yet.
     """
     runtime = current()
     user_content = portable(user_content, _pickled)
@@ -272,27 +272,26 @@ def resume_from_checkpoint(
 ) -> Any:
     """Loads a checkpoint into the script's model and optimizer; all processes call it together.
 
-    Before the first step it is loaded when that divides the model.
+    Before the first step, loading is deferred until that step partitions the model.
 
     Args:
         path: the directory.
-        tag: of the checkpoint; None: the newest one that is intact.
-        partial: as of `save_checkpoint`.
-        strict: the model's names must all be there, and no others; only for a full checkpoint can
-            it be False.
-        load_optimizer: load the optimizer's state too, if there is an optimizer.
-        load_sharded_optimizer_state: changes nothing.
-        translate_function: changes the state of a full checkpoint before it is loaded.
+        tag: the name of the checkpoint; None: the newest intact one.
+        partial: as in `save_checkpoint`.
+        strict: require exactly the model's names; can be False only for a full checkpoint.
+        load_optimizer: also load the optimizer's state, if there is an optimizer.
+        load_sharded_optimizer_state: has no effect.
+        translate_function: converts the state of a full checkpoint before loading.
 
     Returns:
-        the `user_content` that was saved; None if there was none.
+        the saved `user_content`; None without any.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or of another model.
+        CheckpointError: the checkpoint is missing, damaged or of another model.
     """
     runtime = current()
     if runtime.model is None:
-        raise ConfigError("resume_from_checkpoint comes after smp.DistributedModel")
+        raise ConfigError("call resume_from_checkpoint after creating the smp.DistributedModel")
     if not partial:
         return _load_full(runtime, Path(path), tag, strict, translate_function)
     model, world = runtime.model, runtime.world
@@ -306,7 +305,7 @@ def resume_from_checkpoint(
     def read() -> Any:
         files = verify(checkpoint)["files"]
         weights, extra = read_weights(checkpoint, files)
-        if not model.partitioned:  # or the first step would find out
+        if not model.partitioned:  # otherwise only the first step would report it
             check_fits(checkpoint, weights | extra, model.net.state_dict())
         return read_tree(checkpoint, _CONTENT, files) if f"{_CONTENT}.json" in files else None
 
@@ -314,8 +313,8 @@ def resume_from_checkpoint(
 
     def restore() -> None:
         assert model.hybrid is not None
-        own = runtime.optimizers[0] if load_optimizer and runtime.optimizers else None
-        restore_run(_ScriptStep(model.hybrid, own), checkpoint, {_CONTENT: FixedState({})})
+        optimizer = runtime.optimizers[0] if load_optimizer and runtime.optimizers else None
+        restore_run(_ScriptStep(model.hybrid, optimizer), checkpoint, {_CONTENT: FixedState({})})
 
     if model.partitioned:
         restore()
@@ -326,18 +325,18 @@ def resume_from_checkpoint(
 
 
 class _ScriptStep:
-    """The part of a script's step that a checkpoint needs; a `SavableStep`.
+    """The interface of a script's step for checkpoints; a `SavableStep`.
 
-    The script decides when it saves, and whether its weights are worth it.
+    The script decides when to save, and whether its weights are worth saving.
 
     Args:
-        model: the model in stages.
+        model: the partitioned model.
         optimizer: the optimizer; None: none is saved or restored.
-        number: of the checkpoint, in the order of a directory.
-        tag: that the script gives it.
+        number: the number of the checkpoint, which orders a directory.
+        tag: the script's name for it.
     """
 
-    lr_schedule: LRScheduler | None = None  # the script's own concern
+    lr_schedule: LRScheduler | None = None  # handled by the script
 
     def __init__(
         self,
@@ -388,12 +387,12 @@ def _with_tag(store: CheckpointStore, tag: str) -> Path:
             return checkpoint
         tags.append(str(saved_tag))
     raise CheckpointError(
-        f"there is no checkpoint {tag!r} in {store.root}: there are {', '.join(tags) or 'none'}"
+        f"no checkpoint {tag!r} in {store.root}; it contains {', '.join(tags) or 'none'}"
     )
 
 
 def _number_of_parts(f: str) -> int:
-    """Returns the number of files of the last partial save; 0 if there was none."""
+    """Returns the number of files of the previous partial save; 0 without any."""
     path = Path(f"{f}.parts")
     try:
         return int(path.read_text())
@@ -401,7 +400,8 @@ def _number_of_parts(f: str) -> int:
         return 0
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} has no number of parts: it is not of smp.save; move it, or choose another path"
+            f"{path} was not written by smp.save: it does not contain a number of parts. Move it, "
+            f"or choose another path"
         ) from error
 
 
@@ -436,7 +436,7 @@ def _load_full(
             user_content = torch.load(content, weights_only=True) if content.is_file() else None
         except OSError as error:
             raise CheckpointError(
-                f"{path / tag} cannot be read: {error.strerror or error}: check path and tag"
+                f"cannot read {path / tag}: {error.strerror or error}: check path and tag"
             ) from error
         return translate(weights) if translate else weights, user_content
 

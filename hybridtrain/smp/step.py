@@ -1,11 +1,11 @@
-"""The decorator `step`, whose function runs once for each micro-batch.
+"""The decorator `step`: its function runs once per micro-batch.
 
 The file follows the order of a step. A body is one run of the function, for one micro-batch.
 
-    step, _Step         starts a body for each micro-batch, runs the pipeline, ends the bodies
-    StepOutput          a tensor that the bodies return, by micro-batch
-    shared              sends the returned values to all processes of the pipeline
-    check_...           refuses functions by their code, and by the state that they changed
+    step, _Step         starts a body per micro-batch, runs the pipeline, ends the bodies
+    StepOutput          a tensor returned by the bodies, by micro-batch
+    shared              sends the return values to all processes of the pipeline
+    check_...           refuses functions by their code, and by the state they change
     flags               saves and restores process-wide flags and random generators
 """
 
@@ -40,7 +40,7 @@ from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")
 
-_SMALL = 1 << 16  # bytes of a CPU tensor that travels with the structure around it
+_SMALL = 1 << 16  # maximum bytes of a CPU tensor sent together with the enclosing structure
 
 
 def step(
@@ -51,7 +51,7 @@ def step(
     detach_outputs: bool = True,
     trains: bool | None = None,
 ) -> Any:
-    """Decorates a function that is called with a batch and runs once for each micro-batch of it.
+    """Decorates a function that is called with a batch and runs once per micro-batch.
 
         @smp.step
         def train_step(model, data, target):
@@ -60,8 +60,8 @@ def step(
             model.backward(loss)
             return output, loss
 
-    Before the model's call the function runs in every process of the pipeline, for all
-    micro-batches before the first forward. After the call it runs only in the process of the last
+    Before the model's call, the function runs in every process of the pipeline, for all
+    micro-batches before the first forward. After the call, it runs only in the process of the last
     stage, once the output is available. Its return values are sent to the other processes: each
     tensor becomes a `StepOutput` and any other value a list, by micro-batch.
 
@@ -70,13 +70,13 @@ def step(
 
     Args:
         function: calls the model once, then `model.backward` once if it trains.
-        non_split_inputs: names of arguments that every micro-batch gets whole.
+        non_split_inputs: names of arguments passed whole to every micro-batch.
         input_split_axes: the batch axis of an argument, by name; 0 for all others.
         detach_outputs: detach the returned tensors.
-        trains: says whether the step trains if its code does not show it; not in smp 1.x.
+        trains: whether the step trains, if its code does not show it; not in smp 1.x.
 
     Raises:
-        ConfigError: there is no such argument.
+        ConfigError: the function has no such argument.
     """
     if function is None:
         return partial(
@@ -112,8 +112,8 @@ class _Step:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Binds the step to `instance` if its first parameter is `self`.
 
-        Steps of smp are never bound. AWS's trainers define a step that takes the model first in a
-        class body, and call it as `self.train_step(model, ...)`.
+        Steps of smp are never bound. AWS's trainers define a step with the model as its first
+        argument in a class body, and call it as `self.train_step(model, ...)`.
         """
         if instance is None or self._cutter.first_parameter != "self":
             return self
@@ -124,15 +124,15 @@ class _Step:
         """Runs the step for a batch.
 
         Raises:
-            UserError: the function does something that a step may not do.
-            Exception: an exception that the function or a layer raised.
+            UserError: the function does something that is not allowed in a step.
+            Exception: raised by the function or a layer.
         """
         runtime = current()
         model = runtime.model
         if model is None:
             raise UserError(f"{self._name} needs a model: wrap it in smp.DistributedModel first")
         if current_body() is not None:
-            raise UserError(f"{self._name} is called in another step: call it outside of it")
+            raise UserError(f"{self._name} is called inside another step: call it outside")
         args, kwargs = self._batch_of_first(args, kwargs)
         cut = self._cutter.cut(args, kwargs, runtime.config.microbatches)
         first_call = not self._is_checked
@@ -152,13 +152,13 @@ class _Step:
             self._check_flags(flags_before)
             trains = calls[0].state.grad and bool(self._trains)
             if trains:
-                runtime.attendance.begin()  # which travels during what follows
+                runtime.attendance.begin()  # overlaps with the code below
             if first_call:
                 check_attributes(self._name, attributes, model.net)
             if not model.partitioned:
                 model.partition(calls[0].args, calls[0].kwargs)
             if trains:
-                runtime.attendance.finish()  # before the first message that a replica would answer
+                runtime.attendance.finish()  # before the first message to another replica
             drawn_from = random_states(runtime.world)
             values = self._run(model, bodies, calls, cut, trains)
             is_done = True
@@ -185,17 +185,17 @@ class _Step:
             self._follows_first = len(set(allgather(digest, CommGroup.MP_GROUP))) > 1
             if self._follows_first and pp_rank() == 0:
                 log.warning(
-                    "the processes of a pipeline gave %s different batches: those of smp.mp_rank() "
-                    "0 are used, and the others are not. Divide samples by smp.dp_rank() of "
-                    "smp.dp_size(), and shuffle them alike in all processes",
+                    "the processes of a pipeline passed different batches to %s: only the batches "
+                    "of smp.mp_rank() 0 are used. Shard samples by smp.dp_rank() of "
+                    "smp.dp_size(), and shuffle them identically in all processes",
                     self._name,
                 )
         if not self._follows_first:
             return args, kwargs
-        mine = tensors if pp_rank() == 0 else None
-        first = iter(allgather(mine, CommGroup.MP_GROUP)[0])
-        found: tuple[Any, Any] = tree_map_only(Tensor, lambda _: next(first), (args, kwargs))
-        return found
+        sent = tensors if pp_rank() == 0 else None
+        first = iter(allgather(sent, CommGroup.MP_GROUP)[0])
+        received: tuple[Any, Any] = tree_map_only(Tensor, lambda _: next(first), (args, kwargs))
+        return received
 
     def _check_flags(self, before: Mapping[str, Any]) -> None:
         """Refuses process-wide flags that the function changes before it calls the model.
@@ -206,16 +206,16 @@ class _Step:
         changed = [name for name, value in flags().items() if value != before[name]]
         if changed:
             raise UserError(
-                f"{self._name} changes {', '.join(changed)} before it calls the model, for the "
-                f"whole process: put it around the call of the step"
+                f"{self._name} changes {', '.join(changed)} for the whole process before it calls "
+                f"the model: change it outside the step, around its call"
             )
 
     def _begin(self, body: Body) -> Call:
         answer = body.start()
         if isinstance(answer, Result):
             raise UserError(
-                f"{self._name} does not call the model: a step is the forward of a "
-                f"smp.DistributedModel, with what belongs to it"
+                f"{self._name} does not call the model: a step must contain the forward of a "
+                f"smp.DistributedModel"
             )
         return answer
 
@@ -249,8 +249,8 @@ class _Step:
                 return HeadOutput(value)
             if result.root is None:
                 raise UserError(
-                    f"{self._name} has returned without model.backward(loss): an evaluation runs "
-                    f"under torch.no_grad()"
+                    f"{self._name} returned without calling model.backward(loss): run an "
+                    f"evaluation under torch.no_grad()"
                 )
             share = cut.samples[microbatch] / total if averages else 1.0
             gradient = result.gradient
@@ -261,7 +261,7 @@ class _Step:
             return HeadOutput(value, result.root, gradient)
 
         inputs = [inputs_of(model.net, call.args, call.kwargs) for call in calls]
-        # an autocast inside of the step is on for the model's call alone
+        # autocast inside the step applies only to the model's call
         with (
             torch.set_grad_enabled(trains),
             nullcontext() if state == ThreadState.capture() else (state.autocast()),
@@ -274,7 +274,7 @@ class StepOutput:
 
     Args:
         outputs: the tensors.
-        samples: of each micro-batch.
+        samples: the number of samples of each micro-batch.
     """
 
     def __init__(self, outputs: Sequence[Tensor], samples: Sequence[int] | None = None) -> None:
@@ -287,7 +287,7 @@ class StepOutput:
         return self._outputs
 
     def reduce_mean(self) -> Tensor:
-        """Returns the mean over the micro-batches, weighted by their numbers of samples."""
+        """Returns the mean over the micro-batches, weighted by their sample counts."""
         if len(set(self._samples)) == 1:
             return _floating(torch.stack(self._outputs)).mean(dim=0)
         total = sum(self._samples)
@@ -315,7 +315,7 @@ def _floating(tensor: Tensor) -> Tensor:
 
 
 def collected(values: Sequence[Any], samples: Sequence[int]) -> Any:
-    """Returns the values of the micro-batches in one structure.
+    """Returns the values of all micro-batches in one structure.
 
     Each tensor in it becomes a `StepOutput`, and any other value a list; None stays None.
 
@@ -343,13 +343,13 @@ def collected(values: Sequence[Any], samples: Sequence[int]) -> Any:
 def shared(values: list[Any], world: World, drawn_from: Sequence[Tensor]) -> list[Any]:
     """Returns the last stage's `values` in all processes of the pipeline; a collective call.
 
-    If the step has drawn random numbers in the last stage, it also copies the states of the last
+    If the step has drawn random numbers in the last stage, it also copies the states of that
     stage's generators, so that later draws of the script are the same in all processes.
 
     Args:
-        values: by micro-batch; ignored in processes without the last stage.
+        values: the values by micro-batch; ignored in processes without the last stage.
         world: the processes.
-        drawn_from: `random_states` from before the forward.
+        drawn_from: the result of `random_states` before the forward.
 
     Raises:
         UserError: a value cannot be sent.
@@ -374,30 +374,30 @@ def shared(values: list[Any], world: World, drawn_from: Sequence[Tensor]) -> lis
         has_drawn = not all(map(torch.equal, states, drawn_from))
         described_values = tree_map_only(Tensor, described, values)
         message = described_values, states if has_drawn else None
-    try:  # the group for objects, since reading them must not wait for a GPU
+    try:  # the object group, because reading objects must not wait for a GPU
         structure, drawn = objects.broadcast(message, world.pipeline_object_group, last)
     except codec.CodecError as error:
         raise UserError(
-            f"{error}: a step returns tensors, numbers, texts, and lists and dictionaries of them"
+            f"{error}: return tensors, numbers, strings, and lists and dictionaries of them"
         ) from error
     if drawn is not None and not here:
         set_random_states(world, drawn)
 
     def received(tensor: Tensor) -> Tensor:
-        # one broadcast for each large tensor, in the order of the tree, which all processes have
+        # one broadcast per large tensor, in tree order, which is the same in all processes
         if not tensor.is_meta:
             return tensor
-        own = large.pop(0) if here else torch.empty_like(tensor, device=world.devices[0])
-        sent = own.to(world.wire_device)
+        buffer = large.pop(0) if here else torch.empty_like(tensor, device=world.devices[0])
+        sent = buffer.to(world.wire_device)
         dist.broadcast(sent.view(torch.uint8) if sent.dim() else sent, group=group, group_src=last)
         return sent.to(world.devices[0])
 
-    found: list[Any] = tree_map_only(Tensor, received, structure)
-    return values if here else found
+    result: list[Any] = tree_map_only(Tensor, received, structure)
+    return values if here else result
 
 
 def names_backward(function: Callable[..., Any]) -> bool:
-    """Returns whether `function`, or one that it calls, names an attribute `backward`.
+    """Returns whether `function`, or a function that it calls, mentions an attribute `backward`.
 
     It finds functions by their global or enclosed names, and as attributes of modules with such
     names.
@@ -409,7 +409,7 @@ def check_globals(function: Callable[..., Any], net: nn.Module) -> None:
     """Refuses a step that sets a global variable which a module's forward reads.
 
     The first halves of all micro-batches run before the first forward, and stages may be in other
-    processes: they would not see the value of their micro-batch.
+    processes, so forwards would not see the value of their micro-batch.
 
     Raises:
         UserError: names the variable and the module.
@@ -429,13 +429,13 @@ def check_globals(function: Callable[..., Any], net: nn.Module) -> None:
             raise UserError(
                 f"{function.__name__} sets the global variable {min(read)}, which "
                 f"{type(module).__name__}.forward reads: stages run several micro-batches at a "
-                f"time, also in other processes. Set it outside of the step, or pass it to the "
-                f"model as an argument"
+                f"time, some in other processes. Set it outside the step, or pass it to the model "
+                f"as an argument"
             )
 
 
 def plain_attributes(net: nn.Module) -> dict[tuple[str, str], Any]:
-    """Returns the numbers, flags and texts that the modules of `net` have as attributes."""
+    """Returns the numbers, flags and strings among the attributes of `net`'s modules."""
     return {
         (name, key): value
         for name, module in net.named_modules()
@@ -448,15 +448,15 @@ def check_attributes(name: str, before: dict[tuple[str, str], Any], net: nn.Modu
     """Refuses a step that has changed an attribute of a module.
 
     Raises:
-        UserError: names it.
+        UserError: names the attribute.
     """
     for place, value in plain_attributes(net).items():
         if before.get(place) != value:
             attribute = ".".join(filter(None, place))
             raise UserError(
                 f"{name} changes {attribute} of the model from {before.get(place)!r} to {value!r}: "
-                f"stages run several micro-batches at a time, also in other processes. Change it "
-                f"outside of the step, or pass it to the model as an argument"
+                f"stages run several micro-batches at a time, some in other processes. Change it "
+                f"outside the step, or pass it to the model as an argument"
             )
 
 
@@ -473,13 +473,15 @@ def _codes(function: Any, seen: set[int], depth: int = 4) -> Iterator[types.Code
     if not depth:
         return
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-    known = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    referenced = {
+        name: function.__globals__[name] for name in names if name in function.__globals__
+    }
     for name, cell in cells:
         try:
-            known[name] = cell.cell_contents
+            referenced[name] = cell.cell_contents
         except ValueError:  # not bound yet
             continue
-    for value in known.values():
+    for value in referenced.values():
         yield from _codes(value, seen, depth - 1)
         if isinstance(value, types.ModuleType | type) or hasattr(value, "__dict__"):
             owner = value if isinstance(value, types.ModuleType | type) else type(value)
@@ -520,12 +522,12 @@ _FLAGS: dict[str, tuple[Any, Any]] = {
 
 
 def flags() -> dict[str, Any]:
-    """Returns the flags that context managers of PyTorch change for all threads, by name."""
+    """Returns the flags that PyTorch's context managers change for all threads, by name."""
     return {name: get() for name, (get, _) in _FLAGS.items()}
 
 
 def set_flags(values: dict[str, Any]) -> None:
-    """Sets the flags that are not as in `values`."""
+    """Sets the flags that differ from `values`."""
     for name, value in values.items():
         get, put = _FLAGS[name]
         if get() != value:
@@ -533,7 +535,7 @@ def set_flags(values: dict[str, Any]) -> None:
 
 
 def random_states(world: World) -> list[Tensor]:
-    """Returns the states of the generators that a script draws from: the CPU's, and its GPU's."""
+    """Returns the states of the generators that a script uses: the CPU's, and its GPU's."""
     states = [torch.get_rng_state()]
     if world.devices[0].type == "cuda":
         states.append(torch.cuda.get_rng_state(world.devices[0]))
@@ -541,7 +543,7 @@ def random_states(world: World) -> list[Tensor]:
 
 
 def set_random_states(world: World, states: Sequence[Tensor]) -> None:
-    """Sets the generators to what `random_states` has returned in any process."""
+    """Sets the generators to a result of `random_states` from any process."""
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state, world.devices[0])

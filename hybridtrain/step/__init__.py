@@ -1,12 +1,12 @@
 """One optimizer step, from the weights of its batches to the update; see `OptimizerStep`.
 
-optimizer_step     the step, which Trainer, Session, smp and own loops are made of
-in_progress        the step that is being taken: its batches, results, norm and decision
-finite_check       may the optimizer step?
-non_finite         the buffers to put back if not, and where a value that is not finite began
+optimizer_step     the step, used by Trainer, Session, smp and custom loops
+in_progress        the current step: its batches, results, norm and decision
+finite_check       decides whether the optimizer may step
+non_finite         buffers to restore if not, and the origin of a non-finite value
 loss_mean          the mean loss over steps and replicas
-param_groups       groups of parameters, and several optimizers as one
-sharded_optimizer  optimizer state divided among the replicas
+param_groups       groups of parameters, and several optimizers combined into one
+sharded_optimizer  optimizer state sharded over the replicas
 """
 
 from hybridtrain.step.finite_check import FiniteCheck

@@ -1,11 +1,11 @@
 """The handling of losses, gradients and weights that are not finite.
 
-A step whose loss or gradient is not finite is skipped, on all processes alike: the gradients are
-the mean over the replicas, equal everywhere, so that their norm alone decides, and a loss that is
-not finite makes its own gradients so (see `HybridModel.train_step`). Apart from the norm
-itself, processes talk about it only where a step is skipped. Too many one after the other end the
-run, and so do weights that are not finite when they are about to be saved. A step in which no
-target counts is left out as well.
+All processes skip a step with a loss or gradient that is not finite. They agree without
+communication, because the gradients are averaged over the replicas, so their norm is the same
+everywhere, and a loss that is not finite makes its gradients non-finite too (see
+`HybridModel.train_step`). Processes exchange further messages only when a step is skipped. Too many
+consecutive skipped steps end the run, and so do weights that are not finite when they are about to
+be saved. A step in which no target counts is skipped as well.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from hybridtrain.step.non_finite import (
 
 _log = logging.getLogger(__name__)
 
-# An adaptive scale of the loss halves itself at each overflow. Down here a float16 gradient that
-# still overflows is larger than 65,504 by itself: the scale is not to blame any more.
+# An adaptive loss scale halves at each overflow. Below this value, a float16 gradient that still
+# overflows exceeds 65,504 itself, so the scale is not the cause.
 _SMALLEST_SCALE = 1.0
 
 
@@ -43,15 +43,16 @@ class FiniteCheck:
 
     Args:
         model: the model.
-        scaler: of the loss, for fp16. Its own skips, which adapt the scale, are counted apart.
+        scaler: the loss scaler, for fp16. Its own skips, which adapt the scale, have their own
+            count.
         max_skipped: see `TrainerOptions`.
         adaptive_scale: whether the scaler adapts its scale.
 
     Attributes:
-        scaler: see above.
-        skipped: steps skipped since the run began, because a value was not finite.
-        empty: steps skipped because no target counted.
-        overflows: steps skipped because the scaled gradients of fp16 overflowed.
+        scaler: as passed.
+        skipped: the number of steps skipped since the run began because of a non-finite value.
+        empty: the number of steps skipped because no target counted.
+        overflows: the number of steps skipped because scaled fp16 gradients overflowed.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class FiniteCheck:
         self._adaptive_scale = adaptive_scale
         self._buffers = BufferSnapshot(model.net)
         self._consecutive = 0
-        self._began: tuple[int, str] = 0, ""  # the first of the consecutive ones
+        self._began: tuple[int, str] = 0, ""  # the first of the consecutive skipped steps
 
     @property
     def skipping(self) -> bool:
@@ -77,24 +78,24 @@ class FiniteCheck:
 
     @property
     def last_good_step(self) -> int | None:
-        """The step before the first of those that are being skipped; None if none are."""
+        """The step before the current series of skipped steps; None if the last was not skipped."""
         return self._began[0] - 1 if self.skipping else None
 
     def begin_step(self) -> None:
-        """Remembers the buffers, which a step that is skipped must not change."""
+        """Saves the buffers, which a skipped step must not change."""
         self._buffers.take()
 
     def restore_where_not_finite(self, norm: Tensor) -> None:
-        """Puts the buffers back on their devices, if `norm` is not finite; no host waits for it."""
+        """Restores the buffers on their devices if `norm` is not finite, without a host sync."""
         self._buffers.restore_where(~norm.isfinite())
 
     def allows_step(self, trained: StepInProgress, norm: float, undone: bool = False) -> bool:
-        """Returns whether the optimizer may step; if not, the step is counted and undone.
+        """Returns whether the optimizer may step; if not, counts the step and undoes it.
 
         Args:
-            trained: what the step was trained on.
-            norm: of its gradients, unscaled and not clipped yet.
-            undone: the devices have left the step out already, and gradients are of a later one.
+            trained: the step in progress.
+            norm: the norm of its gradients, unscaled and not clipped.
+            undone: True if the devices have already skipped the step; gradients are a later step's.
 
         Raises:
             DivergedError: too many consecutive steps were skipped.
@@ -102,14 +103,14 @@ class FiniteCheck:
         if math.isfinite(norm):
             self._consecutive = 0
             return True
-        # finite gradients whose squares overflow: clipping would make them 0, and Adam's moments
-        # would be infinite for ever
+        # finite gradients with overflowing squares: clipping would make them 0, and Adam's moments
+        # would stay infinite forever
         too_large = not undone and not self._any_gradient_is_bad()
         finite_loss = self._loss_is_finite(trained.results)
         overflow = finite_loss and not too_large and self.scaler.is_enabled()
         if overflow:
             self.overflows += 1
-            # a scaler of `hybridtrain.smp` says itself whether it adapts
+            # a scaler of `hybridtrain.smp` declares whether it adapts
             adapts = self._adaptive_scale and getattr(self.scaler, "adapts", True)
             if adapts and self.scaler.get_scale() > _SMALLEST_SCALE:
                 return False
@@ -128,51 +129,52 @@ class FiniteCheck:
             if self._model.world.is_main:
                 what = "gradient's norm" if too_large else "gradient" if finite_loss else "loss"
                 _log.warning(
-                    "step %d is skipped, its %s is not finite; it began in %s",
+                    "skipping step %d because its %s is not finite; origin: %s",
                     trained.number, what, where,
                 )  # fmt: skip
         if self._max_skipped is not None and self._consecutive >= self._max_skipped:
             raise DivergedError(
                 f"the run has diverged: {self._consecutive} consecutive steps, up to step "
                 f"{trained.number}, had a loss or gradients that are not finite "
-                f"({setting('max_skipped', self._max_skipped)}). At step {self._began[0]} it "
-                f"began in {self._began[1]}"
+                f"({setting('max_skipped', self._max_skipped)}). Origin in step {self._began[0]}: "
+                f"{self._began[1]}"
             )
         return False
 
     def skip_empty(self, step: int) -> None:
-        """Counts a step without anything to learn from; it says nothing of the run's health."""
+        """Counts a step without counted targets, which is not a sign of divergence."""
         self._buffers.restore()
         self.empty += 1
         if self.empty == 1 and self._model.world.is_main:
             _log.warning(
-                "step %d is skipped: none of its targets counts for the loss. If that is not "
-                "meant, compare %s with the labels. Later ones are counted as empty_steps",
+                "skipping step %d because none of its targets counts for the loss. If that is not "
+                "intended, compare %s with the labels. Further ones are counted as empty_steps",
                 step,
                 argument("ignore_index"),
             )
 
     def check_not_all_empty(self, steps: int) -> None:
-        """Makes sure, at the end of a run, that something was learnt in its `steps`.
+        """Checks at the end of a run that at least one of its `steps` had counted targets.
 
         Raises:
             DataError: no target of any step counted for the loss.
         """
         if self.empty >= steps > 0:
             raise DataError(
-                f"nothing was learnt: in all {steps} steps no target counted for the loss. Are all "
-                f"labels equal to {argument('ignore_index')}, or all marked as padding?"
+                f"nothing was learned: in all {steps} steps no target counted for the loss. Check "
+                f"whether all labels equal {argument('ignore_index')} or are marked as padding"
             )
 
     def check_weights(self, step: int, optimizer: Optimizer) -> None:
-        """Makes sure that what is about to be saved is finite; a collective call.
+        """Checks that the state to save is finite; a collective call.
 
-        That is what training changes: trained parameters, running statistics and moments. What a
-        model keeps beside them, such as the -inf of a mask, is meant to be there.
+        It checks everything that training changes: trained parameters, running statistics and
+        optimizer state. Other buffers of the model may be infinite on purpose, such as the -inf of
+        a mask.
 
         Args:
-            step: the optimizer steps done.
-            optimizer: of the moments.
+            step: the number of completed optimizer steps.
+            optimizer: the optimizer with the state.
 
         Raises:
             DivergedError: names the tensor.
@@ -192,13 +194,17 @@ class FiniteCheck:
             if isinstance(entry, Mapping)
             for key, value in entry.items()
         }
-        own = non_finite_names(changing)
-        found = [names for names in self._model.world.gather(own) if names]
-        if found:
-            more = f" and {len(found[0]) - 1} more tensors are" if len(found[0]) > 1 else " is"
+        names_here = non_finite_names(changing)
+        names_by_rank = [names for names in self._model.world.gather(names_here) if names]
+        if names_by_rank:
+            more = (
+                f" and {len(names_by_rank[0]) - 1} more tensors are"
+                if len(names_by_rank[0]) > 1
+                else " is"
+            )
             raise DivergedError(
-                f"the run has diverged: {found[0][0]}{more} not finite at step {step}, which is "
-                f"not saved"
+                f"the run has diverged: {names_by_rank[0][0]}{more} not finite at step {step}, "
+                f"so no checkpoint was saved"
             )
 
     def _any_gradient_is_bad(self) -> bool:
@@ -207,7 +213,7 @@ class FiniteCheck:
         return any(self._model.world.gather(bool(non_finite_names(gradients))))
 
     def _loss_is_finite(self, results: Sequence[TrainStepResult]) -> bool:
-        # without the last stage the loss is NaN: such a process is left out of the sum
+        # in a process without the last stage the loss is NaN, so exclude it from the sum
         bad = any(not math.isfinite(float(result.loss)) for result in results)
         return not self._model.reduce_loss(torch.tensor([float(bad)])).item()
 
@@ -220,7 +226,7 @@ class FiniteCheck:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the counts, and the consecutive skipped steps, in JSON's types."""
+        """Returns the counts, and the number of consecutive skipped steps, as JSON types."""
         step, where = self._began
         skipping = {"steps": self._consecutive, "first": step, "origin": where}
         return {**self.counts(), "skipping": skipping if self.skipping else None}

@@ -1,4 +1,4 @@
-"""A step in progress: what it is trained on, and what was decided of it."""
+"""A step in progress: its batches and results, and the decision about it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from hybridtrain.model import TrainStepResult
 
 @dataclass(eq=False)
 class StepInProgress:
-    """One step of an `OptimizerStep`, which makes it in `begin` and has the next one follow.
+    """One step of an `OptimizerStep`, created by `begin` and replaced by the next one.
 
     Attributes:
-        number: of the step, from 1 on.
+        number: the number of the step, from 1.
         batches: the inputs and targets of this replica's batches.
-        loss_fn: what computed their losses; None if it is not known.
-        rng_step: `LayerRNG.step` before the first of them.
-        by_microbatch: `batches` have the inputs of each micro-batch, and no targets.
-        weights: of the batches in the step; None where somebody else weighs them.
-        results: of the batches that were trained on.
-        is_trained: the last batch was trained on, which averages the gradients over the replicas.
-        is_unscaled: the gradients were divided by the scale of the loss, which is to be adapted.
-        norm: of the unscaled gradients of all stages; None before they are complete.
-        may_step: whether the optimizers may step; None before that is decided.
-        taken: the optimizers that have stepped, or have left the step out.
-        pending: the norm on its way to the host, where a device has decided.
+        loss_fn: the function that computed their losses; None if unknown.
+        rng_step: `LayerRNG.step` before the first batch.
+        by_microbatch: `batches` contains the inputs of each micro-batch, and no targets.
+        weights: the weights of the batches in the step; None if the caller weights them.
+        results: the results of the trained batches.
+        is_trained: the last batch is done, which averages the gradients over the replicas.
+        is_unscaled: the gradients were divided by the loss scale, which has yet to be updated.
+        norm: the norm of the unscaled gradients of all stages; None until they are complete.
+        may_step: whether the optimizers may step; None until that is decided.
+        taken: the optimizers that have stepped or skipped the step.
+        pending: the norm, while it is copied to the host after a device has decided.
     """
 
     number: int

@@ -15,36 +15,36 @@ from hybridtrain.model import HybridModel, TrainStepResult
 
 
 class LossMean:
-    """Adds up losses with what they count; only the reading methods wait for a device.
+    """Accumulates losses with their counts; only the reading methods wait for a device.
 
     Attributes:
-        value: the mean when it was last read.
+        value: the mean at the last reading.
     """
 
     def __init__(self, model: HybridModel) -> None:
         self.value: float | None = None
         self._model = model
         self._added: list[ShareLoss] = []
-        # Sums by logical replica, which are added in their order: so they are the same however the
-        # replicas are spread. Not means: a sum of float32 losses times counts is exact in float64
-        # as long as they do not differ by 2**20 or so.
+        # Sums by logical replica, added in a fixed order, so that they do not depend on how
+        # replicas are spread over processes. Not means: a sum of float32 losses times counts is
+        # exact in float64 as long as they differ by less than about 2**20.
         self._sums: dict[int, Tensor] = {}
         self._counts: dict[int, float] = {}
         self._gathered = 0.0, 0.0  # the sums of all replicas up to the last `gather`
 
     def add(self, results: Sequence[TrainStepResult]) -> None:
-        """Adds the mean losses of batches, over how many samples (or what counts)."""
+        """Adds the mean losses of batches, weighted by their counts."""
         for result in results:
             self._added += self._shares(result)
 
     def drop(self, results: Sequence[TrainStepResult]) -> None:
-        """Takes back what was added of a step that is skipped, unless it was read since."""
+        """Removes the losses of a skipped step, unless they have been read."""
         losses = self._identities(results)
         self._added = [share for share in self._added if id(share.mean) not in losses]
 
     def fold(self, least: int = 1, but: Sequence[TrainStepResult] = ()) -> None:
-        """Replaces `least` losses that were added, or more, by their sums; those of `but` stay."""
-        # by batches, so that the sums do not depend on how replicas are spread
+        """Replaces at least `least` accumulated losses by their sums, except those in `but`."""
+        # by batch, so that the sums do not depend on how replicas are spread
         if len(self._added) < least * len(self._model.world.owned_replicas):
             return
         waiting = self._identities(but)
@@ -59,7 +59,7 @@ class LossMean:
             self._counts[replica] = self._counts.get(replica, 0.0) + sum(counts)
 
     def gather(self) -> None:
-        """Adds up what all replicas have, for `state_dict`; a collective call."""
+        """Sums the losses of all replicas, for `state_dict`; a collective call."""
         self.fold()
         sums = torch.zeros(self._model.world.logical_replicas, 2, dtype=torch.float64)
         for replica, total in self._sums.items():
@@ -71,7 +71,7 @@ class LossMean:
     def read(self) -> float:
         """Returns the mean over all samples of all replicas since the last reading.
 
-        NaN if there were none; a collective call.
+        NaN without samples; a collective call.
         """
         self.gather()
         total, count = self._gathered
@@ -80,7 +80,7 @@ class LossMean:
         return self.value
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the sums of all replicas up to the last `gather`, in JSON's types."""
+        """Returns the sums of all replicas up to the last `gather`, as JSON types."""
         return {"loss_sum": self._gathered[0], "loss_samples": self._gathered[1]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

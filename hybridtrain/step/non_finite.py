@@ -1,8 +1,8 @@
-"""The buffers of before a step that is not finite, and the place where it began.
+"""Restoring buffers after a step that is not finite, and finding the origin of the value.
 
 A forward changes running statistics and counters in place, and a batch that is not finite would
-leave NaN in them for ever, so `BufferSnapshot` keeps what they were. `find_origin` repeats the
-forward of a `StepInProgress`, and names the first module, loss or gradient that is not finite.
+leave NaN in them forever, so `BufferSnapshot` stores their previous values. `find_origin` repeats
+the forward of a `StepInProgress`, and names the first module, loss or gradient that is not finite.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from hybridtrain.step.in_progress import StepInProgress
 
 
 class _Place:
-    """The place of a buffer, and what a `BufferSnapshot` has taken there.
+    """The place of a buffer, and its value in a `BufferSnapshot`.
 
     Attributes:
-        taken: the buffer; None is one too, which a forward may fill.
-        version: of it.
+        taken: the buffer; it may be None, which a forward may replace.
+        version: its version.
         copy: its values.
-        unversioned: its values may change under one version, as those of a batch norm do.
+        unversioned: True if its values may change without a new version, as in a batch norm.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -47,12 +47,12 @@ class _Place:
 
     @property
     def buffer(self) -> Tensor | None:
-        """The buffer that is there now."""
+        """The current buffer."""
         return self.module._buffers.get(self.name)
 
     @property
     def may_have_changed(self) -> bool:
-        """True if what is there may not be what was taken."""
+        """True if the current buffer may differ from the snapshot."""
         buffer = self.buffer
         if buffer is not self.taken:  # replaced or deleted
             return True
@@ -62,12 +62,11 @@ class _Place:
 
 
 class BufferSnapshot:
-    """Keeps copies of the buffers of `net`; a `take` copies those that have changed since the last.
+    """Stores copies of the buffers of `net`; `take` copies the buffers changed since the last call.
 
-    Masks and other constants are copied once, by the first `take`. A tensor's version tells of
-    changes in place, but not of a batch norm's own: these are seen by their type, or by comparing
-    once, at the second `take`. Where buffers or modules are others than at the last `take`, it
-    begins anew.
+    Masks and other constants are copied once, by the first `take`. A tensor's version reveals
+    changes in place, except a batch norm's: these are detected by type, or by a single comparison
+    in the second `take`. If buffers or modules were replaced since the last `take`, it starts over.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -75,13 +74,17 @@ class BufferSnapshot:
         self._look()
 
     def _look(self) -> None:
-        """Notes where the buffers are now."""
+        """Records the current places of the buffers."""
         modules = list(self._net.modules())
         # TorchScript's buffers cannot be replaced
-        own = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
-        self._names = [(module, frozenset(module._buffers)) for module in own]
-        # views, which follow the modules: the names of buffers, and the submodules
-        self._held = [view for m in own for view in (m._buffers.keys(), m._modules.values())]
+        plain_modules = [
+            module for module in modules if not isinstance(module, torch.jit.ScriptModule)
+        ]
+        self._names = [(module, frozenset(module._buffers)) for module in plain_modules]
+        # live views of the modules: the names of buffers, and the submodules
+        self._held = [
+            view for m in plain_modules for view in (m._buffers.keys(), m._modules.values())
+        ]
         self._lengths = list(map(len, self._held))
         self._members = list(chain.from_iterable(self._held))
         self._places = [
@@ -98,7 +101,7 @@ class BufferSnapshot:
         if not is_same or list(chain.from_iterable(self._held)) != self._members:
             self._look()
         self._takes += 1
-        if self._takes == 2:  # what a step has changed under the same version
+        if self._takes == 2:  # find buffers that a step has changed without a new version
             for place in self._places:
                 if place.taken is not None and not place.may_have_changed:
                     place.unversioned |= not torch.equal(place.taken, place.copy)
@@ -123,7 +126,7 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Gives the buffers the values that they had at the last `take`; removes new ones."""
+        """Restores the values of the last `take`; removes new buffers."""
         for module, names in self._names:
             for name in module._buffers.keys() - names:
                 delattr(module, name)
@@ -135,10 +138,10 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def restore_where(self, flag: Tensor) -> None:
-        """Gives the buffers back their values where `flag` is true, on their devices.
+        """Restores the buffers where `flag` is true, on their devices.
 
-        No host waits for the flag, a 0-dim tensor. A buffer that was made, deleted, or replaced by
-        one of another shape is left unchanged.
+        `flag` is a 0-dim tensor, and the host does not wait for it. A buffer that was created,
+        deleted, or replaced by one of another shape is left unchanged.
         """
         flags: dict[torch.device, Tensor] = {}
         for place in self._to_restore():
@@ -149,19 +152,19 @@ class BufferSnapshot:
             buffer.copy_(torch.where(here, place.copy, buffer))
 
     def _to_restore(self) -> list[_Place]:
-        # at the first step nothing is known yet, and every copy is new
+        # before the first step nothing has been compared, and every copy is new
         return [p for p in self._places if self._takes < 2 or p.may_have_changed]
 
 
 def non_finite_names(tensors: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the tensors that have a value that is not finite; waits for devices."""
-    own = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+    """Returns the names of the tensors with values that are not finite; waits for devices."""
+    candidates = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
     floats = {
         name: value
-        for name, value in own.items()
+        for name, value in candidates.items()
         if _is_float(value) and value.numel() and not value.is_meta
     }
-    # one pass and one wait in the usual case; the largest magnitude, since it cannot overflow
+    # one pass and one wait in the usual case; the largest magnitude, because it cannot overflow
     if math.isfinite(float(get_total_norm(floats.values(), math.inf))):
         return []
     return [name for name, value in floats.items() if not _all_finite(value)]
@@ -170,38 +173,40 @@ def non_finite_names(tensors: Mapping[str, Any]) -> list[str]:
 def find_origin(
     model: HybridModel, trained: StepInProgress, loss_fn: LossFn | None, gradients: bool = True
 ) -> str:
-    """Returns where a step first met a value that is not finite, for a message.
+    """Returns the origin of a step's first value that is not finite, for a message.
 
-    Repeats the forward, with the draws of the step, and looks at the output of every module; then
-    at the loss; then at the gradients that the step has left. A collective call, of all processes.
+    Repeats the forward with the step's random numbers and checks the output of every module, then
+    the loss, then the step's gradients. A collective call of all processes.
 
     Args:
-        model: as the step began: its buffers must be those of before. They are left unchanged.
-        trained: what the step was trained on.
+        model: the model, with the buffers from before the step; it is left unchanged.
+        trained: the step in progress.
         loss_fn: as in the step; None if its losses were finite.
         gradients: whether the gradients are still those of the step.
     """
-    own = _origin_in_forward(model, trained, loss_fn)
-    found = [(each, rank) for rank, each in enumerate(model.world.gather(own)) if each is not None]
-    if found:
-        (_, _, _, where), rank = min(found)
+    origin = _origin_in_forward(model, trained, loss_fn)
+    origins = [
+        (place, rank) for rank, place in enumerate(model.world.gather(origin)) if place is not None
+    ]
+    if origins:
+        (_, _, _, where), rank = min(origins)
         return where + f" (rank {rank})" * (model.world.size > 1)
     in_backward = _origin_in_backward(model) if gradients else None
-    backwards = [each for each in model.world.gather(in_backward) if each]
+    backwards = [place for place in model.world.gather(in_backward) if place]
     if not backwards:
         return "no single layer: a second forward of the batch is finite"
-    return max(backwards, key=lambda each: each[0])[1]
+    return max(backwards, key=lambda place: place[0])[1]
 
 
 def largest_gradient(model: HybridModel) -> str:
     """Returns the gradient with the largest value, for a message; a collective call."""
-    found = [
+    magnitudes = [
         (float(gradient.abs().max()), name)
         for name, parameter in model.named_parameters()
         if parameter.grad is not None and (gradient := parameter.grad).numel() > 0
     ]
-    own = max(found, default=(0.0, "no parameter"))
-    value, name = max(model.world.gather(own))
+    largest = max(magnitudes, default=(0.0, "no parameter"))
+    value, name = max(model.world.gather(largest))
     return f"the gradient of {name}, with values up to {value:.3g}"
 
 
@@ -210,7 +215,7 @@ _Origin = tuple[int, int, int, str]
 
 
 class _Watch:
-    """Notes the outputs of modules that are not finite, in the order of the calls."""
+    """Records the modules with outputs that are not finite, in the order of the calls."""
 
     def __init__(self, model: HybridModel) -> None:
         names = {id(module): name for name, module in model.net.named_modules()}
@@ -218,19 +223,19 @@ class _Watch:
         for stage in model.stages:
             for layer in stage.layers:
                 for name, module in layer.module.named_modules(prefix=layer.name):
-                    known = names.get(id(module)) or (name if module is layer.module else "")
-                    self._places.setdefault(id(module), (stage.index, known or layer.name))
+                    layer_name = names.get(id(module)) or (name if module is layer.module else "")
+                    self._places.setdefault(id(module), (stage.index, layer_name or layer.name))
         self.batch = 0
         self.found: list[tuple[bool, _Origin]] = []
         self._calls = 0
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._calls += 1  # in the order of the thread that runs the stage; stages are told apart
+        self._calls += 1  # in the order of the stage's thread; stages are kept apart
         if id(module) not in self._places or not (bad := _bad(output)):
             return
         stage, name = self._places[id(module)]
         where = f"stage {stage}, layer {name!r}: "
-        # an alias where another stage has the parameter
+        # an alias, if another stage has the parameter
         parameters = {key: getattr(module, key) for key in module._parameters}
         parameters = {key: value for key, value in parameters.items() if value is not None}
         if poisoned := [key for key, value in parameters.items() if not _all_finite(value)]:
@@ -238,14 +243,14 @@ class _Watch:
         else:
             where += f"its output {bad}, and its inputs and parameters are finite"
             if _bad(args):
-                where = where.partition(", and")[0] + ", and what it was given is not finite either"
+                where = where.partition(", and")[0] + ", and its input is not finite either"
         self.found.append((bad == _MINUS_INF, (stage, self.batch, self._calls, where)))
 
 
 def _origin_in_forward(
     model: HybridModel, trained: StepInProgress, loss_fn: LossFn | None
 ) -> _Origin | None:
-    """Returns the first place of this process's forward; None if all of it is finite."""
+    """Returns the first non-finite place in this process's forward; None if all is finite."""
     watch = _Watch(model)
     last = len(model.plan.stages)
     ends: list[_Origin] = []
@@ -254,22 +259,22 @@ def _origin_in_forward(
     def measure(output: Any, targets: Any) -> None:
         if (
             loss_fn is None
-            or not next(factors)  # the loss of what counts nothing is NaN by right
+            or not next(factors)  # without counted elements, the loss is NaN by definition
             or _bad(output)
             or not (bad := _bad(loss_fn(output, targets)))
         ):
-            return  # of an output that is not finite, a layer is the cause
+            return  # if the output is not finite, a layer is the cause
         layer = model.stages[-1].layers[-1].name
-        text = f"stage {last - 1}, the loss after layer {layer!r}: it {bad}, of a finite output"
+        text = f"stage {last - 1}, the loss after layer {layer!r}: it {bad}, for a finite output"
         text += " and targets that are not finite" * bool(_bad(targets))
         ends.append((last, watch.batch, 0, text))
 
     snapshot = BufferSnapshot(model.net)
     snapshot.take()
     step = model.rng.step
-    model.rng.step = trained.rng_step  # the same masks of dropout as in the step
+    model.rng.step = trained.rng_step  # the same dropout masks as in the step
     hook = register_module_forward_hook(looks_only(watch))
-    # compiled layers do not call hooks that they were not compiled with
+    # compiled layers do not call hooks that were added after compilation
     stance = torch.compiler.set_stance("force_eager")
     try:
         with stance:
@@ -289,15 +294,15 @@ def _origin_in_forward(
         hook.remove()
         model.rng.step = step
         snapshot.restore()
-    # -inf alone may be meant, as in a mask or as the logarithm of a probability
+    # -inf may be intended, as in a mask or as the logarithm of a probability
     certain = [place for doubtful, place in watch.found if not doubtful] + ends
     return min(certain or [place for _, place in watch.found], default=None)
 
 
 def _origin_in_backward(model: HybridModel) -> tuple[int, str] | None:
-    """Returns the last layer, so the first of the backward, with a gradient that is not finite.
+    """Returns the last layer (the first in the backward) with a gradient that is not finite.
 
-    Of this process: the stage, and the text.
+    Only for this process: the stage, and the text.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for stage in reversed(model.stages):
@@ -306,7 +311,7 @@ def _origin_in_backward(model: HybridModel) -> tuple[int, str] | None:
                 if parameter.grad is not None and not _all_finite(parameter.grad):
                     return stage.index, (
                         f"stage {stage.index}, the backward of layer {layer.name!r}: the gradient "
-                        f"of {names.get(id(parameter), 'a parameter')} is not finite, and the "
+                        f"of {names.get(id(parameter), 'a parameter')} is not finite, but the "
                         f"forward is"
                     )
     return None
@@ -316,7 +321,7 @@ _MINUS_INF = "has -inf"
 
 
 def _bad(values: Any) -> str:
-    """Returns what is not finite in a pytree: "has NaN", "has inf", "has -inf" or nothing."""
+    """Returns the non-finite values in a pytree: "has NaN", "has inf", "has -inf" or ""."""
     wrong = ""
     for value in tree_leaves(values):
         if not isinstance(value, Tensor) or not _is_float(value) or _all_finite(value):
@@ -330,7 +335,7 @@ def _bad(values: Any) -> str:
 
 
 def _is_float(value: Tensor) -> bool:
-    # float8 has no operators to look with
+    # float8 has no comparison operators
     return (value.is_floating_point() and value.dtype.itemsize > 1) or value.is_complex()
 
 

@@ -1,14 +1,14 @@
 """One optimizer step: gradients, their norm, whether the optimizer may step, the update.
 
-        begin        [1] the batches' weights in the step's mean; buffers are remembered
+        begin        [1] computes the batches' weights in the step's mean; saves the buffers
         train_step   [2] forward, loss and backward of each batch; the last averages over replicas
-        norm         [3] gradients of no optimizer are dropped, the rest unscaled; their norm
-        take         [4] is it finite? Then the update; otherwise the buffers are put back
-        end          [5] the step is counted, the scale of the loss adapted
+        norm         [3] drops gradients without an optimizer, unscales the others; their norm
+        take         [4] if it is finite, the update; otherwise restores the buffers
+        end          [5] counts the step, adapts the loss scale
 
-`Trainer`, `Session`, `hybridtrain.smp` and loops of the user's own are made of it, so that at every
-height a step that is not finite is skipped and named, and an optimizer that does not train the
-model as it is now is noticed in the first step (`OptimizerCheck`).
+`Trainer`, `Session`, `hybridtrain.smp` and custom loops all use it. So every API skips and reports
+a step that is not finite, and detects in the first step an optimizer that does not match the
+current model (`OptimizerCheck`).
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from hybridtrain.step.param_groups import (
 log = logging.getLogger(__name__)
 
 
-_FIRST_SCALE = 2.0**16  # of the loss in fp16; PyTorch's default
+_FIRST_SCALE = 2.0**16  # the initial loss scale for fp16; PyTorch's default
 
 
 def check_lr_schedule(lr_schedule: LRScheduler | None) -> None:
     """Refuses a schedule that depends on more than the step.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: it is a ReduceLROnPlateau.
     """
     if isinstance(lr_schedule, ReduceLROnPlateau):
         raise ConfigError(
             "lr_schedule: ReduceLROnPlateau depends on a metric, but a run can be resumed at any "
-            "step only if its schedule depends on the step alone; take the callback Plateau"
+            "step only if its schedule depends on the step alone; use the callback Plateau"
         )
 
 
@@ -72,12 +72,12 @@ class OptimizerCheck:
     def drop_gradients_left_out(self, optimizers: Sequence[Optimizer]) -> None:
         """Drops the gradients of parameters that none of `optimizers` holds.
 
-        They must not count in the norm of the gradients: nobody trains, unscales or zeroes them.
+        They must not count in the gradient norm, because no optimizer updates or zeroes them.
 
         Raises:
             ConfigError: see `check_optimizers`.
         """
-        groups = [group for each in optimizers for group in each.param_groups]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         now = self._model.changes, *(len(group["params"]) for group in groups)
         if groups and now != self._seen:
             self._left_out = check_optimizers(self._model, groups)
@@ -87,19 +87,19 @@ class OptimizerCheck:
 
 
 def check_optimizers(model: HybridModel, groups: Sequence[Mapping[str, Any]]) -> list[Parameter]:
-    """Warns of parameters that are not trained, and returns them.
+    """Warns about trainable parameters that are not in the groups, and returns them.
 
-    Gradients that frozen parameters outside the groups still have are dropped.
+    Drops the remaining gradients of frozen parameters outside the groups.
 
     Args:
         model: the model.
-        groups: of all optimizers.
+        groups: the parameter groups of all optimizers.
 
     Raises:
-        ConfigError: the model has parameters that the groups have not, and the other way round:
-            the model was changed after the optimizer was made.
+        ConfigError: the model has parameters that the groups lack, and vice versa, because the
+            model was changed after the optimizer was created.
     """
-    # without those that stand for a group of which this process has nothing
+    # without placeholders for groups that are empty in this process
     held = {id(p) for group in groups for p in group["params"] if p.numel()}
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     left_out = [name for name, parameter in trainable.items() if id(parameter) not in held]
@@ -108,13 +108,13 @@ def check_optimizers(model: HybridModel, groups: Sequence[Mapping[str, Any]]) ->
         foreign = held - {id(parameter) for parameter in model.parameters()}
         if foreign:
             raise ConfigError(
-                f"optimizer= holds {len(foreign)} parameters that the model does not have, and "
-                f"not {named}: the model was changed after the optimizer was made; make it anew"
+                f"optimizer= holds {len(foreign)} parameters that the model does not have, but not "
+                f"{named}: the model was changed after the optimizer was created; create it again"
             )
         if model.world.data_parallel_rank == 0:
             log.warning(
-                "optimizer= leaves out %d of %d trainable parameters: %s. If that is meant, "
-                "requires_grad_(False) saves their gradients",
+                "optimizer= leaves out %d of %d trainable parameters: %s. If that is intended, "
+                "requires_grad_(False) avoids computing their gradients",
                 len(left_out),
                 len(trainable),
                 named,
@@ -126,8 +126,8 @@ def check_optimizers(model: HybridModel, groups: Sequence[Mapping[str, Any]]) ->
 
 
 _NO_BATCHES = (
-    "a step takes a list of Batch, as loader.batches() gives them, not {}a {}: write `for batch "
-    "in loader.batches(): step.run([batch], loss_fn)`, or make each by hybridtrain.data.Batch("
+    "a step takes a list of Batch, as yielded by loader.batches(), not {}a {}: write `for batch in "
+    "loader.batches(): step.run([batch], loss_fn)`, or create each with hybridtrain.data.Batch("
     "inputs, targets, samples=len(inputs), total=len(inputs) * world.data_parallel_size)"
 )
 
@@ -136,8 +136,8 @@ class StepResult(NamedTuple):
     """Result of `OptimizerStep.run`.
 
     Attributes:
-        norm: of the gradients before clipping, a 0-dim tensor.
-        results: of `HybridModel.train_step` for each batch.
+        norm: the norm of the gradients before clipping, a 0-dim tensor.
+        results: the results of `HybridModel.train_step` for each batch.
     """
 
     norm: Tensor
@@ -145,32 +145,32 @@ class StepResult(NamedTuple):
 
 
 class OptimizerStep:
-    """Takes optimizer steps, all processes alike; a step that is not finite is skipped and named.
+    """Takes optimizer steps on all processes; skips and reports steps that are not finite.
 
         step = OptimizerStep(model, optimizer, clip_norm=1.0)
         for batch in loader.batches():
             step.run([batch], loss_fn)
 
-    The model's gradients are those of the mean over all samples (or what the loss counts) of all
+    The gradients are those of the mean over all samples (or elements that the loss counts) of all
     batches and replicas of a step, whatever their sizes.
 
     Args:
         model: the model.
-        optimizers: over its parameters, one or several.
-        lr_schedule: stepped once in each step, also in one that is skipped.
-        scaler: scales the loss, for fp16; None: one that is made for the model's `precision`.
+        optimizers: one or several optimizers of its parameters.
+        lr_schedule: stepped once per step, including skipped ones.
+        scaler: scales the loss, for fp16; None: created according to the model's `precision`.
         loss_scale: a fixed scale; None: the scaler adapts it.
-        clip_norm: largest norm of the gradients over all stages, for `run` and `finish`.
-        max_skipped: consecutive steps that may be skipped; None: no limit.
+        clip_norm: the maximum norm of the gradients over all stages, for `run` and `finish`.
+        max_skipped: the number of consecutive steps that may be skipped; None: no limit.
         on_gradients: called when the gradients are complete: averaged, unscaled, not clipped.
-        holds_all: the optimizers hold all parameters that are trained. Gradients of others are
-            dropped, with a warning, since nobody would; False: others train them.
+        holds_all: True if the optimizers must hold all trained parameters. Gradients of others are
+            then dropped with a warning; False: other code trains them.
 
     Attributes:
-        in_progress: the step that was begun last.
-        number: the steps done, taken or skipped.
-        losses: the mean of the losses of the steps that were taken.
-        finite: decides whether an optimizer may step, and counts those that may not.
+        in_progress: the most recent step.
+        number: the number of steps done, including skipped ones.
+        losses: the mean of the losses of the steps that were not skipped.
+        finite: decides whether an optimizer may step, and counts skipped steps.
 
     Raises:
         ConfigError: the schedule depends on more than the step, or an optimizer needs a closure.
@@ -193,7 +193,7 @@ class OptimizerStep:
         for optimizer in optimizers:
             check_steps_alone(optimizer, f"optimizer={type(optimizer).__name__}")
         self.optimizers = list(optimizers)
-        self._trains = False  # the parameters have the values to train on
+        self._trains = False  # True while the parameters have the values to train on
         self.lr_schedule = lr_schedule
         if scaler is None:
             fp16, device = model.options.precision == "fp16", model.world.devices[0].type
@@ -206,16 +206,16 @@ class OptimizerStep:
         self._on_gradients = on_gradients
         self._check = OptimizerCheck(model) if holds_all else None
         self.in_progress = StepInProgress(1, [], None, 0)
-        self._undecided: StepInProgress | None = None  # a device has decided, and no host knows
+        self._undecided: StepInProgress | None = None  # a device has decided, the host not yet
         self._all_take_found_inf: bool | None = None
 
     @property
     def scaler(self) -> GradScaler:
-        """The scaler of the loss."""
+        """The loss scaler."""
         return self.finite.scaler
 
     def add(self, optimizer: Optimizer, scaler: GradScaler | None = None) -> None:
-        """Adds an optimizer; the first one that comes with a scaler gives it to all."""
+        """Adds an optimizer; the first one with a scaler sets it for all."""
         self.optimizers.append(optimizer)
         self._all_take_found_inf = None
         if scaler is not None and not self.scaler.is_enabled():
@@ -224,23 +224,23 @@ class OptimizerStep:
     # --- a whole step
 
     def run(self, batches: Sequence[Batch], loss_fn: LossFn) -> StepResult:
-        """Takes the next step on `batches`, this replica's; all processes call it together.
+        """Takes the next step on this replica's `batches`; all processes call it together.
 
         Raises:
             DivergedError: too many consecutive steps were skipped.
             Exception: see `HybridModel.train_step`.
         """
-        if isinstance(batches, Sequence) and all(isinstance(each, Batch) for each in batches):
+        if isinstance(batches, Sequence) and all(isinstance(item, Batch) for item in batches):
             batches = in_order_of_replicas(batches)
         self.begin(batches, loss_fn)
         results = [self.train_step(batch.inputs, batch.targets) for batch in batches]
         return StepResult(self.finish(), results)
 
     def finish(self, results: Sequence[TrainStepResult] | None = None) -> Tensor:
-        """Ends a step whose gradients are there; returns their norm before clipping.
+        """Completes a step from its gradients; returns their norm before clipping.
 
         Args:
-            results: of the batches, in place of those that `train_step` has given, if any.
+            results: the results of the batches, instead of those of `train_step`.
 
         Raises:
             DivergedError: see `run`.
@@ -257,12 +257,12 @@ class OptimizerStep:
             self.take(optimizer)
         self.end()
         if self.lr_schedule is not None:
-            self.lr_schedule.step()  # also where a step is skipped: a function of the step
+            self.lr_schedule.step()  # also for a skipped step: a function of the step
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         return norm
 
-    # --- its parts, in their order
+    # --- the parts of a step, in order
 
     def begin(self, batches: Sequence[Batch], loss_fn: LossFn) -> StepInProgress:
         """Begins a step on `batches`, and returns it; all processes call it together."""
@@ -282,7 +282,7 @@ class OptimizerStep:
         return self._begin(pairs, loss_fn, weights)
 
     def begin_microbatches(self, inputs: Sequence[Any]) -> None:
-        """Begins a step whose micro-batches, with these inputs, somebody else weighs and runs."""
+        """Begins a step in which the caller weights and runs the micro-batches of `inputs`."""
         self._begin([(inputs, None)], None, None, by_microbatch=True)
 
     def _begin(
@@ -293,10 +293,10 @@ class OptimizerStep:
         by_microbatch: bool = False,
     ) -> StepInProgress:
         before = self.in_progress
-        self._update_scale()  # of a step that was unscaled, and neither taken nor ended
+        self._update_scale()  # for a step that was unscaled, but neither taken nor ended
         self.losses.fold(1000, but=self._undecided.results if self._undecided else ())
         self.show_weights(training=True)
-        # not where gradients are added to those of a step that no optimizer has taken yet
+        # not if gradients are accumulated on top of a step that no optimizer has taken yet
         was_taken = self.number >= before.number
         if was_taken or all(parameter.grad is None for parameter in self.model.parameters()):
             self.finite.begin_step()
@@ -311,11 +311,11 @@ class OptimizerStep:
         """Runs forward, loss and backward of the next batch; see `HybridModel.train_step`.
 
         Args:
-            inputs: of the batch.
-            targets: of the batch.
-            index: of the batch in the step, where one before it was left out. The last one averages
-                the gradients over the replicas.
-            timeline: record it.
+            inputs: the inputs of the batch.
+            targets: the targets of the batch.
+            index: the index of the batch in the step, if an earlier one was left out. The last one
+                averages the gradients over the replicas.
+            timeline: record the timeline.
 
         Raises:
             BatchError: the step has no such batch.
@@ -323,7 +323,7 @@ class OptimizerStep:
         step, weights = self.in_progress, self.in_progress.weights
         index = len(step.results) if index is None else index
         if weights is None or step.loss_fn is None or index >= len(weights):
-            raise BatchError("train_step() is for a batch of begin(batches, loss_fn), each once")
+            raise BatchError("call train_step() once for each batch passed to begin()")
         is_last = index + 1 == len(weights)
         result = self.model.train_step(  # [2]
             inputs,
@@ -340,9 +340,9 @@ class OptimizerStep:
         return result
 
     def norm(self) -> Tensor:
-        """Returns the norm of the gradients of all stages, which are complete and unscaled.
+        """Returns the norm of the complete, unscaled gradients of all stages.
 
-        All processes call it together. Gradients of parameters that no optimizer holds are dropped.
+        All processes call it together. Drops gradients of parameters that no optimizer holds.
 
         Raises:
             ConfigError: the optimizer has parameters of another model.
@@ -360,22 +360,23 @@ class OptimizerStep:
         return step.norm
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scales the gradients down to `max_norm`, if they are finite; returns the norm before."""
+        """Clips the gradients to `max_norm` if they are finite; returns the norm before
+        clipping."""
         norm = self.norm()
         if self._decides_on_device() or self._is_allowed():
             self.model.pipeline.clip_grads_with_norm_(max_norm, norm)
-            # what it is now; it stays inf or NaN where it was
+            # the new norm; inf and NaN stay
             self.in_progress.norm = norm * (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
     def take(self, optimizer: Optimizer) -> None:
-        """Has `optimizer` step, unless this step is to be skipped; all processes together.
+        """Makes `optimizer` step, unless the step must be skipped; all processes together.
 
         Raises:
             DivergedError: too many consecutive steps were skipped.
         """
         taken = self.in_progress.taken
-        if taken and any(optimizer is other for other in taken):  # again, without a `begin`
+        if taken and any(optimizer is other for other in taken):  # a second time, without `begin`
             weights = self.in_progress.weights
             self.in_progress = self._without_batches(self.number + 1)
             self.in_progress.weights = weights
@@ -388,7 +389,7 @@ class OptimizerStep:
                 take_step(optimizer, partial(self.scaler.step, optimizer))
 
     def end(self) -> None:
-        """Counts the step, once for several optimizers, and adapts the scale after the last."""
+        """Counts the step, once for several optimizers, and adapts the scale after the last one."""
         if self.number < self.in_progress.number:
             self.number += 1  # [5]
         if len(self.in_progress.taken) >= len(self.optimizers):
@@ -406,40 +407,40 @@ class OptimizerStep:
                 self.finite.skip_empty(step.number)
                 step.may_step = False
             else:
-                # The one wait for a device in a step, unless the device decides by itself (see
-                # `_decides_on_device`): whether an optimizer steps is decided on the host, and a
-                # step with NaN cannot be undone. fp16's GradScaler does so too.
+                # The only wait for a device in a step, unless the device decides (see
+                # `_decides_on_device`): the host decides whether an optimizer steps, and a step
+                # with NaN cannot be undone. fp16's GradScaler works the same way.
                 step.may_step = self.finite.allows_step(step, norm.item())
             if not step.may_step:
                 self.losses.drop(step.results)
         return step.may_step
 
     def _decides_on_device(self) -> bool:
-        """Returns whether the optimizers of this step leave themselves out where they must."""
+        """Returns whether the optimizers of this step can skip it on the device."""
         step = self.in_progress
         if step.may_step is not None or step.norm is None or step.is_empty:
             return False
         if accelerator_of(step.norm.device) is None or self.scaler.is_enabled():
             return False
         if self._all_take_found_inf is None:
-            # alike in all processes: where it began is looked for by all of them together
-            own = all(map(takes_found_inf, self.optimizers))
-            self._all_take_found_inf = all(self.model.world.gather(own))
+            # the same in all processes, because they search for the origin together
+            supported = all(map(takes_found_inf, self.optimizers))
+            self._all_take_found_inf = all(self.model.world.gather(supported))
         return self._all_take_found_inf
 
     def _take_on_device(self, optimizer: Any, norm: Tensor) -> None:
-        """Has `optimizer` step where `norm` is finite, without the host's knowing.
+        """Makes `optimizer` step if `norm` is finite, without a host sync.
 
-        The host is told one step later, and words and counts follow then: see
+        The host learns the result one step later, and logs and counts it then: see
         `await_device_verdict`.
         """
         if self._undecided is not self.in_progress:
-            # of the step before: it is done by now, and its batches can be run again
+            # the previous step: it is done by now, and its batches can be run again
             self.await_device_verdict()
             self._undecided = self.in_progress
             self._undecided.pending = PendingNumbers([norm])
             self.finite.restore_where_not_finite(norm)
-        # as GradScaler does for these optimizers: a fused kernel does nothing where this is 1
+        # as GradScaler does for these optimizers: a fused kernel does nothing if this is 1
         optimizer.found_inf = (~norm.isfinite()).float()
         optimizer.grad_scale = None
         try:
@@ -448,7 +449,7 @@ class OptimizerStep:
             del optimizer.found_inf, optimizer.grad_scale
 
     def await_device_verdict(self) -> None:
-        """Waits for what a device has decided of the last step, and counts it; all together.
+        """Waits for a device's decision about the last step, and counts it; all together.
 
         Raises:
             DivergedError: too many consecutive steps were skipped.
@@ -467,13 +468,13 @@ class OptimizerStep:
             self.in_progress.is_unscaled = False
             self.scaler.update(self._loss_scale)
 
-    # --- what a run evaluates and goes on from
+    # --- evaluating and resuming
 
     def show_weights(self, training: bool) -> None:
-        """Gives the parameters the values to train on, or those to evaluate and save.
+        """Sets the parameters to the values for training, or to the ones to evaluate and save.
 
         These differ for schedule-free optimizers, which have methods `train` and `eval`. A step
-        begins with the values to train on.
+        starts with the values for training.
         """
         self._trains = training
         for optimizer in self.optimizers:
@@ -481,7 +482,7 @@ class OptimizerStep:
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
-        """Gives the parameters the values to evaluate and save in the block; see `show_weights`.
+        """Sets the parameters to the values to evaluate and save, inside the block.
 
         with step.evaluation_weights():
             evaluate(model, loader, loss_fn, metrics)
@@ -498,13 +499,13 @@ class OptimizerStep:
     def mean_loss(self) -> float:
         """Returns the mean loss over all replicas since the last call; a collective call.
 
-        Of the steps that were taken; NaN if there were none.
+        It covers the steps that were not skipped; NaN if there were none.
         """
         self.await_device_verdict()
         return self.losses.read()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the number of the step, the scale, counts and losses, in JSON's types."""
+        """Returns the step number, the loss scale, counts and losses, as JSON types."""
         return {
             "step": self.number,
             "scaler": self.scaler.state_dict() or None,
@@ -514,7 +515,7 @@ class OptimizerStep:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a `state_dict`."""
-        self._undecided = None  # of a step that is given up
+        self._undecided = None  # belongs to an abandoned step
         self._update_scale()
         self.number = state_dict["step"]
         self.in_progress = self._without_batches(self.number)
@@ -525,23 +526,23 @@ class OptimizerStep:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer, or all of them as one, for a checkpoint.
+        """The optimizer, or all of them combined, for a checkpoint.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no optimizer.
         """
         if not self.optimizers:
-            raise ConfigError("there is no optimizer yet, and a checkpoint holds its state")
+            raise ConfigError("there is no optimizer yet, but a checkpoint stores its state")
         return (
             self.optimizers[0] if len(self.optimizers) == 1 else CombinedOptimizer(self.optimizers)
         )
 
     def check_savable(self) -> None:
-        """Makes sure that there is something to go on from, and gathers it; a collective call.
+        """Checks that the state can be saved, and gathers losses; a collective call.
 
         Raises:
-            DivergedError: weights or moments are not finite.
-            UserError: the replicas' weights are apart.
+            DivergedError: weights or optimizer state are not finite.
+            UserError: the replicas' weights have diverged.
         """
         self.await_device_verdict()
         self.finite.check_weights(self.number, self.optimizer)
@@ -550,10 +551,10 @@ class OptimizerStep:
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
-    """Returns whether a step of `optimizer` leaves itself out where its `found_inf` is 1.
+    """Returns whether `optimizer` skips a step on the device if its `found_inf` is 1.
 
-    Those with a fused kernel do, and say so to GradScaler. Not SGD: the momentum of a parameter's
-    first step is memory that its kernel has not written then.
+    Optimizers with a fused kernel do, and declare it for GradScaler. SGD is excluded: in a
+    parameter's first step, its kernel would leave the momentum uninitialized.
     """
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(
         optimizer, SGD

@@ -1,9 +1,9 @@
-"""An optimizer whose state is spread over the replicas, as ZeRO's first stage.
+"""An optimizer with its state sharded over the replicas, as in ZeRO stage 1.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 https://arxiv.org/abs/1910.02054. As in PyTorch's `ZeroRedundancyOptimizer`, whole parameters are
-spread, not parts of them: so each update is the one of the plain optimizer on the same tensors, and
-any optimizer that treats parameters one by one stays exact.
+assigned to replicas. So each update is the plain optimizer's on the same tensors, and any optimizer
+that treats parameters independently stays exact.
 
     gradients    equal on all replicas, averaged in the backward
     step()       replica 0 updates a, c         replica 1 updates b
@@ -26,12 +26,12 @@ from hybridtrain.errors import ConfigError, setting
 from hybridtrain.model import HybridModel
 from hybridtrain.step.param_groups import CombinedOptimizer, check_steps_alone, show_weights
 
-# Parameters of fewer bytes travel together, copied into one tensor.
+# Smaller parameters (in bytes) are sent together, copied into one tensor.
 _PACKED_BYTES = 1 << 20
 
 
 class _Share(NamedTuple):
-    """A stage's parameters, the replica that updates each, and the bytes that each replica has."""
+    """A stage's parameters, the replica that updates each, and the bytes of each replica."""
 
     group: dist.ProcessGroup | None
     parameters: list[Parameter]
@@ -39,9 +39,9 @@ class _Share(NamedTuple):
     loads: list[int]
 
     def add(self, parameters: Sequence[Parameter]) -> None:
-        """Spreads `parameters`: the largest first, to the replica with the fewest bytes.
+        """Assigns `parameters`, largest first, to the replica with the fewest bytes.
 
-        Frozen ones come last, since they have no state yet.
+        Frozen ones come last, because they have no state yet.
         """
         for parameter in sorted(parameters, key=lambda p: (not p.requires_grad, -p.nbytes)):
             owner = self.loads.index(min(self.loads))
@@ -51,10 +51,10 @@ class _Share(NamedTuple):
 
 
 class ReplicaShares:
-    """The replica that updates each parameter of an optimizer, alike on all replicas.
+    """The replica that updates each parameter of an optimizer, the same on all replicas.
 
     Args:
-        model: has the stages, each with the process group of its replicas.
+        model: the model; each of its stages has the process group of its replicas.
     """
 
     def __init__(self, model: HybridModel) -> None:
@@ -63,12 +63,12 @@ class ReplicaShares:
         self._own: set[int] = set()
 
     def add(self, parameters: Iterable[Parameter]) -> None:
-        """Chooses the replica of each of `parameters`, so that each stage's are spread evenly."""
+        """Assigns a replica to each of `parameters`, balanced within each stage."""
         model = self._model
         stage_of: dict[int, int] = {}
         for stage in reversed(model.stages):
             stage_of |= {id(p): stage.index for p in stage.module.parameters()}
-        first = model.stages[0].index  # for parameters of no stage
+        first = model.stages[0].index  # for parameters outside any stage
         by_stage: dict[int, list[Parameter]] = {}
         for parameter in parameters:
             by_stage.setdefault(stage_of.get(id(parameter), first), []).append(parameter)
@@ -90,31 +90,31 @@ class ReplicaShares:
 
     @torch.no_grad()
     def send_updates(self) -> None:
-        """Sends what each replica has updated to the others; a collective call of the replicas."""
+        """Sends this replica's updates to the other replicas; a collective call of the replicas."""
         for _, share in sorted(self._shares.items()):
             if share.group is not None:
                 _broadcast(share.group, share.parameters, share.owners)
 
 
 class ShardedOptimizer(Optimizer):
-    """Updates on each replica a part of the parameters, and sends the result to the others.
+    """Updates a part of the parameters on each replica, and sends the result to the others.
 
         model = HybridModel(net, world, shard="optimizer")
         optimizer = ShardedOptimizer(model, lambda params: AdamW(params, lr=1e-3))
 
-    Each replica of a stage keeps the optimizer's state of those parameters alone that it updates,
-    about an equal part of the bytes. Since whole parameters are spread, one that has most of the
-    bytes limits what is saved: its replica keeps all of its state.
+    Each replica of a stage keeps only the optimizer state of the parameters that it updates, about
+    an equal share of the bytes. Because whole parameters are assigned, a dominant parameter limits
+    the savings: its replica keeps all of its state.
 
-    It is used as any optimizer is. `param_groups` has all parameters, `state` and `state_dict()`
-    the entries of those that this replica updates, in the numbering of all. All processes call
-    `step` together.
+    Use it like any optimizer. `param_groups` has all parameters; `state` and `state_dict()` have
+    the entries of the parameters that this replica updates, in the numbering of all. All processes
+    call `step` together.
 
     Args:
-        model: with `shard="optimizer"`.
-        make: makes the optimizer of a list of parameters; called once, with all of them, before any
-            state is made.
-        params: what `make` is given instead of `model.parameters()`, such as a list of groups.
+        model: a model with `shard="optimizer"`.
+        make: returns the optimizer for a list of parameters; called once, with all of them, before
+            any state is created.
+        params: passed to `make` instead of `model.parameters()`, such as a list of groups.
 
     Raises:
         ConfigError: the model has another `shard`, or the optimizer needs a closure.
@@ -128,14 +128,14 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         if model.options.shard != "optimizer":
             raise ConfigError(
-                f"ShardedOptimizer is for {setting('shard', 'optimizer')}, and the model has "
+                f"ShardedOptimizer needs {setting('shard', 'optimizer')}, but the model has "
                 f"{setting('shard', model.options.shard)}: set "
-                f"{setting('shard', 'optimizer')}, or take the optimizer itself"
+                f"{setting('shard', 'optimizer')}, or use the plain optimizer"
             )
         self._inner = make(list(model.parameters()) if params is None else params)
         if isinstance(self._inner, CombinedOptimizer):
             raise ConfigError(
-                "a ShardedOptimizer is of one optimizer: with several (CombinedOptimizer) take "
+                "a ShardedOptimizer wraps a single optimizer: for several (CombinedOptimizer) set "
                 f"{setting('shard', 'none')}"
             )
         check_steps_alone(self._inner, f"optimizer={type(self._inner).__name__}")
@@ -151,7 +151,7 @@ class ShardedOptimizer(Optimizer):
         return self._inner
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as `torch.optim.Optimizer` does; all processes add the same."""
+        """Adds a group, as in `torch.optim.Optimizer`; all processes must add the same."""
         super().add_param_group(param_group)
         if self._is_complete:
             added = self.param_groups[-1]
@@ -163,52 +163,54 @@ class ShardedOptimizer(Optimizer):
         """Updates the parameters of all replicas; a collective call of the replicas.
 
         Raises:
-            ConfigError: a closure is given, which would compute the loss on one replica alone.
+            ConfigError: a closure is given, which would compute the loss on one replica only.
         """
         if closure is not None:
             raise ConfigError(
-                "ShardedOptimizer.step takes no closure: call train_step before it, and then step()"
+                "ShardedOptimizer.step does not support a closure: call train_step, then step()"
             )
         self._update(self._inner.step)
 
     def _update(self, action: Callable[[], object]) -> None:
-        """Has the inner optimizer change its parameters, and sends them to the other replicas."""
-        for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
-            own.update(_settings(group))
+        """Updates the inner optimizer's parameters, and sends them to the other replicas."""
+        for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner_group.update(_settings(group))
         action()
-        self.state = self._inner.state  # which some optimizers replace
-        for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
-            group.update(_settings(own))  # some optimizers count their steps there
+        self.state = self._inner.state  # some optimizers replace it
+        for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update(
+                _settings(inner_group)
+            )  # some optimizers count their steps in their groups
         self._shares.send_updates()
 
     def train(self) -> None:
-        """Gives the parameters the values to train on; a collective call of the replicas."""
+        """Sets the parameters to the values for training; a collective call of the replicas."""
         if hasattr(self._inner, "train"):
             self._update(partial(show_weights, self._inner, training=True))
 
     def eval(self) -> None:
-        """Gives the parameters the values to evaluate and save; a collective call, too."""
+        """Sets the parameters to the values to evaluate and save; a collective call, too."""
         if hasattr(self._inner, "eval"):
             self._update(partial(show_weights, self._inner, training=False))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state of all parameters, or of this replica's; keeps what this one updates.
+        """Loads the state of all parameters or this replica's; keeps what this replica updates.
 
         Raises:
-            ValueError: the groups are not those of this optimizer.
+            ValueError: the groups differ from this optimizer's.
         """
         groups, entries = state_dict["param_groups"], state_dict["state"]
-        super().load_state_dict({**state_dict, "state": {}})  # checks the groups, and takes theirs
+        super().load_state_dict({**state_dict, "state": {}})  # checks the groups, and adopts them
         numbers: dict[int, Any] = {}
-        for saved, own in zip(groups, self.param_groups, strict=True):
-            for number, parameter in zip(saved["params"], own["params"], strict=True):
+        for saved, current in zip(groups, self.param_groups, strict=True):
+            for number, parameter in zip(saved["params"], current["params"], strict=True):
                 numbers[id(parameter)] = number
         state: dict[int, Any] = {}
         own_groups: list[dict[str, Any]] = []
         count = 0
-        for group, own in zip(self.param_groups, self._inner.param_groups, strict=True):
+        for group, current in zip(self.param_groups, self._inner.param_groups, strict=True):
             first = count
-            for parameter in own["params"]:
+            for parameter in current["params"]:
                 if numbers[id(parameter)] in entries:
                     state[count] = entries[numbers[id(parameter)]]
                 count += 1
@@ -217,28 +219,28 @@ class ShardedOptimizer(Optimizer):
         self.state = self._inner.state
 
     def _spread(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Spreads the parameters of new `groups` over the replicas."""
+        """Assigns the parameters of new `groups` to the replicas."""
         self._shares.add(p for group in groups for p in group["params"])
         for whole, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner["params"] = [p for p in whole["params"] if self._shares.owns(p)]
         for parameter in [p for p in self._inner.state if not self._shares.owns(p)]:
-            del self._inner.state[parameter]  # made by its constructor
+            del self._inner.state[parameter]  # created by its constructor
         self.state = self._inner.state
 
 
 def check_sharded(model: HybridModel, optimizer: Optimizer) -> None:
-    """Makes sure that `optimizer` is one for the `shard` of `model`.
+    """Checks that `optimizer` is sharded if the option `shard` of `model` requires it.
 
     Raises:
-        ConfigError: the state of `optimizer` is whole on each replica.
+        ConfigError: each replica has the whole state of `optimizer`.
     """
     if model.options.shard != "optimizer" or model.world.data_parallel_size == 1:
         return
     if not isinstance(optimizer, ShardedOptimizer):
         name = type(optimizer).__name__
         raise ConfigError(
-            f"{setting('shard', 'optimizer')} needs a ShardedOptimizer, and optimizer= is {name}: "
-            f"make it by hybridtrain.ShardedOptimizer(model, lambda params: {name}(params, ...))"
+            f"{setting('shard', 'optimizer')} needs a ShardedOptimizer, but optimizer= is {name}: "
+            f"use hybridtrain.ShardedOptimizer(model, lambda params: {name}(params, ...))"
         )
 
 
@@ -249,12 +251,12 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def _broadcast(
     group: dist.ProcessGroup, parameters: Sequence[Tensor], owners: Sequence[int]
 ) -> None:
-    """Sends each parameter from its owner to all of `group`; small ones of an owner together."""
+    """Sends each parameter from its owner to all of `group`, combining an owner's small ones."""
     works: list[Any] = []
     small: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
     for parameter, owner in zip(parameters, owners, strict=True):
         value = parameter.detach()
-        # one that was frozen after its backward is updated once more
+        # a parameter that was frozen after its backward is updated once more
         if not (parameter.requires_grad or parameter.grad is not None) or not value.numel():
             continue
         if value.nbytes < _PACKED_BYTES or not value.is_contiguous():

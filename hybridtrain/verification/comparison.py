@@ -26,8 +26,8 @@ class Difference(NamedTuple):
 
     Attributes:
         name: the name of the result.
-        size: the largest difference of an entry, as a share of the largest entry of its tensor;
-            infinite where shapes, types, structures, texts or NaNs differ.
+        size: the largest difference of an entry, relative to the largest entry of its tensor;
+            infinite if shapes, types, structures, strings or NaNs differ.
         first, second: the two values.
     """
 
@@ -41,7 +41,7 @@ class Difference(NamedTuple):
             return f"{self.name} differs by {self.size:.1e} of its largest entry"
         first, second = map(_described, (self.first, self.second))
         if first == second:
-            return f"{self.name} is computed in another way"
+            return f"{self.name} is computed differently"
         return f"{self.name} is {first} instead of {second}"
 
 
@@ -50,7 +50,7 @@ def differences(
 ) -> Iterator[Difference]:
     """Yields the unequal pairs among `results`; each is a name and two pytrees.
 
-    `not_compared` gets a text for each type of value in a result that cannot be compared.
+    Types of values that cannot be compared are added to `not_compared`.
     """
     for name, first, second in results:
         kinds: set[str] = set()
@@ -71,8 +71,8 @@ def difference(
 
     Args:
         first, second: the pytrees.
-        scale: a lower bound for the largest entry that a difference is relative to.
-        not_compared: gets the names of the types of leaves that cannot be compared.
+        scale: a lower bound for the largest entry, the base of relative differences.
+        not_compared: receives the type names of leaves that cannot be compared.
     """
     return _Comparison(scale, set() if not_compared is None else not_compared).of(first, second)
 
@@ -108,10 +108,10 @@ class _Comparison:
             return self._of_objects(first, second)
         try:
             if getattr(first, "shape", None) != getattr(second, "shape", None):
-                return math.inf  # arrays, whose == raises an error then
+                return math.inf  # arrays, for which == raises an error then
             equal = first == second
             is_equal = bool(equal.all()) if hasattr(equal, "all") else bool(equal)
-        except Exception:  # raised by an __eq__ that is not ours
+        except Exception:  # raised by a user-defined __eq__
             return self._cannot(first)
         is_nan = isinstance(first, float) and math.isnan(first) and math.isnan(second)
         return 0.0 if is_equal or is_nan else math.inf
@@ -131,7 +131,7 @@ class _Comparison:
 
 
 def _attributes_of(value: Any) -> dict[str, Any] | None:
-    """Returns the attributes of an object; None for one of a class that is written in C."""
+    """Returns the attributes of an object; None if its class is implemented in C."""
     slots = [
         name
         for base in type(value).__mro__
@@ -169,7 +169,7 @@ def _of_tensors(first: Tensor, second: Tensor, scale: float) -> float:
 
 
 class Calls:
-    """The inputs and outputs of modules: by name, a list with an entry per call."""
+    """The inputs and outputs of modules: by name, a list with one entry per call."""
 
     def __init__(self) -> None:
         self.inputs: dict[str, list[Any]] = {}
@@ -185,7 +185,7 @@ class Calls:
 
         Args:
             modules: pairs of a name, under which the calls are recorded, and a module.
-            noted: returns the copy of a pytree that is recorded.
+            noted: returns the copy of a pytree to record.
         """
         self._noted = noted
         handles = []

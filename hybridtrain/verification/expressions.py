@@ -1,9 +1,9 @@
 """A run without data, in which each tensor has an expression of inputs and parameters.
 
-Two programs that evaluate the same expression compute the same number. So a model too large to run
-twice is compared by its expressions: its forward and backward run on tensors without data, where an
-operator takes microseconds whatever its size. The expression of a result is a digest of the
-operator and of the digests of its arguments:
+Two programs that evaluate the same expression compute the same number. A model too large to run
+twice is therefore compared by its expressions: its forward and backward run on tensors without
+data, on which an operator takes microseconds regardless of its size. The expression of a result is
+a digest of the operator and of the digests of its arguments:
 
     x, W        "input 0", "0.weight"
     x @ W       D("mm", "input 0", "0.weight")
@@ -28,7 +28,7 @@ from hybridtrain._base.torch_private import FakeTensorMode, TorchDispatchMode
 # Tensors from closures or globals are digested up to this many entries, and by identity above.
 _LARGE = 1 << 20
 
-# Operators whose result equals their argument if the dtype is unchanged.
+# Operators that return their argument if the dtype is unchanged.
 _COPIES = {"aten::clone", "aten::_to_copy", "aten::lift_fresh", "aten::lift_fresh_copy"}
 
 
@@ -52,10 +52,10 @@ class _Memory:
     """A block of memory, and the expression of its contents.
 
     Attributes:
-        digest: of the expression.
+        digest: the digest of the expression.
         layout: offset, sizes and strides of the tensor that fills it.
-        terms: the sorted digests of the terms of a sum; otherwise the digest alone.
-        tensor: keeps the block alive, so that its address is not used again.
+        terms: the sorted digests of the terms of a sum; otherwise only the digest.
+        tensor: keeps the block alive, so that its address is not reused.
     """
 
     def __init__(self, digest: str, tensor: Tensor, terms: tuple[str, ...] = ()) -> None:
@@ -71,7 +71,7 @@ class Expressions(TorchDispatchMode):
     Enter `with expressions.fake, expressions:`. All tensors in the block have no data.
 
     Attributes:
-        fake: the mode that makes tensors without data.
+        fake: the mode that creates tensors without data.
     """
 
     def __init__(self) -> None:
@@ -81,9 +81,9 @@ class Expressions(TorchDispatchMode):
         self._draws = 0
 
     def stand_in(self, tensor: Tensor, name: str) -> Tensor:
-        """Returns a tensor like `tensor`, on the CPU and without data, whose expression is `name`.
+        """Returns a tensor like `tensor`, on the CPU and without data, with the expression `name`.
 
-        Of a parameter it is a parameter.
+        The stand-in of a parameter is a parameter.
         """
         with self.fake:
             empty = torch.empty_strided(
@@ -111,7 +111,7 @@ class Expressions(TorchDispatchMode):
         name = schema.name
         if name == "prim::device":
             return func(*args, **kwargs)
-        # the device and the generator do not matter; read before the operator changes an argument
+        # device and generator are irrelevant; read before the operator changes an argument
         settings = [(k, v) for k, v in kwargs.items() if k not in ("device", "generator")]
         key = f"{name}.{schema.overload_name}{self._text(args)}{self._text(settings)}"
         if Tag.nondeterministic_seeded in func.tags:
@@ -141,7 +141,7 @@ class Expressions(TorchDispatchMode):
         for number, tensor in enumerate(_tensors(result)):
             address = _address(tensor)
             if address in self._memory:
-                continue  # a view, or what was written
+                continue  # a view, or the written tensor
             if source is not None and _same_kind(tensor, args[0]):
                 self._memory[address] = _Memory(source, tensor)
             elif terms:
@@ -177,7 +177,7 @@ class Expressions(TorchDispatchMode):
         return memory.terms if memory.layout == _layout(tensor) else (self._digest(tensor),)
 
     def _text(self, value: Any) -> str:
-        """Returns an argument as a part of a digest key."""
+        """Formats an argument as part of a digest key."""
         if isinstance(value, Tensor):
             return self._digest(value)
         if isinstance(value, tuple | list):
@@ -193,13 +193,13 @@ class Expressions(TorchDispatchMode):
 
     def _of(self, tensor: Tensor) -> _Memory:
         address = _address(tensor)
-        if address not in self._memory:  # a real tensor, which a closure or a global holds
+        if address not in self._memory:  # a real tensor from a closure or a global
             self._memory[address] = _Memory(contents(tensor), tensor)
         return self._memory[address]
 
 
 def contents(tensor: Tensor) -> str:
-    """Returns a digest of the entries of a tensor that has data."""
+    """Returns a digest of the entries of a tensor with data."""
     if tensor.is_meta or tensor.numel() > _LARGE:
         return f"{tensor.dtype} {tuple(tensor.shape)} at {id(tensor)}"
     data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)  # numpy has no bfloat16

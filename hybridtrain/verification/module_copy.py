@@ -1,7 +1,7 @@
 """Copies of a module that behave like the module.
 
-`copy.deepcopy` drops the hooks of parameters. It refuses Python modules, and tensors that were
-computed from other tensors (the `weight` of `torch.nn.utils.weight_norm` or of a pruned layer).
+`copy.deepcopy` drops the hooks of parameters. It rejects Python modules, and tensors computed from
+other tensors (the `weight` of `torch.nn.utils.weight_norm` or of a pruned layer).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def copy_modules(modules: T, convert: Callable[[Tensor], Tensor] | None = None) 
     memo: dict[int, Any] = {}
     for part in parts:
         for value in _values(part):
-            # an alias in a pipeline copies the parameter that it stands for
+            # an alias in a pipeline copies the parameter that it replaces
             is_alias = isinstance(value, Tensor) and "__deepcopy__" in vars(value)
             if isinstance(value, Tensor) and id(value) not in memo and not is_alias:
                 if convert is not None:
@@ -61,7 +61,7 @@ def copy_modules(modules: T, convert: Callable[[Tensor], Tensor] | None = None) 
 
 
 def _parts(modules: Any) -> Iterable[nn.Module]:
-    """Yields all modules, each once."""
+    """Yields all modules without duplicates."""
     todo, seen = [modules], set[int]()
     while todo:
         value = todo.pop()

@@ -1,9 +1,9 @@
 """A snapshot of the state that a model's code can reach, to restore it after a run.
 
 The forward of a module may change more than buffers: counters in attributes, lists in closures of
-hooks, caches in globals, generators. `PythonState` walks from a module to everything mutable that
-its attributes, hooks, closures and named globals hold, and restores the contents in place. Objects
-keep their identity, so whoever holds one sees the restored contents.
+hooks, caches in globals, generators. `PythonState` walks from a module to all mutable objects in
+its attributes, hooks, closures and named globals, and restores their contents in place. Objects
+keep their identity, so every reference sees the restored contents.
 
 The walk does not enter library code (anything under `site-packages` or the standard library),
 iterators, open files, and objects without a `__dict__` or `__slots__`.
@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from hybridtrain._base.user_code import is_library_file, names_in, state_functions
 
-# The walk ends after this many objects, because the model then holds a data set or the like.
+# The walk stops after this many objects, because the model probably holds a data set.
 _MAX_OBJECTS = 200_000
 
 _ATOMS = (
@@ -40,7 +40,7 @@ class PythonState:
     Args:
         roots: modules, functions or other objects.
         parameters: whether to save parameters too; buffers and other tensors are always saved.
-        without: a module whose parts are not entered, wherever one of them is held.
+        without: a module whose parts the walk does not enter.
 
     Attributes:
         is_complete: False if there are more objects than the walk enters.
@@ -50,7 +50,7 @@ class PythonState:
         self, *roots: Any, parameters: bool = False, without: nn.Module | None = None
     ) -> None:
         self._restores: list[Callable[[], object]] = []
-        self._kept: list[Any] = []  # keeps the objects alive, so that no id is used twice
+        self._kept: list[Any] = []  # keeps the objects alive, so that ids stay unique
         self._seen: set[int] = set()
         if without is not None:
             parts = (*without.modules(), *without.parameters(), *without.buffers())
@@ -162,7 +162,7 @@ class PythonState:
         self._seen.add(id(kind))
         held: list[Any] = []
         for name, contents in list(vars(kind).items()):
-            function = getattr(contents, "__func__", contents)  # of a classmethod, for example
+            function = getattr(contents, "__func__", contents)  # for example of a classmethod
             if isinstance(contents, property):
                 held += [f for f in (contents.fget, contents.fset) if f is not None]
             elif isinstance(function, FunctionType):
@@ -176,11 +176,11 @@ class PythonState:
 
 @contextmanager
 def undone(net: nn.Module, devices: Iterable[torch.device] = ()) -> Iterator[PythonState]:
-    """Restores buffers, and the state that the code of `net` can reach, after the block.
+    """Restores buffers, and the state reachable from the code of `net`, after the block.
 
     Args:
         net: a module; its parameters are not restored.
-        devices: the default generators of these devices and of the CPU are restored.
+        devices: devices with default generators to restore, in addition to the CPU.
     """
     state = PythonState(net)
     with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):

@@ -1,15 +1,15 @@
-"""Compares training steps and evaluations of a pipeline with its unsplit module.
+"""Compares training steps and evaluations of a pipeline with the unsplit module.
 
-Both run the same micro-batches with the same random draws, and every number is compared: outputs,
-losses, gradients, buffers. So a fault of the tracing, of a cut, of a schedule, or a loss that is no
-mean over the batch, shows on the user's own model and batches.
+Both run the same micro-batches with the same random draws, and all numbers are compared: outputs,
+losses, gradients, buffers. This reveals errors of tracing, cutting or scheduling, and losses that
+are not a mean over the batch, on the user's own model and batches.
 
     pipeline    cut by the plan, run by schedule and engine ─┐
                                                              ├─ compared, tensor by tensor
     plain       net(micro-batch), loss, backward, in turn ───┘
 
-It cannot compare a model that does not fit on a device a second time, and it says nothing of other
-batches. The optimizer does not run: it would be given the gradients that are compared.
+It cannot compare a model that does not fit on a device twice, and says nothing about other batches.
+The optimizer does not run, because its inputs, the gradients, are compared.
 """
 
 from __future__ import annotations
@@ -48,30 +48,32 @@ if TYPE_CHECKING:
     from hybridtrain.world import World
 
 TOLERANCES = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 1e-2}
-"""By precision, how far a number may be from another that was added up in another order, relative
-to the largest entry of its tensor. In half precision the last bit of a weight can tip the rounding
-of an activation, which has 8 or 11 bits."""
+"""By precision, the tolerance for numbers summed in another order, relative to the largest entry of
+the tensor. In half precision, the last bit of a weight can change the rounding of an activation,
+which has 8 or 11 bits.
+"""
 
 _PRECISION_OF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-# Compiled code and GPUs round otherwise. A gradient that is zero but for rounding, as the one of a
-# bias before a batch norm, is compared there with this share of the largest entry of all gradients.
+# Compiled code and GPUs round differently. There, a gradient that is zero except for rounding, such
+# as the gradient of a bias before a batch norm, is compared relative to this share of the largest
+# entry of all gradients.
 _SMALL = 1e-2
 
-# How far weights are moved between two batches, as a share of their size: state that a forward
-# leaves behind may have no effect while the weights stay the same.
+# Relative change of the weights between two batches: state kept by a forward may have no effect
+# while the weights stay the same.
 _MOVE = 1e-2
 
 
 @dataclass
 class Compared:
-    """One kind of number, such as the gradients.
+    """The comparison of one kind of number, such as gradients.
 
     Attributes:
-        tensors: how many tensors were compared.
-        bitwise: how many of them are equal to the last bit.
+        tensors: the number of compared tensors.
+        bitwise: the number of them that are bitwise equal.
         largest: the largest difference, relative to the largest entry of its tensor.
-        where: the tensor that has it.
+        where: the tensor with the largest difference.
     """
 
     tensors: int = 0
@@ -92,13 +94,14 @@ class Verification:
     """The result of a comparison, the same on every process.
 
     Attributes:
-        kinds: by name, what was compared.
-        tolerance: how far numbers may be apart that were added up in another order.
-        reasons: why some are added up in another order here.
-        first: the first layer, in the order of the forward, whose output differs by more; None if
-            there is none, or the difference is in the backward alone.
-        title: what was run.
-        not_compared: the values of types without a comparison, as "Parser in output in training".
+        kinds: the comparison of each kind of number, by name.
+        tolerance: the tolerance for numbers summed in another order.
+        reasons: why the order of some sums differs here.
+        first: the first layer, in forward order, with an output that differs by more than the
+            tolerance; None without one, or if only the backward differs.
+        title: a description of the runs.
+        not_compared: values with types that cannot be compared, such as "Parser in output in
+            training".
     """
 
     kinds: dict[str, Compared]
@@ -110,19 +113,19 @@ class Verification:
 
     @property
     def differs(self) -> list[str]:
-        """The kinds of numbers that differ by more than the order of additions explains."""
+        """The kinds of numbers that differ by more than the tolerance."""
         return [kind for kind, compared in self.kinds.items() if compared.largest > self.tolerance]
 
     @property
     def exact(self) -> bool:
-        """True if all numbers are equal, but for the order of additions."""
+        """True if all numbers are equal within the tolerance for the order of summation."""
         return not self.differs
 
     @property
     def bitwise(self) -> bool:
-        """True if all numbers are equal to the last bit, but for the loss of the whole batch.
+        """True if all numbers are bitwise equal, except the loss of the whole batch.
 
-        That one is a sum over the batch, and in stages several sums.
+        That loss is a single sum in the unsplit module, but several sums in the stages.
         """
         sizes = {kind: compared.largest for kind, compared in self.kinds.items()}
         return not any(size for kind, size in sizes.items() if kind != WHOLE_BATCH)
@@ -141,41 +144,42 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """The result in a sentence or two."""
+        """The result in one or two sentences."""
         if not self.not_compared:
             return self._verdict
         values = ", ".join(self.not_compared)
-        return f"{self._verdict}. Not compared, because the type has no comparison: {values}"
+        return f"{self._verdict}. Not compared, because their type cannot be compared: {values}"
 
     @property
     def _verdict(self) -> str:
         if self.exact and self.bitwise:
-            return "exact: all numbers are equal to the last bit" + (
-                ", but for the loss of the whole batch, which is one sum in place of several"
+            return "exact: all numbers are bitwise equal" + (
+                ", except the loss of the whole batch, which is one sum instead of several"
                 if self.worst.largest
                 else ""
             )
         if self.exact:
             why = f": {', '.join(self.reasons)}" if self.reasons else ""
             return (
-                f"exact up to the order of additions{why}. The largest difference is "
-                f"{self.worst.largest:.1e} of the largest entry of its tensor; up to "
-                f"{self.tolerance:.0e} is explained so"
+                f"exact up to the order of summation{why}. The largest difference is "
+                f"{self.worst.largest:.1e} of the largest entry of its tensor, within the "
+                f"tolerance of {self.tolerance:.0e}"
             )
         lines = [
             f"NOT EXACT: {kind} differs by {self.kinds[kind].largest:.1e} in "
             f"{self.kinds[kind].where}"
             for kind in self.differs
         ]
-        lines.append(f"The order of additions explains up to {self.tolerance:.0e}")
+        lines.append(f"The tolerance for the order of summation is {self.tolerance:.0e}")
         if self.differs == [WHOLE_BATCH]:
             lines.append(
-                "The loss of a whole batch is not the mean of its micro-batches: it averages over "
-                "something else than samples, which MeanLoss(loss_fn, count) says, or it compares "
-                "samples with one another, which micro-batches cannot"
+                "The loss of the whole batch is not the mean over its micro-batches: either it "
+                "averages over something other than samples (declare this with MeanLoss(loss_fn, "
+                "count)), or it compares samples with each other, which micro-batches do not "
+                "support"
             )
         elif self.first is not None:
-            lines.append(f"The first layer whose output differs is {self.first}")
+            lines.append(f"The first layer with a different output is {self.first}")
         return ". ".join(lines)
 
 
@@ -189,29 +193,29 @@ def verify(
     loss_fn: LossFn,
     reference: nn.Module | None = None,
 ) -> Verification:
-    """Runs a training step and an evaluation of each batch, in stages and unsplit; compares them.
+    """Compares training steps and evaluations of the stages with the unsplit module.
 
-    All processes call it together. The weights are moved a little between the batches. Afterwards
-    the model is as before, also after an error: its weights, gradients, buffers, modes and the step
-    that its draws count from, and what its code holds in attributes, closures and globals.
+    A collective call. The weights change slightly between batches. Afterwards, also after an error,
+    the model is restored: weights, gradients, buffers, modes, the step of its random draws, and
+    state that its code holds in attributes, closures and globals.
 
     Args:
-        model: the model, with the options of the run.
-        batches: of this replica, `(inputs, targets)`.
+        model: the model, with the run's options.
+        batches: this replica's batches, as `(inputs, targets)`.
         loss_fn: as in `HybridModel.train_step`.
-        reference: the module as it was before the `HybridModel` was made of it, on any device. It
-            is moved to the device of the last stage, and changed. None: a copy of `model.net`.
+        reference: the original module, before it was wrapped in the `HybridModel`, on any device.
+            It is moved to the last stage's device and modified. None to use a copy of `model.net`.
 
     Raises:
-        ConfigError: the processes have parts of the model only, and there is no `reference`.
-        Exception: raised by the pipeline, or by the unsplit module with a note that says so.
+        ConfigError: each process has only a part of the model, and `reference` is None.
+        Exception: raised by the pipeline, or by the unsplit module (then with a note).
     """
     options, world = model.options, model.world
     if reference is None and world.processes_per_replica > 1:
         raise ConfigError(
-            "verify() needs the whole model next to its stages, and with "
-            f"{setting('engine', 'distributed')} no process has it: pass reference=, the module "
-            "before it was wrapped"
+            "verify() compares the stages with the whole model, which no process has with "
+            f"{setting('engine', 'distributed')}: pass reference=, the module before it was "
+            "wrapped"
         )
     loss = model.resolve_loss(loss_fn)
     comparison = _Comparison(model, loss, reference)
@@ -226,19 +230,19 @@ def verify(
     return comparison.result(
         f"{count} training step{'s' * (count > 1)} and evaluation{'s' * (count > 1)} in {stages} "
         f"({options.schedule}, {options.chunks} micro-batches, engine {world.engine}, "
-        f"{options.precision}) beside the unsplit module"
+        f"{options.precision}) compared with the unsplit module"
     )
 
 
 @contextmanager
 def _as_before(model: HybridModel, loss: CountedLoss) -> Iterator[None]:
-    """Restores `model`, and the state that its code and the loss can reach, after the block."""
-    # copies: a step adds up in the same memory
+    """Restores `model`, and the state reachable from its code and the loss, after the block."""
+    # copies, because a step accumulates in place
     gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     state = PythonState(model.net, loss.function, parameters=True)
     modes = [(module, module.training) for module in model.net.modules()]
     rng, step = model.rng, model.rng.step
-    rng.seeds_evaluations = True  # so that the unsplit module can have the same draws
+    rng.seeds_evaluations = True  # so that the unsplit module can repeat the draws
     try:
         with model.without_self_check():
             yield
@@ -255,14 +259,14 @@ def _as_before(model: HybridModel, loss: CountedLoss) -> Iterator[None]:
 
 @dataclass
 class _Recorded:
-    """A loss that notes the outputs and losses of its micro-batches."""
+    """A loss that records the outputs and losses of its micro-batches."""
 
     loss: CountedLoss
     outputs: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
 
     def __call__(self, output: Any, targets: Any) -> Tensor:
-        # a copy: the loss may work in place
+        # a copy, because the loss may work in place
         self.outputs.append(tree_map_only(Tensor, lambda t: t.detach().clone(), output))
         loss = self.loss(output, targets)
         self.losses.append(loss.detach().clone())
@@ -273,7 +277,7 @@ class _Batch(NamedTuple):
     """A batch, and the inputs and targets of its micro-batches on the device of the output.
 
     Attributes:
-        replicas: for each micro-batch the number of its logical replica.
+        replicas: the logical replica of each micro-batch.
     """
 
     name: str
@@ -285,7 +289,7 @@ class _Batch(NamedTuple):
 
     @property
     def whole(self) -> tuple[Any, Any] | None:
-        """The inputs and targets in one; None if those of several replicas cannot be joined."""
+        """The joined inputs and targets; None if several replicas' batches cannot be joined."""
         try:
             return joined(self.inputs), joined(self.targets)
         except BatchError:
@@ -293,10 +297,10 @@ class _Batch(NamedTuple):
 
 
 class PlainReplicas:
-    """Runs logical replicas one after another in an unsplit module, as `world` defines them.
+    """Runs the logical replicas of `world` one after the other in an unsplit module.
 
-    Each begins with the buffers of before the step; those of the first one stay. The gradients of
-    all are added in the order of `summation_tree`.
+    Each replica begins with the buffers from before the step, and the first replica's buffers are
+    kept. Gradients are summed in the order of `summation_tree`.
     """
 
     def __init__(self, net: nn.Module, world: World) -> None:
@@ -310,7 +314,7 @@ class PlainReplicas:
         return {name: buffer.detach().clone() for name, buffer in self._net.named_buffers()}
 
     def enter(self, replica: int) -> None:
-        """Prepares a micro-batch of this replica."""
+        """Prepares a micro-batch of `replica`."""
         if replica == self._replica:
             return
         if self._replica is not None:
@@ -331,7 +335,7 @@ class PlainReplicas:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Gives the module the gradients of all replicas; a collective call."""
+        """Stores the summed gradients of all replicas in the module; a collective call."""
         if self._world.fixed_replicas is None:
             return
         self._leave()
@@ -348,19 +352,19 @@ class PlainReplicas:
             parameter.grad = None if gradient is None else put(gradient, parameter.device)
 
 
-def _sum_of(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
+def _sum_of(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right
 
 
 class _Comparison:
     """Runs the stages and the unsplit module on the same batches.
 
     Args:
-        model: in stages.
-        loss: of a step.
-        reference: the unsplit module; None: a copy of `model.net`.
+        model: the model in stages.
+        loss: the loss of a step.
+        reference: the unsplit module; None to use a copy of `model.net`.
     """
 
     def __init__(self, model: HybridModel, loss: CountedLoss, reference: nn.Module | None) -> None:
@@ -374,11 +378,11 @@ class _Comparison:
         computed = [model.options.precision]
         computed += [_PRECISION_OF.get(p.dtype, "fp32") for p in model.net.parameters()]
         self._tolerance = max(TOLERANCES[precision] for precision in computed)
-        # the kind of each tensor, its name and the difference
+        # (kind, name, difference) of each tensor
         self._compared: list[tuple[str, str, float]] = []
         self._not_compared: set[str] = set()
         self._first: str | None = None
-        # by parameter, the largest entries of what its gradient is a sum of
+        # parameter -> largest entries of the terms of its gradient
         self._terms: dict[str, float] = {}
 
     def state(self) -> None:
@@ -389,7 +393,7 @@ class _Comparison:
             self._add(STATE, name, tensor, plain_tensors.get(name))
 
     def move_weights(self, number: int) -> None:
-        """Moves the weights of both by the same small random amounts."""
+        """Adds the same small random numbers to the weights of both."""
         for modules in (self._model, self._net):
             for name, parameter in modules.named_parameters():
                 if not parameter.is_floating_point() or parameter.is_meta:
@@ -416,7 +420,7 @@ class _Comparison:
             self._first = self._first or self._first_layer(inputs, parts[0])
 
     def result(self, title: str) -> Verification:
-        """Returns what all processes have found; a collective call."""
+        """Returns the combined result of all processes; a collective call."""
         kinds: dict[str, Compared] = {}
         for rank, compared in enumerate(self._world.gather(self._compared)):
             on_rank = f" on rank {rank}" if self._world.size > 1 else ""
@@ -424,13 +428,13 @@ class _Comparison:
                 kinds.setdefault(kind, Compared()).add(name + on_rank, size)
         model, reasons = self._model, []
         if model.pipeline.has_ties:
-            reasons.append("stages share a parameter, and add its gradients up at the end")
+            reasons.append("stages share a parameter and sum its gradients at the end")
         if self._world.data_parallel_size > 1 and self._world.fixed_replicas is None:
-            reasons.append("the gradients of replicas are added up")
+            reasons.append("gradients are summed over replicas")
         if self._device.type != "cpu":
-            reasons.append("a GPU adds up in its own order")
+            reasons.append("a GPU sums in its own order")
         if model.options.compile:
-            reasons.append("compiled layers add up in their own order")
+            reasons.append("compiled layers sum in their own order")
         not_compared = set().union(*self._world.gather(self._not_compared))
         return Verification(
             kinds, self._tolerance, reasons, self._first, title, sorted(not_compared)
@@ -440,7 +444,7 @@ class _Comparison:
         name, weights = batch.name, batch.weights
         model, net = self._model, self._net
         recorded = _Recorded(self._loss)
-        # a known reduction: else the check of the first step would call it again
+        # a known reduction; otherwise the first step's check would call it again
         loss = self._loss.of(recorded, is_known_reduction=True)
         self._set_modes(training=True)
         model.zero_grad()
@@ -473,7 +477,7 @@ class _Comparison:
             self._add("loss of the step", name, result.loss, weights.mean(values))
             self._compare_whole_loss(batch, recorded, weights.mean(values))
         self._compare_gradients()
-        if model.options.batch_norm == "deferred":  # its running statistics differ on purpose
+        if model.options.batch_norm == "deferred":  # its running statistics intentionally differ
             self._take_buffers()
         plain_buffers = dict(net.named_buffers())
         for key, buffer in model.named_buffers():
@@ -481,7 +485,7 @@ class _Comparison:
 
     @contextmanager
     def _terms_noted(self) -> Iterator[None]:
-        """Adds up, by parameter, how large the gradients are that the block adds."""
+        """Sums, by parameter, the magnitudes of the gradients accumulated in the block."""
         earlier_grads = {
             name: None if p.grad is None else p.grad.detach().clone()
             for name, p in self._net.named_parameters()
@@ -495,11 +499,11 @@ class _Comparison:
                 self._terms[name] = self._terms.get(name, 0.0) + largest
 
     def _compare_whole_loss(self, batch: _Batch, recorded: _Recorded, mean: Tensor) -> None:
-        """Compares the loss of the outputs of all micro-batches with the mean of their losses."""
+        """Compares the loss of all micro-batches' joined outputs with the mean of their losses."""
         if len(batch.parts) == 1 or is_of_model(self._loss, batch.targets):
             return
         if len(recorded.outputs) < len(batch.parts):
-            return  # there are none of micro-batches in which nothing counts
+            return  # micro-batches in which nothing counts have none
         try:
             check_samples(recorded.outputs, [batch_size(part) for part, _ in batch.parts])
             output = merge(recorded.outputs)
@@ -519,7 +523,7 @@ class _Comparison:
                 if parameter.requires_grad:
                     gradient = parameter.grad
                     gradient = torch.zeros_like(parameter) if gradient is None else gradient
-                    # every process of a replica has all its gradients
+                    # every process of a replica has all gradients
                     if self._world.fixed_replicas is None:
                         gradient = self._world.sum(gradient) / self._world.size
                     parameter.grad = gradient
@@ -534,7 +538,7 @@ class _Comparison:
         for name, parameter in self._model.named_parameters():
             grad = parameter.grad
             if grad is None and replicas > 1:
-                grad = torch.zeros_like(parameter)  # used by no replica
+                grad = torch.zeros_like(parameter)  # unused by all replicas
             scale = max(least, self._terms.get(name, 0.0))
             self._add("gradient", name, grad, plain_grads.get(name), scale)
 
@@ -558,14 +562,14 @@ class _Comparison:
         for number, output in enumerate(staged.outputs):
             place = f"{name}, micro-batch {number}"
             self._add("output in evaluation", place, output, plain.outputs[number])
-            if weights.weights[number]:  # else it is the mean of nothing
+            if weights.weights[number]:  # otherwise it is a mean over nothing
                 loss = staged.losses[number]
                 self._add("loss in evaluation", place, loss, plain.losses[number])
         values = [
             value if factor else torch.zeros_like(value)
             for value, factor in zip(staged.losses, weights.weights, strict=True)
         ]
-        # a forward that draws, or goes on from the one before, gives a whole batch other outputs
+        # a forward that draws random numbers, or keeps state, gives other outputs for a whole batch
         if any(seeds) or not self._repeats_itself(batch.parts[0][0], plain.outputs[0]):
             self._compare_whole_loss(batch, staged, weights.mean(values))
         elif len(batch.parts) > 1 and batch.whole is not None:
@@ -578,7 +582,7 @@ class _Comparison:
             self._add_whole_loss(batch, whole, weights.mean(values))
 
     def _repeats_itself(self, part: Any, output: Any) -> bool:
-        """Returns whether the unsplit module still gives `output` for a micro-batch."""
+        """Returns whether the unsplit module reproduces `output` for a micro-batch."""
         state = PythonState(self._net)
         with self._plainly():
             repeated = self._forward(part)
@@ -588,11 +592,11 @@ class _Comparison:
     def _add_whole_loss(self, batch: _Batch, whole: Tensor, mean: Tensor) -> None:
         if self._loss.is_sum:
             whole = whole / max(batch.weights.count, 1)
-        place = f"{batch.name}: {float(whole):.7g}, and {float(mean):.7g} by micro-batches"
+        place = f"{batch.name}: {float(whole):.7g}, but {float(mean):.7g} by micro-batches"
         self._add(WHOLE_BATCH, place, mean, whole.to(mean.dtype))
 
     def _first_layer(self, inputs: Any, parts: Sequence[Any]) -> str | None:
-        """Returns the first layer whose output differs, in evaluation or else in training."""
+        """Returns the first layer with a different output, in evaluation or else in training."""
         for training in (False, True):
             self._set_modes(training)
             staged_calls, plain_calls = Calls(), Calls()
@@ -623,9 +627,9 @@ class _Comparison:
 
     @contextmanager
     def _shared_state_undone(self) -> Iterator[None]:
-        """Puts back what a run of the stages changes and the unsplit module sees too.
+        """Restores state that the stages' run changes and the unsplit module shares.
 
-        That is in closures and globals of both, such as a counter in a hook.
+        Such state is in closures and globals, for example a counter in a hook.
         """
         state = PythonState(self._net, self._loss.function, without=self._model.net)
         yield
@@ -633,9 +637,10 @@ class _Comparison:
 
     @contextmanager
     def _plainly(self, seeds: Sequence[int] = (), autocast: bool = True) -> Iterator[None]:
-        """Runs the unsplit module in the block as stages run: their threads, autocast and draws."""
+        """Runs the unsplit module like the stages, with their threads, autocast and draws."""
         threads, lanes = torch.get_num_threads(), len(self._world.devices)
-        torch.set_num_threads(threads_per_lane(lanes))  # it decides how a kernel adds up
+        # it determines a kernel's order of summation
+        torch.set_num_threads(threads_per_lane(lanes))
         draws = ReplayedDraws(seeds)
         try:
             with (
@@ -644,18 +649,18 @@ class _Comparison:
             ):
                 yield
         except Exception as error:
-            error.add_note("in the unsplit module, which the stages are compared with")
+            error.add_note("in the unsplit module, with which the stages are compared")
             raise
         finally:
             torch.set_num_threads(threads)
         if draws.left:
             raise UserError(
-                f"the unsplit module draws {len(draws.left)} times fewer than its stages"
+                f"the unsplit module makes {len(draws.left)} fewer random draws than its stages"
             )
 
     @contextmanager
     def _seeds(self, microbatches: int) -> Iterator[list[Sequence[int]]]:
-        """Gives, when the block has run a step, the seeds of the draws of each micro-batch."""
+        """Yields a list that a step in the block fills with the seeds of each micro-batch."""
         rng, seeds = self._model.rng, list[Sequence[int]]()
         step = rng.step
         yield seeds
@@ -668,11 +673,11 @@ class _Comparison:
         return self._net(*args, **kwargs)
 
     def _placed(self, values: Any) -> Any:
-        # copies: a layer may work in place
+        # copies, because a layer may work in place
         return tree_map_only(Tensor, lambda t: put(t, self._device).clone(), values)
 
     def _set_modes(self, training: bool) -> None:
-        """Sets both to training or evaluation, but for what the user keeps in evaluation."""
+        """Sets the mode of both, except modules that the user keeps in evaluation mode."""
         if self._model.training is not training:
             self._model.train(training)
         modes = {name: module.training for name, module in self._model.named_modules()}
@@ -680,7 +685,7 @@ class _Comparison:
             module.training = modes.get(name, training)
 
     def _take_buffers(self) -> None:
-        """Gives the unsplit module the buffers of the stages."""
+        """Copies the buffers of the stages to the unsplit module."""
         buffers = [(name, buffer.cpu()) for name, buffer in self._model.named_buffers()]
         for name, buffer in self._model.pipeline.gather(buffers):
             self._net.get_buffer(name).copy_(buffer)

@@ -7,11 +7,11 @@ before the first step on each new kind of input, a small sample runs twice on co
                                                                     ├─ outputs, gradients, buffers
     copy 2   module(sample), backward ──────────────────────────────┘
 
-Small models are run on numbers, with the same random draws in both runs, and compared bitwise.
-Large models, and models of which this process holds only a part, are run without data and compared
-by the expressions that they compute (see `expressions`). Where the model's code depends on data, or
-the expressions differ, numbers decide, unless the model is too large for that. A mismatch is an
-error that names the first layer whose output differs.
+Small models run on numbers, with the same random draws in both runs, and are compared bitwise.
+Large models, and models of which this process holds only a part, run without data and are compared
+by the expressions that they compute (see `expressions`). If the model's code depends on data, or
+the expressions differ, a run on numbers decides, unless the model is too large for it. A mismatch
+is an error that names the first layer with a different output.
 
 The check never touches the model itself, and restores the closures, globals and generators that its
 code uses.
@@ -70,7 +70,7 @@ stages sum them in another order."""
 
 
 class _Skipped(Exception):
-    """The comparison is not possible; the message gives the reason."""
+    """The comparison is not possible; the message has the reason."""
 
 
 class _Sample(NamedTuple):
@@ -100,11 +100,11 @@ class _Numbers(NamedTuple):
 
 
 class CutModel(NamedTuple):
-    """A module and how it is cut.
+    """A module and its cut into stages.
 
     Attributes:
-        net: the module; its parameters are on the meta device where another process holds them.
-        plan: which layers each stage has.
+        net: the module; parameters held by other processes are on the meta device.
+        plan: the layers of each stage.
         planned: the layers.
         options: the pipeline options of the run.
         world: the processes and devices of the run.
@@ -126,7 +126,7 @@ class SelfCheck:
     """Compares a model's stages with the unsplit module, once for each kind of input.
 
     Args:
-        model: the model that is checked.
+        model: the model to check.
         variants_of: returns the graph variant of each micro-batch, or None without variants.
     """
 
@@ -137,7 +137,7 @@ class SelfCheck:
     ) -> None:
         self._model = model
         self._variants_of = variants_of
-        self._signatures: set[Any] = set()  # exact shapes, for a quick answer
+        self._signatures: set[Any] = set()  # exact shapes, for a fast lookup
         self._kinds: set[Any] = set()
         self._is_off = not model.options.self_check or _is_trivial(model.planned)
         self._says_skipped = model.world.is_main
@@ -156,7 +156,7 @@ class SelfCheck:
         """Checks the micro-batches of an example batch, in training and in evaluation mode.
 
         Raises:
-            NotExactError: the stages do not compute what the module computes.
+            NotExactError: the stages compute something other than the module.
         """
         if isinstance(example_inputs, Microbatch):
             inputs, sizes = example_inputs.inputs, [batch_size(example_inputs.inputs)]
@@ -182,7 +182,7 @@ class SelfCheck:
             trains: whether a backward follows.
 
         Raises:
-            NotExactError: the stages do not compute what the module computes.
+            NotExactError: the stages compute something other than the module.
         """
         if self._is_off:
             return
@@ -203,7 +203,7 @@ class SelfCheck:
 
     def _check_batch(self, inputs: Any, sizes: Sequence[int], training: bool, trains: bool) -> None:
         with torch.set_grad_enabled(trains):
-            self._model.planned.guards.check()  # its errors are clearer than a mismatch
+            self._model.planned.guards.check()  # raises clearer errors than a mismatch
         parts = split(inputs, sizes)
         variants: Sequence[int | None] = self._variants_of(parts) or [None] * len(sizes)
         start = 0
@@ -212,8 +212,8 @@ class SelfCheck:
             if kind not in self._kinds:
                 self._kinds.add(kind)
                 small = part
-                if size > SAMPLES and variant is None:  # fewer samples may take another variant
-                    # cut from the batch, because only there shared values are marked
+                if size > SAMPLES and variant is None:  # fewer samples may need another variant
+                    # cut from the batch, because shared values are marked only there
                     small = split(inputs, [start, SAMPLES, sum(sizes) - start - SAMPLES])[1]
                 self._check(*(_Sample(s, training, trains, variant) for s in (small, part)))
             start += size
@@ -227,14 +227,14 @@ class SelfCheck:
                     raise
                 self._compare(whole)  # the model may need more samples
         except _Failed as failure:
-            # if the sample alone is not to blame, the step itself raises this error
-            log.debug("the stages were not compared with the unsplit module: %r", failure.error)
+            # if the cause is not the small sample, the step itself raises this error
+            log.debug("could not compare the stages with the unsplit module: %r", failure.error)
         except _Skipped as reason:
             if self._says_skipped:
                 self._says_skipped = False
                 log.info(
-                    "the stages were not compared with the unsplit module, since %s: "
-                    "`hybridtrain verify`, or model.verify(...), does it",
+                    "the stages were not compared with the unsplit module, because %s: to "
+                    "compare them, run `hybridtrain verify` or model.verify(...)",
                     reason,
                 )
 
@@ -255,19 +255,21 @@ class SelfCheck:
             if place is None:
                 raise
             # a graph may compute the same numbers with other operators
-            raise _Skipped(f"{place}, and numbers cannot decide, since {reason}") from None
+            raise _Skipped(
+                f"{place}, and a run on numbers cannot decide, because {reason}"
+            ) from None
         if place is not None:
             self._refuse(place)
 
     def _mismatch(self, sample: _Sample, *, symbolic: bool) -> str | None:
-        """Returns where the cut and the unsplit model differ; logs what cannot be compared."""
+        """Returns where the cut and unsplit model differ; logs values that cannot be compared."""
         run = _Run(self._model, symbolic=symbolic)
         place = run.mismatch(sample)
         new_kinds = run.not_compared - self._not_compared
         self._not_compared |= new_kinds
         if new_kinds and self._model.world.is_main:
             log.info(
-                "the self-check did not compare %s, because the type has no comparison",
+                "the self-check did not compare %s, because the type cannot be compared",
                 ", ".join(sorted(new_kinds)),
             )
         return place
@@ -275,11 +277,11 @@ class SelfCheck:
     def _refuse(self, place: str) -> NoReturn:
         model = self._model
         raise NotExactError(
-            f"the model in {len(model.plan.stages)} stages does not compute what "
-            f"{type(model.net).__name__} itself computes, {place}. Move the code around that "
-            "place, and what shares state with it, into a submodule that the model calls: a "
-            f"submodule is called, not traced. {setting('self_check', False)} trains without this "
-            "comparison"
+            f"the model in {len(model.plan.stages)} stages does not compute the same as "
+            f"{type(model.net).__name__} itself, {place}. Move the code around that place, and "
+            "everything that shares state with it, into a submodule that the model calls: "
+            f"submodules are called, not traced. {setting('self_check', False)} disables this "
+            "check"
         )
 
 
@@ -331,7 +333,8 @@ class _Run:
             sync_batch_norm=False,
             broadcast_buffers=False,
         )
-        if symbolic:  # a recomputation would draw anew, and a deferred batch norm computes another
+        # recomputation would repeat draws, and a deferred batch norm computes differently
+        if symbolic:
             self._options = replace(self._options, recompute="never", batch_norm="micro_batch")
         self._check_modules()
 
@@ -346,7 +349,7 @@ class _Run:
         if mismatch is None:
             return None
         if not self._repeats_itself(sample):
-            raise _Skipped("the module gives other numbers when it runs twice on the same inputs")
+            raise _Skipped("two runs of the module on the same inputs give different numbers")
         return f"{sample}: {mismatch}{self._first_place(sample)}"
 
     def _difference(self, sample: _Sample) -> Difference | None:
@@ -356,7 +359,7 @@ class _Run:
         results = [("output", cut.output, plain.output)]
         for name, gradient in plain.gradients.items():
             results.append((f"the gradient of {name}", cut.gradients.get(name), gradient))
-        if self._options.batch_norm != "deferred":  # which has other buffers on purpose
+        if self._options.batch_norm != "deferred":  # its buffers intentionally differ
             for name, buffer in plain.buffers.items():
                 results.append((f"buffer {name}", cut.buffers.get(name), buffer))
         for mismatch in differences(*results, not_compared=self.not_compared):
@@ -371,14 +374,14 @@ class _Run:
         return not difference(tuple(first), tuple(second))
 
     def _first_place(self, sample: _Sample) -> str:
-        """Returns the end of an error message: the first layer whose output differs."""
+        """Returns the end of an error message: the first layer with a different output."""
         cut, plain = Calls(), Calls()
         seeds = self._run_cut(sample, cut)[1]
         self._run_plain(sample, seeds, plain)
         for name, outputs in plain.outputs.items():
             if name in cut.outputs and difference(cut.outputs[name], outputs):
                 if _same_inputs(cut.inputs.get(name), plain.inputs.get(name)):
-                    return f"; the first layer whose output differs is {name!r}"
+                    return f"; the first layer with a different output is {name!r}"
                 return f"; the first difference is in the code that leads to layer {name!r}"
         return ""
 
@@ -387,7 +390,7 @@ class _Run:
             if isinstance(module, SyncBatchNorm):
                 raise _Skipped("a SyncBatchNorm needs all processes")
             if isinstance(module, torch.jit.ScriptModule):
-                raise _Skipped("TorchScript runs other code in its first runs than in later ones")
+                raise _Skipped("TorchScript runs different code in its first runs than later")
         if self._symbolic:
             return
         if self._model.is_partial:
@@ -397,14 +400,14 @@ class _Run:
             limit = min(limit, accelerator.total_memory(self._device) / 16)
         if (total := byte_size_of(self._net)) > limit:
             raise _Skipped(
-                f"its code depends on data, and it has {total / 2**30:.1f} GiB, above "
+                f"its code depends on data, and its size of {total / 2**30:.1f} GiB exceeds "
                 f"{limit / 2**30:.1f} GiB"
             )
 
     def _run_cut(
         self, sample: _Sample, calls: Calls | None = None
     ) -> tuple[_Numbers, Sequence[int], set[str]]:
-        """Runs a copy that is cut as planned.
+        """Runs a copy that is cut into stages as planned.
 
         Returns:
             the results; the seeds of the random draws, in order; and the names of the gradients
@@ -436,7 +439,7 @@ class _Run:
 
         with self._as_before(net), _failures(), numbers.entered():
             pipeline = Pipeline(net, self._model.plan, planned, world, self._options, InlineEngine)
-            pipeline.watches_state = not self._symbolic  # a symbolic run recomputes nothing
+            pipeline.watches_state = not self._symbolic  # a run without data recomputes nothing
             pipeline.rng.seeds_evaluations = not self._symbolic
             if sample.variant is not None:
                 for stage in pipeline.stages:
@@ -495,11 +498,11 @@ class _Run:
 
     @contextmanager
     def _as_before(self, net: nn.Module) -> Iterator[None]:
-        """Restores what a run changes outside of the copy `net`, and the default generators."""
+        """Restores state that a run changes outside the copy `net`, and the default generators."""
         with undone(net, [self._device]) as state, warnings.catch_warnings():
             if not state.is_complete:
                 raise _Skipped("its code can reach too many objects to restore them all")
-            warnings.simplefilter("ignore")  # the run itself warns, too
+            warnings.simplefilter("ignore")  # the run itself warns too
             yield
 
     def _autocast(self) -> Any:
@@ -539,7 +542,7 @@ class _Values:
         return nullcontext()
 
     def noted(self, tree: Any) -> Any:
-        """Returns the representation of a result that is compared."""
+        """Returns the representation of a result for the comparison."""
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), tree)
 
     def after(self, net: nn.Module, output: Any, inputs: Any) -> _Numbers:
@@ -589,7 +592,7 @@ class _Symbols(_Values):
             yield
 
     def noted(self, tree: Any) -> Any:
-        """Returns the representation of a result that is compared."""
+        """Returns the representation of a result for the comparison."""
         return self._expressions.values(tree)
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
@@ -598,7 +601,7 @@ class _Symbols(_Values):
 
 
 def _same_inputs(of_cut: list[Any] | None, of_plain: list[Any] | None) -> bool:
-    """Returns whether the calls of a layer in both runs get the same tensors, as far as seen.
+    """Returns whether a layer's recorded calls receive the same tensors in both runs.
 
     A layer of a graph receives one value as its argument and pops the others from a stash.
     """

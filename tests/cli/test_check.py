@@ -87,7 +87,7 @@ PLANTED: dict[str, tuple[list[str], str, str]] = {
     "list of devices": (
         [*DIGITS, "submit=2x8", "world.devices=[cuda:0,cuda:9]"],
         "devices",
-        "cuda:9 is not there",
+        "cuda:9 does not exist",
     ),
     "port": ([*DIGITS, "submit=2x8"], "ports", "MASTER_PORT=http is not a port"),
     "run directory": ([*DIGITS, "output_dir=book.txt"], "run directory", "book.txt is a file"),
@@ -120,7 +120,7 @@ PLANTED: dict[str, tuple[list[str], str, str]] = {
     "missing weights": (
         [*DIGITS, "init_from=nothing.safetensors"],
         "init_from",
-        "init_from=nothing.safetensors: there is no such file",
+        "init_from=nothing.safetensors: no such file",
     ),
     "weights without a path": (
         [*DIGITS, "init_from={path:null}"],
@@ -222,10 +222,10 @@ def test_a_checkpoint_that_does_not_fit_is_found(
         (file,) = copied.glob("checkpoints/step_00000006/model*.safetensors")
         file.write_bytes(file.read_bytes()[:-1])
         _, parts, _ = checked(capfd, "check", "run_name=digits")
-        assert "bytes; " in parts["checkpoint"]
+        assert re.search(r"model.* bytes ", parts["checkpoint"])
     elif case == "other model":
         _, parts, _ = checked(capfd, "check", *net("normed"), "run_name=x", f"resume={copied}")
-        assert "is of another model" in parts["weights"]
+        assert "another model" in parts["weights"]
     else:
         _, parts, _ = checked(capfd, "check", *net("normed"), "run_name=x", f"init_from={copied}")
         assert f"init_from={copied}" in parts["weights"]

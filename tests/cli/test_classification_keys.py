@@ -58,6 +58,15 @@ def test_a_setting_that_does_not_fit_is_one_line(
         assert "trainer.loss=mse has no trainer.label_smoothing" in fail(capfd, *FEW, *mse)
 
 
+def test_a_metric_of_generated_texts_is_refused_and_the_way_to_score_them_named(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    said = fail(capfd, *FEW, "trainer.metrics=[accuracy,rouge]")
+    for named in ("trainer.metrics=rouge", "perplexity", "hybridtrain export format=transformers"):
+        assert named in said
+    assert len(said.splitlines()) == 1
+
+
 @pytest.mark.thorough
 def test_texts_with_several_classes_are_trained_and_predicted_by_name(
     capfd: pytest.CaptureFixture[str],
@@ -115,7 +124,6 @@ def test_words_have_classes(capfd: pytest.CaptureFixture[str]) -> None:
     assert {"f1_per_class/ADJ", "f1_per_class/ADV", "f1_per_class/NOUN"} <= values.keys()
 
 
-@pytest.mark.thorough
 def test_an_onnx_file_computes_what_the_model_does(
     copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,6 +46,20 @@ def test_a_run_imports_no_package_that_it_does_not_use(run):
     assert not UNUSED & set(modules)
 
 
+def test_a_run_imports_the_data_set_and_the_model_that_it_names_and_no_other(run):
+    _, _, _, modules = run
+    packages = ("hybridtrain.datasets.", "hybridtrain.models.")
+    plugins = {module.partition(".")[2] for module in modules if module.startswith(packages)}
+    shared = {"datasets.standard_input", "models.check"}
+    assert plugins - shared == {"datasets.digits", "models.basicnet"}
+
+
+def test_the_library_imports_pytorch_and_the_extras_only_when_they_are_used():
+    code = "import sys, hybridtrain; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "tensorboard", "hydra", "omegaconf", *UNUSED} & set(done.stdout.split())
+
+
 def test_a_run_collects_garbage_but_leaves_out_the_modules_that_it_has_imported(run):
     _, collects, frozen, _ = run
     assert collects

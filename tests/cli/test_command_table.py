@@ -124,7 +124,7 @@ def test_the_help_of_a_command_explains_it_its_keys_and_flags_with_an_example(
     entry = COMMANDS[command]
     assert said.startswith(f"usage: hybridtrain {command}")
     for key in entry.keys:
-        assert re.search(rf"^  {key}(\.\w+)?=$", said, re.M)
+        assert re.search(rf"^  {key}(\.\w+)?=\n {{6}}\S", said, re.M)
     for flag in entry.flags:
         assert f"  {flag} " in said
     assert entry.examples[0] in said

@@ -29,7 +29,7 @@ def refusal(*overrides: str) -> str:
         compose_config(overrides)
     message = str(caught.value)
     assert "\n" not in message
-    assert len(message) < 400
+    assert len(message) < 450
     for jargon in ("full_key", "object_type", "Traceback", "To append to your config"):
         assert jargon not in message
     return message
@@ -178,7 +178,7 @@ def test_the_yaml_of_a_config_loads_back_as_the_same_config() -> None:
             ("learning_rate=1", "learning_rate: .* did you mean optim.lr?"),
             ("outputdir=x", "outputdir: .* did you mean output_dir?"),
             ("recipe=digit", "recipe=digit is unknown: did you mean 'digits'?"),
-            ("recipe=zzz", "recipe=zzz is unknown: the choices are: digits, imdb_transformer"),
+            ("recipe=zzz", "recipe=zzz .*digits, .*imdb_transformer"),
             ("model=basicnt", "model=basicnt is unknown: did you mean 'basicnet'?"),
             ("pipeline=3", "pipeline=3 is unknown: the choices are: default"),
             ("+recipe=digits", r"\+recipe=digits: .* write recipe=digits"),
@@ -219,7 +219,7 @@ def test_a_typo_in_an_override_is_one_line_with_a_suggestion(override: str, mess
             ("pipeline:\n  chunks: [1\n", "recipe=mine.yaml is not YAML: .*line 2"),
             ("pipeline:\n\tchunks: 1\n", "recipe=mine.yaml is not YAML: .*line 2"),
             ("seed: 1\nseed: 2\n", "recipe=mine.yaml is not YAML: .*duplicate key seed"),
-            ("- a\n- b\n", "recipe mine must be a mapping"),
+            ("- a\n- b\n", "recipe=mine.yaml .* mapping"),
         ],
         3,
     ),
@@ -243,7 +243,7 @@ def test_a_recipe_file_that_cannot_be_read_is_one_line() -> None:
             ("trainer.steps=1.5", "trainer.steps: .*'1.5'.* Integer"),
             ("seed=abc", "seed: .*'abc'"),
             ("output_dir=null", "output_dir: "),
-            ("monitor.progress=maybe", "monitor.progress: .*'maybe'.* bool"),
+            ("monitor.progress=maybe", "monitor.progress=maybe .* true, false"),
             ("allow_targets=3", "allow_targets: "),
             ("trainer.steps=${nowhere}", "trainer.steps: .*nowhere"),
             ("pipeline.chunks=[", r"cannot read the override 'pipeline.chunks=\['"),

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from cli_runs import fail, succeed
-from safetensors.torch import load_file
-from support.launch import forked_command
+from safetensors.torch import load_file, save_file
+from support.launch import SMALL, forked_command
 from support.small_hub import write_chats, write_gpt2, write_llama
 
 from hybridtrain import World
+from hybridtrain.cli import main
 from hybridtrain.data import TrainLoader
 from hybridtrain.datasets import chat
 from hybridtrain.models import lora, transformers_model
@@ -173,6 +174,65 @@ def test_peft_loads_the_adapter_that_was_evaluated(capfd):
         logits = loaded(**inputs).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     assert loss.item() == pytest.approx(result["loss"], rel=1e-5)
+
+
+def test_init_from_says_where_the_base_of_a_run_was_moved(copied, capfd):
+    adapted = [*SMALL, "model.lora.targets=all-linear", "run_name=adapted"]
+    succeed(capfd, *adapted, "init_from=outputs/digits", "trainer.steps=1")
+    trained = json.loads(Path("outputs/adapted/summary.json").read_text())["eval"]
+    copied.rename("first")
+    said = fail(capfd, "evaluate", "run_name=adapted")
+    assert all(name in said for name in ("step_00000001", "outputs/digits", "init_from="))
+    capfd.readouterr()
+    assert main(["evaluate", "run_name=adapted", "init_from=first"]) == 0
+    assert json.loads(capfd.readouterr().out)["loss"] == trained["loss"]
+    said = fail(capfd, "evaluate", "run_name=adapted", "init_from=outputs/nothing")
+    assert "init_from=outputs/nothing" in said
+
+
+@pytest.mark.thorough
+def test_a_run_with_the_adapter_of_another_has_its_base(copied, capfd):
+    adapted = [*SMALL, "model.lora.targets=all-linear"]
+    succeed(capfd, *adapted, "run_name=first", "init_from=outputs/digits", "trainer.steps=1")
+    for steps in (1, 2):
+        second = ("run_name=second", "init_from=outputs/first", f"trainer.steps={steps}")
+        succeed(capfd, *adapted, *second)
+    state = json.loads(Path("outputs/second/checkpoints/step_00000002/state.json").read_text())
+    assert state["base"]["source"] == "outputs/digits"
+
+
+@pytest.mark.thorough
+def test_the_key_that_named_a_base_says_where_it_was_moved(capfd):
+    write_gpt2(Path("llama"))
+    short = [*RUN, "pipeline.nb_part=1"]
+    succeed(capfd, *short, "trainer.steps=2")
+    trained = json.loads(Path("outputs/sft_chat/summary.json").read_text())["eval"]
+    Path("llama").rename("moved")
+    said = fail(capfd, "export", "run_name=sft_chat", "format=peft")
+    assert all(name in said for name in ("step_00000002", "./llama", "init_from=", "model.source="))
+    capfd.readouterr()
+    assert main(["evaluate", "run_name=sft_chat", "model.source=./moved"]) == 0
+    assert json.loads(capfd.readouterr().out)["loss"] == trained["loss"]
+    succeed(capfd, "export", "run_name=sft_chat", "format=peft", "init_from=./moved")
+    # other weights are refused, whatever names them
+    write_gpt2(Path("other"))
+    weights = load_file("other/model.safetensors")
+    save_file({name: value + 1 for name, value in weights.items()}, "other/model.safetensors")
+    said = fail(capfd, "evaluate", "run_name=sft_chat", "model.source=./other")
+    assert all(name in said for name in ("step_00000002", "./llama", "./other"))
+
+
+@pytest.mark.thorough
+def test_a_run_goes_on_with_its_moved_base_and_names_the_new_place_from_then_on(capfd):
+    write_gpt2(Path("llama"))
+    short = [*RUN, "pipeline.nb_part=1"]
+    succeed(capfd, *short, "trainer.steps=2")
+    Path("llama").rename("moved")
+    said = succeed(capfd, *short, "trainer.steps=3", "model.source=./moved")
+    assert "resumed from outputs/sft_chat/checkpoints/step_00000002" in said
+    state = json.loads(Path("outputs/sft_chat/checkpoints/step_00000003/state.json").read_text())
+    assert state["base"]["source"] == "./moved"
+    succeed(capfd, "run_name=sft_chat", "trainer.steps=4")
 
 
 @pytest.mark.thorough

@@ -222,7 +222,9 @@ def test_an_optimizer_with_modes_is_counted_and_one_with_a_closure_refused() -> 
     assert optimizer_tensors_per_param(schedule_free, ["support"]) == 1
     asks = {"_target_": "support.schedule_free.AsksForClosure"}
     message = refusal(lambda: optimizer_tensors_per_param(asks, ["support"]))
-    assert message.startswith(f"optim._target_={asks['_target_']}: its step computes the loss")
+    assert message.startswith(
+        f"optim._target_={asks['_target_']}: this optimizer recomputes the loss"
+    )
 
 
 @pytest.mark.parametrize(

@@ -39,18 +39,18 @@ def _data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*TEXTS, *VIT], "ViTForImageClassification takes images, and the data set has texts"),
+        ([*TEXTS, *VIT], "ViTForImageClassification takes images, but the data set has texts"),
         (
             [*IMAGES, model("bert")],
-            "BertForSequenceClassification takes token ids, and the data set has images",
+            "BertForSequenceClassification takes token ids, but the data set has images",
         ),
         (
             [*IMAGES, VIT[0], model("vit", ", patch_size: 8, image_size: 64")],
-            "does not take the images of the data set, 32 x 32 pixels in 3 colours",
+            "images of the data set, 32 x 32 pixels with 3 color channels",
         ),
         (
             [*IMAGES, VIT[0], model("vit", ", patch_size: 8, num_channels: 1")],
-            "does not take the images of the data set, 32 x 32 pixels in 3 colours",
+            "images of the data set, 32 x 32 pixels with 3 color channels",
         ),
     ],
     ids=["texts", "images", "size", "colours"],

@@ -5,7 +5,9 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
+import hydra
 import pytest
 from cli_runs import contents, fail, succeed
 from omegaconf import OmegaConf
@@ -64,6 +66,50 @@ def test_what_the_recipe_alone_would_change_is_kept_and_said(begun: Path) -> Non
         "  data.max_len  64  (recipe: 256)\n"
         "  optim.lr      0.01  (recipe: 0.0005)"
     ]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.steps=9", "optim.lr=${seed}", "~lr_schedule.T_max", "optim.betas=[0.5,0.9]"],
+        *thorough(
+            [
+                ["optim=sgd", "optim.lr=0.2", "hardware=h100", "hardware.nodes=2"],
+                ["monitor=[csv]", "callbacks=[ema]", "resume=last", "~optim.eps"],
+                ["monitor.wandb={project: mine}"],  # merged with the run's
+                ["trainer.steps=9", "+optim.amsgrad=true"],
+                ["optim._target_=torch.optim.SGD", "trainer.epochs=1"],
+            ]
+        ),
+    ],
+    ids=" ".join,
+)
+def test_overrides_next_to_the_recipe_change_the_run_as_without_it(
+    overrides: list[str], begun: Path
+) -> None:
+    run = "run_name=imdb_transformer"
+    write_config(begun, ["recipe=imdb_transformer", "optim.lr=0.01", "monitor.wandb={tags: [a]}"])
+    alone = resolve_settings("train", [run, *overrides])
+    with_recipe = resolve_settings("train", ["recipe=imdb_transformer", *overrides])
+    assert with_recipe.config == alone.config
+    assert (with_recipe.changes, with_recipe.texts) == (alone.changes, alone.texts)
+    assert alone.changes
+
+
+def test_a_command_on_a_run_composes_once(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    composed: list[list[str]] = []
+    compose = hydra.compose
+
+    def note(name: str, overrides: list[str], **options: Any) -> Any:
+        composed.append(overrides)
+        return compose(name, overrides, **options)
+
+    monkeypatch.setattr("hybridtrain.cli.config.compose.compose", note)
+    overrides = ["trainer.steps=9", "optim=sgd", "optim.lr=0.2", "~lr_schedule.T_max"]
+    resolve_settings("train", ["recipe=imdb_transformer", *overrides])
+    assert len(composed) == 1
+    resolve_settings("train", ["run_name=imdb_transformer", "trainer.steps=9"])
+    assert len(composed) == 2
 
 
 @pytest.mark.thorough

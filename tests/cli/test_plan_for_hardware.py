@@ -32,7 +32,7 @@ def test_plan_for_a_cluster_writes_what_train_takes(tmp_path, monkeypatch, capfd
     told = succeed(capfd, "plan", *SMALL, *keys, "pipeline.nb_part=2", "world.engine=local")
     assert "step ms" in told
     assert "predicted, from estimated costs" in told
-    assert "plan.png beside it" in told
+    assert "plan.png next to it" in told
     assert Image.open(tmp_path / "outputs/priced/plan.png").format == "PNG"
     trained = succeed(capfd, *words_of(told), "world.devices=cpu", "run_name=run")
     assert "done: " in trained
@@ -284,3 +284,17 @@ def test_measure_machine_writes_what_this_machine_reads(tmp_path, monkeypatch, c
     assert set(written) <= set(vars(HardwareConfig()))
     told = succeed(capfd, "plan", *SMALL, "hardware=this-machine")
     assert "predicted, from measured costs" in told
+
+
+@pytest.mark.thorough
+def test_a_plan_says_first_whether_fsdp2_is_the_better_choice(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    sizes = ["model.n_layer=24", "model.d_model=1024", "model.n_head=16"]
+    machine = ["hardware=h100", "hardware.memory_gib=5", "hardware.devices_per_node=2"]
+    for link, is_better in (("300e9", True), ("1e9", False)):
+        link = f"hardware.node_bytes_per_s={link}"
+        said = succeed(capfd, "plan", "recipe=python_source_gpt", *sizes, *machine, link)
+        # the line before the first plan, which begins with its spread
+        lines = said.splitlines()
+        above = next(n for n, line in enumerate(lines) if line.split()[:1] == ["spread"]) - 1
+        assert ("FSDP2" in lines[above]) is is_better

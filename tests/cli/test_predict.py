@@ -138,11 +138,16 @@ def test_texts_on_standard_input_are_predicted_as_those_of_a_file(
     ("run", "path", "typed", "message"),
     [
         ("pets", "-", "", "predict_path=-: standard input is empty"),
-        ("pets", "-", "no.png\n", "predict_path=-: there is no file no.png"),
-        ("pets", "no", "", "predict_path=no: there is no such folder or file"),
-        ("pets", "empty", "", "predict_path=empty: there is no image in it: images end in .jpg"),
+        ("pets", "-", "no.png\n", "predict_path=-: no such file: no.png"),
+        ("pets", "no", "", "predict_path=no: no such file or folder"),
+        ("pets", "empty", "", "predict_path=empty contains no image: image files end in .jpg"),
         ("pets", "a.jsonl", "", "a.jsonl cannot be read as an image"),
-        ("texts", "-", '{"text": "a"}\n{"words": "b"}\n', "line 2: there is no text in 'text'"),
+        (
+            "texts",
+            "-",
+            '{"text": "a"}\n{"words": "b"}\n',
+            "line 2: no text in 'text'",
+        ),
         ("texts", "-", '{"text": "a"}\n{"text": \n', "predict_path=-, line 2: not JSON"),
     ],
 )
@@ -169,7 +174,7 @@ def test_standard_input_that_is_a_terminal_is_one_line(
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr("sys.stdin", terminal)
     said = fail(capfd, "predict", "run_name=pets", "data.predict_path=-")
-    assert "predict_path=- reads standard input, which is a terminal: pipe" in said
+    assert "predict_path=- reads standard input, but that is a terminal" in said
 
 
 @pytest.mark.thorough

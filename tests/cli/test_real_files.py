@@ -57,8 +57,8 @@ def test_the_first_line_counts_the_samples_names_the_classes_and_the_place(
     said = succeed(capfd, *TEXTS, BERT, "data.path=parts/*.jsonl")
     assert (
         "data: 18 samples to train on, 2 held out; 2 classes: neg, pos; texts of 6 tokens "
-        "(median), 8 (longest), 0% cut by data.max_len=128; 2 files, jsonl from parts/a.jsonl, "
-        "parts/b.jsonl" in said
+        "(median), 8 (longest), 0% truncated by data.max_len=128; 2 files, jsonl from "
+        "parts/a.jsonl, parts/b.jsonl" in said
     )
     config = Path("outputs/t/config.yaml").read_text()
     assert "  classes:\n  - neg\n  - pos\n" in config
@@ -96,19 +96,19 @@ def test_every_line_of_a_table_is_a_sample_as_it_is_written(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "text,label\n", "has a header (text, label) and no samples"),
+        ("a.csv", "text,label\n", "has a header (text, label), but no samples"),
         ("a.jsonl", "", "a.jsonl is empty"),
-        ("a.csv", "text,label\na,0\nb\nc,1\n", "a.csv, line 3: 1 fields, and the header has 2"),
-        ("a.csv", 'text,label\na,0\n"b,1\nc,0\n', "begins at line 3 has a quote that does not fit"),
+        ("a.csv", "text,label\na,0\nb\nc,1\n", "a.csv, line 3: 1 fields, but the header has 2"),
+        ("a.csv", 'text,label\na,0\n"b,1\nc,0\n', "begins at line 3 has a misplaced quote"),
         (
             "a.jsonl",
             '{"text": "a", "label": "x"}\n{"text": "b", "label": 3}\n',
-            "target=label: texts and numbers are mixed: sample 1 of a.jsonl has a text",
+            "target=label mixes texts and numbers: sample 1 of a.jsonl has a text",
         ),
         (
             "a.jsonl",
             '{"text": "a", "label": "x"}\n{"text": null, "label": "y"}\n',
-            "text=text: sample 2 of a.jsonl has no value there",
+            "text=text: sample 2 of a.jsonl has no value",
         ),
     ],
 )
@@ -230,7 +230,7 @@ def test_texts_that_a_model_cannot_take_are_refused_before_the_first_step(
         "num_attention_heads: 2, intermediate_size: 16, max_position_embeddings: 16}"  # fmt: skip
     write_jsonl("short.jsonl", rows(20))
     short = [*TEXTS, bert, "data.path=short.jsonl", "run_name=short"]
-    of_bert = "texts have up to 42 tokens, and the model has 16 positions: set data.max_len=16"
+    of_bert = "up to 42 tokens, but the model only has 16 positions: set data.max_len=16"
     write_jsonl("long.jsonl", [{**row, "text": "the plot " * 20} for row in rows(20)])
     assert of_bert in fail(capfd, *short, "data.eval_path=long.jsonl")
     assert "has 16 positions" in fail(capfd, *short, "data.pad=max_len")
@@ -289,7 +289,7 @@ def test_a_model_of_transformers_for_another_task_is_one_line(
         capfd, *own, "trainer.steps=1", "model=transformers", "model.config={model_type: vit}"
     )
     assert "AutoModelForSequenceClassification of vit: Unrecognized configuration class" in told
-    assert "task=classification may be another one of classification, regression, image_" in told
+    assert "task=classification " in told
 
 
 @pytest.mark.thorough
@@ -304,8 +304,10 @@ def test_a_checkpoint_of_lightning_gives_its_weights_and_an_error_of_pytorch_has
     torch.save({"state_dict": {f"model.{k}": v for k, v in state.items()}}, "lightning.ckpt")
     run = ["recipe=digits", "world.devices=cpu", "trainer.steps=1", "run_name=digits"]
     said = succeed(capfd, *run, "init_from=lightning.ckpt")
-    assert f"{len(state)} tensors loaded, by their names without 'model.'" in said
+    assert f"lightning.ckpt: {len(state)} tensors loaded" in said
+    assert "'model.'" in said
     torch.save({"state_dict": state, "more": Path("x")}, "pickled.ckpt")
     message = fail(capfd, *run[:-1], "run_name=other", "init_from=pickled.ckpt")
-    assert "holds more than tensors" in message
+    assert "init_from=pickled.ckpt" in message
+    assert "state_dict()" in message
     assert "\x1b" not in message

@@ -32,7 +32,7 @@ def test_the_page_has_the_numbers_of_the_summary(finished: Path, tmp_path: Path)
         f"training loss {summary['train_loss']:.4g}",
         f"loss, evaluation {summary['eval']['loss']:.4g}",
         f"accuracy, evaluation {summary['eval']['accuracy']:.1%}",
-        f"a step, median {summary['step_ms']['p50']:.2f} ms",
+        f"median step time {summary['step_ms']['p50']:.2f} ms",
         f"newest checkpoint: {Path(summary['checkpoint']).name}",
         "recipe=digits",
         f"torch {summary['environment']['torch']}",
@@ -51,8 +51,8 @@ def test_the_page_says_which_steps_the_times_of_the_advice_and_of_the_tile_are_o
     for advice in ([], ["a step would take 3 ms instead of 5"]):
         (copied / "summary.json").write_text(json.dumps({**summary, "advice": advice}))
         page = write_report([copied], tmp_path / "page.html").read_text()
-        assert "a step, median" in page
-        assert ("Times in the advice are those of recorded steps" in page) == bool(advice)
+        assert "median step time" in page
+        assert ("The advice is based on recorded steps" in page) == bool(advice)
 
 
 @pytest.mark.parametrize(("ms", "shown"), [(999.0, "999.00 ms"), (1264.24, "1.26 s")])
@@ -65,8 +65,8 @@ def test_a_time_is_in_the_unit_that_people_read_and_the_same_everywhere(
     summary["step_ms"]["p50"] = summary["measured"]["step_ms"] = ms
     (run / "summary.json").write_text(json.dumps(summary))
     page = write_report([run], tmp_path / "page.html").read_text()
-    assert f"a step, median {shown}" in words(page)
-    assert 'title="half of the optimizer steps' in page
+    assert f"median step time {shown}" in words(page)
+    assert 'title="over all optimizer steps' in page
     assert words(page).count(shown) >= 1
     assert f"{ms:.2f} ms" not in words(page) or ms < 1000
 
@@ -142,7 +142,7 @@ def test_a_run_that_has_not_ended_has_a_page_of_what_there_is(
     (run / "metrics.jsonl").write_text(whole + '{"step": 7, "time')  # as it is being written
     shown = words(write_report([run]).read_text())
     assert (run / "report.html").exists()
-    assert "state not done" in shown
+    assert "state not finished" in shown
     assert "steps 6" in shown
 
 
@@ -160,7 +160,7 @@ def test_what_is_not_a_run_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty/metrics.jsonl is not there"):
+    with pytest.raises(DataError, match=r"empty/metrics\.jsonl does not exist"):
         RunRecord.read(tmp_path / "empty")
     assert main(["report", "nothing"]) != 0
     assert "neither a folder nothing nor a run outputs/nothing" in capsys.readouterr().err

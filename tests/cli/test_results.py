@@ -122,6 +122,9 @@ def test_results_are_found_by_name_and_by_folder(
         tables.append(capfd.readouterr().out)
     assert len(set(tables)) == 1
     assert "done" in tables[0]
+    Path("digits").mkdir()  # a folder with data, say
+    assert results(["digits"]) == 0
+    assert capfd.readouterr().out == tables[0]
     assert "there is neither a folder other nor a run" in fail(capfd, "results", "other")
     assert "usage: hybridtrain results" in fail(capfd, "results")
     assert "results comes first and takes no overrides" in fail(capfd, "seed=1", "results")

@@ -143,7 +143,7 @@ def test_the_checkpoint_of_another_model_is_refused_and_no_file_changes(
     message = fail(capfd, *SMALL, *other)
     assert "outputs/digits is a run with model.num_classes=null, not 11" in message
     message = fail(capfd, *SMALL, *other, "allow_changes=true")
-    assert "fc2.weight is [10, 128] there and [11, 128] in the model" in message
+    assert "fc2.weight is [10, 128] in the checkpoint and [11, 128] in the model" in message
     assert contents(copied) == before
 
 
@@ -248,7 +248,7 @@ def test_a_new_run_begins_with_the_weights_of_another_and_a_resumed_one_does_not
     assert f"outputs/tuned has begun from init_from={source}, and goes on from its own" in other
     assert "set another run_name=" in other
     head = [*SMALL, "run_name=head", "model.num_classes=17", f"init_from={source}"]
-    assert "fc2.bias is [10] there and [17] in the model" in fail(capfd, *head)
+    assert "fc2.bias is [10] in the checkpoint and [17] in the model" in fail(capfd, *head)
     assert "must be a path, or a mapping" in fail(capfd, *head[:-1], "init_from=3")
 
 

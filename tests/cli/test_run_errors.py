@@ -28,11 +28,11 @@ from hybridtrain.cli.run import build
                 ["world.devices=[cpu,cpu,cpu]"],
                 "world.devices=['cpu', 'cpu', 'cpu'] names 3 devices",
             ),
-            (["world.devices=cuda"], "need 2 GPUs, and there are 0"),
+            (["world.devices=cuda"], "need 2 GPUs, but there are 0"),
             (["world.backend=mpi"], "world.backend=mpi is not available"),
             (
                 ["init_from=nowhere.pt"],
-                "init_from=nowhere.pt: there is no such file or directory\n",
+                "init_from=nowhere.pt: no such file or directory\n",
             ),
             (
                 ["trainer.metrics={f1: torchmetrics.F1Score}"],
@@ -84,7 +84,7 @@ def test_weights_that_are_not_there_are_told_before_the_data_are_loaded(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "load_data", None)
-    assert "init_from=nowhere.pt: there is no" in fail(capfd, *SMALL, "init_from=nowhere.pt")
+    assert "init_from=nowhere.pt: no such file" in fail(capfd, *SMALL, "init_from=nowhere.pt")
 
 
 @pytest.mark.parametrize("key", ["RANK", "WORLD_SIZE"])
@@ -124,7 +124,7 @@ def test_an_error_in_a_model_names_the_layer_the_stage_and_the_micro_batch(
                 "trainer.metrics=acuracy is unknown: did you mean 'accuracy'?",
             ),
             (["trainer.loss=nlll"], "trainer.loss=nlll is unknown: did you mean 'nll'?"),
-            (["trainer.epochs=2"], "give exactly one of trainer.steps= and trainer.epochs="),
+            (["trainer.epochs=2"], "exactly one of trainer.steps= and trainer.epochs="),
             (["trainer.steps=0"], "trainer.steps=0 must be a whole number of at least 1"),
             (["trainer.clip_norm=0"], "trainer.clip_norm=0.0 must be positive"),
             (["trainer.precision=fp8"], "trainer.precision=fp8 is unknown"),

@@ -1,13 +1,32 @@
 """The scripts of CI and of pre-commit: what they run, with a fake Python, pip, uv and tools."""
 
+import ast
+import importlib
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
+
+import hybridtrain
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "script", [str(path.relative_to(ROOT)) for path in sorted((ROOT / "scripts").rglob("*.py"))]
+)
+def test_what_a_script_imports_of_the_library_is_there(script: str) -> None:
+    """Most scripts run for minutes, so that no test runs them."""
+    for node in ast.walk(ast.parse((ROOT / script).read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hybridtrain"):
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                if not hasattr(module, alias.name):  # a module of the package
+                    importlib.import_module(f"{module.__name__}.{alias.name}")
 
 
 def program(path: Path, text: str) -> None:
@@ -148,3 +167,49 @@ class TestHook:
         done = bash(hook, "ruff", "check", **variables)
         assert done.returncode == 1
         assert "ruff is not installed: activate your environment" in done.stderr
+
+
+class TestRelease:
+    """scripts/release.sh and the workflows."""
+
+    FILES = ("hybridtrain/__init__.py", "CITATION.cff", "CHANGELOG.md")
+
+    @pytest.fixture
+    def release(self, clone: Path) -> Path:
+        """A clone with the files that name a version."""
+        for name in self.FILES:
+            (clone / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, clone / name)
+        return clone
+
+    def run(self, release: Path, tag: str) -> subprocess.CompletedProcess[str]:
+        return bash(release / "scripts" / "release.sh", tag)
+
+    def test_the_version_of_the_package_can_be_tagged(self, release: Path) -> None:
+        result = self.run(release, f"v{hybridtrain.__version__}")
+        assert (result.returncode, result.stderr) == (0, "")
+
+    @pytest.mark.parametrize("tag", ["", "v9.9.9", hybridtrain.__version__])
+    def test_another_tag_is_refused(self, release: Path, tag: str) -> None:
+        result = self.run(release, tag)
+        assert result.returncode == 1
+        assert repr(tag) in result.stderr
+
+    @pytest.mark.parametrize("file", FILES)
+    def test_a_file_with_another_version_is_refused_by_name(self, release: Path, file: str) -> None:
+        version = hybridtrain.__version__
+        path = release / file
+        path.write_text(path.read_text().replace(version, "9.9.9"))
+        result = self.run(release, f"v{version}")
+        assert result.returncode == 1
+        assert Path(file).name in result.stderr
+
+    @pytest.mark.parametrize(
+        "workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda p: p.stem
+    )
+    def test_a_workflow_calls_scripts_that_exist(self, workflow: Path) -> None:
+        jobs = yaml.safe_load(workflow.read_text())["jobs"]
+        lines = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+        scripts = re.findall(r"\./(scripts/\S+)", "\n".join(lines))
+        assert scripts
+        assert all(os.access(ROOT / script, os.X_OK) for script in scripts)

@@ -218,7 +218,7 @@ def test_trials_that_all_fail_end_the_search(
 ) -> None:
     all_fail = [*(w for w in words if not w.startswith("optim")), "optim.lr=interval(1,2)"]
     said = fail(capfd, *all_fail, "search.trials=9")
-    assert "error: 3 trials have failed one after the other, the last with" in said
+    assert "error: 3 consecutive trials have failed, the last with" in said
     assert [trial.state for trial in study().trials] == [TrialState.FAIL] * 3
 
 

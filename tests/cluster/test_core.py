@@ -129,7 +129,7 @@ def two_steps_at_once_in_one_job_train_as_one_process_does(slurm: Slurm, wait: W
         hosts = re.findall(r"^ +[01]  (n\d) ", log, re.MULTILINE)
         assert len(set(hosts)) == 2, log
     wait("the_runs_of_an_array_train_and_are_in_one_table")
-    alone = losses(slurm, "array-optim.lr=0.003")
+    alone = losses(slurm, "array-lr/lr_0.003")
     assert losses(slurm, "pipeline") == alone  # one replica: the same additions
     assert losses(slurm, "replicas") == pytest.approx(alone, rel=1e-5)  # in another order
     # the clocks of the nodes are 1000 s apart
@@ -144,7 +144,7 @@ def three_nodes_train_as_one_process_does(slurm: Slurm, wait: Wait) -> None:
     for rank in range(3):
         assert re.search(rf"^ +{rank}  n{rank + 1} ", said, re.MULTILINE), said
     wait("the_runs_of_an_array_train_and_are_in_one_table")
-    assert losses(slurm, "three") == pytest.approx(losses(slurm, "array-optim.lr=0.003"), rel=1e-5)
+    assert losses(slurm, "three") == pytest.approx(losses(slurm, "array-lr/lr_0.003"), rel=1e-5)
 
 
 @part
@@ -155,6 +155,43 @@ def a_run_does_not_begin_anew_where_another_node_has_its_checkpoints(
     slurm.run("srun", "-K1", "-N2", "-w", "n2,n3", *command("local", own_disk))
     said = slurm.run("srun", "-K1", "-N3", *command("local", own_disk), code=2)
     assert said.count("rank 1 on n2 has a checkpoint of step 10") == 1, said
+
+
+def problems(said: str) -> list[str]:
+    """Returns the parts of a check that have a problem."""
+    return re.findall(r"^(\w+(?: \w+)*) {2,}problem ", said, re.MULTILINE)
+
+
+@part
+def what_a_check_says_of_a_job_is_what_slurm_and_the_job_do(slurm: Slurm, wait: Wait) -> None:
+    submit = [*HYBRIDTRAIN, "submit"]
+    job = [*SMALL, "run_name=checked", "submit.nodes=2", "submit.time=10m"]
+    said = slurm.run(*submit, "--check", *job)
+    assert not problems(said), said
+    assert re.search(r"^sbatch +ok ", said, re.MULTILINE), said
+    layout = re.search(r"^processes +ok +(.*)$", said, re.MULTILINE)
+    assert layout is not None, said
+    sent = slurm.run(*submit, *job)
+    assert layout[1] in sent
+    number = sent.splitlines()[-1]
+    slurm.wait_until_gone(number)
+    assert slurm.state(number) == "COMPLETED"
+    for mistake in ("submit.partition=nowhere", "submit.gpus_per_node=8", "submit.nodes=9"):
+        said = slurm.run(*submit, "--check", *job, mistake, code=2)
+        assert problems(said) == ["sbatch"], said
+        # Slurm takes a job of more nodes than there are, and never starts it
+        refuses = mistake != "submit.nodes=9"
+        said = slurm.run(*submit, *job, mistake, code=2 if refuses else 0)
+        if not refuses:
+            number = said.splitlines()[-1]
+            assert "Reason=Partition" in slurm.run("scontrol", "show", "job", number)
+            slurm.run("scancel", number)
+    # Slurm takes this one, and it ends with the error that the check has found
+    lost = [*SMALL, "run_name=lost", "submit.time=10m", "init_from=missing.safetensors"]
+    assert problems(slurm.run(*submit, "--check", *lost, code=2)) == ["init_from"]
+    number = slurm.run(*submit, *lost).splitlines()[-1]
+    slurm.wait_until_gone(number)
+    assert "ExitCode=2:0" in slurm.run("scontrol", "show", "job", number)
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -45,8 +45,8 @@ def test_processes_that_meet_in_the_store_of_another_run_say_so(slurm: Slurm) ->
     )
     slurm.wait_for("outputs/owner/metrics.jsonl", '"step": 5,')
     said = slurm.run("srun", "-N2", "-n2", *command("guest"), env=env, code=2)
-    assert "error: the port 23456 of n1, where the processes are to meet, is" in said
-    assert "set MASTER_PORT to a free one" in said
+    assert "error: port 23456 on n1" in said
+    assert "set MASTER_PORT to a free port" in said
     assert not (slurm.work / "outputs" / "guest").exists()
     assert first.poll() is None
     slurm.run("scancel", "--user=root", code=None)
@@ -75,7 +75,7 @@ def test_a_batch_script_without_srun_says_so(slurm: Slurm) -> None:
         f"{shlex.join(command('bare'))}\necho ended with $?\n"
     )
     said = slurm.wait_for("bare.log", "ended with 2")
-    assert said.count("put srun before the command") == 1, f"job {job}\n{said}"
+    assert said.count("for a single process, use srun -n 1") == 1, f"job {job}\n{said}"
 
 
 def test_a_process_that_was_killed_on_another_node_is_named_in_one_line(slurm: Slurm) -> None:

@@ -57,7 +57,7 @@ def send(number, processes):
 def test_stall_s_ends_a_script_of_one_process_at_every_height(place, scripts):
     for code, said in ends_of(scripts(HEIGHTS, place, 1)):
         assert code == 4, said
-        assert "error: rank 0 has stood still for 1 s in" in said
+        assert "error: rank 0 has made no progress for 1 s in" in said
         assert "stands.py" in said
 
 

@@ -15,7 +15,7 @@ def test_smp(worker, processes, cell, launched):
 def test_replicas_with_other_numbers_of_batches_end_with_one_clear_error(tmp_path):
     status, output = forked_script(2, "smp_unequal.py", tmp_path)
     assert status == 1
-    said = "a replica has ended after 2 training steps, and this one is in its"
+    said = "a replica ended after 2 training steps, "
     lines = [line for line in output.splitlines() if said in line]
     raised = [line for line in lines if "BatchError" in line]
     assert len(raised) == 1  # the others are the last lines of both

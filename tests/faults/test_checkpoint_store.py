@@ -196,13 +196,13 @@ def test_a_directory_renamed_to_another_step_is_refused_but_other_names_are_allo
     best = path.rename(tmp_path / "best")
     verify(best)
     assert step_of(best) == 100
-    with pytest.raises(CheckpointError, match="named for step 200 but holds step 100"):
+    with pytest.raises(CheckpointError, match=r"step 200.* step 100"):
         verify(best.rename(tmp_path / "step_00000200"))
 
 
 @pytest.mark.parametrize(
     ("number", "message"),
-    [(1, "format 1, .* reads 2: load it with the version"), (9, "format 9, .* reads 2: load it")],
+    [(1, "format 1, .* format 2"), (9, "format 9, .* format 2")],
 )
 def test_another_format_is_refused_by_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, message: str
@@ -252,7 +252,7 @@ def test_a_reader_finds_the_checkpoint_that_replaces_the_one_it_reads(
 
 
 def test_a_path_without_a_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"nowhere.*no such directory"):
+    with pytest.raises(CheckpointError, match=r"nowhere is not a checkpoint: .*directory"):
         verify(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"no manifest\.json"):
         step_of(tmp_path)

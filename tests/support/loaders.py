@@ -7,20 +7,14 @@ from types import SimpleNamespace
 
 import torch
 
+from hybridtrain import World
 
-def world_of(replica, replicas):
-    """Returns the part of a World that a loader reads, for a loader that sends nothing."""
-    return SimpleNamespace(
-        size=replicas,
-        data_parallel_rank=replica,
-        data_parallel_size=replicas,
-        fixed_replicas=None,
-        logical_replicas=replicas,
-        owned_replicas=range(replica, replica + 1),
-        processes_per_replica=1,
-        devices=(torch.device("cpu"),),
-        gather=lambda value: [value] * replicas,
-    )
+
+def world_of(replica, replicas, shares=None):
+    """Returns the World of a process among others that are not there."""
+    world = World(rank=replica, size=replicas, replica_shares=shares)
+    world.gather = lambda value: [value] * replicas
+    return world
 
 
 def take(loader, count, epoch=None, batch=0):

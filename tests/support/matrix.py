@@ -120,7 +120,7 @@ def compared(
     """
     case = CASES[cell.case]
     device = torch.device(devices if isinstance(devices, str) else devices[0])
-    base = case.net().to(device)
+    base = case.net()
     model = HybridModel(
         copy.deepcopy(base),
         World.from_env(cell.nb_part, devices, timeout_s=60, **world),
@@ -133,7 +133,7 @@ def compared(
         seed=SEED,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    reference = Unsplit(base, case, cell, replicas)
+    reference = Unsplit(base.to(device), case, cell, replicas)
     exact = replicas == 1 and cell.case != "tied_gpt" and device.type == "cpu"
     # the unsplit model adds up sums and divides once
     exact = exact and case.loss_sum is None

@@ -104,6 +104,20 @@ class Stream:
                 del work
 
 
+class Gate:
+    """Stops a stream for as long as a block runs."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._open = threading.Event()
+        stream.queue(lambda: self._open.wait(PATIENCE_S) and None)
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.set()
+
+
 class Block:
     """Memory that a tensor has, and the streams that may still read it when it is dropped."""
 
@@ -252,20 +266,20 @@ class StandInGPUs:
         meta = torch.empty_like(tensor.meta if isinstance(tensor, DeviceTensor) else tensor,
                                 device="meta")  # fmt: skip
         copied = self._new(meta, device)
-        to = _real(copied)
+        to = real_memory(copied)
         if not isinstance(tensor, DeviceTensor):
             own = tensor.clone()  # pageable memory is read before the call returns
             target.queue(lambda: self._copied(to, own))
             return copied
         # as CUDA does: in the source's stream, with a barrier on both sides
-        source, read = self.current_stream(tensor.device), _real(tensor)
+        source, read = self.current_stream(tensor.device), real_memory(tensor)
         source.wait_stream(target)
         source.queue(lambda: self._copied(to, read))
         target.wait_stream(source)
         return copied
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        host, read = torch.empty(tensor.shape, dtype=tensor.dtype), _real(tensor)
+        host, read = torch.empty(tensor.shape, dtype=tensor.dtype), real_memory(tensor)
         self.current_stream(tensor.device).queue(lambda: self._copied(host, read))
         return host
 
@@ -306,7 +320,7 @@ class StandInGPUs:
         if func in _READS:
             self.syncs += 1
             self.synchronize(device)
-            return func(*tree_map_only(DeviceTensor, _real, args), **kwargs)
+            return func(*tree_map_only(DeviceTensor, real_memory, args), **kwargs)
 
         def described(leaf: Any) -> Any:
             if isinstance(leaf, DeviceTensor):
@@ -317,7 +331,7 @@ class StandInGPUs:
 
         def stored(leaf: Any) -> Any:
             if isinstance(leaf, DeviceTensor):
-                return _real(leaf)
+                return real_memory(leaf)
             if isinstance(leaf, Tensor):
                 return leaf.clone()
             return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
@@ -330,7 +344,7 @@ class StandInGPUs:
                      for a in func._schema.arguments)  # fmt: skip
         if made or writes:
             real_args, real_kwargs = tree_unflatten([stored(leaf) for leaf in flat], spec)
-            into = [(number, _real(tensor)) for number, tensor in made]
+            into = [(number, real_memory(tensor)) for number, tensor in made]
             run = _with_draws(func, real_kwargs)
 
             def work() -> None:
@@ -351,7 +365,7 @@ class StandInGPUs:
         like = torch.zeros(padded.shape, dtype=padded.dtype)
         shape, sizes = _TAKES_LENGTHS(like, lengths, batch_first)
         packed = self._new(shape.to("meta"), device)
-        read, to = _real(padded), _real(packed)
+        read, to = real_memory(padded), real_memory(packed)
         work = lambda: to.copy_(_TAKES_LENGTHS(read, lengths, batch_first)[0])  # noqa: E731
         self.current_stream(device).queue(work)
         return packed, sizes
@@ -396,13 +410,13 @@ class StandInGPUs:
             return self.copy(tensor, device)
         self.syncs += 1
         self.synchronize(tensor.device)
-        return func(_real(tensor), **kwargs)
+        return func(real_memory(tensor), **kwargs)
 
     def _copied_into(self, target: Tensor, source: Tensor) -> Tensor:
         if not isinstance(target, DeviceTensor):
             self.syncs += 1
             self.synchronize(source.device)
-            return target.copy_(_real(source))
+            return target.copy_(real_memory(source))
         moved = self.copy(source.detach(), target.device)
         return self.run(aten.copy_.default, (target, moved), {})  # type: ignore[no-any-return]
 
@@ -462,7 +476,7 @@ def on_host(tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.to("cpu") if isinstance(leaf, DeviceTensor) else leaf, tree)
 
 
-def _real(tensor: Any) -> Tensor:
+def real_memory(tensor: Any) -> Tensor:
     """The numbers of a tensor, for the worker of a stream: memory alone, which keeps no block."""
     memory = tensor.block.memory
     count = memory.numel() // tensor.element_size() * tensor.element_size()

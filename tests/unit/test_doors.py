@@ -62,6 +62,7 @@ INSIDE = """
     checkpoint.tensor_files unit/checkpoint/test_checkpoint_files.py
     checkpoint.tensor_files unit/checkpoint/test_init_from.py
     # cli: private names of commands, and keys whose values a test of another part needs
+    cli.commands.measure_machine unit/price/test_unequal_hardware.py
     cli.commands.search cli/test_search.py
     cli.config.keys unit/test_naming.py
     cli.config.schema unit/launch/test_gpu_faults.py unit/price/test_pricing.py
@@ -89,9 +90,9 @@ INSIDE = """
     launch.watchdog unit/launch/test_liveness.py unit/launch/test_watchdog.py
     # loop: the breakdown of a step from given times, and a clock to patch
     loop.callbacks unit/test_naming.py
-    loop.advice unit/loop/test_step_account.py
+    loop.advice unit/loop/test_advice.py unit/loop/test_step_account.py
     loop.interruption unit/checkpoint/test_when_to_save.py
-    loop.run_stats unit/loop/test_step_account.py
+    loop.run_stats unit/loop/test_advice.py unit/loop/test_step_account.py
     loop.trainer unit/observe/test_trackers.py
     # observe: pictures as arrays, without a run
     observe.pictures unit/partitioning/test_plan_picture.py unit/pipeline/test_timeline.py
@@ -112,12 +113,14 @@ INSIDE = """
     # pipeline: the parts of a stage: messages, routes, random numbers, backward in parts
     pipeline.engines.actions unit/model/test_exceptions.py
     pipeline.engines.processes unit/pipeline/test_order_of_messages.py
+    pipeline.engines.processes unit/pipeline/test_stand_in_nccl.py
     pipeline.engines.threads unit/pipeline/test_skips.py
     pipeline.layer_rng support/matrix.py unit/launch/test_gpu_faults.py
     pipeline.layer_rng unit/pipeline/test_layer_rng.py
     pipeline.layer_state unit/pipeline/test_layer_state.py
     pipeline.links unit/pipeline/test_skips.py
-    pipeline.messages unit/pipeline/test_messages.py
+    pipeline.messages unit/pipeline/test_messages.py unit/pipeline/test_order_of_messages.py
+    pipeline.messages unit/pipeline/test_stand_in_nccl.py
     pipeline.model_watch unit/model/test_changed_model.py
     pipeline.pipeline unit/launch/test_gpu_faults.py
     pipeline.recomputation_proof unit/pipeline/test_layer_state.py
@@ -127,12 +130,14 @@ INSIDE = """
     pipeline.replicas unit/pipeline/test_replicas.py
     pipeline.split_backward unit/pipeline/test_split_backward.py
     pipeline.stage unit/pipeline/test_split_backward.py
-    pipeline.ties unit/pipeline/test_placement.py
+    pipeline.ties unit/pipeline/test_placement.py unit/pipeline/test_stand_in_nccl.py
     pipeline.timeline distributed/workers/across_processes.py unit/pipeline/test_timeline.py
     pipeline.transfer support/fake_gpus.py support/stand_in_gpus.py
     pipeline.transfer unit/pipeline/test_stand_in_gpus.py
     # price: the parts of a price, against brute force
     price.layout unit/price/test_memory_buys_time.py unit/price/test_pricing.py
+    price.layout unit/price/test_unequal_hardware.py
+    price.price unit/price/test_unequal_hardware.py
     price.price unit/price/test_memory_buys_time.py
     price.price unit/price/test_plan_answers.py unit/price/test_pricing.py
     price.price unit/schedule/test_registry.py

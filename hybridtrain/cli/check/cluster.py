@@ -60,6 +60,7 @@ def devices(config: Config, layout: JobLayout) -> tuple[str, list[World]]:
             config.world.engine,
             config.world.inner,
             config.world.replicas,
+            config.world.replica_shares,
         )
         for rank in range(layout.processes)
     ]

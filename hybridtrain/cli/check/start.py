@@ -35,6 +35,7 @@ from hybridtrain.cli.run.components import (
     build_optimizer,
 )
 from hybridtrain.cli.run.directory import RunDirectory
+from hybridtrain.cli.run.moved_base import place_of_base
 from hybridtrain.cli.run.run_data import load_data, refuse_other_data
 from hybridtrain.data import (
     DataSplits,
@@ -42,7 +43,6 @@ from hybridtrain.data import (
     TrainLoader,
     is_stream,
     length_of,
-    share_of,
 )
 from hybridtrain.errors import CheckpointError, ConfigError, UserError
 from hybridtrain.options import LoaderOptions, PipelineOptions, TrainerOptions
@@ -111,10 +111,10 @@ def batches(
     cuts: dict[tuple[int, ...], None] = {}
     chunks: dict[int, None] = {}
     for total in filter(None, (full, short)):
-        of_replica = []
-        for replica in range(replicas):
-            share = share_of(total, replica, replicas)
-            of_replica.append(tuple(chunk_sizes(max(1, share.stop - share.start), pipeline.chunks)))
+        of_replica = [
+            tuple(chunk_sizes(max(1, samples), pipeline.chunks))
+            for samples in worlds[0].samples_by_replica(total)
+        ]
         cuts |= dict.fromkeys(of_replica)
         for world in worlds:
             chunks[sum(len(of_replica[replica]) for replica in world.owned_replicas)] = None
@@ -215,7 +215,8 @@ def weights(
 ) -> tuple[str, bool]:
     """Compares the model, and the data of a checkpoint, with what is to be loaded."""
     if isinstance(checkpoint, Path):
-        saved = checkpoint_weights(checkpoint, read_manifest(checkpoint)["files"])
+        files = read_manifest(checkpoint)["files"]
+        saved = checkpoint_weights(checkpoint, files, place_of_base(config))
         weights = {**under_all_names(model.net, saved.base_tensors), **saved.tensors}
         check_fits(checkpoint, weights | saved.extra, model.net.state_dict())
         refuse_other_data(checkpoint, data, config.allow_changes)

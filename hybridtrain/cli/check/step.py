@@ -18,10 +18,10 @@ from hybridtrain.cli.check.report import NotCheckedError
 from hybridtrain.cli.check.start import Batches, Model
 from hybridtrain.cli.config.schema import Config, HardwareConfig
 from hybridtrain.cli.run.build import example_of_run
-from hybridtrain.cli.run.hardware import hardware_of_run
+from hybridtrain.cli.run.hardware import arrangement_of_run, hardware_of_run
 from hybridtrain.cli.run.prediction import predict_step_of_run
 from hybridtrain.data import DataSplits, example_batch
-from hybridtrain.errors import SplitError
+from hybridtrain.errors import SplitError, setting
 from hybridtrain.loss import LossFn, resolve
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import (
@@ -212,18 +212,19 @@ def memory(
         raise NotCheckedError(
             f"{text}; the limit is unknown: set hardware=, or pipeline.memory_limit_gib="
         )
-    usable = hardware_of_run(priced, world.devices[0], len(worlds)).usable_bytes
-    if over := [number for number, nbytes in enumerate(memory) if nbytes > usable]:
+    hardware = hardware_of_run(priced, world.devices[0], world.nb_part * world.data_parallel_size)
+    limits = arrangement_of_run(hardware, world).usable_bytes(hardware, world.nb_part)
+    if over := [number for number, limit in enumerate(limits) if memory[number] > limit]:
         shown = ", ".join(f"device {n} needs {with_unit(memory[n])}" for n in over)
         source = "this machine" if config.hardware is None else "hardware="
         if pipeline.memory_limit_gib is not None:
-            source = f"pipeline.memory_limit_gib={pipeline.memory_limit_gib:g}"
+            source = setting("memory_limit_gib", pipeline.memory_limit_gib)
         raise SplitError(
-            f"{shown} of {with_unit(round(usable))} that may be used ({source}): raise "
+            f"{shown} of {with_unit(round(limits[over[0]]))} that may be used ({source}): raise "
             f"pipeline.nb_part= or pipeline.chunks=, set pipeline.recompute=always, or lower "
             f"data.batch_size="
         )
-    text += f", of {with_unit(round(usable))}"
+    text += f", of {with_unit(round(limits[fullest]))}"
     if prediction.step_ms is not None:
         text += f"; a step of {prediction.step_ms:.0f} ms is predicted"
     return text, True
@@ -238,5 +239,6 @@ def _with_hardware(config: Config, worlds: Sequence[World], is_here: bool) -> tu
     if limit is None and is_here and is_one_node and (device == "cpu" or torch.cuda.is_available()):
         return config, True  # of this machine
     hardware = HardwareConfig()
-    hardware.device, hardware.memory_gib, hardware.reserved_gib = device, limit or 1024.0, 0.0
+    hardware.device, hardware.reserved_gib = device, 0.0
+    hardware.memory_gib = limit if isinstance(limit, int | float) else 1024.0
     return replace(config, hardware=hardware), limit is not None

@@ -55,6 +55,7 @@ from hybridtrain.cli.config.schema import WRAPPER_KEYS, Config
 from hybridtrain.cli.run.components import build_model
 from hybridtrain.cli.run.directory import RunDirectory, checkpoint_to_read
 from hybridtrain.cli.run.errors import print_result
+from hybridtrain.cli.run.moved_base import place_of_base
 from hybridtrain.cli.run.run_data import (
     check_same_classes,
     classes_of,
@@ -100,7 +101,7 @@ def export(settings: Settings) -> dict[str, Any]:
         _log.info("%s", note)
     checkpoint = checkpoint_to_read(config.resume, CheckpointStore(directory.checkpoints), World())
     files = verify(checkpoint)["files"]
-    saved = checkpoint_weights(checkpoint, files)
+    saved = checkpoint_weights(checkpoint, files, place_of_base(config))
     evaluated = evaluated_average(checkpoint, files)
     average = evaluated if config.ema else {}
     saved = saved._replace(tensors=with_average(saved.tensors, average))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import median
+from statistics import geometric_mean, median
 from time import perf_counter
 from typing import Any
 
@@ -61,43 +61,85 @@ def measure_machine(words: Sequence[str] = ()) -> int:
 
 
 def measured(seconds: float = _SECONDS) -> dict[str, Any]:
-    """Returns the keys of `hardware` for this machine; a CPU core is a device where no GPU is."""
+    """Returns the keys of `hardware` for this machine; a CPU core is a device where no GPU is.
+
+    One GPU of each kind is measured; the rates are those of the first.
+    """
     gpus = torch.cuda.device_count()
-    device = torch.device("cuda:0" if gpus else "cpu")
+    kinds = [torch.cuda.get_device_name(index) for index in range(gpus)]
+    of_kind = {
+        kind: measured_device(torch.device("cuda", kinds.index(kind)), seconds)
+        for kind in dict.fromkeys(kinds)
+    }
+    first = of_kind[kinds[0]] if gpus else measured_device(torch.device("cpu"), seconds)
+    return {
+        "costs": "measured",
+        "device": "cuda" if gpus else "cpu",
+        "nodes": 1,
+        "devices_per_node": gpus or os.cpu_count() or 1,
+        "memory_gib": first["memory_gib"],
+        **(_unequal([of_kind[kind] for kind in kinds]) if len(of_kind) > 1 else {}),
+        "reserved_gib": 1.0 if gpus else 0.0,
+        "flops_per_s": first["flops_per_s"],
+        "flops_reached": 1.0,
+        "memory_bytes_per_s": first["memory_bytes_per_s"],
+        "bandwidth_reached": 1.0,
+        "node_bytes_per_s": min(each["node_bytes_per_s"] for each in of_kind.values() or [first]),
+        "operator_s": first["operator_s"],
+    }
+
+
+def _unequal(devices: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Returns the relative speed and the memory of each device.
+
+    The speed is the geometric mean over the precisions and the bandwidth of the memory, since a
+    model's layers have parts that are limited by each.
+    """
+
+    def ratio(device: Mapping[str, Any]) -> float:
+        first = devices[0]
+        flops = [rate / first["flops_per_s"][name] for name, rate in device["flops_per_s"].items()]
+        bandwidth = device["memory_bytes_per_s"] / first["memory_bytes_per_s"]
+        return geometric_mean([geometric_mean(flops), bandwidth])
+
+    return {
+        "device_speeds": [round(ratio(device), 2) for device in devices],
+        "device_memory_gib": [device["memory_gib"] for device in devices],
+    }
+
+
+def measured_device(device: torch.device, seconds: float) -> dict[str, Any]:
+    """Returns the rates, memory and link of a device, by the key of `hardware`."""
+    is_gpu = device.type == "cuda"
     threads = torch.get_num_threads()
-    torch.set_num_threads(threads if gpus else 1)
+    torch.set_num_threads(threads if is_gpu else 1)
     try:
-        size = 4096 if gpus else 512
+        size = 4096 if is_gpu else 512
         flops = {}
         for name, dtype in _PRECISIONS.items():
-            if not gpus and name == "fp16":
+            if not is_gpu and name == "fp16":
                 continue  # CPUs without instructions for it are a hundred times slower
             matrix = torch.ones(size, size, dtype=dtype, device=device)
             product = partial(torch.mm, matrix, matrix)
             flops[name] = 2 * size**3 / _seconds(product, device, seconds)
-        block = torch.zeros((2**30 if gpus else 2**26) // 4, device=device)
+        block = torch.zeros((2**30 if is_gpu else 2**26) // 4, device=device)
         copy = _seconds(lambda: block.clone(), device, seconds)
         few = torch.zeros(1, device=device)
         operator = _seconds(lambda: [few.neg() for _ in range(100)], device, seconds) / 100
-        memory = (
-            torch.cuda.mem_get_info(0)[1] if gpus else host_memory() // max(1, os.cpu_count() or 1)
-        )
         link = 2 * block.nbytes / copy / 2
-        if gpus > 1:
-            link = block.nbytes / _seconds(lambda: block.to("cuda:1"), device, seconds)
+        if is_gpu:
+            memory = torch.cuda.mem_get_info(device)[1]
+            if (gpus := torch.cuda.device_count()) > 1:
+                other = torch.device("cuda", (device.index + 1) % gpus)
+                link = block.nbytes / _seconds(lambda: block.to(other), device, seconds)
+        else:
+            memory = host_memory() // max(1, os.cpu_count() or 1)
     finally:
         torch.set_num_threads(threads)
     return {
-        "costs": "measured",
-        "device": device.type,
-        "nodes": 1,
-        "devices_per_node": gpus or os.cpu_count() or 1,
         "memory_gib": round(memory / GIB, 2),
-        "reserved_gib": 1.0 if gpus else 0.0,
         "flops_per_s": {name: float(f"{rate:.3g}") for name, rate in flops.items()},
-        "flops_reached": 1.0,
         "memory_bytes_per_s": float(f"{2 * block.nbytes / copy:.3g}"),
-        "bandwidth_reached": 1.0,
         "node_bytes_per_s": float(f"{link:.3g}"),
         "operator_s": float(f"{operator:.3g}"),
     }

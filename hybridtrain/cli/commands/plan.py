@@ -38,12 +38,7 @@ from hybridtrain.data import DataSplits, batches_in, first_samples, length_of
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.launch import detect
 from hybridtrain.observe import NodesPoint, draw_plan, in_ms
-from hybridtrain.options import RECOMPUTE_MODES
-from hybridtrain.partitioning import (
-    Plan,
-    Planner,
-    StageOwners,
-)
+from hybridtrain.partitioning import Plan, Planner, StageOwners, priced_mode
 from hybridtrain.pipeline import plan_without_values
 from hybridtrain.price import (
     Choices,
@@ -159,7 +154,7 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
         plans.plan().write(path)
         with atomic_file(path.with_suffix(".png")) as file:
             _picture(plans, choices).save(file, format="PNG")
-    _log.info("wrote %s, and %s beside it", path, path.with_suffix(".png").name)
+    _log.info("wrote %s, and %s next to it", path, path.with_suffix(".png").name)
     keys = [f"pipeline.split={path}", *overrides_of(best.layout, plans.recompute())]
     _log.info("to train with it:\n  %s", _command(settings, hardware, best.layout, keys))
     return {"step_ms": round(best.step_ms, 3), "memory_bytes": best.peak_bytes}
@@ -226,7 +221,7 @@ def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
 
 
 def overrides_of(layout: ParallelLayout, recompute: str | list[str]) -> list[str]:
-    """Returns the overrides that a run of this layout needs, beside the split."""
+    """Returns the overrides that a run of this layout needs in addition to the split."""
     if not isinstance(recompute, str):
         recompute = f"[{','.join(map(hydra_quoted, recompute))}]"
     values = {
@@ -239,7 +234,16 @@ def overrides_of(layout: ParallelLayout, recompute: str | list[str]) -> list[str
     }
     if layout.shard != "none":
         values["world.shard"] = layout.shard
+    if layout.arrangement.replica_shares:
+        values["world.replica_shares"] = _list(layout.arrangement.replica_shares)
+    if layout.arrangement.device_order:
+        devices = [f"cuda:{number}" for number in layout.arrangement.device_order]
+        values["world.devices"] = _list(devices)
     return [f"{key}={value}" for key, value in values.items()]
+
+
+def _list(values: Sequence[object]) -> str:
+    return f"[{','.join(f'{v:g}' if isinstance(v, float) else str(v) for v in values)}]"
 
 
 def _fixed(settings: Settings) -> Choices:
@@ -250,7 +254,7 @@ def _fixed(settings: Settings) -> Choices:
         value = getattr(getattr(settings.config, group), key)
         if f"{group}.{key}" in set_keys and value != AUTO:
             values[key] = [value]
-    if values.get("recompute", ["never"])[0] not in RECOMPUTE_MODES:
+    if "recompute" in values and priced_mode(values["recompute"][0]) == "layers":
         raise ConfigError(
             f"pipeline.recompute={values['recompute'][0]} is not priced: use never, except_last "
             f"or always, or leave it to the search"

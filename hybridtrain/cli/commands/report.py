@@ -25,7 +25,7 @@ def report(arguments: Sequence[str]) -> int:
         arguments: runs as of the command `results`, and `output=` with the path of the page.
 
     Raises:
-        ConfigError: one of them is none of that, or has logged nothing.
+        ConfigError: an argument is not a run, or a run has logged nothing.
     """
     outputs = [word.removeprefix("output=") for word in arguments if word.startswith("output=")]
     named = [word for word in arguments if not word.startswith("output=")]

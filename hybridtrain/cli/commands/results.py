@@ -38,7 +38,7 @@ def results(arguments: Sequence[str]) -> int:
             `outputs`; and what to sort by, which runs to leave in, and a file to write.
 
     Raises:
-        ConfigError: one of them is none of that.
+        ConfigError: an argument is invalid.
     """
     named = [word for word in arguments if not re.search("[=<>]", word) or _is_folder(word)]
     words = [word for word in arguments if word not in named]

@@ -49,8 +49,8 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
     """Tries settings until the study has `search.trials`; returns the exit code.
 
     Args:
-        overrides: the command line's; those with several values or an interval are searched for,
-            beside those of `search.space`.
+        overrides: the overrides of the command line; keys with several values or an interval are
+            searched, in addition to `search.space`.
         config_dir: a folder with more groups and options.
 
     Raises:
@@ -106,8 +106,8 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
             failures = 0 if ended else failures + 1
             if failures == _MOST_FAILURES:
                 raise UserError(
-                    f"{failures} trials have failed one after the other, the last with "
-                    f"{shlex.join(own)}: mend what it says, and give the same command again"
+                    f"{failures} consecutive trials have failed, the last with {shlex.join(own)}: "
+                    "fix that error and rerun the same command"
                 )
     runs = runs_of([str(folder)])
     print(table_of(lines_of(runs)), flush=True)
@@ -192,13 +192,13 @@ def _space(swept: Sequence[Override], options: SearchConfig) -> dict[str, BaseDi
     words = [*parse_overrides(options.space), *swept]
     for word in words:
         _check_searched(str(word.input_line).partition("=")[0])
-    found = {str(each.get_key_element()): _distribution(each) for each in words}
-    if not found:
+    space = {str(each.get_key_element()): _distribution(each) for each in words}
+    if not space:
         raise ConfigError(
             "there is nothing to search for: give a key several values, pipeline.chunks=4,8, or an "
             "interval, 'optim.lr=tag(log,interval(1e-4,1e-1))', or set search.space in the recipe"
         )
-    return found
+    return space
 
 
 def _distribution(override: Override) -> BaseDistribution:
@@ -245,11 +245,11 @@ def _refuse_another_study(
     from optuna.distributions import check_distribution_compatibility
 
     direction = study.direction.name.lower()
-    known = study.user_attrs.get("metric", metric)
-    if (direction, known) != (f"{mode}imize", metric):
+    old_metric = study.user_attrs.get("metric", metric)
+    if (direction, old_metric) != (f"{mode}imize", metric):
         words = {"minimize": "smallest", "maximize": "largest"}
         raise ConfigError(
-            f"the study {study.study_name} is by the {words[direction]} {known}, not by the "
+            f"the study {study.study_name} is by the {words[direction]} {old_metric}, not by the "
             f"{words[f'{mode}imize']} {metric}: set another run_name="
         )
     study.set_user_attr("metric", metric)
@@ -321,8 +321,8 @@ def _refuse_enqueued(study: Study, space: Mapping[str, BaseDistribution]) -> Non
 
     for trial in study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
         values = {**trial.system_attrs.get("fixed_params", {}), **trial.params}
-        known = {key: space[key] for key in values if key in space}
-        if not _is_in(known, values):
+        choices = {key: space[key] for key in values if key in space}
+        if not _is_in(choices, values):
             raise ConfigError(
                 f"the study {study.study_name} has an enqueued trial, number {trial.number}, with "
                 f"{in_one_line(str(values))}, which is not in the search space: enqueue keys and "
@@ -362,13 +362,13 @@ def _train(
     # Its own session, so that Ctrl-C reaches it once, by way of this process.
     with subprocess.Popen(command, start_new_session=True) as process:
         received.pass_on_to(process)
-        known = set(study.get_trials(deepcopy=False)[trial.number].intermediate_values)
+        reported = set(study.get_trials(deepcopy=False)[trial.number].intermediate_values)
         while True:
             with_end = process.poll() is not None
             for step, value in _evaluations(run, metric):
-                if step in known:
+                if step in reported:
                     continue
-                known.add(step)
+                reported.add(step)
                 trial.report(value, step)
                 if trial.should_prune() and not pruned and not with_end:
                     pruned = True

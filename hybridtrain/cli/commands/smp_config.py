@@ -37,22 +37,22 @@ def smp_config(arguments: Sequence[str]) -> int:
     parser.add_argument("distribution", help="a JSON file with the dictionary")
     parser.add_argument("--instance-count", type=int, default=1, help="the estimator's")
     parser.add_argument("--script", default="train.py", help="the estimator's entry_point")
-    given = parser.parse_args(list(arguments))
-    distribution = _read(Path(given.distribution))
+    parsed = parser.parse_args(list(arguments))
+    distribution = _read(Path(parsed.distribution))
 
     from hybridtrain.smp import config_from_distribution  # with torch, which takes a second
 
     try:
-        launch = config_from_distribution(distribution, given.instance_count)
+        launch = config_from_distribution(distribution, parsed.instance_count)
     except ConfigError as error:
-        raise ConfigError(f"{given.distribution}: {error}") from error
+        raise ConfigError(f"{parsed.distribution}: {error}") from error
     where = "" if launch.nodes == 1 else ", on each node"
     lines = [
         f"{launch.nodes} x {launch.processes_per_node} processes, {launch.replicas} replicas of "
         f"{launch.config.pipeline_parallel_degree} stages",
         "",
         f"the script, with `import hybridtrain.smp as smp`{where}:",
-        f"  {launch.command(given.script)}",
+        f"  {launch.command(parsed.script)}",
     ]
     if launch.notes:
         table = [("key", "has no meaning here"), *launch.notes.items()]

@@ -30,6 +30,7 @@ from hybridtrain.cli.run.job import (
     JobLayout,
     JobRun,
     batch_script,
+    cpus_of_a_process,
     kubernetes_manifest,
     layout_of,
     torchrun_lines,
@@ -84,7 +85,8 @@ def submit(
         return 0
     script = batch_script(run, config, layout)
     gpus = layout.gpus_of_a_process
-    if config.cpus_per_task is None and gpus > 1:
+    shares_node = "--exclusive" not in config.sbatch_args
+    if cpus_of_a_process(config, layout) is None and gpus > 1 and shares_node:
         print(
             f"warning: a task has {gpus} GPUs, each with a thread, and most clusters give it one "
             f"CPU: set submit.cpus_per_task={2 * gpus} or more",
@@ -116,8 +118,8 @@ def _on_gpus(settings: Settings, overrides: Sequence[str]) -> list[str]:
 
     So that a job which sees no GPU ends, also where its recipe has `auto`.
     """
-    config, given = settings.config, "world.devices" in given_keys(overrides)
-    is_open = config.submit.gpus_per_node and config.world.devices in (None, "auto") and not given
+    config, is_set = settings.config, "world.devices" in given_keys(overrides)
+    is_open = config.submit.gpus_per_node and config.world.devices in (None, "auto") and not is_set
     return ["world.devices=cuda"] if is_open else []
 
 

@@ -36,6 +36,7 @@ from hybridtrain.cli.run.directory import (
     environment,
 )
 from hybridtrain.cli.run.lock import writing
+from hybridtrain.cli.run.moved_base import load_moved_base
 from hybridtrain.cli.run.prediction import beside_measured, predict_run, prediction_in_words
 from hybridtrain.cli.run.run_data import record_of, refuse_other_data
 from hybridtrain.cli.run.utilization import utilization
@@ -111,6 +112,7 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
     if checkpoint is None and (initial := parse_init_from(config.init_from)) is not None:
         init_from(context.model, **initial)
     if checkpoint is not None:
+        load_moved_base(context, checkpoint)
         allow = config.allow_changes
         world.on_main(lambda: refuse_other_data(checkpoint, context.data, allow))
         trainer.resume(checkpoint)
@@ -143,7 +145,8 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
         _log.info("%s", prediction_in_words(**compared))
         for line in summary["advice"]:
             _log.info("%s", line)
-        _log.info("run directory: %s", directory.path.resolve())
+        if not settings.dry_run:  # which removes it
+            _log.info("run directory: %s", directory.path.resolve())
         if config.monitor.report and not settings.dry_run:
             _write_page(directory)
         if config.monitor.tensorboard and not settings.dry_run:
@@ -201,7 +204,8 @@ def _way_on(trainer: Trainer) -> str:
 def _refuse_other_settings(context: RunContext, trainer: Trainer) -> None:
     """Ends a command that would report what a complete run has learnt with other settings."""
     settings = context.settings
-    changes = [change for change in [*settings.changes, *settings.kept] if change.has_effect]
+    every = [*settings.changes, *settings.kept]
+    changes = [c for c in every if c.has_effect and c.key not in settings.moved]
     if changes:
         raise ConfigError(
             f"the run {context.directory.path} {_end_of(trainer)}, with {in_words(changes)}: set "
@@ -214,7 +218,8 @@ def _write_config(context: RunContext) -> None:
     settings, config = context.settings, replace(context.config, allow_changes=False)
     if settings.of_run is not None and context.store.steps():
         config.resume = settings.of_run.resume  # where the run has begun
-        config.init_from = settings.of_run.init_from
+        if not settings.moved:
+            config.init_from = settings.of_run.init_from
     if "classes" in config.data and (classes := context.data.metadata.get("classes")):
         config.data = {**config.data, "classes": list(classes)}  # what the numbers stand for
     overrides = settings.overrides

@@ -18,6 +18,7 @@ from hybridtrain.cli.config.schema import AUTO, PipelineConfig, WorldConfig
 from hybridtrain.cli.run.build import build_run
 from hybridtrain.cli.run.context import RunContext
 from hybridtrain.cli.run.directory import checkpoint_to_read
+from hybridtrain.cli.run.moved_base import load_moved_base
 from hybridtrain.cli.run.run_data import check_same_classes, say_other_data
 from hybridtrain.data import EvalLoader, length_of
 from hybridtrain.errors import ConfigError
@@ -70,6 +71,7 @@ def load_trained_run(
     context.world.on_main(lambda: check_same_classes(checkpoint, context.data))
     if length_of(context.data.train) != 0:  # else it was not loaded
         context.world.on_main(lambda: say_other_data(checkpoint, context.data))
+    load_moved_base(context, checkpoint)
     saved = restore_checkpoint(checkpoint, context.model, evaluated=config.ema)
     if saved.get("averaged"):
         _log.info(AVERAGED)

@@ -86,12 +86,16 @@ def compose_settings(
     wanted = [register_file(override) for override in with_wrappers(with_texts(overrides))]
     if base is not None:
         # an option that is chosen replaces the group as a whole
-        kept = {name: values for name, values in base.items() if name not in given_keys(overrides)}
-        store_option("recipe", _BASE, OmegaConf.to_yaml(OmegaConf.create(kept)))
+        run_values = {
+            name: values for name, values in base.items() if name not in given_keys(overrides)
+        }
+        store_option("recipe", _BASE, OmegaConf.to_yaml(OmegaConf.create(run_values)))
         # the command that began the run may be called again, with what it added and removed
         again = [f"+{o}" if re.match(r"\+[\w]+\.", o) else o for o in wanted]
-        known = set(flat_keys(kept))
-        wanted = [o for o in again if not (o.startswith("~") and "." in o and o[1:] not in known)]
+        run_keys = set(flat_keys(run_values))
+        wanted = [
+            o for o in again if not (o.startswith("~") and "." in o and o[1:] not in run_keys)
+        ]
         wanted.insert(0, f"recipe={_BASE}")
     # Hydra cannot delete a key that is null.
     deleted = [o[1:] for o in wanted if o.startswith("~") and "." in o and "=" not in o]

@@ -28,8 +28,8 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
     for cause in causes:
         if isinstance(cause, MissingConfigException):
             group, _, chosen = (cause.missing_cfg_file or "").lstrip("/").rpartition("/")
-            known = GlobalHydra.instance().config_loader().get_group_options(group)
-            return f"{group}={chosen} is unknown: {did_you_mean(chosen, known)}"
+            options = GlobalHydra.instance().config_loader().get_group_options(group)
+            return f"{group}={chosen} is unknown: {did_you_mean(chosen, options)}"
     machine = [override for override in overrides if override.startswith("hardware.")]
     if machine and "NoneType" in str(error):  # the group is null
         return f"{machine[0]} changes a machine, but none is named: add hardware=h100, say"

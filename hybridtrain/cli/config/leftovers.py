@@ -34,17 +34,17 @@ def leftovers_of(
     keys = given_keys(overrides)
     leftovers = {}
     for group in OPEN_GROUPS:
-        given = {key.split(".")[1] for key in keys if key.startswith(f"{group}.")}
+        names = {key.split(".")[1] for key in keys if key.startswith(f"{group}.")}
         in_recipe = of_recipe.get(group)
-        if group in keys and isinstance(in_recipe, dict) and "_target_" not in given:
+        if group in keys and isinstance(in_recipe, dict) and "_target_" not in names:
             # keys that the recipe has for the option that was replaced
-            leftovers[group] = [key for key in in_recipe if key not in given]
+            leftovers[group] = [key for key in in_recipe if key not in names]
             continue
-        if "_target_" not in given:
+        if "_target_" not in names:
             if not isinstance(in_recipe, dict) or "_target_" not in in_recipe or group in keys:
                 continue
-            given |= set(in_recipe)
-        leftovers[group] = [key for key in tree.get(group) or {} if key not in given]
+            names |= set(in_recipe)
+        leftovers[group] = [key for key in tree.get(group) or {} if key not in names]
     return leftovers
 
 
@@ -57,13 +57,13 @@ def leave_out_leftovers(settings: Settings) -> None:
     allow = settings.config.allow_targets
     for group, leftovers in settings.leftovers.items():
         values: dict[str, Any] = getattr(settings.config, group)
-        kept = (*LOADER_KEYS, *GROUP_KEYS, *WRAPPER_KEYS, "warmup_steps")
+        shared = (*LOADER_KEYS, *GROUP_KEYS, *WRAPPER_KEYS, "warmup_steps")
         if "warmup_steps" in leftovers and (warmup := values.get("warmup_steps")):
             settings.notes.append(
                 f"{group}.warmup_steps={warmup} is kept, in front of {values['_target_']}: to "
                 f"leave it out, set {group}.warmup_steps=0"
             )
-        names = [name for name in leftovers if name not in kept]
+        names = [name for name in leftovers if name not in shared]
         for name in not_taken(group, values, names, allow):
             if (value := values.pop(name, None)) is not None:
                 settings.notes.append(

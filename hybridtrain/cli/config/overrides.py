@@ -129,8 +129,8 @@ def given_recipe(overrides: Sequence[str]) -> str | None:
 def with_later(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
     """Returns the overrides of two commands, without those whose key or group `later` sets."""
     keys = given_keys(later)
-    kept = [not any(f"{k}.".startswith(f"{key}.") for key in keys) for k in given_keys(earlier)]
-    return [*compress(earlier, kept), *later]
+    remains = [not any(f"{k}.".startswith(f"{key}.") for key in keys) for k in given_keys(earlier)]
+    return [*compress(earlier, remains), *later]
 
 
 def read_overrides(run: Path) -> list[str]:

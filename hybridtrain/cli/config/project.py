@@ -41,18 +41,18 @@ def with_project(
     Raises:
         ConfigError: the file cannot be read, has an unknown key, or lies among runs.
     """
-    given, path = given_keys(overrides), Path("pyproject.toml")
+    keys, path = given_keys(overrides), Path("pyproject.toml")
     project = _project(path)
-    if _ALLOW in given:
+    if _ALLOW in keys:
         project.pop(_ALLOW, None)
     if config_dir is not None:
         project.pop(_FOLDER, None)
     plugins = [point.value for point in entry_points(group="hybridtrain.plugins")]
     added = []
-    if _ALLOW not in given and (packages := [*project.get(_ALLOW, []), *plugins]):
+    if _ALLOW not in keys and (packages := [*project.get(_ALLOW, []), *plugins]):
         added.append(f"{_ALLOW}=[{','.join(packages)}]")
     paths = [f"pkg://{name}.configs" for name in plugins if _has_configs(name)]
-    if paths and SEARCH_PATH not in given:
+    if paths and SEARCH_PATH not in keys:
         added.append(f"{SEARCH_PATH}=[{','.join(paths)}]")
     words, folder = [*overrides, *added], config_dir or project.get(_FOLDER)
     if project:

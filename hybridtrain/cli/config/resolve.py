@@ -31,6 +31,7 @@ from hybridtrain.cli.config.changes import (
     in_words,
 )
 from hybridtrain.cli.config.compose import Composition, compose_settings
+from hybridtrain.cli.config.moved_base import follow_moved_base
 from hybridtrain.cli.config.overrides import given_keys, parse_overrides
 from hybridtrain.cli.config.run_name import (
     check_run_name,
@@ -46,9 +47,9 @@ from hybridtrain.cli.config.saved_run import (
     read_config,
     recipe_of_run,
 )
-from hybridtrain.cli.config.schema import AUTO, OPEN_GROUPS, Config, with_auto_replaced
+from hybridtrain.cli.config.schema import AUTO, OPEN_GROUPS, Config, groups, with_auto_replaced
 from hybridtrain.cli.config.secrets import from_environment
-from hybridtrain.cli.config.tree import to_config, to_tree
+from hybridtrain.cli.config.tree import flat_keys, to_config, to_tree
 from hybridtrain.errors import ConfigError
 
 # What an option that is chosen is composed with, beside its group and the recipe.
@@ -68,6 +69,7 @@ class Settings:
         of_run: the config of the run, where that was the base.
         changes: what the command line changes in the config of the run.
         kept: what the recipe on the command line says otherwise than the run.
+        moved: keys that say where the base of the run's adapter is now.
         notes: lines for the log.
         config_dir: of the command line, a folder with more groups and options.
         quiet: the terminal shows warnings, errors and the result only.
@@ -81,6 +83,7 @@ class Settings:
     of_run: Config | None = None
     changes: list[Change] = field(default_factory=list)
     kept: list[Change] = field(default_factory=list)
+    moved: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     config_dir: str | None = None
     quiet: bool = False
@@ -147,15 +150,20 @@ def resolve_settings(
     if command == "train" and not begun:
         for key in {"resume", "init_from"} - set(keys):  # it has not got further than its start
             setattr(settings.config, key, getattr(of_run, key))
-    if command == "train" and begun and "init_from" in {key.partition(".")[0] for key in keys}:
+    if begun:
+        checkpoints = run / "checkpoints"
+        settings.moved = follow_moved_base(settings.config, of_run, checkpoints, keys)
+        settings.changes = list(differences(of_run, settings.config))
+    gives_weights = "init_from" in {key.partition(".")[0] for key in keys} - settings.moved
+    if command == "train" and begun and gives_weights:
         _refuse_other_weights(run, of_run.init_from, settings.config.init_from)
     changed = {change.key: as_yaml(change.of_run) for change in settings.changes}
-    if "init_from" in keys and settings.config.init_from != of_run.init_from:
+    if gives_weights and settings.config.init_from != of_run.init_from:
         changed["init_from"] = as_yaml(of_run.init_from)
     check_changes(command, changed)
     if begun and not settings.config.allow_changes:
-        other_samples = EVALUATED if command in ("evaluate", "predict") else ()
-        _refuse_another_identity(run, [c for c in settings.changes if c.key not in other_samples])
+        allowed = {*settings.moved, *(EVALUATED if command in ("evaluate", "predict") else ())}
+        _refuse_another_identity(run, [c for c in settings.changes if c.key not in allowed])
     if (
         composed is not None
         and "recipe" in keys
@@ -226,8 +234,9 @@ def _on_top_of(
         run: its directory.
         overrides: the command line's.
         config_dir: a folder with more groups and options.
-        composed: `overrides` with their recipe, if they were composed. Where that is the run's
-            config, as in a command that is given again, nothing is composed on top of it.
+        composed: `overrides` with their recipe, if they were composed. Nothing is composed again
+            if that gave the config of the run, as for a command that is repeated, or if it has the
+            value of every override (`_holds_for_run`).
     """
     recipe = recipe_of_run(saved)
     keys = given_keys(overrides)
@@ -239,18 +248,20 @@ def _on_top_of(
         if name not in OF_THE_COMMAND
     }
     others = [o for o, key in zip(overrides, keys, strict=True) if key != "recipe"]
-    is_same = composed is not None and not any(differences(of_run, composed.config))
-    if composed is not None and is_same and not composed.leftovers:
-        given = composed
-        tree = dict(given.tree)
+    if composed is not None and (
+        (not composed.leftovers and not any(differences(of_run, composed.config)))
+        or _holds_for_run(composed, others, base, recipe)
+    ):
+        source = composed
+        tree = dict(source.tree)
         # not the recipe's: these belong to the command
         tree |= {name: value for name, value in _of_no_command().items() if name not in keys}
+        leftovers = {name: names for name, names in source.leftovers.items() if name in keys}
     else:
-        given = compose_settings(others, config_dir, base=base)
-        tree = dict(given.tree)
-    leftovers = dict(given.leftovers)
+        source = compose_settings(others, config_dir, base=base)
+        tree, leftovers = dict(source.tree), dict(source.leftovers)
     # An option that is chosen has the recipe's keys on top, as when the run began.
-    for group, values in given.tree.items() if given is not composed else ():
+    for group, values in source.tree.items() if source is not composed else ():
         if group in keys and isinstance(values, Mapping):
             of_group = [o for o, k in zip(overrides, keys, strict=True) if k.split(".")[0] == group]
             if recipe is not None:
@@ -285,6 +296,52 @@ def _on_top_of(
         list(differences(of_run, config)),
         config_dir=config_dir,
     )
+
+
+def _holds_for_run(
+    composed: Composition,
+    overrides: Sequence[str],
+    base: Mapping[str, Any],
+    recipe: str | None,
+) -> bool:
+    """Returns whether `overrides` set in the run's config the values that they have in `composed`.
+
+    They do for a plain value of a key that the run has, a key that is removed, and an option of a
+    group, if the run has the same recipe. All others are composed on top of the run's config, where
+    a mapping is merged with the run's, a new key is checked, and a new `_target_` has leftovers.
+
+    Args:
+        composed: with the recipe of the command line.
+        overrides: without the recipe.
+        base: the config of the run, without the keys that belong to a command.
+        recipe: of the run.
+    """
+    run_keys = {*flat_keys(base), *OF_THE_COMMAND}
+    chosen = {key for key in given_keys(overrides) if key in (*OPEN_GROUPS, *groups())}
+    if chosen and composed.recipe != recipe:
+        return False
+    for override in parse_overrides(overrides):
+        key = override.key_or_group
+        if key in chosen or key.partition(".")[0] in chosen or key.startswith("hydra."):
+            continue
+        if override.is_delete():
+            if "." not in key or override.value() is not None:
+                return False
+            continue
+        is_plain = isinstance(override.value(), str | int | float | list | None)
+        if not is_plain or key not in run_keys or key.endswith("._target_"):
+            return False
+        if isinstance(_at(base, key), Mapping):
+            return False
+    return True
+
+
+def _at(tree: Mapping[str, Any], key: str) -> Any:
+    """Returns the value of a dotted key; None: there is none."""
+    node: Any = tree
+    for name in key.split("."):
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
 
 
 def _of_no_command() -> dict[str, Any]:

@@ -86,8 +86,8 @@ def literal_names(overrides: Sequence[str]) -> Config | None:
 
     None: they must be composed, since a recipe may set them, or a value is not plain text.
     """
-    known = {field.name for field in fields(Config)} - {"recipe"}
-    if any(key.partition(".")[0] not in known for key in given_keys(overrides)):
+    names = {field.name for field in fields(Config)} - {"recipe"}
+    if any(key.partition(".")[0] not in names for key in given_keys(overrides)):
         return None
     config = Config(run_name=default_run_name(None))
     for override in parse_overrides(with_texts(naming_overrides(overrides))):

@@ -20,7 +20,8 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from hybridtrain._base.hardware import Hardware
-from hybridtrain.errors import check_choice
+from hybridtrain.errors import ConfigError, check_choice
+from hybridtrain.observe import TRACKERS
 from hybridtrain.options import LoaderOptions, PipelineOptions, TrainerOptions
 
 LOADER_OPTIONS = tuple(each.name for each in fields(LoaderOptions) if each.name != "collate")
@@ -57,9 +58,11 @@ class Group:
 
     Attributes:
         taken: by option class that keys are taken from (`takes`), the keys by the fields' names.
+        texts: the meaning of keys that have no docstring.
     """
 
     taken: ClassVar[dict[type, dict[str, str]]] = {}
+    texts: ClassVar[dict[str, str]] = {}
 
     if TYPE_CHECKING:
 
@@ -100,6 +103,15 @@ def takes(
         return group
 
     return decorate
+
+
+def has_trackers(group: Class) -> Class:
+    """Decorates a group with a key for each registered tracker: true, false or its arguments."""
+    group.__annotations__ = {**dict.fromkeys(TRACKERS, Any), **group.__annotations__}
+    for name, tracker in TRACKERS.items():
+        setattr(group, name, tracker.on)
+    group.texts = {name: tracker.text for name, tracker in TRACKERS.items()}
+    return group
 
 
 def _known_type(hint: Any) -> Any:
@@ -159,6 +171,9 @@ class WorldConfig(Group):
     """The number of replicas that a batch is divided over, each with its own share and random
     numbers; null: one for each process, or with `distributed` for each pipeline. With a number the
     run is bitwise the same on fewer processes, which then run several replicas each."""
+    replica_shares: Any = None
+    """The relative number of samples that each replica gets of a batch, such as `[1,2]` for a slow
+    and a fast one; null: all get the same. Not with `replicas`."""
     backend: str | None = None
     """`gloo` or `nccl`; null: nccl on GPUs, gloo on CPUs."""
     devices: Any = None
@@ -219,23 +234,14 @@ class CheckpointConfig(Group):
 
 @dataclass
 @takes(TrainerOptions, "timeline_every")
+@has_trackers
 class MonitorConfig(Group):
     """The reports of a run while it trains.
 
-    Each is true, false, or for some a mapping of its arguments. Any other key is a tracker of the
+    A tracker is true, false, or a mapping of its arguments. Any other key is a tracker of the
     user's own, a mapping with a `_target_`.
     """
 
-    tensorboard: bool = False
-    """Write event files for TensorBoard to the run directory."""
-    wandb: Any = False
-    """Report to Weights & Biases; or a mapping such as `{project: mine, tags: [a]}`."""
-    mlflow: Any = False
-    """Report to MLflow; or a mapping such as `{experiment: mine, tracking_uri: "http://..."}`."""
-    csv: bool = False
-    """Write `metrics.csv` to the run directory."""
-    progress: bool = True
-    """Show a progress bar on a terminal, plain lines elsewhere."""
     report: bool = False
     """Write `report.html`, the page of the run, to its directory at the end."""
     profile: Any = False
@@ -244,6 +250,13 @@ class MonitorConfig(Group):
     group: str | None = None
     """The name of runs that belong together, in W&B and MLflow; null: that of the sweep, if there
     is one."""
+
+    def __post_init__(self) -> None:
+        for name in TRACKERS:
+            if not isinstance(value := getattr(self, name), bool | Mapping | None):
+                raise ConfigError(
+                    f"monitor.{name}={value} must be true, false or a mapping of its arguments"
+                )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MonitorConfig) and vars(self) == vars(other)
@@ -272,7 +285,9 @@ class SubmitConfig(Group):
     gpus_per_node: int | None = None
     """GPUs of a node; null: none."""
     cpus_per_task: int | None = None
-    """CPUs of each process; null: as the cluster has it."""
+    """CPUs of each process; null: `cpus_per_gpu` for each of its GPUs."""
+    cpus_per_gpu: int | None = None
+    """CPUs of each process for each of its GPUs; null: as the cluster has it."""
     mem: Any = None
     """Memory of a node, such as `64G`; null: as the cluster has it."""
     partition: str | None = None
@@ -290,8 +305,10 @@ class SubmitConfig(Group):
     """Seconds before the time limit at which the run is asked to save and stop; 0: never."""
     max_requeues: int = 20
     """The number of times that a job which was stopped, and has saved, is queued again."""
+    modules: list[str] = field(default_factory=list)
+    """Modules that the script loads before the lines of `setup`, such as `[cuda]`."""
     setup: list[str] = field(default_factory=list)
-    """Lines of the script before the run, such as `[module load cuda]`."""
+    """Lines of the script before the run, such as `[export NCCL_DEBUG=WARN]`."""
     container: Any = None
     """The container of the processes: `{runtime: pyxis, image: my.sqsh, gpus: nvidia, mounts:
     [/data], args: []}`, the runtime `pyxis`, `apptainer`, `singularity`, `charliecloud`, `shifter`

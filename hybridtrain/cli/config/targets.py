@@ -83,13 +83,19 @@ TARGETS: dict[str, Targets] = {
     ),
 }
 
-# The functions of a module that a config may call.
-_FUNCTIONS: dict[str, Callable[[Any], Iterable[object]]] = {
-    "torchvision.models": lambda module: map(module.get_model_builder, module.list_models()),
-    "hybridtrain.models": lambda module: (getattr(module, name) for name in module.__all__),
-    "hybridtrain.datasets": lambda module: (getattr(module, name) for name in module.__all__),
-    "hybridtrain.loss": lambda losses: losses.LOSSES.values(),
-    "torch.nn.functional": lambda module: (
+
+def _exported(module: Any, name: str) -> list[object]:
+    """Returns the object that a package exports by this name; the others are not imported."""
+    return [getattr(module, name)] if name in module.__all__ else []
+
+
+# The functions of a module that a config may call; of some modules, the one of that name.
+_FUNCTIONS: dict[str, Callable[[Any, str], Iterable[object]]] = {
+    "torchvision.models": lambda module, _: map(module.get_model_builder, module.list_models()),
+    "hybridtrain.models": _exported,
+    "hybridtrain.datasets": _exported,
+    "hybridtrain.loss": lambda losses, _: losses.LOSSES.values(),
+    "torch.nn.functional": lambda module, _: (
         value
         for name, value in vars(module).items()
         if name.endswith(("_loss", "cross_entropy", "_with_logits", "kl_div"))
@@ -120,18 +126,18 @@ def resolve(key: str, path: object, allow: Sequence[str] = ()) -> Callable[..., 
     )
     if not isinstance(path, str):
         raise refusal
-    own = _within(path, allow)
+    is_allowed = _within(path, allow)
     # refused before anything is imported
-    if not own and (not _within(path, targets.modules) or "._" in path):
+    if not is_allowed and (not _within(path, targets.modules) or "._" in path):
         raise refusal
     module, names = _imported(where, path)
-    if not own and len(names) > 1:  # an attribute of an object: a method, say
+    if not is_allowed and len(names) > 1:  # an attribute of an object: a method, say
         raise refusal
     target = _attribute(where, module, names)
     if not callable(target) or inspect.ismodule(target):
         raise ConfigError(f"{where} is not callable")
     if not _is_listed(targets, target):
-        if not own:
+        if not is_allowed:
             raise refusal
         # What the user's module has only imported is not the user's. An object without a name, such
         # as a loss that was made there, has its class's origin.
@@ -216,10 +222,10 @@ def check(
         if name not in ("_target_", *ignore)
         and (value is not None or takes_any or name in parameters)
     }
-    known = [*list(parameters)[len(positional) :], *ignore]
+    names = [*list(parameters)[len(positional) :], *ignore]
     for name, value in arguments.items():
-        if name not in known and not takes_any:
-            raise ConfigError(unknown_key(f"{key}.{name}", [f"{key}.{k}" for k in known]))
+        if name not in names and not takes_any:
+            raise ConfigError(unknown_key(f"{key}.{name}", [f"{key}.{k}" for k in names]))
         if name in parameters:
             _check_type(f"{key}.{name}", value, parameters[name])
     return target, arguments
@@ -252,7 +258,8 @@ def _is_listed(targets: Targets, target: Any) -> bool:
         module = importlib.import_module(name)
         listed: Iterable[object] = ()
         if not isinstance(target, type):
-            listed = _FUNCTIONS[name](module) if name in _FUNCTIONS else ()
+            own_name = getattr(target, "__name__", "")
+            listed = _FUNCTIONS[name](module, own_name) if name in _FUNCTIONS else ()
         elif targets.kind is not None and issubclass(target, pkgutil.resolve_name(targets.kind)):
             # the attribute too, which the module may import on first use
             listed = (getattr(module, target.__name__, None), *vars(module).values())
@@ -289,8 +296,8 @@ def _refused_values(key: str, arguments: Mapping[str, Any], error: Exception) ->
     if len(suspects) == 1:
         name = suspects[0]
         return f"{key}.{name}={arguments[name]}: {text}"
-    given = ", ".join(f"{name}={value}" for name, value in arguments.items())
-    return f"{key}: {text} (with {given})"
+    words = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    return f"{key}: {text} (with {words})"
 
 
 def _another_kind(key: str, config: Mapping[str, Any], kind: type, found: type) -> str:

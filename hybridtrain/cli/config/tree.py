@@ -19,12 +19,12 @@ def to_config(tree: Mapping[str, Any]) -> Config:
         OmegaConfBaseException: a key is unknown, or a value is of a wrong type.
     """
     plain = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True))
-    own = {}
+    trackers = {}
     if isinstance(monitors := plain.get("monitor"), dict):
-        own = {name: value for name, value in monitors.items() if is_own(value)}
-        plain["monitor"] = {name: monitors[name] for name in monitors if name not in own}
+        trackers = {name: value for name, value in monitors.items() if is_own(value)}
+        plain["monitor"] = {name: monitors[name] for name in monitors if name not in trackers}
     config = cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), plain)))
-    vars(config.monitor).update(own)
+    vars(config.monitor).update(trackers)
     return config
 
 

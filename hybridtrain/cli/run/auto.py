@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from operator import gt
 from typing import Any
 
 import torch
@@ -31,15 +32,15 @@ from hybridtrain.cli.config.schema import (
 )
 from hybridtrain.cli.run.components import build_model
 from hybridtrain.cli.run.context import RunOptions
-from hybridtrain.cli.run.hardware import hardware_of_run, why_too_large
+from hybridtrain.cli.run.hardware import arrangement_of_run, hardware_of_run, why_too_large
 from hybridtrain.cli.run.prediction import predict_step_of_run, without_errors_of_fake_tensors
 from hybridtrain.cli.run.run_model import SAMPLES, model_of_run
 from hybridtrain.data import DataSplits, example_batch, length_of
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.launch import detect
 from hybridtrain.loss import resolve
-from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import MEASURED_SPLITS, CostTable, Planner
+from hybridtrain.options import PipelineOptions, is_per_device
+from hybridtrain.partitioning import MEASURED_SPLITS, CostTable, Planner, priced_mode
 from hybridtrain.price import (
     Choices,
     DoesNotFit,
@@ -79,6 +80,13 @@ def without_auto(settings: Settings) -> Config:
                 f"pipeline.nb_part=auto chooses the number of stages, and pipeline.split={split} "
                 f"gives it: set pipeline.nb_part= to that number, or pipeline.split=balanced"
             )
+        for key in ("device_speeds", "memory_limit_gib"):
+            values = getattr(config.pipeline, key)
+            if is_per_device(values):
+                raise ConfigError(
+                    f"pipeline.nb_part=auto chooses the number of devices, and "
+                    f"pipeline.{key}={list(values)} gives it: set pipeline.nb_part={len(values)}"
+                )
         if isinstance(devices, list):
             raise ConfigError(
                 f"pipeline.nb_part=auto chooses the number of devices, and world.devices={devices} "
@@ -139,9 +147,9 @@ def _chosen_keys(settings: Settings) -> list[str]:
     something other than the default. A split by hand gives the number of stages.
     """
     pipeline, defaults = settings.config.pipeline, PipelineConfig()
-    keys, given = auto_keys(pipeline), given_keys(settings.overrides)
+    keys, set_keys = auto_keys(pipeline), given_keys(settings.overrides)
     for key in _WITH_SCHEDULE if "schedule" in keys else ():
-        is_set = f"pipeline.{key}" in given or getattr(pipeline, key) != getattr(defaults, key)
+        is_set = f"pipeline.{key}" in set_keys or getattr(pipeline, key) != getattr(defaults, key)
         by_hand = key == "stages_per_device" and pipeline.split not in _SPLITS
         if key not in keys and not is_set and not by_hand:
             keys.append(key)
@@ -169,12 +177,13 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
             f"pipeline.memory_limit_gib="
         )
     hardware = hardware_of_run(config, device, world.nb_part * world.data_parallel_size)
+    limits = arrangement_of_run(hardware, world).usable_bytes(hardware, world.nb_part)
     net = construct_on_meta(lambda: build_model(config, data))
     loss_fn = resolve(options.loss_fn, net).function
     least, most = world.logical_replicas * pipeline.chunks, length_of(data.train)
     size, fits, limit = least, 0, "the training split has no more"
     while size <= (most or size):
-        share = size // world.logical_replicas
+        share = max(world.samples_by_replica(size))
         example = example_batch(data.train, share, data.collate)
         planner = Planner(net, pipeline, example[0], world.stage_owners, costs="estimated")
         stages = planner.layers_of(planner.plan()).stages
@@ -184,11 +193,11 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
             )
         assert prediction.memory_bytes is not None
         most_bytes = max(prediction.memory_bytes)
-        if most_bytes > hardware.usable_bytes:
+        if any(map(gt, prediction.memory_bytes, limits)):
             limit = f"{size} would take {with_unit(most_bytes)}"
             break
         fits, memory, size = size, most_bytes, 2 * size
-    usable = with_unit(round(hardware.usable_bytes))
+    usable = with_unit(round(max(limits)))
     if not fits:
         raise SplitError(
             f"data.batch_size=auto: {limit} of the {usable} that may be used"
@@ -308,6 +317,9 @@ def _choices(
 ) -> Choices:
     """Returns what a search may choose from; `share` is a replica's part of a batch."""
     pipeline, free = config.pipeline, Choices()
+    given_mode = priced_mode(pipeline.recompute)
+    if given_mode == "layers":  # a search would choose others; whole stages cost about as much
+        given_mode = "always"
     cuts_by_rule = options.split in _SPLITS
     modes = [
         mode
@@ -323,12 +335,7 @@ def _choices(
         stages_per_device=free.stages_per_device
         if "stages_per_device" in keys
         else [pipeline.stages_per_device],
-        recompute=modes if "recompute" in keys else [_as_mode(pipeline.recompute)],
+        recompute=modes if "recompute" in keys else [given_mode],
         shard=[config.world.shard],
         options=options if cuts_by_rule else None,
     )
-
-
-def _as_mode(recompute: Any) -> str:
-    """Returns the mode that costs about what the option does: single layers as whole stages."""
-    return recompute if isinstance(recompute, str) else "always"

@@ -128,6 +128,7 @@ def join_processes(config: Config) -> World:
         config.world.stall_s or 0,
         config.world.inner,
         config.world.replicas,
+        config.world.replica_shares,
     )
 
 
@@ -274,7 +275,7 @@ def _describe_data(data: DataSplits) -> None:
 
 def example_of_run(config: Config, data: DataSplits, world: World) -> tuple[Any, Any]:
     """Returns inputs and targets of a replica's batch, the same samples on every replica."""
-    share = -(-config.data["batch_size"] // world.logical_replicas)
+    share = max(world.samples_by_replica(config.data["batch_size"]))
     if share < config.pipeline.chunks:
         _log.warning(
             "pipeline.chunks=%d, but a replica's batch has %d samples: it is cut into %d "

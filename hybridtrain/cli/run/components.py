@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from hybridtrain.loss import (
     METRICS,
     LossFn,
     balanced_weights,
+    check_metric,
     direction,
     metric_of,
     resolve,
@@ -74,9 +76,9 @@ def build_model(config: Config, data: DataSplits) -> nn.Module:
         defaults=data.metadata,
         ignore=WRAPPER_KEYS,
     )
-    for name, wrap in WRAPPERS.items():
+    for name, path in WRAPPERS.items():
         if (chosen := config.model.get(name)) not in (None, False):
-            net = _wrapped(net, f"model.{name}", wrap, chosen)
+            net = _wrapped(net, f"model.{name}", resolve_name(path), chosen)
     return net
 
 
@@ -150,13 +152,13 @@ def build_loss(config: Config, data: DataSplits | None = None) -> LossFn:
 def _with_settings(name: str, config: Config, data: DataSplits | None) -> LossFn:
     """Returns a loss by its name, with the smoothing of its labels and the weights of classes."""
     loss_fn = LOSSES[name]
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if config.trainer.label_smoothing:
         if not 0 < config.trainer.label_smoothing < 1:
             raise ConfigError(
                 f"trainer.label_smoothing={config.trainer.label_smoothing} must be from 0 to 1"
             )
-        given["label_smoothing"] = config.trainer.label_smoothing
+        arguments["label_smoothing"] = config.trainer.label_smoothing
     weights = config.trainer.class_weights
     if weights is not None:
         if weights != AUTO and not (
@@ -165,12 +167,12 @@ def _with_settings(name: str, config: Config, data: DataSplits | None) -> LossFn
             raise ConfigError(
                 f"trainer.class_weights={weights} must be auto, or a number for each class"
             )
-        given["weight"] = None if data is None else _class_weights(weights, data)
+        arguments["weight"] = None if data is None else _class_weights(weights, data)
     takes = inspect.signature(loss_fn).parameters
     for key, argument in (("label_smoothing",) * 2, ("weight", "class_weights")):
-        if key in given and key not in takes:
+        if key in arguments and key not in takes:
             raise ConfigError(f"trainer.loss={name} has no trainer.{argument}: leave it out")
-    return partial(loss_fn, **given) if given else loss_fn
+    return partial(loss_fn, **arguments) if arguments else loss_fn
 
 
 def _class_weights(weights: Any, data: DataSplits) -> Tensor:
@@ -230,7 +232,7 @@ def build_metrics(
                 f"trainer.metrics={metric} names a class, which goes with a _target_: "
                 f"trainer.metrics={{{str(name).rpartition('.')[2]}: {{_target_: {metric}}}}}"
             )
-        check_choice("trainer.metrics", metric, METRICS)
+        check_metric("trainer.metrics", metric)
     return {
         name: instantiate.build(f"trainer.metrics.{name}", metric, object, config.allow_targets)
         if isinstance(metric, Mapping)
@@ -241,12 +243,12 @@ def build_metrics(
 
 def _metric_by_name(name: str, metadata: Mapping[str, Any]) -> Any:
     """Returns a metric, with what the data says of its classes if it takes that."""
-    known = {
+    facts = {
         "num_classes": metadata.get("num_classes"),
         "several": metadata.get("task") == "multilabel",
     }
     takes = inspect.signature(METRICS[name]).parameters
-    return METRICS[name](**{key: value for key, value in known.items() if key in takes})
+    return METRICS[name](**{key: value for key, value in facts.items() if key in takes})
 
 
 def direction_of(
@@ -339,16 +341,16 @@ def _check_rules(
     Raises:
         ConfigError: the optimizer has no such setting for a group.
     """
-    known = build_optimizer(config, [Parameter(torch.zeros(1))], allow).defaults
+    settings = build_optimizer(config, [Parameter(torch.zeros(1))], allow).defaults
     for number, rule in enumerate(rules):
         if not isinstance(rule, Mapping) or "match" not in rule:
             raise ConfigError(f"optim.groups.{number}={rule} must be a mapping with the key match")
         for key in rule:
-            if "_target_" not in rule and key not in ("match", "name", *known):
+            if "_target_" not in rule and key not in ("match", "name", *settings):
                 raise ConfigError(
                     unknown_key(
                         f"optim.groups.{number}.{key}",
-                        [f"optim.groups.{number}.{name}" for name in known],
+                        [f"optim.groups.{number}.{name}" for name in settings],
                     )
                 )
 
@@ -396,8 +398,8 @@ def optimizer_tensors_per_param(config: Mapping[str, Any], allow: Sequence[str] 
         raise ConfigError(
             f"optim._target_={config['_target_']} fails at a step: {error}"
         ) from error
-    kept = optimizer.state[parameter].values()
-    return sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in kept)
+    tensors = optimizer.state[parameter].values()
+    return sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in tensors)
 
 
 def build_lr_schedule(
@@ -492,17 +494,17 @@ def build_trackers(
     if config.monitor.report:
         observe.check_installed()
     run, chosen = directory.path, config.monitor.chosen()
-    places: dict[str, dict[str, Any]] = {
-        "tensorboard": {"directory": run, "title": run.name},
-        "csv": {"path": run / "metrics.csv"},
-        "profile": {"directory": run / "profile"},
-    }
     _refuse_nameless("monitor", "tracker", chosen)
-    others: dict[str, Any] = {"directory": run, "group": config.monitor.group}
-    named = {**TRACKERS, "profile": CALLBACKS["profile"]}
+    named = {name: tracker.path for name, tracker in TRACKERS.items()}
+    named["profile"] = CALLBACKS["profile"]
     callbacks: list[Callback] = []
     for name, settings in chosen.items():
-        key, defaults = f"monitor.{name}", places.get(name, others)
+        key = f"monitor.{name}"
+        defaults = {"directory": run, "group": config.monitor.group}
+        if name in TRACKERS:
+            defaults |= {"title": run.name, "path": run / f"metrics.{name}"}
+        elif name == "profile":
+            defaults = {"directory": run / name}
         arguments = _with_target(key, None if settings is True else settings, named)
         if name == "progress":
             skipped = quiet

@@ -287,7 +287,7 @@ def checkpoint_to_resume(context: RunContext) -> Path | None:
             _check_others_steps(everyones, store)
         if restarts and not store.steps():
             _log.warning(
-                "the job has been started again, and there is no checkpoint in %s: it begins anew "
+                "the job was restarted, but there is no checkpoint in %s: it starts over "
                 "(checkpoint.every_steps=%s)",
                 store.root,
                 context.config.checkpoint.every_steps,
@@ -325,13 +325,14 @@ def _check_others_steps(everyones: Sequence[tuple[int, int, str]], store: Checkp
 
     `everyones`: of each rank, the restarts, the step of its newest checkpoint and its host.
     """
-    own, host = everyones[0][1:]
+    newest, host = everyones[0][1:]
     rank = max(range(len(everyones)), key=lambda rank: everyones[rank][1])
     _, step, other = everyones[rank]
-    if step > own:
+    if step > newest:
         raise CheckpointError(
             f"rank {rank} on {other} has a checkpoint of step {step} in {store.root}, and rank 0 "
-            f"on {host}, which reads and writes them, has {f'step {own}' if own >= 0 else 'none'}: "
+            f"on {host}, which reads and writes them, has "
+            f"{f'step {newest}' if newest >= 0 else 'none'}: "
             f"set output_dir= to a folder that all nodes share, start rank 0 on {other}, or copy "
             f"that checkpoint to {host}"
         )
@@ -375,15 +376,15 @@ def _named_or_newest(resume: str, store: CheckpointStore) -> Path | None:
     if resume == "auto":
         return store.newest()
     if resume in ("last", "best"):
-        found = store.newest() if resume == "last" else store.best()
-        if found is None and resume == "best":
+        checkpoint = store.newest() if resume == "last" else store.best()
+        if checkpoint is None and resume == "best":
             raise CheckpointError(
                 f"resume=best: no checkpoint in {store.root} is marked as the best; "
                 f"checkpoint.best=loss marks it while a run trains. resume=last is the newest"
             )
-        if found is None:
+        if checkpoint is None:
             raise CheckpointError(f"resume={resume}: there is no such checkpoint in {store.root}")
-        return found
+        return checkpoint
     if not (path := Path(resume)).is_dir():
         raise CheckpointError(f"resume={resume}: there is no such checkpoint directory")
     for folder in (path / "checkpoints", path):  # of a run directory

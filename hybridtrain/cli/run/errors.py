@@ -104,22 +104,22 @@ def report(error: BaseException) -> int:
     if isinstance(error, DataError) and copied_problem(error) is None:
         # a file may be missing on one node alone
         text, line = f"{text}, on {name}", f"{line}, on {name}"
-    own = Failure(rank, line if isinstance(error, UserError) else f"{name}: {line}", code)
+    failure = Failure(rank, line if isinstance(error, UserError) else f"{name}: {line}", code)
     try:
-        first = find_cause(error, watchdog) or watchdog.store.claim(own)
+        first = find_cause(error, watchdog) or watchdog.store.claim(failure)
     except RuntimeError:  # the launcher or rank 0 has ended, and the store with it
         if rank != 0 and isinstance(error, UserError):
             end_process(code)  # rank 0 says the same
-        first = store_gone(own, error, watchdog)
-        if first is not own:
-            own, text = first, f"error: {first.line}"
-    if first is own or first == own:
-        _say(text, own.line, own.time, on=f"on {name}")
+        first = store_gone(failure, error, watchdog)
+        if first is not failure:
+            failure, text = first, f"error: {first.line}"
+    if first is failure or first == failure:
+        _say(text, failure.line, failure.time, on=f"on {name}")
     elif first.rank == rank:  # found out by this process, of another one
         _say(f"error: {first.line}", first.line, first.time)
     else:
         write_error_file(first.line, first.time + 1)
-    if isinstance(error, KeyboardInterrupt) and first is not own:
+    if isinstance(error, KeyboardInterrupt) and first is not failure:
         # ended by the launcher as the other has ended: srun returns the largest code of all
         watchdog.exit_code = code = first.exit_code
     _keep_code(code)
@@ -177,13 +177,13 @@ def _short_traceback(error: BaseException) -> str:
     """Returns the traceback of the user's own frames; all of them, if none is the user's."""
     log = _log_file()
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_the_users(frame.filename)]
+    users_frames = [frame for frame in frames if _is_the_users(frame.filename)]
     if any(note.startswith("in layer") for note in getattr(error, "__notes__", [])):
-        own = own or [frames[-1]]  # a module of PyTorch, which the notes name
-    if not own or log is None:
+        users_frames = users_frames or [frames[-1]]  # a module of PyTorch, which the notes name
+    if not users_frames or log is None:
         return "".join(traceback.format_exception(error)).rstrip()
     lines = [f"Traceback of your files (all frames are in {log}):"]
-    lines += [part.rstrip() for part in traceback.format_list(own)]
+    lines += [part.rstrip() for part in traceback.format_list(users_frames)]
     lines += [part.rstrip() for part in traceback.format_exception_only(error)]
     return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 import yaml
@@ -11,7 +12,9 @@ from hybridtrain._base.hardware import GIB, Hardware, host_memory
 from hybridtrain.cli.config.option_files import measured_file
 from hybridtrain.cli.config.schema import Config, HardwareConfig
 from hybridtrain.errors import ConfigError
-from hybridtrain.price import DoesNotFit
+from hybridtrain.options import is_per_device
+from hybridtrain.price import Arrangement, DoesNotFit, arrangements
+from hybridtrain.world import World
 
 
 def hardware_of(config: HardwareConfig) -> Hardware:
@@ -48,23 +51,49 @@ def hardware_of_run(config: Config, device: torch.device, devices: int) -> Hardw
     if device.type == "cpu" and config.hardware is None:  # all devices share the host's memory
         gib = host_memory() / GIB
         hardware = replace(hardware, memory_gib=gib / devices)
-    hardware = with_limit(hardware, config)
     nodes, rest = divmod(devices, hardware.devices_per_node)
     if config.hardware is None or rest:
-        return replace(hardware, nodes=1, devices_per_node=devices)
-    return replace(hardware, nodes=nodes)
+        hardware = hardware.with_devices(devices)
+    else:
+        hardware = replace(hardware, nodes=nodes)
+    return with_limit(hardware, config)
+
+
+def arrangement_of_run(hardware: Hardware, world: World) -> Arrangement:
+    """Returns the places of the devices of a run, which are in order."""
+    copies = world.data_parallel_size
+    return next(arrangements(hardware, world.nb_part, copies, world.replica_shares or [1] * copies))
 
 
 def with_limit(hardware: Hardware, config: Config) -> Hardware:
-    """Returns the hardware with devices of `pipeline.memory_limit_gib`, where that is set."""
+    """Returns the hardware with what `pipeline` says about the devices, where that is set.
+
+    These are `memory_limit_gib` and `device_speeds`; a list of them is for each pipeline.
+    """
     limit = config.pipeline.memory_limit_gib
-    return hardware if limit is None else replace(hardware, memory_gib=limit, reserved_gib=0.0)
+    if isinstance(limit, int | float):
+        hardware = replace(hardware, memory_gib=limit, reserved_gib=0.0, device_memory_gib=None)
+    given = {"device_memory_gib": limit, "device_speeds": config.pipeline.device_speeds}
+    for name, values in given.items():
+        # the planner refuses a list of another length than the pipeline's
+        if not is_per_device(values) or hardware.devices % len(values):
+            continue
+        if hardware.devices_per_node % len(values):  # a pipeline over several nodes
+            hardware = hardware.with_devices(hardware.devices)
+        repeated = [*values] * (hardware.devices_per_node // len(values))
+        changes: dict[str, Any] = {name: repeated}
+        if name == "device_memory_gib":
+            changes |= {"memory_gib": max(values), "reserved_gib": 0.0}
+        else:  # costs are those on the first device
+            changes[name] = [speed / values[0] for speed in repeated]
+        hardware = replace(hardware, **changes)
+    return hardware
 
 
 def why_too_large(error: DoesNotFit, config: Config) -> str:
     """Returns why nothing fits, with the key that limits the memory and the least that would do."""
     limit = config.pipeline.memory_limit_gib
-    if limit is None:
+    if not isinstance(limit, int | float):
         return str(error)
     return (
         f"no plan fits: pipeline.memory_limit_gib={limit:g} is too small; the smallest that would "

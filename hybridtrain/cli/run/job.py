@@ -44,7 +44,8 @@ class Container:
         image: as the runtime names it, a path or an address with a tag.
         runtime: one of `RUNTIMES`; None for Kubernetes, which has its own.
         gpus: whose GPUs the processes see, one of `GPU_VENDORS`; `none` adds no argument for them.
-        mounts: folders beside the working directory, as the runtime takes them: `/data:/in`.
+        mounts: folders to mount in addition to the working directory, in the runtime's syntax:
+            `/data:/in`.
         args: more arguments of the runtime, verbatim.
     """
 
@@ -129,9 +130,9 @@ def layout_of(config: Config) -> JobLayout:
             )
         processes = gpus // per_process or (nb_part if distributed else 1)
     elif gpus and processes * per_process > gpus:
-        each = "1 GPU" if distributed else f"pipeline.nb_part={nb_part}"
+        need = "1 GPU" if distributed else f"pipeline.nb_part={nb_part}"
         raise ConfigError(
-            f"submit.processes_per_node={processes} x {each} need {processes * per_process} GPUs "
+            f"submit.processes_per_node={processes} x {need} need {processes * per_process} GPUs "
             f"on a node, and submit.gpus_per_node={gpus}: set one of them to fit"
         )
     layout = JobLayout(
@@ -158,27 +159,34 @@ def container_of(submit: SubmitConfig) -> Container | None:
     Raises:
         ConfigError: `submit.container` is not a mapping of the keys of a `Container`.
     """
-    given = submit.container
-    if given is None:
+    container = submit.container
+    if container is None:
         return None
-    known = [field.name for field in fields(Container)]
-    if not isinstance(given, Mapping) or not given.get("image"):
+    names = [field.name for field in fields(Container)]
+    if not isinstance(container, Mapping) or not container.get("image"):
         raise ConfigError(
-            f"submit.container={given} must be null, or a mapping with an image: "
+            f"submit.container={container} must be null, or a mapping with an image: "
             f"submit.container={{image: my.sqsh, runtime: pyxis}}"
         )
-    for key, value in given.items():
-        check_choice("a key of submit.container", key, known)
+    for key, value in container.items():
+        check_choice("a key of submit.container", key, names)
         if isinstance(value, list) != (key in ("mounts", "args")):
             raise ConfigError(
                 f"submit.container.{key}={value} must be a list"
                 if key in ("mounts", "args")
                 else f"submit.container.{key}={value} must be a text"
             )
-    lists = {key: tuple(map(str, given[key])) for key in ("mounts", "args") if key in given}
-    gpus = given.get("gpus", "nvidia")
+    lists = {key: tuple(map(str, container[key])) for key in ("mounts", "args") if key in container}
+    gpus = container.get("gpus", "nvidia")
     check_choice("submit.container.gpus", gpus, GPU_VENDORS)
-    return Container(str(given["image"]), given.get("runtime"), gpus, **lists)
+    return Container(str(container["image"]), container.get("runtime"), gpus, **lists)
+
+
+def cpus_of_a_process(submit: SubmitConfig, layout: JobLayout) -> int | None:
+    """Returns the CPUs that the job asks for, for each process; None: the cluster's default."""
+    if submit.cpus_per_task is not None or submit.cpus_per_gpu is None:
+        return submit.cpus_per_task
+    return submit.cpus_per_gpu * layout.gpus_of_a_process or None
 
 
 def slurm_time(seconds: int) -> str:
@@ -198,7 +206,8 @@ def slurm_time(seconds: int) -> str:
 def _check_values(submit: SubmitConfig) -> None:
     check_choice("submit.to", submit.to, TARGETS)
     least = {"signal_s": 0, "max_requeues": 0}
-    numbers = ("nodes", "processes_per_node", "gpus_per_node", "cpus_per_task", "array_parallelism")
+    of_nodes = ("nodes", "processes_per_node", "gpus_per_node", "array_parallelism")
+    numbers = (*of_nodes, "cpus_per_task", "cpus_per_gpu")
     for name, minimum in (least | dict.fromkeys(numbers, 1)).items():
         value = getattr(submit, name)
         if value is not None and value < minimum:
@@ -357,8 +366,9 @@ def batch_script(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> str:
     # the one name that every image has
     python = "python3" if submit.container is not None else Path(sys.executable).name
     words = ["srun --kill-on-bad-exit=1"]
-    if submit.cpus_per_task is not None:  # which srun does not take over from sbatch
-        words.append(f"--cpus-per-task={submit.cpus_per_task}")
+    cpus = cpus_of_a_process(submit, layout)
+    if cpus is not None:  # which srun does not take over from sbatch
+        words.append(f"--cpus-per-task={cpus}")
     words += [*submit.srun_args, *_container(container_of(submit), layout)]
     train = f'{python} -m hybridtrain train{_config_dir(run)} "${{overrides[@]}}"'
     return SLURM.format(
@@ -386,7 +396,7 @@ def torchrun_lines(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> str:
     words.append(f"--nproc-per-node {layout.processes_per_node}")
     overrides = " ".join(map(shlex.quote, run.overrides))
     lines = [f"# {run.name}: {layout}", f"# {where}:", f"cd {shlex.quote(str(Path.cwd()))}"]
-    lines += submit.setup
+    lines += _before_run(submit)
     lines.append(f"{' '.join(words)} \\")
     lines.append(f"    -m hybridtrain train{_config_dir(run)} {overrides}")
     return "\n".join(lines) + "\n"
@@ -404,17 +414,18 @@ def kubernetes_manifest(run: JobRun, submit: SubmitConfig, layout: JobLayout) ->
         "--node-rank=$(JOB_COMPLETION_INDEX)",
     ]
     words += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}", "-m", "hybridtrain"]
-    own = ["train", *([] if run.config_dir is None else ["--config-dir", run.config_dir])]
+    command = ["train", *([] if run.config_dir is None else ["--config-dir", run.config_dir])]
     # Kubernetes replaces $(NAME), and $$ by $
-    words += [word.replace("$", "$$") for word in (*own, *run.overrides)]
-    if submit.setup:
-        script = "\n".join([*submit.setup, 'exec "$@"']).replace("$", "$$")
+    words += [word.replace("$", "$$") for word in (*command, *run.overrides)]
+    if before := _before_run(submit):
+        script = "\n".join([*before, 'exec "$@"']).replace("$", "$$")
         words = ["bash", "-c", script, "bash", *words]
     limits: dict[str, object] = {}
     if layout.gpus_per_node:
         limits["nvidia.com/gpu"] = layout.gpus_per_node
-    if submit.cpus_per_task is not None:
-        limits["cpu"] = submit.cpus_per_task * layout.processes_per_node
+    cpus = cpus_of_a_process(submit, layout)
+    if cpus is not None:
+        limits["cpu"] = cpus * layout.processes_per_node
     if submit.mem is not None:
         limits["memory"] = f"{submit.mem}Mi" if isinstance(submit.mem, int) else str(submit.mem)
     mounts, volumes = (
@@ -459,7 +470,7 @@ def _directives(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> Iterato
         "nodes": layout.nodes,
         "ntasks-per-node": layout.processes_per_node,
         "gres": f"gpu:{layout.gpus_per_node}" if layout.gpus_per_node else None,
-        "cpus-per-task": submit.cpus_per_task,
+        "cpus-per-task": cpus_of_a_process(submit, layout),
         "mem": submit.mem,
         "partition": submit.partition,
         "account": submit.account,
@@ -496,8 +507,14 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join("-".join(map(str, part)) for part in ranges)
 
 
+def _before_run(submit: SubmitConfig) -> list[str]:
+    """Returns the lines of bash that the user has for the script, before the command."""
+    load = ["module load " + " ".join(map(shlex.quote, submit.modules))] if submit.modules else []
+    return [*load, *submit.setup]
+
+
 def _setup(submit: SubmitConfig) -> str:
-    lines = list(submit.setup)
+    lines = _before_run(submit)
     if (
         submit.container is None
     ):  # the Python that has sent the job, unless the lines choose another

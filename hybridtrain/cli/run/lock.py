@@ -9,10 +9,10 @@ The file is made by an exclusive `link`, which is atomic on NFS too. Its owner t
 - the file has not been touched for `STALE_S` seconds; or
 - it was an earlier attempt of the same job, which torchrun or Slurm has started again.
 
-A lock file is replaced or removed only by the process that holds its guard, a lock file beside it
-that is named after the present owner. So of several processes that find the owner dead one gets
-the lock, and none removes the file of a new owner. A guard whose holder is dead is taken over in
-the same way.
+Only the process that holds its guard may replace or remove a lock file. The guard is a second lock
+file next to it, named after the current owner. If several processes find the owner dead, only one
+of them gets the lock, and none removes the file of a new owner. A guard whose holder is dead is
+taken over in the same way.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class RunLock:
     - the file has not been touched for `STALE_S` seconds; or
     - it was an earlier attempt of the same job, which torchrun or Slurm has started again.
 
-    A lock file is replaced or removed only by the process that holds its guard, a lock file beside
-    it that is named after the present owner. So of several processes that find the owner dead one
-    gets the lock, and none removes the file of a new owner. A guard whose holder is dead is taken
-    over in the same way.
+    Only the process that holds its guard may replace or remove a lock file. The guard is a second
+    lock file next to it, named after the current owner. If several processes find the owner dead,
+    only one of them gets the lock, and none removes the file of a new owner. A guard whose holder
+    is dead is taken over in the same way.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -259,8 +259,8 @@ def _guard(path: Path, holder: Owner) -> Path:
 
 
 def _is_of(path: Path, owner: Owner) -> bool:
-    found = _read(path)
-    return found is not None and found.key == owner.key
+    holder = _read(path)
+    return holder is not None and holder.key == owner.key
 
 
 def _to_text(owner: Owner) -> str:

@@ -15,13 +15,19 @@ from hybridtrain._base.microbatch import split as split_batch
 from hybridtrain._base.text_table import with_unit
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.run.context import RunContext
-from hybridtrain.cli.run.hardware import hardware_of_run
+from hybridtrain.cli.run.hardware import arrangement_of_run, hardware_of_run
 from hybridtrain.data import DataSplits, largest_batch, length_of
 from hybridtrain.graph import Layer
 from hybridtrain.loss import LossFn
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import LayerCost, LossOfStep, Plan, recompute_policy
-from hybridtrain.price import ParallelLayout, Prediction, StepWork, predict_step, why_not_priced
+from hybridtrain.partitioning import LayerCost, LossOfStep, Plan, priced_mode, recompute_policy
+from hybridtrain.price import (
+    ParallelLayout,
+    Prediction,
+    StepWork,
+    predict_step,
+    why_not_priced,
+)
 from hybridtrain.schedule import Schedule, fullest_moments, peak_in_flight
 from hybridtrain.world import World
 
@@ -74,7 +80,8 @@ def predict_step_of_run(
     measured: Sequence[LayerCost] | None = None,
 ) -> Prediction:
     """Predicts a step with batches of `samples`, of which `example` is a replica's share."""
-    sizes = chunk_sizes(-(-samples // world.logical_replicas), options.chunks)
+    hardware = hardware_of_run(config, world.devices[0], world.nb_part * world.data_parallel_size)
+    sizes = chunk_sizes(max(world.samples_by_replica(samples)), options.chunks)
     layout = ParallelLayout(
         nb_part=world.nb_part,
         replicas=world.data_parallel_size,
@@ -82,8 +89,9 @@ def predict_step_of_run(
         chunks=len(sizes) * len(world.owned_replicas),
         schedule=options.schedule,
         stages_per_device=options.stages_per_device,
-        recompute=options.recompute if isinstance(options.recompute, str) else "layers",
+        recompute=priced_mode(options.recompute),
         shard=options.shard if world.data_parallel_size > 1 else "none",
+        arrangement=arrangement_of_run(hardware, world),
     )
     names = [layer.name for stage in stages for layer in stage]
     first = tuple(split_batch(tree, sizes)[0] for tree in example)
@@ -93,7 +101,7 @@ def predict_step_of_run(
     return predict_step(
         stages,
         inputs,
-        hardware_of_run(config, world.devices[0], world.nb_part * world.data_parallel_size),
+        hardware,
         StepWork(samples, config.trainer.accumulate, options.optimizer_tensors_per_param),
         layout,
         measured,
@@ -150,21 +158,24 @@ def beside_measured(
 def _by_device(summary: Mapping[str, Any], table: Schedule) -> list[int]:
     """Returns the peak bytes of each device.
 
-    Of CPU stages the bytes are counted, each at its own peak; those of a device hold their most at
-    different times, which the table has. Of a GPU all stages have the peak of the allocator.
+    For CPU stages the bytes are counted, each stage at its own peak; the stages of a device peak at
+    different times, which the table takes into account. All stages of a GPU have the allocator's
+    peak.
     """
-    in_flight, found = peak_in_flight(table), []
+    in_flight, peak_bytes = peak_in_flight(table), []
     for device, moments in enumerate(fullest_moments(table)):
-        own = [stage for stage in range(table.stages) if table.lane_of[stage] == device]
-        peaks = [summary["stages"][stage]["peak_memory_bytes"] for stage in own]
+        stages = [stage for stage in range(table.stages) if table.lane_of[stage] == device]
+        peaks = [summary["stages"][stage]["peak_memory_bytes"] for stage in stages]
         if summary["device_memory"]:
-            found.append(max(peaks))
+            peak_bytes.append(max(peaks))
             continue
-        each = [summary["stages"][stage].get("microbatch_bytes", 0) for stage in own]
-        at_peaks = sum(in_flight[stage] * nbytes for stage, nbytes in zip(own, each, strict=True))
-        together = max(sum(map(mul, moment.inputs, each)) for moment in moments)
-        found.append(sum(peaks) - at_peaks + together)
-    return found
+        sizes = [summary["stages"][stage].get("microbatch_bytes", 0) for stage in stages]
+        at_peaks = sum(
+            in_flight[stage] * nbytes for stage, nbytes in zip(stages, sizes, strict=True)
+        )
+        together = max(sum(map(mul, moment.inputs, sizes)) for moment in moments)
+        peak_bytes.append(sum(peaks) - at_peaks + together)
+    return peak_bytes
 
 
 def prediction_in_words(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str:

@@ -214,7 +214,7 @@ def _classes(names: Any) -> str | None:
 def _versions(config: Config) -> dict[str, str | None]:
     """Returns the versions of packages that are imported, or that the model's name mentions."""
     model = str(config.model.get("_target_"))
-    found: dict[str, str | None] = {
+    versions: dict[str, str | None] = {
         "Python": platform.python_version(),
         "hybridtrain": __version__,
     }
@@ -222,13 +222,13 @@ def _versions(config: Config) -> dict[str, str | None]:
         module = sys.modules.get(name)
         if module is None and name not in model:
             continue
-        found[name] = getattr(module, "__version__", None)
-        if found[name] is None:
+        versions[name] = getattr(module, "__version__", None)
+        if versions[name] is None:
             try:
-                found[name] = version(name)
+                versions[name] = version(name)
             except PackageNotFoundError:
-                found[name] = None
-    return found
+                versions[name] = None
+    return versions
 
 
 def record_of(data: DataSplits) -> dict[str, Any]:

@@ -73,7 +73,8 @@ def runs_of(arguments: Iterable[str]) -> list[Run]:
     """
     by_path: dict[Path, Run] = {}
     for argument in arguments:
-        runs = list(_runs(_folder(argument)))
+        found = (list(_runs(folder)) for folder in _folders(argument))
+        runs = next(filter(None, found), [])
         if not runs:
             raise ConfigError(f"{argument} has no runs: a run is a folder with a file config.yaml")
         by_path |= {run.path: run for run in runs}
@@ -151,7 +152,7 @@ def best_run(
     words = [
         o
         for o in run.overrides
-        if not o.startswith(("run_name=", "output_dir=")) and o not in left_out
+        if not o.startswith(("run_name=", "output_dir=", "monitor.group=")) and o not in left_out
     ]
     words.append(f"run_name={hydra_quoted(str(run.config.get('run_name', run.name)))}")
     if (output_dir := run.config.get("output_dir", OUTPUT_DIR)) != OUTPUT_DIR:
@@ -190,11 +191,12 @@ def read_sweep(path: Path) -> list[list[str]]:
     return [shlex.split(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-def _folder(argument: str) -> Path:
-    """Returns the folder that an argument of the command stands for."""
-    for folder in (Path(argument), Path(OUTPUT_DIR) / argument):
-        if folder.is_dir():
-            return folder.resolve()  # "." has neither a name nor a parent
+def _folders(argument: str) -> list[Path]:
+    """Returns the folders that an argument of the command may stand for, such as data and a run."""
+    places = (Path(argument), Path(OUTPUT_DIR) / argument)
+    # resolved, because "." has neither a name nor a parent
+    if folders := [folder.resolve() for folder in places if folder.is_dir()]:
+        return folders
     raise ConfigError(f"there is neither a folder {argument} nor a run {OUTPUT_DIR}/{argument}")
 
 

@@ -1,14 +1,14 @@
-"""Callbacks of a `Trainer`, and the names that a config has for them.
+"""Callbacks of a `Trainer`, and their names in a config.
 
-base               `Callback`, the hooks of a run; the states of callbacks in a checkpoint
-tracker            `Tracker`, the callback that reports a run and cannot end it
+base               `Callback`, the hooks of a run; callback states in a checkpoint
+tracker            `Tracker`, a callback that reports a run and cannot end it
 
-Every other module has one callback of `CALLBACKS`. The trackers are in `hybridtrain.observe`.
+Every other module defines one callback of `CALLBACKS`. The trackers are in `hybridtrain.observe`.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hybridtrain._base.registry import on_first_use
+from hybridtrain._base.registry import import_on_first_use
 from hybridtrain.loop.callbacks.base import Callback, CallbackStates
 from hybridtrain.loop.callbacks.tracker import Run, Tracker
 
@@ -59,6 +59,4 @@ CALLBACKS: dict[str, str] = {
 }
 """The callbacks that a config can name, as `module:class`; imported on first use."""
 
-
-def __getattr__(name: str) -> Any:
-    return on_first_use(__name__, name, CALLBACKS.values())
+import_on_first_use(__name__, CALLBACKS.values())

@@ -1,6 +1,6 @@
-"""The base class of callbacks: the moments of a run at which a `Trainer` calls them.
+"""The base class of callbacks, with the hooks that a `Trainer` calls.
 
-And what several of them share: how two evaluations are compared, and their states in a checkpoint.
+Also the parts that callbacks share: comparing two evaluations, and saving callback states.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Follows the run of a `Trainer`; the defaults do nothing.
+    """Base class for the callbacks of a `Trainer`; the default hooks do nothing.
 
-    Every process calls every hook at the same place of the loop, in the order of `callbacks=`, with
-    those that are `main_only` after the others, and each `Tracker` last. So a hook may communicate,
-    and must do so on all processes or on none. An exception of a hook ends the run, in one process
-    after a save of the last complete step.
+    Every process calls every hook at the same point of the loop, in the order of `callbacks=`;
+    `main_only` callbacks come after the others, and trackers last. A hook may therefore
+    communicate, but must do so on all processes or on none. An exception in a hook ends the run; a
+    single-process run first saves the last complete step.
 
-    What a callback keeps from step to step, and a resumed run needs, is its `state_dict`, which
-    goes into the checkpoint under `state_name`. A checkpoint without it is resumed with a warning:
-    the callback begins anew with what `on_init` makes of the resumed weights.
+    State that a resumed run needs belongs in `state_dict`, which is saved in the checkpoint under
+    `state_name`. If a checkpoint lacks it, the run resumes with a warning, and the callback starts
+    from `on_init` with the resumed weights.
 
     Attributes:
-        main_only: True to run on rank 0 alone, as a callback that writes files does; it has no
-            state then.
-        stops: set it to True, on all processes in the same step, to end the run after this step.
-            The run then evaluates and saves as at its last step.
+        main_only: True to run on rank 0 only, for example to write files. Such a callback has no
+            state in the checkpoint.
+        stops: set to True on all processes in the same step to end the run after this step. The run
+            then evaluates and saves as after its last step.
     """
 
     main_only = False
@@ -47,113 +47,114 @@ class Callback:
 
     @property
     def state_name(self) -> str:
-        """The key of its state in a checkpoint: the name of the class, in snake case."""
+        """The key of the state in a checkpoint: the class name in snake case."""
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
 
     def on_init(self, trainer: Trainer) -> None:
-        """Runs when the trainer is made; a checkpoint may be resumed after this."""
+        """Runs when the trainer is created; a checkpoint may be resumed after this."""
 
     def on_start(self, trainer: Trainer) -> None:
-        """Runs when `fit` begins, at `trainer.step`: 0, or that of the checkpoint resumed from."""
+        """Runs when `fit` begins; `trainer.step` is 0, or the step of the resumed checkpoint."""
 
     def on_gradients(self, trainer: Trainer) -> None:
-        """Runs when the gradients of a step are complete: averaged, unscaled, not clipped yet.
+        """Runs when the gradients of a step are averaged and unscaled, before clipping.
 
-        `trainer.step` is still the number of steps before.
+        `trainer.step` is still the number of completed steps.
         """
 
     def on_step(self, trainer: Trainer, samples: int) -> None:
         """Runs after step `trainer.step`, on `samples` samples; the optimizer may have skipped it.
 
-        Called in the hot loop: it should wait for nothing.
+        Called in the hot loop, so it should not block.
         """
 
     def on_log(self, trainer: Trainer, values: dict[str, float]) -> None:
-        """Takes the values of a logged step, by tag; what it adds to them is logged as well."""
+        """Receives the values of a logged step by tag; values that it adds are logged as well."""
 
     def evaluation_context(self, trainer: Trainer) -> AbstractContextManager[object]:
-        """Returns a context that an evaluation runs in, such as one with other weights."""
+        """Returns a context manager for an evaluation, for example to swap the weights."""
         return nullcontext()
 
     def on_evaluation_batch(self, trainer: Trainer, done: int, total: int | None) -> None:
-        """Runs after each batch of an evaluation, `done` of `total` samples (None: not known).
+        """Runs after each evaluation batch, at `done` of `total` samples (None if unknown).
 
-        Both are this process's. Processes may have different numbers of batches: do not
+        Both numbers are for this process. Processes may have different numbers of batches: do not
         communicate here.
         """
 
     def on_evaluate(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        """Takes the values of an evaluation during `fit`, equal on all processes.
+        """Receives the values of an evaluation during `fit`, equal on all processes.
 
-        The weights are those that were evaluated (see `evaluation_context`): do not save here.
+        The model still has the evaluated weights (see `evaluation_context`): do not save here.
         """
 
     def on_timeline(self, trainer: Trainer, predicted: Spans, measured: Spans) -> None:
-        """Takes the predicted and the measured spans of step `trainer.step`, in seconds."""
+        """Receives the predicted and measured spans of step `trainer.step`, in seconds."""
 
     def on_save(self, trainer: Trainer, path: Path) -> None:
-        """Runs after a save to `path`; in the background it may still be written."""
+        """Runs after a save to `path`; a background save may still be in progress."""
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Runs when `fit` ends with `error`. Other processes may be gone: do not communicate."""
 
     def on_end(self, trainer: Trainer) -> None:
-        """Runs when `fit` ends, in whatever way; do not communicate here."""
+        """Runs whenever `fit` ends; do not communicate here."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns tensors and plain values to save; every process calls it, rank 0's counts."""
+        """Returns tensors and plain values to save; runs on all processes, rank 0's is saved."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a `state_dict`, the same on every process; the weights are loaded by then."""
+        """Loads a `state_dict`, the same on every process, after the weights are loaded."""
 
 
 @dataclass
 class Comparison:
-    """The value of an evaluation that counts, and which of two is better.
+    """An evaluation value to compare, and the direction that is better.
 
     Raises:
         ConfigError: `mode` is neither `min` nor `max` nor None.
     """
 
     value: str
-    """`loss`, or the name of a metric; of a metric with a value per class `metric/class`."""
+    """`loss`, the name of a metric, or `metric/class` for a metric with a value per class."""
     mode: str | None
-    """`min` if the smallest value is best, `max` if the largest is; None: `check` finds it out."""
+    """`min` if smaller is better, `max` if larger is better; None to let `check` infer it."""
 
     def __post_init__(self) -> None:
         if self.mode is not None:
             check_choice("mode", self.mode, ("min", "max"))
 
     def check(self, trainer: Trainer) -> None:
-        """Checks that the evaluations of `trainer` have the value, and finds out which is better.
+        """Checks that the evaluations of `trainer` have the value, and infers the mode.
 
         Raises:
-            ConfigError: there is no evaluation, it has no such value, or `mode` has to be given.
+            ConfigError: the run has no evaluation, the evaluation lacks the value, or `mode` cannot
+                be inferred.
         """
         if trainer.evaluation is None:
             raise ConfigError(
-                f"{setting('value', self.value)} needs an evaluation, and this run has none"
+                f"{setting('value', self.value)} needs an evaluation, but this run has none"
             )
-        known = ("loss", *trainer.metrics)
-        metric = metric_of(self.value, known)
+        names = ("loss", *trainer.metrics)
+        metric = metric_of(self.value, names)
         if metric is None:
             raise ConfigError(
                 f"{setting('value', self.value)} is not a value of the evaluation: "
-                f"{did_you_mean(self.value, known)}"
+                f"{did_you_mean(self.value, names)}"
             )
         self.mode = direction("mode", self.value, trainer.metrics.get(metric), self.mode)
         trainer.compared.add(self.value)
 
     def of(self, values: Mapping[str, float]) -> float:
-        """Returns the value of an evaluation as a number of which the smallest is best.
+        """Returns the value of an evaluation as a number for which smaller is better.
 
-        What is not a number is worst.
+        NaN is the worst.
         """
-        found = values[self.value]
-        if math.isnan(found):
+        value = values[self.value]
+        if math.isnan(value):
             return math.inf
-        return -found if self.mode == "max" else found
+        return -value if self.mode == "max" else value
 
 
 _log = logging.getLogger(__name__)
@@ -163,10 +164,10 @@ class CallbackStates:
     """The states of `callbacks` by their names, for `Trainer.states`.
 
     Attributes:
-        optional: True, so that a checkpoint may lack them; see `Callback`.
+        optional: True, because a checkpoint may lack them; see `Callback`.
 
     Raises:
-        ConfigError: two callbacks that have a state have the same name.
+        ConfigError: two callbacks with a state have the same name.
     """
 
     optional = True
@@ -177,8 +178,8 @@ class CallbackStates:
         for name, count in Counter(callback.state_name for callback in self._callbacks).items():
             if count > 1:
                 raise ConfigError(
-                    f"callbacks= has {count} whose state is called {name!r}: give each its own "
-                    f"`state_name`, in a subclass"
+                    f"{count} entries of callbacks= have the state name {name!r}: give each its "
+                    "own `state_name` in a subclass"
                 )
 
     def __bool__(self) -> bool:
@@ -189,7 +190,7 @@ class CallbackStates:
         return {callback.state_name: callback.state_dict() for callback in self._callbacks}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Loads a `state_dict`; a callback that it lacks begins anew, with a warning."""
+        """Loads a `state_dict`; a callback without a saved state starts over, with a warning."""
         state = dict(state or {})
         main = self._trainer.world.is_main
         for callback in self._callbacks:
@@ -199,16 +200,16 @@ class CallbackStates:
             callback.on_init(self._trainer)
             if main:
                 _log.warning(
-                    "the checkpoint has no state of the callback %s: it begins anew, at step %d",
+                    "the checkpoint has no state for the callback %s: it starts over at step %d",
                     callback.state_name, self._trainer.step,
                 )  # fmt: skip
         if state and main:
             _log.warning(
-                "the checkpoint has states of callbacks that this run does not have: %s",
+                "ignored the checkpoint's states of callbacks that this run does not have: %s",
                 ", ".join(state),
             )
 
 
 def _has_state(callback: Callback) -> bool:
-    # one that is main_only has none, since other processes do not have it: see Callback
+    # a main_only callback has none, because other processes lack the callback: see Callback
     return not callback.main_only and type(callback).state_dict is not Callback.state_dict

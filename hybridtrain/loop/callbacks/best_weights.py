@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 class BestWeights(Callback):
     """Keeps the weights of the `k` best evaluations as `step_<number>.safetensors`.
 
-    They are the weights that were evaluated: with an `EMA`, the average. To resume from the best
+    The files hold the evaluated weights: with an `EMA`, the average. To resume from the best
     checkpoint, see `TrainerOptions.best`.
 
     Args:
-        directory: where the files go; rank 0 alone writes.
+        directory: the folder for the files; only rank 0 writes.
         value: `loss`, or the name of a metric.
-        mode: `min` if the smallest value is best, `max` if the largest is; None: by the value, as
-            in `TrainerOptions.best_mode`.
-        k: the number of files.
+        mode: `min` if smaller is better, `max` if larger is better; None to infer it from the
+            value, as `TrainerOptions.best_mode` does.
+        k: the number of files to keep.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -42,22 +42,22 @@ class BestWeights(Callback):
         self.directory = Path(directory)
         self._comparison = Comparison(value, mode)
         self._k = k
-        self._kept: list[tuple[float, int]] = []  # the best first
+        self._kept: list[tuple[float, int]] = []  # best first
 
     def on_init(self, trainer: Trainer) -> None:
-        """Checks that there is such a value."""
+        """Checks that the evaluation has the value."""
         self._comparison.check(trainer)
         self._kept = []
 
     def on_evaluate(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        """Writes the weights if they are among the best, and removes the file that is not."""
-        found, step = self._comparison.of(values), trainer.step
-        if not math.isfinite(found):
+        """Writes the weights if they are among the best, and removes the file they displace."""
+        value, step = self._comparison.of(values), trainer.step
+        if not math.isfinite(value):
             return
         before = [entry for entry in self._kept if entry[1] != step]
-        # of two that are equal the earlier one is better
-        self._kept = sorted([*before, (found, step)])[: self._k]
-        if all(kept != step for _, kept in self._kept):
+        # the earlier of two equal values is better
+        self._kept = sorted([*before, (value, step)])[: self._k]
+        if all(saved != step for _, saved in self._kept):
             return
         state = trainer.model.state_dict()
         trainer.world.on_main(lambda: write_weights(self._path(step), state))
@@ -66,11 +66,11 @@ class BestWeights(Callback):
                 self._path(dropped).unlink(missing_ok=True)
 
     def paths(self) -> list[Path]:
-        """Returns the files, the best first."""
+        """Returns the files, best first."""
         return [self._path(step) for _, step in self._kept]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the steps and values of the best."""
+        """Returns the steps and values of the best evaluations."""
         return {"kept": [[value, step] for value, step in self._kept]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Clips the elements of the gradients."""
+"""Clips gradients elementwise."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class ClipValue(Callback):
-    """Clips each element of the gradients to -`value` ... `value`.
+    """Clips each gradient element to the range [-`value`, `value`].
 
-    `trainer.clip_norm` is the usual choice: it keeps the direction. It and the norm in the log,
-    `train/grad_norm`, are of the clipped elements.
+    `trainer.clip_norm` is the usual choice, because it preserves the gradient's direction. It and
+    the logged norm `train/grad_norm` are computed after this clipping.
 
     Args:
-        value: positive.
+        value: the largest absolute value, positive.
 
     Raises:
         ConfigError: `value` is not positive.
@@ -35,5 +35,5 @@ class ClipValue(Callback):
         """Clips the gradients of this process's stages."""
         for parameter in trainer.model.parameters():
             if (grad := parameter.grad) is not None:
-                # what is infinite becomes NaN, and the step is left out
+                # infinite elements become NaN, so that the step is skipped
                 grad.copy_(grad.clamp(-self._value, self._value) + 0 * grad)

@@ -1,4 +1,4 @@
-"""Ends a run that no longer gets better."""
+"""Ends a run that stops improving."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _log = logging.getLogger(__name__)
 
 
 class EarlyStopping(Callback):
-    """Ends the run after `patience` consecutive evaluations without a better value.
+    """Ends the run after `patience` consecutive evaluations without improvement.
 
-    A run that has ended so is complete; resumed with a larger `patience`, it trains on.
+    Such a run counts as complete; resume it with a larger `patience` to train further.
 
     Args:
         value: `loss`, or the name of a metric.
-        mode: `min` if the smallest value is best, `max` if the largest is; None: by the value, as
-            in `TrainerOptions.best_mode`.
-        patience: evaluations.
-        min_delta: by how much a value must be better to count, 0 or more.
+        mode: `min` if smaller is better, `max` if larger is better; None to infer it from the
+            value, as `TrainerOptions.best_mode` does.
+        patience: the number of evaluations.
+        min_delta: the smallest change that counts as an improvement, 0 or more.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -54,40 +54,40 @@ class EarlyStopping(Callback):
         self._without_progress = 0
 
     def on_init(self, trainer: Trainer) -> None:
-        """Checks that there is such a value; begins to count."""
+        """Checks that the value exists, and resets the count."""
         self._comparison.check(trainer)
         self._best, self._without_progress = math.inf, 0
 
     def on_evaluate(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        """Compares, and ends the run when the patience is over."""
+        """Compares the value, and ends the run when patience runs out."""
         if self.is_over(values) and trainer.world.is_main:
             _log.info(
-                "the run ends early, at step %d: %s has not become better in %d evaluations",
+                "stopping early at step %d: %s has not improved in %d evaluations",
                 trainer.step, self._comparison.value, self._without_progress,
             )  # fmt: skip
 
     def is_over(self, values: Mapping[str, float]) -> bool:
-        """Counts an evaluation; returns whether the patience is over."""
-        found = self._comparison.of(values)
-        if found < self._best - self._min_delta or (
-            math.isinf(self._best) and math.isfinite(found)
+        """Counts an evaluation; returns whether patience has run out."""
+        value = self._comparison.of(values)
+        if value < self._best - self._min_delta or (
+            math.isinf(self._best) and math.isfinite(value)
         ):
-            self._best, self._without_progress = found, 0
+            self._best, self._without_progress = value, 0
         else:
             self._without_progress += 1
         return self.stops
 
     def begin_again(self) -> None:
-        """Counts from 0 again."""
+        """Resets the count."""
         self._without_progress = 0
 
     @property
     def stops(self) -> bool:  # type: ignore[override]
-        """True once the patience is over."""
+        """True once patience has run out."""
         return self._without_progress >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the best value and the evaluations since."""
+        """Returns the best value and the number of evaluations since then."""
         best = self._best if math.isfinite(self._best) else None
         return {"best": best, "without_progress": self._without_progress}
 

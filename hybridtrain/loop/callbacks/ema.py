@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 class EMA(Callback):
     """Keeps an exponential moving average of the parameters, and evaluates with it.
 
-    After each step, average = decay * average + (1 - decay) * parameters, in fp32 for parameters in
-    half precision, in which so small a part would be rounded away. The frozen weights of a model
-    with an adapter are left out. Buffers, such as running
-    statistics, are the model's. `trainer.evaluate`, `predict` and `test` use the average as well;
-    a checkpoint has both, and the commands `evaluate`, `predict` and `export` take the average.
+    After each step, average = decay * average + (1 - decay) * parameters, in fp32 for
+    half-precision parameters, where such small updates would round to zero. Frozen weights of a
+    model with an adapter are not averaged. Buffers, such as running statistics, are the model's.
+    `trainer.evaluate`, `predict` and `test` use the average as well. A checkpoint has both, and the
+    commands `evaluate`, `predict` and `export` use the average.
 
     Args:
-        decay: between 0 and 1.
+        decay: the weight of the previous average, between 0 and 1.
         evaluates: False to evaluate with the parameters themselves.
-        warmup: after n steps the decay is at most (1 + n) / (10 + n), so that the average of a
-            short run is not mostly its first weights.
+        warmup: after n steps the decay is at most (1 + n) / (10 + n), so that the initial weights
+            do not dominate the average of a short run.
 
     Raises:
         ConfigError: `decay` is out of its range.
 
-    Source: B. Polyak and A. Juditsky, 1992; with the exponential weights of A. Tarvainen and
-    H. Valpola, *Mean teachers are better role models*, 2017. The warm-up is that of TensorFlow's
-    ExponentialMovingAverage and of timm.
+    Source: B. Polyak and A. Juditsky, 1992; with the exponential weights of A. Tarvainen and H.
+    Valpola, *Mean teachers are better role models*, 2017. The warm-up follows TensorFlow's
+    ExponentialMovingAverage and timm.
     """
 
     @names_checked
@@ -54,82 +54,82 @@ class EMA(Callback):
         self._average: dict[str, Tensor] = {}
 
     def on_init(self, trainer: Trainer) -> None:
-        """Begins with the weights."""
+        """Initializes the average with the weights."""
         self._model = trainer.model
         self._average, self._updates = {}, 0
         self._pairs()
 
     def on_start(self, trainer: Trainer) -> None:
-        """Begins with the weights of a new run, which may have been loaded by now."""
+        """Reinitializes the average of a new run, because weights may have been loaded since."""
         if trainer.step == 0:
             self.on_init(trainer)
 
     def on_step(self, trainer: Trainer, samples: int) -> None:
-        """Moves the average."""
+        """Updates the average."""
         average, parameters = self._pairs()
         decay = self._decay_of(trainer.step)
         self._updates += 1
         with torch.no_grad():
-            # of several devices or dtypes, PyTorch goes through them one by one
+            # PyTorch falls back to a loop over tensors of several devices or dtypes
             now = [p.to(a.dtype) for p, a in zip(parameters, average, strict=True)]
             torch._foreach_lerp_(average, now, 1 - decay)
 
     def _decay_of(self, step: int) -> float:
-        """Returns the weight that the average so far has beside the parameters of a step."""
+        """Returns the weight of the previous average at `step`."""
         n = self._updates
         return min(self._decay, (1 + n) / (10 + n)) if self._warmup else self._decay
 
     @contextmanager
     def evaluation_context(self, trainer: Trainer) -> Iterator[None]:
-        """Puts the average in the place of the parameters while the block runs."""
+        """Replaces the parameters by the average while the block runs."""
         if not self._evaluates:
             yield
             return
         average, parameters = self._pairs()
         with torch.no_grad():
-            kept = [parameter.clone() for parameter in parameters]
+            weights = [parameter.clone() for parameter in parameters]
             torch._foreach_copy_(parameters, average)
             try:
                 yield
             finally:
-                torch._foreach_copy_(parameters, kept)
+                torch._foreach_copy_(parameters, weights)
 
     def average(self) -> dict[str, Tensor]:
-        """Returns the average by the names of the parameters; of this process's stages."""
+        """Returns the average of this process's stages by parameter name."""
         return dict(self._average)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the average of all stages; with stages in several processes it is gathered."""
+        """Returns the average of all stages, gathered if the stages are in several processes."""
         assert self._model is not None
         average = self.average()
-        if self._model.world.pipeline_group is not None:  # the CPU's tensors travel
-            own = [(name, value.cpu()) for name, value in average.items()]
-            average = dict(self._model.pipeline.gather(own))
+        if self._model.world.pipeline_group is not None:  # tensors are sent from the CPU
+            tensors = [(name, value.cpu()) for name, value in average.items()]
+            average = dict(self._model.pipeline.gather(tensors))
         return {"average": average, "updates": self._updates, "evaluates": self._evaluates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads the average of this process's stages.
 
         Raises:
-            CheckpointError: it lacks a parameter, or has one of another shape; nothing is loaded.
+            CheckpointError: a parameter is missing or has another shape; nothing is loaded.
         """
         self._pairs()
         self._updates, saved = state["updates"], state["average"]
         for name, value in self._average.items():
             if name not in saved or saved[name].shape != value.shape:
-                found = f"with shape {list(saved[name].shape)}" if name in saved else "not there"
+                shape = f"has shape {list(saved[name].shape)}" if name in saved else "is missing"
                 raise CheckpointError(
-                    f"the checkpoint's average of EMA does not fit the model: {name}, of shape "
-                    f"{list(value.shape)}, is {found}. Train the model it was made with, or leave "
-                    f"EMA out"
+                    f"the checkpoint's EMA does not match the model: {name}, of shape "
+                    f"{list(value.shape)} in the model, {shape} in the checkpoint. Use the model "
+                    "that the checkpoint was made with, or remove EMA"
                 )
         for name, value in self._average.items():
             value.copy_(saved[name])
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the averages and their parameters; a new parameter begins its average."""
+        """Returns the averages and their parameters, adding an average for a new parameter."""
         assert self._model is not None
-        # the frozen base of an adapter stays, and a checkpoint leaves it out
+        # the frozen base of an adapter does not change, and a checkpoint omits it
         all_change = adapter_of(self._model.net) is None
         parameters = {
             name: parameter
@@ -137,8 +137,8 @@ class EMA(Callback):
             if all_change or parameter.requires_grad
         }
         for name, parameter in parameters.items():
-            known = self._average.get(name)
-            if known is None or known.shape != parameter.shape:
+            before = self._average.get(name)
+            if before is None or before.shape != parameter.shape:
                 half = parameter.dtype in (torch.float16, torch.bfloat16)
                 self._average[name] = parameter.detach().to(
                     torch.float32 if half else parameter.dtype, copy=True

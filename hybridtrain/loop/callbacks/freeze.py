@@ -1,4 +1,4 @@
-"""Freezes parameters for a part of a run."""
+"""Freezes parameters for part of a run."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ if TYPE_CHECKING:
 
 
 class Freeze(Callback):
-    """Freezes the parameters whose names match, from step `start` to step `until`.
+    """Freezes the parameters with matching names from step `start` to step `until`.
 
         Freeze("features.*", until=500)      # trained from step 501 on
 
-    Before `start` and after `until` they are trained, unless another `Freeze` freezes them then.
-    Which they are is a function of the step alone, so a resumed run goes on exactly. The optimizer
-    must hold all of them from the beginning: it leaves out those without a gradient. What a frozen
-    batch norm does with its running statistics is up to its mode.
+    Before `start` and after `until` the parameters are trained, unless another `Freeze` applies.
+    The frozen set depends only on the step, so a resumed run continues exactly. The optimizer must
+    hold all of these parameters from the beginning; it skips parameters without a gradient. A
+    frozen batch norm still updates its running statistics in training mode.
 
     Args:
-        match: a pattern for the names of parameters, such as `features.*`, or several.
-        start: the steps before which they are trained.
-        until: the last step in which they are frozen; None: to the end.
+        match: a pattern for parameter names, such as `features.*`, or a list of patterns.
+        start: the number of steps before freezing.
+        until: the last frozen step; None to freeze until the end of the run.
 
     Raises:
-        ConfigError: the numbers do not fit together; at the start of a run: no parameter matches.
+        ConfigError: `until` is not greater than `start`; or, at the start of a run, no parameter
+            matches.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Freeze(Callback):
             raise ConfigError(f"{setting('start', start)} must be a number of steps, 0 or more")
         if until is not None and (type(until) is not int or until <= start):
             raise ConfigError(
-                f"{setting('until', until)} must be a number of steps, more than "
+                f"{setting('until', until)} must be a number of steps greater than "
                 f"{setting('start', start)}"
             )
         self._match = match
@@ -49,27 +50,29 @@ class Freeze(Callback):
         self._frozen: bool | None = None
 
     def on_init(self, trainer: Trainer) -> None:
-        """Checks that parameters match, and that the optimizer holds those trained later."""
+        """Checks that parameters match and that the optimizer holds those trained later."""
         names = [name for name, _ in trainer.model.net.named_parameters()]
         held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
-        found = matching(self._match, names, "match")
-        own = dict(trainer.model.named_parameters())
+        chosen = matching(self._match, names, "match")
+        parameters = dict(trainer.model.named_parameters())
         ever_trained = self._start > 0 or self._until is not None
-        missing = [name for name in found if name in own and id(own[name]) not in held]
+        missing = [
+            name for name in chosen if name in parameters and id(parameters[name]) not in held
+        ]
         if missing and ever_trained:
             raise ConfigError(
-                f"Freeze({setting('match', self._match, repr)}) trains {missing[0]} in a part of "
-                "the run, and optimizer= does not hold it: make the optimizer over all "
+                f"Freeze({setting('match', self._match, repr)}) trains {missing[0]} for part of "
+                "the run, but optimizer= does not hold it: build the optimizer from all "
                 "parameters"
             )
 
     def on_start(self, trainer: Trainer) -> None:
-        """Freezes or frees them for the next step."""
+        """Freezes or unfreezes the parameters for the next step."""
         self._frozen = None
         self._apply(trainer)
 
     def on_step(self, trainer: Trainer, samples: int) -> None:
-        """Freezes or frees them for the next step."""
+        """Freezes or unfreezes the parameters for the next step."""
         self._apply(trainer)
 
     def _apply(self, trainer: Trainer) -> None:

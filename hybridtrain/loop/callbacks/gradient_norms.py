@@ -1,4 +1,4 @@
-"""Logs the norm of the gradients of each part of the model."""
+"""Logs the gradient norm of each part of the model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class GradientNorms(Callback):
-    """Logs the L2 norm of the gradients of each part of the model, before `trainer.clip_norm`.
+    """Logs the L2 gradient norm of each part of the model, before `trainer.clip_norm`.
 
-    The tags are `grad_norm/<part>`; `train/grad_norm` is that of the whole model. After a
-    `ClipValue` in `callbacks` the elements are clipped.
+    The tags are `grad_norm/<part>`; `train/grad_norm` is the norm over the whole model. If a
+    `ClipValue` precedes it in `callbacks`, the norms are of clipped elements.
 
     Args:
-        depth: how many components of a parameter's name make a part: with 2,
-            `layers.0.linear.weight` is of the part `layers.0`.
+        depth: the number of leading name components that define a part: with 2,
+            `layers.0.linear.weight` belongs to the part `layers.0`.
 
     Raises:
         ConfigError: `depth` is less than 1.
@@ -35,7 +35,7 @@ class GradientNorms(Callback):
         self._norms: dict[str, Tensor] = {}
 
     def on_gradients(self, trainer: Trainer) -> None:
-        """Takes the norms, if this step is logged."""
+        """Computes the norms if this step is logged."""
         if not trainer.logging:
             return
         parts: dict[str, list[Tensor]] = {}
@@ -46,9 +46,9 @@ class GradientNorms(Callback):
         self._norms = {part: torch.nn.utils.get_total_norm(g) for part, g in parts.items()}
 
     def on_log(self, trainer: Trainer, values: dict[str, float]) -> None:
-        """Adds the norms; parts that several processes share are put together."""
-        own = [(part, float(norm) ** 2) for part, norm in self._norms.items()]
+        """Adds the norms, summed over the processes that share a part."""
+        parts = [(part, float(norm) ** 2) for part, norm in self._norms.items()]
         squares: dict[str, float] = {}
-        for part, square in trainer.model.pipeline.gather(own):
+        for part, square in trainer.model.pipeline.gather(parts):
             squares[part] = squares.get(part, 0.0) + square
         values.update({f"grad_norm/{part}": square**0.5 for part, square in squares.items()})

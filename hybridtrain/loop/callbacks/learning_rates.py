@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class LearningRates(Callback):
-    """Logs the learning rate of each parameter group, as `lr/<its name or number>`.
+    """Logs the learning rate of each parameter group as `lr/<name or index>`.
 
-    `train/lr` is that of the first group. Each is the rate that the step was taken with. Groups
-    whose rates differ are logged without it too.
+    `train/lr` is the rate of the first group. The values are the rates used by the step. Groups
+    with different rates are logged even without this callback.
     """
 
     def __init__(self) -> None:

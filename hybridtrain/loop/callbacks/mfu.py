@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 class Mfu(Callback):
-    """Logs the model FLOPs utilization, as `train/mfu`: a share of the devices' peak rate.
+    """Logs the model FLOPs utilization as `train/mfu`, a share of the devices' peak rate.
 
-    It is the FLOPs of the forwards and backwards of a second's samples, divided by what all devices
-    can do in it (Chowdhery et al., *PaLM*, arXiv:2204.02311, appendix B). What is computed again in
-    the backward does not count: these are the model's FLOPs, not the hardware's.
+    MFU is the FLOPs of the forward and backward passes per second, divided by the peak rate of all
+    devices (Chowdhery et al., *PaLM*, arXiv:2204.02311, appendix B). Recomputation does not count:
+    these are the model's FLOPs, not the hardware's.
 
-    With a `hardware` a run on the command line has it, with the FLOPs counted.
+    The command line adds this callback, with counted FLOPs, when `hardware` is set.
 
     Args:
-        flops_per_sample: of a forward and backward of the whole model; a backward is taken to have
-            twice the FLOPs of the forward.
-        peak_flops_per_s: of one device, in the precision of the run.
+        flops_per_sample: the FLOPs of a forward and backward pass of the whole model; a backward
+            pass is assumed to cost twice the forward pass.
+        peak_flops_per_s: the peak rate of one device in the run's precision.
     """
 
     main_only = True

@@ -1,4 +1,4 @@
-"""Lowers the learning rate of a run that no longer gets better."""
+"""Lowers the learning rate of a run that stops improving."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 class Plateau(Callback):
-    """Lowers the learning rate when a value of the evaluation gets no better.
+    """Lowers the learning rate when an evaluation value stops improving.
 
-    It has the rule of `torch.optim.lr_scheduler.ReduceLROnPlateau`, and multiplies whatever the
-    schedule of the run gives. When it did so is in the checkpoint, so a resumed run has the same
-    rates, bit by bit.
+    Follows the rule of `torch.optim.lr_scheduler.ReduceLROnPlateau`, and multiplies the rate of the
+    run's schedule. The checkpoint records the reductions, so a resumed run has bitwise identical
+    rates.
 
     Args:
         value: `loss`, or the name of a metric.
-        mode: `min` if the smallest value is best, `max` if the largest is; None: by the value, as
-            in `TrainerOptions.best_mode`.
-        factor: of the learning rate, each time; between 0 and 1.
-        patience: evaluations without a better value that are waited for.
-        min_delta: by how much a value must be better to count, 0 or more.
+        mode: `min` if smaller is better, `max` if larger is better; None to infer it from the
+            value, as `TrainerOptions.best_mode` does.
+        factor: the multiplier of each reduction, between 0 and 1.
+        patience: the number of evaluations without improvement before a reduction.
+        min_delta: the smallest change that counts as an improvement, 0 or more.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -54,15 +54,15 @@ class Plateau(Callback):
         self._lowered: list[int] = []  # the steps
 
     def on_init(self, trainer: Trainer) -> None:
-        """Checks that there is such a value; puts itself behind the schedule."""
+        """Checks that the value exists, and wraps the learning rate schedule."""
         self._stopping.on_init(trainer)
         self._lowered = []
-        own = trainer.lr_schedule
-        inner = own._inner if isinstance(own, _Lowered) else own
+        schedule = trainer.lr_schedule
+        inner = schedule._inner if isinstance(schedule, _Lowered) else schedule
         trainer.lr_schedule = _Lowered(trainer.optimizer, inner, self._lowered, self._factor)
 
     def on_evaluate(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        """Compares, and lowers the rates when the patience is over."""
+        """Compares the value, and lowers the rates when patience runs out."""
         if self._stopping.is_over(values):
             self._stopping.begin_again()
             self._lowered.append(trainer.step)
@@ -70,7 +70,7 @@ class Plateau(Callback):
             trainer.lr_schedule.lower()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the steps at which the rates were lowered, and the evaluations since."""
+        """Returns the steps at which the rates were lowered, and the evaluations since then."""
         return {"lowered": list(self._lowered), **self._stopping.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -80,10 +80,10 @@ class Plateau(Callback):
 
 
 class _Lowered(LRScheduler):
-    """A schedule whose rates are lowered after some steps.
+    """A schedule with rates lowered after given steps.
 
-    The schedule itself never sees a lowered rate: many, such as a cosine, count on from the rate
-    that they find, and would go back up to their own last one.
+    The wrapped schedule never sees a lowered rate: many schedules, such as cosine annealing,
+    compute the next rate from the current one and would undo the reduction.
     """
 
     def __init__(
@@ -119,5 +119,5 @@ class _Lowered(LRScheduler):
 
 
 def _copied(rate: float | Tensor, into: float | Tensor) -> float | Tensor:
-    """Returns `rate`; a tensor of a rate stays the same one, which a compiled step may hold."""
+    """Returns `rate`, stored in a tensor `into`, which a compiled step may hold."""
     return into.copy_(torch.as_tensor(rate)) if isinstance(into, Tensor) else rate

@@ -1,4 +1,4 @@
-"""PyTorch's profiler over some steps of a run, with stages, micro-batches and layers by name."""
+"""Runs PyTorch's profiler for some steps, with named stages, micro-batches and layers."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ _log = logging.getLogger(__name__)
 
 
 class Profile(Callback):
-    """Writes a trace of some steps, one file for each process; at other steps it does nothing.
+    """Writes a profiler trace of some steps, one file per process.
 
-    A trace has the operations of all threads, those of the GPUs where there are some, and around
-    them the actions of the schedule (`F3@1`: the forward of micro-batch 3 on stage 1) and the
-    layers by their names. It opens in ui.perfetto.dev, chrome://tracing and, with
-    torch-tb-profiler, in TensorBoard.
+    A trace has the operations of all threads and GPUs, grouped by the actions of the schedule
+    (`F3@1`: the forward of micro-batch 3 on stage 1) and by layer name. It opens in
+    ui.perfetto.dev, chrome://tracing and, with torch-tb-profiler, in TensorBoard.
 
-    Another profiler of `torch.profiler` sees the threads of the stages if it is made with
+    Your own `torch.profiler` profiler sees the threads of the stages if you create it with
     `experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`.
 
     Args:
-        directory: of the traces, `rank_0_steps_20_to_25.pt.trace.json` and so on.
-        first: the first step in them.
-        steps: how many; or the first and the last one, `[20, 25]`.
+        directory: the folder for the traces, such as `rank_0_steps_20_to_25.pt.trace.json`.
+        first: the first step to profile.
+        steps: the number of steps to profile; or the first and last step, `[20, 25]`.
         memory: record each allocation as well; on GPUs also a snapshot for pytorch.org/memory_viz,
             `rank_0_steps_20_to_25.memory.pickle`.
 
@@ -66,17 +65,17 @@ class Profile(Callback):
         self._profiler: Any = None
 
     def on_start(self, trainer: Trainer) -> None:
-        """Begins with the run, if its first step is to be in the trace."""
+        """Starts the profiler if the run's first step is to be profiled."""
         self._begin_before(trainer.step + 1)
 
     def on_step(self, trainer: Trainer, samples: int) -> None:
-        """Begins before the first step, and writes after the last one."""
+        """Starts the profiler before the first step, and writes the trace after the last."""
         if self._profiler is not None and trainer.step >= self._last:
             self._end(trainer.world.rank, trainer.step)
         self._begin_before(trainer.step + 1)
 
     def on_end(self, trainer: Trainer) -> None:
-        """Writes what there is, if the run ends before the last step of the trace."""
+        """Writes a partial trace if the run ends before the last step to profile."""
         if self._profiler is not None:
             self._end(trainer.world.rank, trainer.step)
 
@@ -102,14 +101,14 @@ class Profile(Callback):
         path = self._directory / f"{name}.pt.trace.json"
         profiler.export_chrome_trace(str(path))
         if rank == 0:
-            _log.info("trace of the profiler: %s", path)
+            _log.info("wrote the profiler trace to %s", path)
 
 
 def _counted(steps: Sequence[int]) -> tuple[int, int]:
-    """Returns the first of the steps from one to another, and how many they are."""
+    """Returns the first step of an inclusive range, and the number of steps."""
     if len(steps) != 2 or any(type(step) is not int for step in steps) or steps[1] < steps[0]:
         raise ConfigError(
-            f"{setting('steps', steps)} must be a number of steps, or the first and the last one: "
-            "[20, 25]"
+            f"{setting('steps', steps)} must be a number of steps, or the first and last step, "
+            "such as [20, 25]"
         )
     return steps[0], steps[1] - steps[0] + 1

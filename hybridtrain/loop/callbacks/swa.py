@@ -1,4 +1,4 @@
-"""The mean of the parameters of many steps."""
+"""Stochastic weight averaging."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ if TYPE_CHECKING:
 
 
 class SWA(EMA):
-    """Averages the parameters of the steps from `start` on, each with the same weight.
+    """Averages the parameters of all steps from `start` on, with equal weights.
 
-    It is an `EMA` in all else, and takes its place: evaluations, checkpoints and exports have the
-    average. Up to `start` that is the parameters themselves.
+    It is used like an `EMA`, and instead of one: evaluations, checkpoints and exports use the
+    average. Before `start`, the average equals the parameters.
 
     Args:
-        start: the first step that counts, 1 or more.
-        every: steps between two that count.
+        start: the first step to average, 1 or more.
+        every: the number of steps between two averaged steps.
         evaluates: False to evaluate with the parameters themselves.
 
     Raises:
         ConfigError: `start` or `every` is less than 1.
 
     Source: P. Izmailov et al., *Averaging Weights Leads to Wider Optima and Better Generalization*,
-    arXiv:1803.05407. `torch.optim.swa_utils.update_bn` renews the running statistics of batch norm.
+    arXiv:1803.05407. Use `torch.optim.swa_utils.update_bn` to recompute the running statistics of
+    batch norm.
     """
 
     @names_checked
@@ -42,14 +43,14 @@ class SWA(EMA):
         self._averaged = 0
 
     def on_init(self, trainer: Trainer) -> None:
-        """Begins with the weights, none of which counts yet; refuses a second average."""
+        """Starts with the current weights, not averaged yet; rejects a second average."""
         if any(isinstance(other, EMA) and other is not self for other in trainer.callbacks):
-            raise ConfigError("callbacks= has SWA and another average of the weights: take one")
+            raise ConfigError("callbacks= has SWA and another weight average: use only one")
         super().on_init(trainer)
         self._averaged = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the average of all stages, and of how many steps it is."""
+        """Returns the average of all stages, and the number of averaged steps."""
         return {**super().state_dict(), "averaged": self._averaged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

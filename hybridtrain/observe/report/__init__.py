@@ -1,9 +1,9 @@
-"""The page of one or several runs: a single HTML file that opens without a network.
+"""The report of one or several runs: a single HTML file that opens without a network.
 
-record     what the directory of a run tells: curves, summary, plan, timeline, warnings
-settings   what runs were started with, and what differs
-charts     figures of it, by Plotly
-page       all of it in `page.html`, by Jinja2
+record     the content of a run directory: curves, summary, plan, timeline, warnings
+settings   the settings of runs, and their differences
+charts     figures, made with Plotly
+page       the report, made from `page.html` with Jinja2
 """
 
 from hybridtrain.observe.report.page import check_installed, write_report

@@ -1,4 +1,4 @@
-"""Figures of a run's page, by Plotly, whose time to import only a page pays."""
+"""Figures of a report, made with Plotly, which is imported only for a report."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hybridtrain.schedule import WORDS, Action, Spans, critical_path, waits, win
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-# of runs beside each other, or of curves of one
+# for several runs, or for several curves of one run
 RUN_COLOURS = (
     *("#2171b5", "#d94801", "#238b45", "#6a51a3", "#737373", "#c51b8a", "#17becf", "#bcbd22"),
     *("#8c564b", "#e377c2"),
 )
 _PATTERNS = {"stage": "/", "message": "x", "host": "."}
-_BAR = 34  # pixels of a bar
+_BAR = 34  # pixels per bar
 
 
 def _figure(title: str, height: int = 300, **layout: Any) -> Figure:
@@ -48,9 +48,9 @@ def _figure(title: str, height: int = 300, **layout: Any) -> Figure:
 
 
 def curves(records: Sequence[RunRecord]) -> list[Figure]:
-    """Returns the curves that all runs are compared by: losses, metrics, speed and memory.
+    """Returns the curves for comparing runs: losses, metrics, speed and memory.
 
-    Several runs have the colours `RUN_COLOURS`, in their order; the figures do not repeat them.
+    Several runs have the colours `RUN_COLOURS`, in order; the figures have no legend for them.
     """
     tags = [tag for record in records for tag in record.curves]
     metrics = dict.fromkeys(
@@ -100,13 +100,13 @@ def _curve(title: str, records: Sequence[RunRecord], tags: Sequence[str]) -> Fig
 
 
 def confusion(matrix: Confusion) -> Figure:
-    """Returns the matrix of the last evaluation; a cell is coloured by its share of its line."""
+    """Returns the confusion matrix of the last evaluation, coloured by share of the row."""
     from plotly.graph_objects import Heatmap
 
     classes, counts = matrix
     shares = [[count / (sum(line) or 1) for count in line] for line in counts]
     figure = _figure(
-        "true class (lines) and predicted class (columns), samples of the evaluation",
+        "true class (rows) and predicted class (columns), in samples of the evaluation",
         180 + _BAR * len(classes),
         showlegend=False,
     )
@@ -131,18 +131,18 @@ def confusion(matrix: Confusion) -> Figure:
 
 
 def account(bars: Mapping[str, Mapping[str, float]], title: str, legend: bool = False) -> Figure:
-    """Returns a bar for each device or run, divided into the parts of a step.
+    """Returns one bar per device or run, divided into the parts of a step.
 
     Args:
-        bars: by name, such as that of a device; their parts in milliseconds.
-        title: above them.
-        legend: say what the colours are.
+        bars: the parts in milliseconds, by the name of the bar, such as a device.
+        title: the title.
+        legend: whether to show a legend of the colours.
     """
     from plotly.graph_objects import Bar
 
     height = max(280 if legend else 0, 150 + _BAR * len(bars))
     figure = _figure(
-        title, height, barmode="stack", xaxis_title="ms of a step", showlegend=legend,
+        title, height, barmode="stack", xaxis_title="ms per step", showlegend=legend,
         legend={"traceorder": "normal"},
     )  # fmt: skip
     for part, colour in PARTS.items():
@@ -173,7 +173,7 @@ def account_over_steps(record: RunRecord) -> Figure:
     from plotly.graph_objects import Scatter
 
     figure = _figure(
-        "over the run", xaxis_title="step", yaxis_title="ms of a step", hovermode="x unified",
+        "over the run", xaxis_title="step", yaxis_title="ms per step", hovermode="x unified",
         legend={"traceorder": "reversed"},
     )  # fmt: skip
     for part, colour in PARTS.items():
@@ -194,22 +194,22 @@ def account_over_steps(record: RunRecord) -> Figure:
 
 
 def stages(record: RunRecord) -> list[Figure]:
-    """Returns the times and the parameters of the stages; none where they are not known."""
+    """Returns figures of the stages' times and parameters; empty if they are unknown."""
     from plotly.graph_objects import Bar
 
-    known = record.summary.get("stages", [])
-    if not known:
+    summaries = record.summary.get("stages", [])
+    if not summaries:
         return []
-    names = [f"stage {number}" for number in range(len(known))]
+    names = [f"stage {number}" for number in range(len(summaries))]
     words = [f'<span style="color:{PARTS[kind]}">{kind}</span>' for kind in ("forward", "backward")]
-    height = 120 + _BAR * len(known)
-    titles = (f"ms of a micro-batch: {', '.join(words)}", "parameters")
+    height = 120 + _BAR * len(summaries)
+    titles = (f"ms per micro-batch: {', '.join(words)}", "parameters")
     figures = [_figure(title, height, barmode="stack", showlegend=False) for title in titles]
     bars: list[tuple[Figure, str, list[float], str]] = [
-        (figures[0], kind, [stage[f"{kind}_ms"] for stage in known], PARTS[kind])
+        (figures[0], kind, [stage[f"{kind}_ms"] for stage in summaries], PARTS[kind])
         for kind in ("forward", "backward")
     ]
-    parameters = [stage["parameters"] for stage in known]
+    parameters = [stage["parameters"] for stage in summaries]
     bars.append((figures[1], "parameters", parameters, "#969696"))
     for figure, name, values, colour in bars:
         figure.add_trace(Bar(x=values, y=names, name=name, orientation="h", marker_color=colour))
@@ -218,26 +218,26 @@ def stages(record: RunRecord) -> list[Figure]:
 
 
 def timeline(predicted: Spans, measured: Spans, bytes_of: Mapping[Action, int]) -> Figure:
-    """Returns both timelines on one axis, with what each action is under the pointer.
+    """Returns both timelines on one axis; hovering describes each action.
 
     Args:
         predicted: the predicted spans of each device, in seconds.
         measured: the measured spans of each device, in seconds.
-        bytes_of: what an action sends to another stage, where it is known.
+        bytes_of: the bytes that an action sends to another stage, if known.
     """
     from plotly.subplots import make_subplots
 
     figure = make_subplots(
-        rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.1,  # words: ok
+        rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.1,
         subplot_titles=("measured", "predicted"),
     )  # fmt: skip
     height = 220 + 2 * 40 * len(measured)
     figure.update_layout(_figure("", height).layout, barmode="overlay", hovermode="closest")
     figure.update_layout(legend={"y": -0.16, "yanchor": "top", "x": 0, "xanchor": "left"})
-    figure.update_annotations(x=0, xanchor="left")  # the titles
+    figure.update_annotations(x=0, xanchor="left")  # subplot titles
     _add_lanes(figure, 1, measured, bytes_of, marks=True)
     _add_lanes(figure, 2, predicted, bytes_of, marks=False)
-    figure.update_xaxes(title_text="ms", row=2)  # words: ok
+    figure.update_xaxes(title_text="ms", row=2)
     figure.update_yaxes(autorange="reversed")
     return figure
 
@@ -266,25 +266,28 @@ def _add_lanes(
         )
 
     for kind, colours in COLOURS.items():
-        found = [
+        spans_of_kind = [
             (device, span) for device, lane in enumerate(spans) for span in lane
             if span.action.kind == kind
         ]  # fmt: skip
-        if not found:
+        if not spans_of_kind:
             continue
-        shades = [colours[min(span.action.stage // devices, len(colours) - 1)] for _, span in found]
+        shades = [
+            colours[min(span.action.stage // devices, len(colours) - 1)]
+            for _, span in spans_of_kind
+        ]
         texts = [
             f"{WORDS[kind]} of micro-batch {span.action.microbatch}, stage {span.action.stage}"
             + (f"<br>sends {with_unit(size)}" if (size := bytes_of.get(span.action)) else "")
-            + ("<br>the step is as long as this" if span.action in critical else "")
-            for _, span in found
+            + ("<br>on the critical path" if span.action in critical else "")
+            for _, span in spans_of_kind
         ]
         figure.add_trace(
             bar(
                 WORDS[kind],
-                [device for device, _ in found],
-                [(span.start, span.end) for _, span in found],
-                text=[span.action.microbatch for _, span in found],
+                [device for device, _ in spans_of_kind],
+                [(span.start, span.end) for _, span in spans_of_kind],
+                text=[span.action.microbatch for _, span in spans_of_kind],
                 textposition="inside",
                 insidetextanchor="middle",
                 textangle=0,
@@ -297,15 +300,15 @@ def _add_lanes(
             1,
         )
     if critical:
-        found = [
+        critical_spans = [
             (device, span) for device, lane in enumerate(spans) for span in lane
             if span.action in critical
         ]  # fmt: skip
         figure.add_trace(
             bar(
-                "the step is as long as these",
-                [device for device, _ in found],
-                [(span.start, span.end) for _, span in found],
+                "critical path",
+                [device for device, _ in critical_spans],
+                [(span.start, span.end) for _, span in critical_spans],
                 marker={"color": "rgba(0,0,0,0)", "line": {"width": 2, "color": CRITICAL}},
                 hoverinfo="skip",
             ),
@@ -334,11 +337,11 @@ def _add_lanes(
 
 
 def memory(peaks: Mapping[str, float], limits: Mapping[str, float]) -> Figure:
-    """Returns a bar for each device, with a line at the memory that it has.
+    """Returns one bar per device, with a line at the device's memory.
 
     Args:
-        peaks: bytes by device.
-        limits: bytes of the devices whose memory is known.
+        peaks: the peak bytes, by device.
+        limits: the memory of the devices in bytes, where known.
     """
     from plotly.graph_objects import Bar, Scatter
 
@@ -354,7 +357,7 @@ def memory(peaks: Mapping[str, float], limits: Mapping[str, float]) -> Figure:
             Scatter(
                 x=[limit / unit for limit in limits.values()],
                 y=list(limits),
-                name="the device has",
+                name="device memory",
                 mode="markers",
                 marker={"symbol": "line-ns-open", "size": 26, "color": "#cb181d"},
             )

@@ -1,4 +1,4 @@
-"""The page: figures and tables of runs in one HTML file."""
+"""The report: figures and tables of runs in one HTML file."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _DEFINITIONS = {
-    "samples per second": "over all replicas, without pauses for evaluations and checkpoints",
-    "a step, median": "half of the optimizer steps took less time; other times on this page are "
-    "means of the recorded steps",
-    "devices compute": "share of a recorded step in which devices run forwards and backwards, mean",
-    "time": "from the first logged step to the last, pauses included",
+    "samples per second": "over all replicas, excluding evaluations and checkpoints",
+    "median step time": "over all optimizer steps; other times on this page are means over the "
+    "recorded steps",
+    "devices computing": "mean share of a recorded step that devices spend computing",
+    "time": "from the first logged step to the last, including pauses",
 }
 Table = list[list[str]]
-"""Lines of a table; the first one is its head."""
+"""Rows of a table; the first one is the header."""
 
 
 def check_installed() -> None:
-    """Refuses a page where what draws it is missing.
+    """Checks that the report's dependencies are installed.
 
     Raises:
-        ConfigError: names the extra that has it.
+        ConfigError: a package is missing; names the extra to install.
     """
     missing = [name for name in ("plotly", "jinja2") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"the page of a run needs {' and '.join(missing)}: pip install 'hybridtrain[report]'"
+            f"a report needs {' and '.join(missing)}: pip install 'hybridtrain[report]'"
         )
 
 
 def write_report(directories: Sequence[str | Path], path: str | Path | None = None) -> Path:
-    """Writes the page of one run, or of several beside one another.
+    """Writes the report of one run, or a comparison of several.
 
-    It is a single file, with its scripts, and opens from disk without a network.
+    The report is a single file that includes its scripts and opens from disk without a network.
 
     Args:
-        directories: of the runs.
-        path: of the page; None: `report.html` in the directory of the run, and of several runs in
-            the working directory.
+        directories: the directories of the runs.
+        path: the file to write; None for `report.html` in the run's directory, or in the working
+            directory for several runs.
 
     Returns:
         the path.
 
     Raises:
-        ConfigError: Plotly or Jinja2 is missing, or the page cannot be written.
-        DataError: a directory is not that of a run.
+        ConfigError: Plotly or Jinja2 is missing, or the file cannot be written.
+        DataError: a directory is not a run directory.
     """
     check_installed()
     from jinja2 import Environment
@@ -91,12 +91,12 @@ def write_report(directories: Sequence[str | Path], path: str | Path | None = No
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, page)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     return path
 
 
 def _with_own_names(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """Returns the records by the shortest ends of their paths that tell them apart."""
+    """Returns the records named by the shortest path suffixes that distinguish them."""
     paths = [record.directory.resolve().parts for record in records]
 
     def name(path: tuple[str, ...]) -> str:
@@ -118,7 +118,7 @@ def _html(figure: Figure) -> str:
 
 
 def _title(records: Sequence[RunRecord]) -> str:
-    """Returns the names of some runs, or the folder of many."""
+    """Returns the names of a few runs, or the common folder of many."""
     if len(records) <= 3:
         return ", ".join(record.name for record in records)
     folders = {record.directory.resolve().parent for record in records}
@@ -126,10 +126,10 @@ def _title(records: Sequence[RunRecord]) -> str:
 
 
 def _sections(record: RunRecord) -> dict[str, Any]:
-    """Returns what the page says of one run.
+    """Returns the sections of a report on one run.
 
     Raises:
-        DataError: a file of the run does not have what a run writes there.
+        DataError: a file of the run has unexpected content.
     """
     with reading(record.directory / "timeline.json"):
         timeline = _timeline(record)
@@ -145,7 +145,7 @@ def _timeline(record: RunRecord) -> Figure | None:
 
 
 def _of_summary(record: RunRecord, timeline: Figure | None) -> dict[str, Any]:
-    """Returns what the page says of one run, mostly from its `summary.json`."""
+    """Returns the sections that come from a run's `summary.json`."""
     summary = record.summary
     figures = {}
     if (account := summary.get("account")) is not None:
@@ -155,8 +155,8 @@ def _of_summary(record: RunRecord, timeline: Figure | None) -> dict[str, Any]:
             for d in account["devices"]
         }
         bars["mean"] = account["mean"]
-        title = "by device, the mean of the recorded steps"
-        # the figure over the steps, beside it, says what the colours are
+        title = "by device, mean over the recorded steps"
+        # the figure over the steps, next to it, has the legend
         figures["account"] = charts.account(bars, title, legend=len(record.accounts) < 2)
     if len(record.accounts) > 1:
         figures["account_over_steps"] = charts.account_over_steps(record)
@@ -177,7 +177,7 @@ def _of_summary(record: RunRecord, timeline: Figure | None) -> dict[str, Any]:
         "name": record.name,
         "facts": _facts(record),
         "definitions": _DEFINITIONS,
-        # by its name: a page is sent to others, who do not have the directory
+        # by name: readers of a shared report do not have the directory
         "checkpoint": Path(path).name if (path := summary.get("checkpoint")) else None,
         "advice": summary.get("advice", []),
         "figures": {name: _html(figure) for name, figure in figures.items()},
@@ -192,7 +192,7 @@ def _of_summary(record: RunRecord, timeline: Figure | None) -> dict[str, Any]:
 
 
 def _facts(record: RunRecord) -> list[tuple[str, str]]:
-    """Returns what a reader looks for first: a name and a value each."""
+    """Returns the key facts of a run, as names and values."""
     summary = record.summary
     evaluation = {
         tag.removeprefix("eval/"): curve[-1][1]
@@ -203,16 +203,16 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
         evaluation = {k: v for k, v in (summary["eval"] or {}).items() if k != "samples"}
         evaluation = {k: v for k, v in evaluation.items() if not is_confusion(f"eval/{k}")}
     loss = summary["train_loss"] if record.done else record.last("train/loss")
-    facts = [("state", "done" if record.done else "not done"), ("steps", f"{record.steps:,}")]
+    facts = [("state", "done" if record.done else "not finished"), ("steps", f"{record.steps:,}")]
     facts += [("training loss", _number(loss))] if loss is not None else []
     facts += [(f"{name}, evaluation", _metric(name, value)) for name, value in evaluation.items()]
     rate = summary.get("samples_per_second") or record.last("train/samples_per_second")
     facts += [("samples per second", f"{rate:,.0f}")] if rate else []
     if record.done:
-        facts.append(("a step, median", _time(summary["step_ms"]["p50"])))
+        facts.append(("median step time", _time(summary["step_ms"]["p50"])))
     if account := (summary.get("account") or {}).get("mean"):
         computing = sum(account[name] for name in COMPUTING) / (sum(account.values()) or 1)
-        facts.append(("devices compute", f"{computing:.0%} of a step"))
+        facts.append(("devices computing", f"{computing:.0%} of a step"))
     facts.append(("time", str(timedelta(seconds=round(record.seconds)))))
     if record.plan is not None:
         plan = record.plan
@@ -232,7 +232,7 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _compared(records: Sequence[RunRecord]) -> Table:
-    """Returns a line for each run: the settings that differ, and the results."""
+    """Returns one row per run, with the settings that differ and the results."""
     settings = [record.settings for record in records]
     keys = that_differ(settings)
     results = [dict(_facts(record)) for record in records]
@@ -246,16 +246,16 @@ def _compared(records: Sequence[RunRecord]) -> Table:
         *(
             [
                 record.name,
-                *(_setting(own.get(key)) for key in keys),
+                *(_setting(run_settings.get(key)) for key in keys),
                 *(r.get(c, "") for c in columns),
             ]
-            for record, own, r in zip(records, settings, results, strict=True)
+            for record, run_settings, r in zip(records, settings, results, strict=True)
         ),
     ]
 
 
 def _accounts(records: Sequence[RunRecord]) -> Figure | None:
-    """Returns the mean accounts of several runs in one figure; None: no run has one."""
+    """Returns the mean time breakdowns of several runs in one figure, or None."""
     means = {
         record.name: account["mean"]
         for record in records
@@ -263,7 +263,7 @@ def _accounts(records: Sequence[RunRecord]) -> Figure | None:
     }
     if not means:
         return None
-    return charts.account(means, "where the time of a step goes, by run", legend=True)
+    return charts.account(means, "time breakdown of a step, by run", legend=True)
 
 
 def _stage_table(record: RunRecord) -> Table:
@@ -286,22 +286,24 @@ def _stage_table(record: RunRecord) -> Table:
 
 
 def _predicted(summary: Mapping[str, Any]) -> Table:
-    """Returns what was predicted before the run, beside what was measured."""
+    """Returns the predictions made before the run next to the measurements."""
     predicted, measured = summary.get("predicted"), summary.get("measured")
     if not predicted or not measured:
         return []
     lines: Table = []
 
-    def add(name: str, form: Any, one: Any, other: Any) -> None:
-        if other is not None:
-            ratio = f"{other / one:.2f}" if one else ""
-            lines.append([name, "not known" if one is None else form(one), form(other), ratio])
+    def add(name: str, form: Any, expected: Any, actual: Any) -> None:
+        if actual is not None:
+            ratio = f"{actual / expected:.2f}" if expected else ""
+            lines.append(
+                [name, "unknown" if expected is None else form(expected), form(actual), ratio]
+            )
 
-    add("a step, median", _time, predicted["step_ms"], measured["step_ms"])
+    add("median step time", _time, predicted["step_ms"], measured["step_ms"])
     add("idle", lambda share: f"{share:.1%}", predicted["bubble"], measured["bubble"])
     memory = predicted["memory_bytes"] or [None] * len(measured["memory_bytes"])
-    for device, (one, other) in enumerate(zip(memory, measured["memory_bytes"], strict=True)):
-        add(f"memory of device {device}", with_unit, one, other)
+    for device, (expected, actual) in enumerate(zip(memory, measured["memory_bytes"], strict=True)):
+        add(f"memory of device {device}", with_unit, expected, actual)
     return [["", "predicted", "measured", "measured / predicted"], *lines]
 
 
@@ -310,15 +312,15 @@ def _parts(device: Mapping[str, float]) -> dict[str, float]:
 
 
 def _peaks(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the peak bytes of each device."""
+    """Returns the peak memory of each device, in bytes."""
     if memory := summary.get("device_memory"):
-        return {device: own["allocated"] for device, own in memory.items()}
+        return {device: peaks["allocated"] for device, peaks in memory.items()}
     measured = (summary.get("measured") or {}).get("memory_bytes") or []
     return {f"device {number}": peak for number, peak in enumerate(measured)}
 
 
 def _bytes_of(plan: Plan | None, spans: Spans) -> dict[Action, int]:
-    """Returns the bytes that actions send to another stage, where the plan has measured them."""
+    """Returns the bytes that actions send to another stage, if the plan measured them."""
     if plan is None or len(plan.stages) != 1 + max(s.action.stage for lane in spans for s in lane):
         return {}
     crossing = [stage.layers[-1].crossing_bytes if stage.layers else 0 for stage in plan.stages]
@@ -339,11 +341,11 @@ def _number(value: float) -> str:
 
 
 def _metric(name: str, value: float) -> str:
-    """Returns an accuracy in percent, and other values with four digits."""
+    """Formats an accuracy in percent, and other values with four digits."""
     is_share = "accuracy" in name and 0 <= value <= 1
     return f"{value:.1%}" if is_share else _number(value)
 
 
 def _time(ms: float) -> str:
-    """Returns milliseconds, in seconds from one second on."""
+    """Formats milliseconds, in seconds from one second on."""
     return f"{ms / 1e3:.2f} s" if ms >= 1e3 else f"{ms:.2f} ms"

@@ -1,4 +1,4 @@
-"""The record of a run: what the files in its directory tell, while it runs and afterwards."""
+"""The record of a run, read from the files in its directory, during or after the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hybridtrain.partitioning import Plan
 from hybridtrain.schedule import Account, Spans
 
 Curves = dict[str, list[tuple[int, float]]]
-"""The logged values of a run, by tag: pairs of step and value, NaN where it is not finite."""
+"""The logged values of a run by tag: pairs of step and value, NaN for non-finite values."""
 
 _WARNING = re.compile(r"[\d-]+ [\d:,]+ (?P<level>WARNING|ERROR) [\w.]+: (?P<text>.*)")
 _MOST_WARNINGS = 20
@@ -29,19 +29,19 @@ _MOST_WARNINGS = 20
 
 @dataclass(frozen=True)
 class RunRecord:
-    """All that the files of a run tell.
+    """The contents of a run's files.
 
     Attributes:
-        name: of the run.
-        directory: its files.
-        curves: what it has logged.
-        seconds: from its first logged step to the last, without pauses between attempts left out.
-        summary: of `summary.json`; empty if the run has not ended.
-        plan: its stages; None: the directory has none, as that of a `Trainer` in Python.
+        name: the name of the run.
+        directory: the run directory.
+        curves: the logged values.
+        seconds: the time from the first to the last logged step, including pauses between attempts.
+        summary: the content of `summary.json`; empty if the run has not ended.
+        plan: the plan of the stages; None if the directory has none, as for a `Trainer` in Python.
         timeline: the predicted and measured spans of the last recorded step, in seconds.
-        config: the resolved config, as text.
-        overrides: what the command line sets.
-        warnings: of the logs, each with the number of times that it was logged.
+        config: the text of the resolved config.
+        overrides: the overrides of the command line.
+        warnings: the logged warnings, each with its number of occurrences.
     """
 
     name: str
@@ -60,7 +60,7 @@ class RunRecord:
         """Reads the directory of a run.
 
         Raises:
-            DataError: it has no `metrics.jsonl`.
+            DataError: the directory has no `metrics.jsonl`.
         """
         directory = Path(directory)
         curves, seconds = _metrics(directory)
@@ -71,11 +71,11 @@ class RunRecord:
         with reading(directory / "overrides.yaml"):
             overrides = yaml.safe_load(_text(directory / "overrides.yaml") or "[]")
             if not isinstance(overrides, list):
-                raise TypeError("it is not a list")
+                raise TypeError("not a list")
         with reading(directory / "config.yaml"):
             config = _text(directory / "config.yaml")
             if not isinstance(yaml.safe_load(config) or {}, dict):
-                raise TypeError("it is not a mapping")
+                raise TypeError("not a mapping")
         with reading(plan):
             cut = Plan.read(plan) if plan.exists() else None
         with reading(timeline):
@@ -95,17 +95,17 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
-        """The last step that was logged."""
+        """The last logged step."""
         return max((curve[-1][0] for curve in self.curves.values()), default=0)
 
     @property
     def done(self) -> bool:
-        """True if the run has ended; one that was taken up again after that has not."""
+        """True if the run has ended and was not resumed after that."""
         return bool(self.summary) and self.summary["steps"] >= self.steps
 
     @cached_property
     def accounts(self) -> list[tuple[int, dict[str, float]]]:
-        """The steps that were recorded, and the parts of each in milliseconds."""
+        """The recorded steps, and the parts of each in milliseconds."""
         return accounts_of(self.curves)
 
     @property
@@ -114,13 +114,13 @@ class RunRecord:
         return RunSettings(yaml.safe_load(self.config) or {}, self.overrides)
 
     def last(self, tag: str) -> float | None:
-        """Returns the last value of a curve; None: there is no such curve."""
+        """Returns the last value of a curve, or None if there is no such curve."""
         curve = self.curves.get(tag)
         return curve[-1][1] if curve else None
 
 
 def curves_of(directory: str | Path) -> Curves:
-    """Returns what a run has logged, by tag: pairs of step and value, NaN where it is not finite.
+    """Returns the logged values of a run by tag: (step, value) pairs, NaN for non-finite values.
 
     Raises:
         DataError: the directory has no `metrics.jsonl`.
@@ -141,7 +141,7 @@ def _metrics(directory: Path) -> tuple[Curves, float]:
     """Returns the curves and the seconds from the first line to the last."""
     path = directory / "metrics.jsonl"
     if not path.exists():
-        raise DataError(f"{path} is not there: is it the directory of a run?")
+        raise DataError(f"{path} does not exist: is this a run directory?")
     curves: Curves = {}
     times: list[float] = []
     for line in json_lines(path):
@@ -156,13 +156,13 @@ def _metrics(directory: Path) -> tuple[Curves, float]:
 
 def _warnings(folder: Path) -> list[tuple[str, int]]:
     """Returns the warnings and errors of all processes, the most frequent first."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for path in sorted(folder.glob("rank_*.log")):
         with reading(path):
             text = path.read_text(encoding="utf-8", errors="replace")
         matches = map(_WARNING.match, text.splitlines())
-        found.update(match["text"] for match in matches if match)
-    return found.most_common(_MOST_WARNINGS)
+        counts.update(match["text"] for match in matches if match)
+    return counts.most_common(_MOST_WARNINGS)
 
 
 def _text(path: Path) -> str:

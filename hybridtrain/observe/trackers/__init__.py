@@ -1,17 +1,18 @@
-"""Trackers of a run: callbacks that report it, and cannot end it.
+"""Trackers: callbacks that report a run and cannot end it.
 
 tensorboard        scalars, texts and pictures for TensorBoard
-files              files of metrics, a line for each logged step
-queued             a thread for services that may be slow or away: `wandb`, `mlflow`
-progress           a bar or lines
+files              metrics files with one line per logged step
+queued             a thread for services that may be slow or unreachable: `wandb`, `mlflow`
+progress           a progress bar, or lines
 """
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hybridtrain._base.registry import on_first_use
-from hybridtrain.loop import Tracker
+from hybridtrain._base.registry import import_on_first_use
 
 if TYPE_CHECKING:
+    from hybridtrain.loop import Tracker
     from hybridtrain.observe.trackers.files import CSVFile, MetricsFile
     from hybridtrain.observe.trackers.mlflow import MLflow
     from hybridtrain.observe.trackers.progress import Progress
@@ -26,25 +27,60 @@ __all__ = [
     "MetricsFile",
     "Progress",
     "QueuedTracker",
+    "RegisteredTracker",
     "TensorBoard",
     "Tracker",
     "WandB",
 ]
 
-TRACKERS: dict[str, str] = {
-    "csv": "hybridtrain.observe.trackers.files:CSVFile",
-    "mlflow": "hybridtrain.observe.trackers.mlflow:MLflow",
-    "progress": "hybridtrain.observe.trackers.progress:Progress",
-    "tensorboard": "hybridtrain.observe.trackers.tensorboard:TensorBoard",
-    "wandb": "hybridtrain.observe.trackers.wandb:WandB",
+
+@dataclass(frozen=True)
+class RegisteredTracker:
+    """A tracker that a config can name: `monitor.<name>` is true, false or its arguments.
+
+    Attributes:
+        path: of the class, as `module:class`; imported on first use. Its constructor gets the
+            arguments, and those of these that it takes: `directory` and `title`, the run's folder
+            and its name; `group`, of `monitor.group`; `path`, `metrics.<name>` in the folder.
+        text: the meaning of the key, for the help and the documentation of the options.
+        on: the default of the key.
+    """
+
+    path: str
+    text: str
+    on: bool = False
+
+
+TRACKERS = {
+    "tensorboard": RegisteredTracker(
+        "hybridtrain.observe.trackers.tensorboard:TensorBoard",
+        "Write event files for TensorBoard to the run directory.",
+    ),
+    "wandb": RegisteredTracker(
+        "hybridtrain.observe.trackers.wandb:WandB",
+        "Report to Weights & Biases; or a mapping such as `{project: mine, tags: [a]}`.",
+    ),
+    "mlflow": RegisteredTracker(
+        "hybridtrain.observe.trackers.mlflow:MLflow",
+        'Report to MLflow; or a mapping such as `{experiment: mine, tracking_uri: "http://..."}`.',
+    ),
+    "csv": RegisteredTracker(
+        "hybridtrain.observe.trackers.files:CSVFile",
+        "Write `metrics.csv` to the run directory.",
+    ),
+    "progress": RegisteredTracker(
+        "hybridtrain.observe.trackers.progress:Progress",
+        "Show a progress bar on a terminal, plain lines elsewhere.",
+        on=True,
+    ),
 }
-"""The trackers that a config can name, as `module:class`; imported on first use."""
+"""The trackers that a config can name. The keys of `monitor` are made from them."""
 
 _NOT_IN_A_CONFIG = (
+    "hybridtrain.loop:Tracker",
     "hybridtrain.observe.trackers.files:MetricsFile",
     "hybridtrain.observe.trackers.queued:QueuedTracker",
 )
 
-
-def __getattr__(name: str) -> Any:
-    return on_first_use(__name__, name, (*TRACKERS.values(), *_NOT_IN_A_CONFIG))
+# the keys of a config are read from `TRACKERS` without torch, which the base class imports
+import_on_first_use(__name__, [*(tracker.path for tracker in TRACKERS.values()), *_NOT_IN_A_CONFIG])

@@ -1,4 +1,4 @@
-"""The metrics of a run as a file of lines, for scripts and notebooks: JSON, or comma-separated."""
+"""Metrics files for scripts and notebooks: JSON lines, or comma-separated values."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Entry = dict[str, Any]
 
 
 class MetricsFile(Tracker):
-    """Appends a line with one JSON object to `path` for every call of `on_log`.
+    """Appends one JSON object per line to `path` for every call of `on_log`.
 
-    Each has "step", "time" (seconds since 1970) and the values by tag. NaN and the infinities are
-    `null`: JSON has neither, and pandas reads `null` as NaN. Each line is written at once, so a
+    Each object has "step", "time" (seconds since 1970) and the values by tag. NaN and infinities
+    are `null`, because JSON has neither, and pandas reads `null` as NaN. Each line is flushed, so a
     killed run loses at most the line it was writing.
     """
 
@@ -33,7 +33,7 @@ class MetricsFile(Tracker):
         self._first_step = -1
 
     def on_start(self, run: Run) -> None:
-        """Opens the file: an empty one at step 0, otherwise with its lines up to this step."""
+        """Opens the file: empty at step 0, otherwise keeping its lines up to this step."""
         self._first_step = run.step
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if run.step == 0:
@@ -50,7 +50,7 @@ class MetricsFile(Tracker):
             raise FileNotFoundError(f"{self.path} has been removed")
         step = run.step
         entry = {"step": step, "time": round(time.time(), 3), **values}
-        if step == self._first_step:  # an evaluation that is done again replaces the one before
+        if step == self._first_step:  # a repeated evaluation replaces the previous one
             self._rewrite(lambda old: old["step"] < step or old.keys() != entry.keys())
         self._write(entry)
 
@@ -61,23 +61,23 @@ class MetricsFile(Tracker):
             file.close()
 
     def abandon(self) -> None:
-        """Closes the file, if that is possible."""
+        """Closes the file if possible."""
         file, self._file = self._file, None
         with suppress(OSError):
             if file is not None:
                 file.close()
 
     def _text(self, entry: Entry) -> str:
-        """Returns an entry as a line."""
+        """Formats an entry as a line."""
         finite = {tag: x if x is None or math.isfinite(x) else None for tag, x in entry.items()}
         return json.dumps(finite, allow_nan=False) + "\n"
 
     def _head(self, entries: list[Entry]) -> str:
-        """Returns what a file with `entries` begins with."""
+        """Returns the header of a file with `entries`."""
         return ""
 
     def _entries(self, lines: Iterator[bytes]) -> Iterator[Entry]:
-        """Returns the entries of lines, without those that a killed run did not finish."""
+        """Parses lines into entries, dropping a line that a killed run left incomplete."""
         return entries_of(lines)
 
     def _write(self, entry: Entry) -> None:
@@ -88,14 +88,14 @@ class MetricsFile(Tracker):
         self._file = open_to_append(self.path)
 
     def _rewrite(self, wanted: Callable[[Entry], bool], more: Iterable[Entry] = ()) -> None:
-        """Drops other entries of the open file, and adds some."""
+        """Rewrites the open file with the given entries."""
         assert self._file is not None
         self._file.close()
         self._keep(wanted, more)
         self._open()
 
     def _keep(self, wanted: Callable[[Entry], bool], more: Iterable[Entry] = ()) -> None:
-        """Drops all other entries of the file, and adds some."""
+        """Rewrites the file with the given entries."""
         with open(self.path, "rb") as old, atomic_file(self.path) as new:
             whole = (line for line in old if line.endswith(b"\n"))
             entries = [*filter(wanted, self._entries(whole)), *more]
@@ -108,9 +108,9 @@ class MetricsFile(Tracker):
 class CSVFile(MetricsFile):
     """Appends a comma-separated line to `path` for every call of `on_log`.
 
-    The columns are those of the lines in `metrics.jsonl`, in the order in which they first appear;
-    where a line has no value, the column is empty. A tag that appears later makes the header wider,
-    and the file is written anew. NaN and the infinities are `nan` and `inf`.
+    The columns are the keys of `metrics.jsonl` in order of first appearance; missing values are
+    empty. When a new tag appears, the file is rewritten with a wider header. NaN and infinities are
+    `nan` and `inf`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -150,5 +150,5 @@ class CSVFile(MetricsFile):
 
 def _comma_separated(cells: list[Any]) -> str:
     line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(cells)  # words: ok
+    csv.writer(line, lineterminator="\n").writerow(cells)
     return line.getvalue()

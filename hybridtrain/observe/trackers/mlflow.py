@@ -14,26 +14,26 @@ from PIL import Image
 from hybridtrain.observe.trackers.queued import QueuedTracker, flat
 from hybridtrain.options import names_checked
 
-_MOST_PARAMETERS = 100  # in one call, says the server
+_MOST_PARAMETERS = 100  # the server's limit per call
 
 
 class MLflow(QueuedTracker):
-    """Reports to MLflow: parameters, curves, results, texts, and the timeline as a picture.
+    """Reports parameters, curves, results, texts and timeline pictures to MLflow.
 
-    MLflow adds up the points of a step and cannot drop any. So in a resumed run the points that the
-    interrupted attempt reported after the checkpoint stay, and those of the same steps are left
-    out; a resume is exact, so that their losses are the same. Nor can a parameter be changed: the
-    texts `config` and `overrides` among the artifacts have what a resumed run was given.
+    MLflow cannot delete points, and would store a second point for the same step. A resumed run
+    therefore does not report steps that the interrupted attempt already reported; because resuming
+    is exact, their losses are equal. MLflow cannot change parameters either: the artifacts `config`
+    and `overrides` have the settings of a resumed run.
 
     Args:
         directory: the run directory.
-        tracking_uri: of a server or a store; None: as `MLFLOW_TRACKING_URI` says, or else
-            `mlflow.db` beside the run directory. The artifacts of a database are in `mlruns` there;
-            a server has its own place for them.
-        experiment: that the run is put in.
-        group: of runs that belong together, the tag `group`; on the command line the name of a
-            sweep.
-        tags: of the run.
+        tracking_uri: the URI of a server or a store; None to use `MLFLOW_TRACKING_URI`, or else
+            `mlflow.db` next to the run directory. Artifacts of a database are in `mlruns` next to
+            it; a server has its own artifact store.
+        experiment: the experiment of the run.
+        group: a name for related runs, stored as the tag `group`; the command line uses the name of
+            a sweep.
+        tags: the tags of the run.
 
     Raises:
         ConfigError: the package is not installed.
@@ -58,10 +58,10 @@ class MLflow(QueuedTracker):
         self._client: Any = None
         self._run_id = ""
         self._resumed = False
-        self._newest: dict[str, int] = {}  # by tag, the last step of the attempts before
+        self._newest: dict[str, int] = {}  # tag -> last step reported by earlier attempts
 
-    def begin(self, known: str | None, config: Mapping[str, Any], texts: Mapping[str, str]) -> str:
-        """See `QueuedTracker.begin`; the keys of the config are parameters, the texts artifacts."""
+    def begin(self, run_id: str | None, config: Mapping[str, Any], texts: Mapping[str, str]) -> str:
+        """Begins the run; config keys become parameters, and texts become artifacts."""
         import mlflow
         from mlflow.entities import Param
         from mlflow.store.db.db_types import DATABASE_ENGINES
@@ -73,10 +73,10 @@ class MLflow(QueuedTracker):
         if store is None:
             store = _new_or_known(where / "mlflow.db")
         self._client = mlflow.MlflowClient(tracking_uri=store)
-        run = self._run_of(known) if known else None
+        run = self._run_of(run_id) if run_id else None
         self._resumed, self._newest = run is not None, {}
         if run is None:
-            # MLflow's own place for those of a database is `mlruns` in the working directory
+            # MLflow's default for a database is `mlruns` in the working directory
             in_database = store.partition(":")[0].partition("+")[0] in DATABASE_ENGINES
             artifacts = (where / "mlruns").as_uri() if in_database else None
             experiment = self._experiment_id(artifacts)
@@ -94,7 +94,7 @@ class MLflow(QueuedTracker):
         return self._run_id
 
     def values(self, step: int, values: Mapping[str, float]) -> None:
-        """See `QueuedTracker.values`."""
+        """Reports values by tag."""
         from mlflow.entities import Metric
 
         now = time.time_ns() // 1_000_000
@@ -106,19 +106,19 @@ class MLflow(QueuedTracker):
         self._client.log_batch(self._run_id, metrics=points)
 
     def picture(self, step: int, name: str, picture: Image.Image) -> None:
-        """See `QueuedTracker.picture`."""
+        """Reports a picture."""
         self._client.log_image(self._run_id, picture, artifact_file=f"{name}.png")
 
     def finish(self) -> None:
-        """See `QueuedTracker.finish`."""
+        """Ends the run."""
         self._client.set_terminated(self._run_id, "FAILED" if self.failed else "FINISHED")
 
-    def _run_of(self, known: str) -> Any:
-        """Returns a run by its id; None: this store has no such run."""
+    def _run_of(self, run_id: str) -> Any:
+        """Returns a run by its ID, or None if this store does not have it."""
         from mlflow.exceptions import MlflowException
 
         try:
-            return self._client.get_run(known)
+            return self._client.get_run(run_id)
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
@@ -127,15 +127,15 @@ class MLflow(QueuedTracker):
     def _experiment_id(self, artifacts: str | None) -> str:
         from mlflow.exceptions import MlflowException
 
-        found = self._client.get_experiment_by_name(self._experiment)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        if experiment is None:
             try:
                 return str(self._client.create_experiment(self._experiment, artifacts))
-            except MlflowException:  # another run has just made it
-                found = self._client.get_experiment_by_name(self._experiment)
-                if found is None:
+            except MlflowException:  # another run just created it
+                experiment = self._client.get_experiment_by_name(self._experiment)
+                if experiment is None:
                     raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def _newest_step(self, tag: str) -> int:
         if not self._resumed:
@@ -147,14 +147,14 @@ class MLflow(QueuedTracker):
 
 
 def _new_or_known(path: Path) -> str:
-    """Returns the address of a store in a file, which appears whole, also to runs beside this."""
+    """Returns the URI of a store in a file, creating it atomically for concurrent runs."""
     if not path.exists():
         import mlflow
 
         new = path.with_name(f".mlflow-{os.getpid()}.db")
         try:
-            mlflow.MlflowClient(tracking_uri=f"sqlite:///{new}")  # makes the tables
-            with suppress(FileExistsError):  # by another run, in the meantime
+            mlflow.MlflowClient(tracking_uri=f"sqlite:///{new}")  # creates the tables
+            with suppress(FileExistsError):  # created by another run meanwhile
                 os.link(new, path)
         finally:
             new.unlink(missing_ok=True)

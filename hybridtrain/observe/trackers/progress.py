@@ -1,4 +1,4 @@
-"""Progress of the run: a bar on a terminal, and plain lines elsewhere."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -17,20 +17,20 @@ _BAR = "{n_fmt}/{total_fmt} |{bar}| {desc}"
 _NO_BAR = "{n_fmt}/{total_fmt}  {desc}"
 _NO_END = "{n_fmt} steps  {desc}"
 _LEFT, _RUNNING = "  left {remaining}", "  running for {elapsed}"
-_LEAST_BAR = 6  # columns of the shortest bar, with its ends
+_LEAST_BAR = 6  # columns of the shortest bar, including its ends
 
-# Values of one metric in a line; of classification with many classes, there are as many values.
+# The most values of one metric in a line; a per-class metric may have many.
 _MOST_CLASSES = 12
 
-# What a narrow terminal leaves out of the line, first to last; the loss stays.
+# Parts that a narrow terminal omits from the line, in order; the loss always stays.
 _LEFT_OUT = ("account", "tokens", "epoch", "time", "samples", "lr")
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
-    """A bar whose line has what fits the terminal.
+    """A bar with as many parts in its line as fit the terminal.
 
     Attributes:
-        parts: the texts after the bar, by the names in `_LEFT_OUT`.
+        parts: the texts after the bar, by name in `_LEFT_OUT`.
     """
 
     parts: Mapping[str, str] = MappingProxyType({})
@@ -57,9 +57,9 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 
 
 class Progress(Tracker):
-    """Shows loss, samples per second and the time left on `stream` (None: stderr).
+    """Shows loss, samples per second and remaining time on `stream` (None for stderr).
 
-    On a terminal, a bar that follows every step; elsewhere, a line per logged step:
+    On a terminal, shows a bar that follows every step; elsewhere, one line per logged step:
 
         step 120/450  loss 0.2312  1,843 samples/s  lr 1.00e-03  left 00:12
         step 225/450  eval: loss 0.1021  accuracy 0.9694
@@ -78,7 +78,7 @@ class Progress(Tracker):
         self._train: dict[str, str] = {}
 
     def on_start(self, run: Run) -> None:
-        """Draws the bar, if this is a terminal."""
+        """Draws the bar if the stream is a terminal."""
         self._total_steps = run.total_steps
         self._first_step = run.step
         self._begin = self._clock()
@@ -88,12 +88,12 @@ class Progress(Tracker):
             )
 
     def on_step(self, run: Run, samples: int) -> None:
-        """Moves the bar, which is drawn at most ten times per second."""
+        """Advances the bar, redrawn at most ten times per second."""
         if self._bar is not None:
             self._bar.update(run.step - self._bar.n)
 
     def on_evaluation_batch(self, run: Run, done: int, total: int | None) -> None:
-        """Shows how far the evaluation is, on the bar alone, at most ten times per second."""
+        """Shows the progress of an evaluation on the bar, at most ten times per second."""
         now = self._clock()
         if self._bar is not None and now - self._drawn > 0.1:
             self._drawn = now
@@ -102,7 +102,7 @@ class Progress(Tracker):
             self._bar.refresh()
 
     def on_log(self, run: Run, values: Mapping[str, float]) -> None:
-        """Shows the values of `train/` and `eval/`; those of the stages are for the dashboards."""
+        """Shows the values of `train/` and `eval/`; stage values are for dashboards."""
         if train := _describe_training(values):
             if self._bar is not None:
                 if "train/epoch" in values:
@@ -122,14 +122,14 @@ class Progress(Tracker):
             self._bar = None
 
     def abandon(self) -> None:
-        """Lets go of the bar without drawing it again."""
+        """Releases the bar without drawing it again."""
         if self._bar is not None:
-            self._bar.disable = True  # or it would draw once more when it is collected
+            self._bar.disable = True  # otherwise it would draw again when garbage-collected
             self._bar = None
 
     def _print(self, step: int, parts: list[str]) -> None:
         end = "" if self._total_steps is None else f"/{self._total_steps}"
-        # a metric's name may have any characters, and would begin a new line
+        # a metric's name may contain a newline
         line = in_one_line("  ".join([f"step {step}{end}", *parts]))
         tqdm.write(line, file=self._stream)
         self._stream.flush()
@@ -138,7 +138,7 @@ class Progress(Tracker):
         done = step - self._first_step
         if self._total_steps is None or done <= 0:
             return []
-        # pauses for evaluation and checkpoints are included, because there will be more of them
+        # includes pauses for evaluation and checkpoints, because more will come
         left = (self._clock() - self._begin) / done * (self._total_steps - step)
         return [f"left {tqdm.format_interval(round(left))}"]
 
@@ -148,7 +148,7 @@ def _describe_training(values: Mapping[str, float]) -> dict[str, str]:
         ("loss", "train/loss", "loss {}", format_value),
         ("samples", "train/samples_per_second", "{} samples/s", _format_rate),
         ("tokens", "train/tokens_per_second", "{} tokens/s", _format_rate),
-        # one format, since a schedule passes through many sizes
+        # one format, since a schedule spans many magnitudes
         ("lr", "train/lr", "lr {}", "{:.2e}".format),
     )
     parts = {
@@ -158,7 +158,7 @@ def _describe_training(values: Mapping[str, float]) -> dict[str, str]:
 
 
 def _describe_account(values: Mapping[str, float]) -> dict[str, str]:
-    """Returns the largest part of a step in which devices do not compute, as a share of it."""
+    """Describes the largest part of a step in which devices do not compute, in percent."""
     parts = parts_of_account(values)
     idle = {name: value for name, value in parts.items() if name not in COMPUTING}
     largest = max(idle, key=idle.__getitem__, default=None)
@@ -174,7 +174,7 @@ def _describe_evaluation(values: Mapping[str, float]) -> list[str]:
 
 
 def describe_values(values: Mapping[str, float]) -> list[str]:
-    """Returns names and values of an evaluation; of a metric of many classes the first values."""
+    """Describes the values of an evaluation; only the first of a metric with many classes."""
     counts = Counter(name.partition("/")[0] for name in values if "/" in name)
     shown: Counter[str] = Counter()
     parts = []
@@ -189,7 +189,7 @@ def describe_values(values: Mapping[str, float]) -> list[str]:
 
 
 def format_value(value: float) -> str:
-    """Returns a loss or a metric with four digits after the point, or few and an exponent."""
+    """Formats a loss or metric with four decimals, or in scientific notation."""
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.2e}"
 
 

@@ -1,4 +1,4 @@
-"""The base of trackers of slow services: their thread, and the run's id in its directory."""
+"""The base class of trackers for slow services: their thread, and the ID of the run."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from hybridtrain.schedule import Spans
 
 _MOST_WAITING = 10_000
 
-# Of all trackers of an interrupted run together, and the least of each. The other processes wait
-# for rank 0 for 10 seconds (`Trainer`); then they leave, and torchrun ends it.
+# The total patience of all trackers after an interruption, and the minimum for each. The other
+# processes wait 10 seconds for rank 0 (`Trainer`); then they exit, and torchrun ends rank 0.
 _AFTER_INTERRUPTION_S = 5.0
 _LEAST_S = 1.0
 
 
 class QueuedTracker(Tracker):
-    """Reports to a service that may be slow or away: all calls of it are made in one thread.
+    """Base class for services that may be slow or unreachable, called from one thread.
 
-    A step never waits for it, and the end of a run waits `patience_s`. What the thread raises is
-    raised by the next hook, which lets the tracker go (see `Tracker`).
+    A step never waits for the service; the end of a run waits at most `patience_s`. The next hook
+    raises an exception of the thread, which disables the tracker (see `Tracker`).
 
-    A subclass has `begin`, `values`, `picture` and `finish`, which run in the thread. The tags are
-    those of `metrics.jsonl`, and the x-axis is the step. `<package>.id` in `directory` keeps the id
-    of the run, by which a resumed run continues its curves.
+    Subclasses implement `begin`, `values`, `picture` and `finish`, which run in the thread. The
+    tags are the same as in `metrics.jsonl`, and the x-axis is the step. The file `<package>.id` in
+    `directory` has the service's ID of the run, with which a resumed run continues its curves.
 
     Args:
-        directory: the run directory; its name is that of the run.
+        directory: the run directory; its name becomes the name of the run.
 
     Attributes:
-        package: that it needs, also the name of the extra.
-        patience_s: seconds that the end of a run waits for the reports before it; that of an
-            interrupted one waits less.
-        failed: the run has ended with an error.
+        package: the required package, also the name of the extra.
+        patience_s: the seconds that the end of a run waits for pending reports; an interrupted run
+            waits less.
+        failed: whether the run ended with an error.
 
     Raises:
         ConfigError: the package is not installed.
@@ -57,7 +57,7 @@ class QueuedTracker(Tracker):
         if find_spec(self.package) is None:
             raise ConfigError(
                 f"{type(self).__name__} needs the package {self.package}, which is not installed: "
-                f"pip install 'hybridtrain[{self.package}]', or leave it out of monitor="
+                f"pip install 'hybridtrain[{self.package}]', or remove it from monitor="
             )
         self.directory = Path(directory)
         self.run_name = self.directory.resolve().name
@@ -67,12 +67,12 @@ class QueuedTracker(Tracker):
         self._error: Exception | None = None
         self._deadline: float | None = None
 
-    def begin(self, known: str | None, config: Mapping[str, Any], texts: Mapping[str, str]) -> str:
-        """Begins the run, or continues the one with the id `known`; returns its id.
+    def begin(self, run_id: str | None, config: Mapping[str, Any], texts: Mapping[str, str]) -> str:
+        """Begins a run, or continues the run with the ID `run_id`; returns its ID.
 
         Args:
-            known: the id of a run that is resumed; None: a new run.
-            config: the text of that title, as a nested mapping.
+            run_id: the ID of a run to resume; None for a new run.
+            config: the text `config`, as a nested mapping.
             texts: see `Run.texts`.
         """
         raise NotImplementedError
@@ -82,15 +82,15 @@ class QueuedTracker(Tracker):
         raise NotImplementedError
 
     def picture(self, step: int, name: str, picture: Image.Image) -> None:
-        """Reports a picture, which replaces an earlier one of that name."""
+        """Reports a picture, which replaces an earlier one of the same name."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Ends the run at the service, as `failed` says."""
+        """Ends the run at the service, as failed if `failed` is True."""
         raise NotImplementedError
 
     def on_start(self, run: Run) -> None:
-        """Starts the thread, which begins or continues the run of the service."""
+        """Starts the thread, which begins or continues the run at the service."""
         self._waiting, self._error, self.failed = Queue(_MOST_WAITING), None, False
         self._deadline = None
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -102,11 +102,11 @@ class QueuedTracker(Tracker):
 
     def on_log(self, run: Run, values: Mapping[str, float]) -> None:
         """Queues the values."""
-        step, copied = run.step, dict(values)  # of now: the thread reads them later
+        step, copied = run.step, dict(values)  # copied now, because the thread reads them later
         self._do(lambda: self.values(step, copied))
 
     def on_timeline(self, run: Run, predicted: Spans, measured: Spans) -> None:
-        """Queues one picture, of the last recorded step."""
+        """Queues a picture of the last recorded step."""
         step, title = run.step, f"{self.run_name}, step {run.step}"
         self._do(lambda: self.picture(step, "timeline", draw(predicted, measured, title)))
 
@@ -114,7 +114,7 @@ class QueuedTracker(Tracker):
         """Reports the results of a complete run as `summary/...`, and waits for the thread.
 
         Raises:
-            TimeoutError: the service has not taken everything in time.
+            TimeoutError: the service did not accept all reports in time.
         """
         if self._thread is None:
             return
@@ -135,25 +135,27 @@ class QueuedTracker(Tracker):
                 patience_s = min(patience_s, max(_LEAST_S, self._deadline - monotonic()))
             thread.join(patience_s)
             if thread.is_alive():
-                raise TimeoutError(f"what is left was not taken in {patience_s:.3g} seconds")
+                raise TimeoutError(
+                    f"the remaining reports were not accepted within {patience_s:.3g} seconds"
+                )
         if self._error is not None:
             raise self._error
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        """Notes that the run has failed; after an interruption all trackers share one patience."""
+        """Marks the run as failed; after an interruption all trackers share one deadline."""
         self.failed = True
         if isinstance(error, Interrupted):
             self._deadline = monotonic() + _AFTER_INTERRUPTION_S
 
     def abandon(self) -> None:
-        """Leaves the thread, which ends with the process."""
+        """Abandons the thread, which ends with the process."""
         self._thread = None
 
     def _begin(self, first_step: int, texts: Mapping[str, str]) -> None:
         file = self.directory / f"{self.package}.id"
-        known = file.read_text().strip() if first_step and file.exists() else None
+        run_id = file.read_text().strip() if first_step and file.exists() else None
         config = yaml.safe_load(texts.get("config", "")) or {}
-        write_atomically(file, self.begin(known, config, texts) + "\n")
+        write_atomically(file, self.begin(run_id, config, texts) + "\n")
 
     def _do(self, job: Callable[[], None]) -> None:
         if self._thread is None:
@@ -166,7 +168,7 @@ class QueuedTracker(Tracker):
         try:
             self._waiting.put_nowait(job)
         except Full:
-            raise TimeoutError(f"{_MOST_WAITING} reports are waiting to be taken") from None
+            raise TimeoutError(f"{_MOST_WAITING} reports are waiting for the service") from None
 
     def _work(self, jobs: Queue[Callable[[], None] | None]) -> None:
         while (job := jobs.get()) is not None:
@@ -178,7 +180,7 @@ class QueuedTracker(Tracker):
 
 
 def flat(tree: Any, prefix: str = "") -> list[tuple[str, str | bool | float]]:
-    """Returns the dotted keys of a nested mapping, with their numbers; all else is text."""
+    """Flattens a nested mapping to dotted keys; values other than numbers become text."""
     if not isinstance(tree, Mapping):
         return [(prefix, tree if isinstance(tree, str | bool | int | float) else str(tree))]
     return [

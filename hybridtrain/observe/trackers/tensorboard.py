@@ -1,4 +1,4 @@
-"""TensorBoard event files."""
+"""The TensorBoard tracker."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ from hybridtrain.schedule import COMPUTING, Spans
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-# Each tag of `Tracker.on_log`, what it is shown as, its factor, and what it is. TensorBoard sorts
-# groups and curves by name: what is looked at first has a number, or a name that is first.
+# Tag of `Tracker.on_log` -> displayed tag, factor and description. TensorBoard sorts groups and
+# curves by name, so names and numbers put the most important ones first.
 _SHOWN = tuple(
     (re.compile(pattern), tag, factor, description)
     for pattern, tag, factor, description in (
         (r"train/loss", r"1_overview/train_loss", 1, "mean of the steps since the last point"),
         (r"eval/(.*)", r"1_overview/eval_\1", 1, "over all samples of the evaluation"),
         (r"train/samples_per_second", r"1_overview/train_samples_per_s", 1,
-         "over all replicas, without pauses for evaluations and checkpoints"),
+         "over all replicas, excluding evaluations and checkpoints"),
         (r"train/tokens_per_second", r"1_overview/train_tokens_per_s", 1,
-         "samples per second times their length, padding included; over all replicas"),
+         "samples per second times their length, including padding; over all replicas"),
         (r"train/mfu", r"1_overview/used_mfu_percent", 100,
-         "model FLOPs utilization: FLOPs of forwards and backwards, without recomputation, in "
-         "percent of the peak rate of all devices"),
-        (r"train/step_ms", r"2_time/step_ms", 1, "milliseconds of an optimizer step, the mean"),
+         "model FLOPs utilization: FLOPs of forward and backward passes, without recomputation, "
+         "in percent of the peak rate of all devices"),
+        (r"train/step_ms", r"2_time/step_ms", 1, "milliseconds per optimizer step, mean"),
         (r"pipeline/bubble_fraction", r"2_time/pipeline_idle_percent", 100,
-         "idle time of the devices between the first action of a batch and the last, in percent"),
+         "idle time of the devices between the first and last action of a batch, in percent"),
         (r"replicas/slowest", r"2_time/replica_slowest", 1,
-         "the number of the replica that took longest"),
+         "index of the slowest replica"),
         (r"replicas/slowest_ms", r"2_time/replica_slowest_ms", 1,
-         "milliseconds of a step of the slowest replica, without waiting for others"),
+         "milliseconds per step of the slowest replica, without waiting for others"),
         (r"replicas/mean_ms", r"2_time/replica_mean_ms", 1,
-         "milliseconds of a step without waiting for other replicas, the mean of all"),
+         "milliseconds per step without waiting for other replicas, mean over replicas"),
         (r"stage(\d+)/memory_bytes", r"3_stages/memory_mib/\1", 2**-20,
-         "peak memory of the stage's device in MiB, replica 0; on a CPU it is counted"),
+         "peak memory of the stage's device in MiB, replica 0; counted, not measured, on a CPU"),
         (r"stage(\d+)/memory_percent", r"3_stages/memory_percent/\1", 1,
-         "peak memory of the stage's device, of replica 0, in percent of what the device has"),
+         "peak memory of the stage's device in percent of the device's memory, replica 0"),
         (r"stage(\d+)/(\w+_ms)", r"3_stages/\2/\1", 1,
-         "milliseconds for a micro-batch, the mean; replica 0"),
+         "milliseconds per micro-batch, mean; replica 0"),
         (r"train/grad_norm", r"4_optimizer/grad_norm", 1,
-         "norm of all gradients of a step, before trainer.clip_norm and after clip_value"),
-        (r"train/lr", r"4_optimizer/lr", 1, "learning rate, of the first parameter group"),
+         "gradient norm of a step, before trainer.clip_norm and after clip_value"),
+        (r"train/lr", r"4_optimizer/lr", 1, "learning rate of the first parameter group"),
         (r"lr/(.*)", r"4_optimizer/lr/\1", 1, "learning rate of a parameter group"),
         (r"train/skipped_steps", r"4_optimizer/skipped_steps", 1,
-         "steps so far that were left out, since a gradient was not finite"),
-        (r"train/loss_scale", r"4_optimizer/loss_scale", 1, "what the loss is multiplied by, fp16"),
+         "number of steps skipped so far because of a non-finite gradient"),
+        (r"train/loss_scale", r"4_optimizer/loss_scale", 1, "loss scale, fp16"),
         (r"train/(.*)", r"4_optimizer/\1", 1, ""),
     )
 )  # fmt: skip
@@ -73,28 +73,27 @@ _CHARTS = {
         "peak memory, MiB": "3_stages/memory_mib/.*",
     },
 }
-# Devices in a table that fits on a screen.
+# The most devices in a table that fits on a screen.
 _MOST_COLUMNS = 12
 
 
 class TensorBoard(Tracker):
     """Writes scalars, texts and pictures to event files in `directory`.
 
-    The groups are numbered, so that the first screen has what a person looks for first: is it
-    learning, how fast, where does the time go, how full is memory. A tag of `Tracker.on_log` such
-    as `train/loss` is shown as `1_overview/train_loss`, and other tags unchanged. The tab of custom
-    scalars has both losses in one chart, and all stages; the parts of a step are a picture, where
-    each has its colour.
+    Groups are numbered so that the first screen answers the first questions: is it learning, how
+    fast, where does the time go, how full is memory. A tag of `Tracker.on_log` such as `train/loss`
+    is shown as `1_overview/train_loss`; unknown tags are unchanged. The custom scalars tab has
+    charts with both losses and with all stages; the time breakdown of a step is a picture.
 
-    Of the texts, `overrides` (YAML, a mapping of dotted keys), or else `config`, is what the tab of
-    hyperparameters lists.
+    The hyperparameters tab lists the text `overrides` (YAML, a mapping of dotted keys), or else
+    `config`.
 
-    The files of earlier attempts are kept. A mark in the new file makes TensorBoard drop their
-    points after the step that the run resumed from.
+    Files of earlier attempts are kept. A mark in the new file makes TensorBoard drop their points
+    after the step from which the run resumed.
 
     Args:
-        directory: of the event files; TensorBoard names the run by it.
-        title: above the pictures; None: the name of `directory`.
+        directory: the directory of the event files, from which TensorBoard derives the run's name.
+        title: the title of the pictures; None for the name of `directory`.
     """
 
     def __init__(self, directory: str | Path, title: str | None = None) -> None:
@@ -105,15 +104,15 @@ class TensorBoard(Tracker):
         self._accounts = deque[tuple[int, Mapping[str, float]]](maxlen=MOST_BARS)
 
     def on_start(self, run: Run) -> None:
-        """Opens a file; the texts appear in the tab of that name."""
-        # takes half a second to import, which only rank 0 of a run that starts should pay
+        """Opens an event file; texts appear in the text tab."""
+        # takes half a second to import, which only rank 0 of a started run should spend
         from torch.utils.tensorboard import SummaryWriter
 
         first_step, texts = run.step, run.texts
-        # the mark also purges the step it names, and the points of `first_step` were reported
-        # before the checkpoint was saved; on a fresh start, all old points are purged
+        # the mark also purges its own step, but points of `first_step` were reported before the
+        # checkpoint was saved; on a fresh start, all old points are purged
         purge_step = first_step + 1 if first_step else 0
-        # the default of two minutes is long for someone who watches the dashboard
+        # the default of two minutes is long for a dashboard being watched
         with _silent_thread():
             self._writer = SummaryWriter(str(self.directory), purge_step=purge_step, flush_secs=10)
         for title, text in texts.items():
@@ -138,17 +137,23 @@ class TensorBoard(Tracker):
         total = sum(account.values()) or 1.0
         for name, value in account.items():
             tag = f"2_time/{name}_percent"
-            if value or tag in self._described:  # a run without recomputation has no such curve
-                self._add(step, tag, 100 * value / total, "of a step, the mean of all devices; "
-                          "docs/monitoring.md explains it")  # fmt: skip
+            if value or tag in self._described:  # no curve in a run without recomputation
+                self._add(
+                    step, tag, 100 * value / total,
+                    "of a step, mean over all devices; defined in docs/monitoring.md",
+                )  # fmt: skip
         if account:
             computing = 100 * sum(account[name] for name in COMPUTING) / total
-            self._add(step, "1_overview/used_device_time_percent", computing, "of a step, in "
-                      "which devices run forwards and backwards; 2_time has the rest")  # fmt: skip
+            self._add(
+                step, "1_overview/used_device_time_percent", computing,
+                "of a step in which devices run forwards and backwards; the rest is in 2_time",
+            )  # fmt: skip
         memory = [value for tag, value in values.items() if tag.endswith("/memory_percent")]
         if memory:
-            self._add(step, "1_overview/used_device_memory_percent", max(memory), "peak memory of "
-                      "the fullest device, in percent of what it has")  # fmt: skip
+            self._add(
+                step, "1_overview/used_device_memory_percent", max(memory),
+                "peak memory of the most loaded device, in percent of its memory",
+            )  # fmt: skip
         for tag, value in values.items():
             if not tag.startswith("account/") and not is_confusion(tag):
                 self._add(step, *shown(tag, value))
@@ -158,7 +163,7 @@ class TensorBoard(Tracker):
             self._add_picture(step, "5_pictures/confusion", picture)
 
     def on_timeline(self, run: Run, predicted: Spans, measured: Spans) -> None:
-        """Adds pictures in the tab of images, and a table of the account in that of texts."""
+        """Adds pictures to the images tab, and a table of the time breakdown to the text tab."""
         step = run.step
         title = f"{self._title or self.directory.resolve().name}, step {step}"
         self._add_picture(step, "5_pictures/timeline", draw(predicted, measured, title, card=True))
@@ -188,11 +193,11 @@ class TensorBoard(Tracker):
         more = len(account["devices"]) - len(shown)
         text = [
             *(["\n".join(f"- {line}" for line in advice)] if advice else []),
-            "Milliseconds of a step, the mean of the recorded steps; the first column is the mean "
-            f"of all devices.{f' {more} more devices are in summary.json.' if more else ''}",
+            "Milliseconds per step, mean over the recorded steps; the first column is the mean "
+            f"over all devices.{f' {more} more devices are in summary.json.' if more else ''}",
             markdown_table(lines),
         ]
-        # the first of the texts, which are sorted by name: two are open
+        # sorts first among the texts, of which TensorBoard expands two
         self._started().add_text("a step's time, by device", "\n\n".join(text), step)
 
     def on_end(self, run: Run) -> None:
@@ -202,7 +207,7 @@ class TensorBoard(Tracker):
             writer.close()
 
     def abandon(self) -> None:
-        """Lets go of the writer."""
+        """Releases the writer."""
         self._writer = None
 
     def _started(self) -> SummaryWriter:
@@ -215,7 +220,8 @@ class TensorBoard(Tracker):
         if tag in self._described or not description:
             writer.add_scalar(tag, value, step)
             return
-        # SummaryWriter has no argument for it, and TensorBoard takes it from the first point.
+        # SummaryWriter has no argument for descriptions; TensorBoard takes them from the first
+        # point.
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # type: ignore[import-untyped]
 
         self._described.add(tag)
@@ -231,21 +237,21 @@ class TensorBoard(Tracker):
 
 @contextmanager
 def _silent_thread() -> Iterator[None]:
-    """Has the writers made in the block report an error of their thread, such as a full disk, once.
+    """Makes writers created in the block report an error of their thread only once.
 
-    The next write raises it, and the run warns of it. The thread would raise it too, and Python
-    print its traceback.
+    The next write raises the error, and the run logs a warning. Otherwise the thread would raise it
+    too, and Python would print its traceback.
     """
     from tensorboard.summary.writer import event_file_writer  # type: ignore[import-untyped]
 
     usual = getattr(event_file_writer, "_AsyncWriterThread", None)
-    if usual is None:  # a private name
+    if usual is None:  # a private class
         yield
         return
 
     class Silent(usual):  # type: ignore[misc, valid-type]
         def run(self) -> None:
-            with suppress(Exception):  # which `exception` keeps for the next write
+            with suppress(Exception):  # the writer stores it and raises it at the next write
                 super().run()
 
     event_file_writer._AsyncWriterThread = Silent
@@ -256,7 +262,7 @@ def _silent_thread() -> Iterator[None]:
 
 
 def shown(tag: str, value: float) -> tuple[str, float, str]:
-    """Returns what TensorBoard shows of a tag of `Tracker.on_log`: tag, value and description."""
+    """Returns the displayed tag, value and description for a tag of `Tracker.on_log`."""
     for pattern, replacement, factor, description in _SHOWN:
         if match := pattern.fullmatch(tag):
             return match.expand(replacement), value * factor, description
@@ -264,7 +270,7 @@ def shown(tag: str, value: float) -> tuple[str, float, str]:
 
 
 def _add_hyperparameters(writer: Any, settings: str) -> None:
-    """Writes settings, in YAML; the dashboard finds the metrics among the curves."""
+    """Writes hyperparameters, given as YAML; the dashboard takes metrics from the curves."""
     from torch.utils.tensorboard.summary import hparams
 
     with suppress(yaml.YAMLError):

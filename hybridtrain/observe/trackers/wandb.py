@@ -22,22 +22,22 @@ _OFFLINE_PATIENCE_S = 5.0
 
 
 class WandB(QueuedTracker):
-    """Reports to Weights & Biases: config, curves, results, and the timeline as an image.
+    """Reports config, curves, results and timeline images to Weights & Biases.
 
-    Its own settings, such as `WANDB_API_KEY` and `WANDB_MODE=offline`, are read from the
-    environment. Who is not logged in has an offline run, which `wandb sync` sends.
+    W&B reads its own settings, such as `WANDB_API_KEY` and `WANDB_MODE=offline`, from the
+    environment. Without a login, the run is recorded offline; upload it with `wandb sync`.
 
-    W&B keeps the first value of a step and cannot drop any. So in a resumed run the points that the
-    interrupted attempt reported after the checkpoint stay, and those of the same steps are left
-    out; a resume is exact, so that their losses are the same.
+    W&B keeps the first value of a step and cannot delete values. A resumed run therefore does not
+    report steps that the interrupted attempt already reported; because resuming is exact, their
+    losses are equal.
 
     Args:
-        directory: the run directory; W&B's files are in its folder `wandb`.
-        project: of the run.
-        entity: a user or a team; None: W&B's default.
-        group: of runs that belong together; on the command line the name of a sweep.
-        tags: of the run.
-        mode: `online`, `offline` or `disabled`; None: as the environment says.
+        directory: the run directory; W&B writes its files to the subfolder `wandb`.
+        project: the W&B project.
+        entity: a user or a team; None for W&B's default.
+        group: a name for related runs; the command line uses the name of a sweep.
+        tags: the tags of the run.
+        mode: `online`, `offline` or `disabled`; None to follow the environment.
 
     Raises:
         ConfigError: the package is not installed.
@@ -65,31 +65,31 @@ class WandB(QueuedTracker):
         }
         self._run: Any = None
 
-    def begin(self, known: str | None, config: Mapping[str, Any], texts: Mapping[str, str]) -> str:
-        """See `QueuedTracker.begin`; the text `overrides` is a key of W&B's config."""
+    def begin(self, run_id: str | None, config: Mapping[str, Any], texts: Mapping[str, str]) -> str:
+        """Begins the run; the text `overrides` becomes a key of W&B's config."""
         import wandb
 
         mode = self._settings["mode"] or os.environ.get("WANDB_MODE") or "online"
-        # else it would ask for a key, and wait for the answer
+        # otherwise it would prompt for a key and wait
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             self._settings["mode"] = "offline"
             _log.warning(
-                "nobody is logged in at W&B, so the run is offline: `wandb sync` sends it. To log "
-                "in, call `wandb login`, or set WANDB_API_KEY"
+                "not logged in to W&B, so the run is recorded offline: upload it with `wandb "
+                "sync`. To log in, run `wandb login`, or set WANDB_API_KEY"
             )
         init_timeout = self.patience_s
         if "offline" in (mode, self._settings["mode"]):
             self.patience_s = min(self.patience_s, _OFFLINE_PATIENCE_S)
         overrides = yaml.safe_load(texts.get("overrides", "")) or {}
         settings = wandb.Settings(
-            console="off",  # the run has its logs
+            console="off",  # the run directory already has the logs
             quiet=True,
             init_timeout=init_timeout,
-            finish_timeout=self.patience_s,  # also that of the end of the process
+            finish_timeout=self.patience_s,  # also silences the end of the process
         )
         self._run = wandb.init(
             **self._settings,
-            id=known or secrets.token_hex(4),
+            id=run_id or secrets.token_hex(4),
             resume="allow",
             name=self.run_name,
             dir=self.directory,
@@ -100,17 +100,17 @@ class WandB(QueuedTracker):
         return str(self._run.id)
 
     def values(self, step: int, values: Mapping[str, float]) -> None:
-        """See `QueuedTracker.values`; W&B's own step is the step."""
+        """Reports values by tag; W&B's step is the optimizer step."""
         if step >= self._run.step:
             self._run.log(dict(values), step=step)
 
     def picture(self, step: int, name: str, picture: Image.Image) -> None:
-        """See `QueuedTracker.picture`."""
+        """Reports a picture."""
         import wandb
 
         if step >= self._run.step:
             self._run.log({name: wandb.Image(picture)}, step=step)
 
     def finish(self) -> None:
-        """See `QueuedTracker.finish`."""
+        """Ends the run."""
         self._run.finish(exit_code=int(self.failed))

@@ -15,9 +15,21 @@ message stand at one place of one order. A process waits only for arrivals, form
 of many sends, and the other end begins each of them at its place of the order or earlier. So the
 process that is least far in the order always goes on, and none waits in a circle.
 
+ProcessGroupNCCL makes a message wait for all work that the current stream has when the message
+begins. A receive that began from the computing stream would wait for the actions before it, and
+delay the action that needs it. So receives begin from a side stream, into memory of that stream,
+and the computing stream waits where it uses the value. A send begins from the computing stream,
+right behind the work that makes its value.
+
+    computing stream    F0             F1 waits for its message alone
+    side stream         [2]
+    NCCL's stream       F1's message
+
 With gloo, which keeps the two directions apart, a process begins the next few receives ahead of
 their places, in the same order. A message that finds its receive begun is sent at once; another one
-first waits for a question and an answer between the two processes, while both compute.
+first waits for a question and an answer between the two processes, while both compute. Receives
+begin ahead after a process's first action, so that they do not delay it, and in each wait for a
+message.
 
 The sizes of a message must be known before it is received. They follow from the inputs, which the
 first process has: it numbers the kinds of inputs, and sends the number of the step's kind to the
@@ -31,7 +43,8 @@ others ahead of the step. The first step of a kind sends the formats of its mess
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -39,6 +52,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import ScheduleError, SplitError, setting
 from hybridtrain.launch import LaneActivity, activity
@@ -56,7 +70,9 @@ from hybridtrain.pipeline.messages import (
     unpack,
     wire_device,
 )
+from hybridtrain.pipeline.point_to_point import begin_receive, begin_send
 from hybridtrain.pipeline.stage import Stage
+from hybridtrain.pipeline.transfer import keep_until, side_stream
 from hybridtrain.schedule import Action, Schedule, receiver_of
 from hybridtrain.world import World
 
@@ -85,12 +101,42 @@ class _Coming(NamedTuple):
     works: list[dist.Work]
 
 
+class Lane(NamedTuple):
+    """The part of a schedule that a process runs.
+
+    Attributes:
+        number: of the lane in the schedule.
+        actions: each after the number of receives that must have begun before it runs.
+        receives: the actions that messages from other processes are for, in the order of these.
+        peers: for each stage of the pipeline its process.
+    """
+
+    number: int
+    actions: tuple[tuple[int, Action], ...]
+    receives: tuple[Action, ...]
+    peers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule, number: int) -> Lane:
+        """Returns a lane of `schedule`."""
+        actions: list[tuple[int, Action]] = []
+        receives: list[Action] = []
+        for is_own, action in order_of(schedule, number):
+            if is_own:
+                actions.append((len(receives), action))
+            else:
+                receives.append(action)
+        # a process has one device, so one lane, whose number is its rank in the pipeline's group
+        peers = tuple(schedule.lane_of[stage] for stage in range(schedule.stages))
+        return cls(number, tuple(actions), tuple(receives), peers)
+
+
 class MessageWire:
     """Sends values to other processes; see `Wire`. It is one step's.
 
     Args:
         stages: of this process.
-        peers: for each stage of the pipeline its process.
+        lane: of this process.
         world: the processes.
         formats: what is known of the messages; the first step that sends them fills it.
         doing: notes that a send waits for earlier ones.
@@ -99,25 +145,28 @@ class MessageWire:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        peers: Sequence[int],
+        lane: Lane,
         world: World,
         formats: Formats,
         doing: LaneActivity,
     ) -> None:
         self._stages = stages
-        self._peers = peers
+        self._peers = lane.peers
+        self._receives = lane.receives
+        self._begun = 0  # how many of these
         self._formats = formats
         self._doing = doing
+        self._world = world
         self._group = world.pipeline_group
         self._device = world.devices[0]
         self._wire_device = world.wire_device
-        self._batches = world.backend == "nccl"  # on one communicator, not one for each pair
+        self._accelerator = accelerator_of(self._wire_device)  # None with gloo
         self._here: dict[Action, list[Any]] = {}
         self._coming: dict[Action, _Coming] = {}
         # what is being sent must live until it is
         self._sent: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
         # what a forward alone has sent would otherwise stay until the end of a long batch
-        self._most_sent = 4 * len(peers)
+        self._most_sent = 4 * len(lane.peers)
 
     def send(self, to: Action, message: list[Any]) -> None:
         """Begins to send the message, or keeps it for a stage of this process."""
@@ -151,7 +200,7 @@ class MessageWire:
             flat(t, one).to(wire_device(one, self._wire_device))
             for t, one in zip(tensors, form.tensors, strict=True)
         ]
-        works += self._begin(dist.isend, parts, to.stage)
+        works += begin_send(parts, self._world, self._peers[to.stage])
         # not waited for at once: the receiver may itself be about to send to this process. The
         # oldest may be: its receiver begins to receive it before it needs any later message
         if len(self._sent) >= self._most_sent:
@@ -160,21 +209,35 @@ class MessageWire:
             self._doing.wait(False)
         self._sent.append((works, held + parts))
 
-    def can_begin_early(self, action: Action) -> bool:
-        """Returns whether a receive of the message to `action` may begin ahead of its place."""
-        # without its format the receive would wait; NCCL needs the place, see the module
-        return not self._batches and action in self._formats and len(self._coming) < RECEIVES_AHEAD
+    def begin_receives(self, count: int) -> None:
+        """Begins those of the first `count` receives of the step that have not begun."""
+        while self._begun < count:
+            self._begin_receive(self._receives[self._begun])
+            self._begun += 1
 
-    def begin_receive(self, action: Action) -> None:
+    def begin_ahead(self) -> None:
+        """Begins receives ahead of their places."""
+        if self._accelerator is not None:  # NCCL needs the place, see the module
+            return
+        while (
+            len(self._coming) < RECEIVES_AHEAD
+            and self._begun < len(self._receives)
+            # without its format the receive would wait
+            and self._receives[self._begun] in self._formats
+        ):
+            self.begin_receives(self._begun + 1)
+
+    def _begin_receive(self, action: Action) -> None:
         """Begins to receive the message to `action`, before it is needed."""
         sender = action.stage - 1 if action.kind == "F" else action.stage + 1
         if action not in self._formats:
             # a wait, in the one order of all processes: the sender is at this message or before it
             self._formats[action] = self._receive_format(sender)
         form = self._formats[action]
-        tensors = [empty(one, self._wire_device) for one in form.tensors]  # 2
-        parts = [flat(t, one) for t, one in zip(tensors, form.tensors, strict=True)]
-        works = self._begin(dist.irecv, parts, sender)  # into memory that is there already
+        with self._beside_compute():  # 2
+            tensors = [empty(one, self._wire_device) for one in form.tensors]
+            parts = [flat(t, one) for t, one in zip(tensors, form.tensors, strict=True)]
+            works = begin_receive(parts, self._world, self._peers[sender])
         self._coming[action] = _Coming(form, tensors, parts, works)
 
     def receive(self, action: Action, doing: LaneActivity) -> list[Any]:
@@ -183,11 +246,15 @@ class MessageWire:
             action = action._replace(kind="B")
         if action in self._here:
             return self._here.pop(action)
+        self.begin_ahead()
         form, tensors, _, works = self._coming.pop(action)
         doing.wait(True)
         for work in works:
-            work.wait()
+            work.wait()  # of NCCL's it is the current stream that waits
         doing.wait(False)
+        if self._accelerator is not None:
+            # the side stream's memory, which this stream reads
+            keep_until(self._accelerator.current_stream(self._device), tensors, self._device)
         draws: Tensor | None = tensors[-1] if action.kind == "F" else None
         message: list[Any] = unpack(form, tensors, self._device)  # 3
         if draws is not None:
@@ -219,20 +286,14 @@ class MessageWire:
         self._doing.wait(False)
         return from_bytes(data)
 
-    def _begin(self, operation: Any, parts: Sequence[Tensor], stage: int) -> list[Any]:
-        """Begins to send `parts` to the process of `stage`, or to receive them from it."""
-        peer, group = self._peers[stage], self._group
-        parts = [part for part in parts if part.numel()]
-        batch = [part for part in parts if self._batches and part.device.type != "cpu"]
-        operations = [dist.P2POp(operation, part, group=group, group_peer=peer) for part in batch]
-        works = dist.batch_isend_irecv(operations) if batch else []
-        # of the CPU's with gloo, in whatever order NCCL's are done
-        rest = [part for part in parts if not self._batches or part.device.type == "cpu"]
-        if operation is dist.isend:
-            return works + [dist.isend(part, group=group, group_dst=peer) for part in rest]
-        return works + [dist.irecv(part, group=group, group_src=peer) for part in rest]
+    def _beside_compute(self) -> AbstractContextManager[object]:
+        """Returns the side stream of GPUs as a context; see the module."""
+        if self._accelerator is None:
+            return _NOTHING
+        return self._accelerator.using([side_stream(self._wire_device, "messages")])
 
 
+_NOTHING = nullcontext()
 _PLAIN = (bool, int, float, str, bytes, type(None))  # equal by their repr
 
 # Kinds of steps whose formats are kept, such as a whole batch and the last one of an epoch.
@@ -254,7 +315,7 @@ class ProcessEngine:
         self._stages = {stage.index: stage for stage in stages}
         self._routes = routes(links)
         self._world = world
-        self._orders: dict[Schedule, list[tuple[bool, Action]]] = {}
+        self._lanes: dict[Schedule, Lane] = {}
         self._formats: dict[int, Formats] = {}  # by the number of the kind
         self._numbers: dict[Hashable, int] = {}  # of the kinds, in the first process
         self._kinds = 0  # how many it has numbered
@@ -266,13 +327,14 @@ class ProcessEngine:
             if len(self._formats) == _KINDS:  # in all processes, which get the same numbers
                 del self._formats[next(iter(self._formats))]
             self._formats[kind] = {}
-        # a process has one device, so one lane, whose number is its rank in the pipeline's group
-        peers = [schedule.lane_of[stage] for stage in range(schedule.stages)]
+        lane = self._lanes.get(schedule)
+        if lane is None:
+            lane = self._lanes[schedule] = Lane.of(schedule, self._world.pipeline_rank)
         (doing,) = activity.begin_step(1)
-        wire = MessageWire(self._stages, peers, self._world, self._formats[kind], doing)
+        wire = MessageWire(self._stages, lane, self._world, self._formats[kind], doing)
         runner = ActionRunner(step, self._stages, self._routes, wire)
         try:
-            runner.run_actions(self._actions(schedule, wire), doing)
+            runner.run_actions(_actions(lane, wire, step.meanwhile), doing)
         except BaseException:  # the others wait for this process, and are ended by its failure
             for stage in self._stages.values():
                 stage.clear()
@@ -283,9 +345,9 @@ class ProcessEngine:
 
     def _begin_kind(self, step: Step) -> tuple[int, dist.Work | None]:
         """Returns the number of the step's kind, and what the first process must wait for."""
-        number, group = torch.zeros(1, dtype=torch.int64), self._world.pipeline_group
+        number = torch.zeros(1, dtype=torch.int64)
         if self._world.pipeline_rank:
-            dist.broadcast(number, group=group, group_src=0)
+            self._broadcast(number).wait()
             return int(number), None
         kind = _kind(step)
         if kind not in self._numbers:
@@ -294,26 +356,34 @@ class ProcessEngine:
             self._numbers[kind] = self._kinds
             self._kinds += 1
         number.fill_(self._numbers[kind])
-        return self._numbers[kind], dist.broadcast(number, group=group, group_src=0, async_op=True)
+        return self._numbers[kind], self._broadcast(number)
 
-    def _actions(self, schedule: Schedule, wire: MessageWire) -> Iterator[tuple[int, Action]]:
-        """Yields this process's actions; begins the receives between them, and waits for all sends.
+    def _broadcast(self, number: Tensor) -> dist.Work:
+        """Begins to send the first process's `number` to the others."""
+        group = self._world.pipeline_group
+        assert group is not None
+        # not dist.broadcast, whose checks and logging take longer than the message, in each step
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        return group.broadcast([number], options)
 
-        The wait is at the end.
-        """
-        lane = self._world.pipeline_rank
-        if schedule not in self._orders:
-            self._orders[schedule] = order_of(schedule, lane)
-        order = self._orders[schedule]
-        receives = deque(
-            (place, action) for place, (is_own, action) in enumerate(order) if not is_own
-        )
-        for place, (is_own, action) in enumerate(order):
-            while receives and (receives[0][0] <= place or wire.can_begin_early(receives[0][1])):
-                wire.begin_receive(receives.popleft()[1])
-            if is_own:
-                yield lane, action
-        wire.finish()
+
+def _actions(
+    lane: Lane, wire: MessageWire, meanwhile: Callable[[], None] | None
+) -> Iterator[tuple[int, Action]]:
+    """Yields this process's actions; begins the receives between them, and waits for all sends.
+
+    The wait is at the end.
+    """
+    _, first = lane.actions[0]
+    for due, action in lane.actions:
+        wire.begin_receives(due)
+        yield lane.number, action
+        if action is first:
+            wire.begin_ahead()
+            if meanwhile is not None:
+                meanwhile()
+    wire.finish()
 
 
 def order_of(schedule: Schedule, lane: int) -> list[tuple[bool, Action]]:

@@ -509,15 +509,15 @@ def _divided(world):
     model = HybridModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), across, chunks=2)
     assert model.owns_output is (world.rank == 1)
     model.train_step(torch.ones(4, 2), None, lambda output, _: output.mean())
-    with pytest.raises(WorldError, match="cannot be shared by pipelines of nb_part=3"):
+    with pytest.raises(WorldError, match="nb_part=3"):
         met.divided(3, "cpu")
 
 
 @cells.add("numbers of processes that do not fit are refused")
 def _refused(world):
-    with pytest.raises(WorldError, match="2 processes cannot be shared by pipelines of nb_part=3"):
+    with pytest.raises(WorldError, match=r"2 processes .*nb_part=3"):
         World.from_env(3, "cpu", engine="distributed")
-    with pytest.raises(WorldError, match="inner=tp is unknown; it is pp or dp"):
+    with pytest.raises(WorldError, match=r"inner=tp is unknown: .*pp.*dp"):
         World.from_env(2, "cpu", engine="distributed", inner="tp")
 
 

@@ -275,7 +275,7 @@ def _private(world):
         patch.setattr(shared_files, "_APPEARS_S", 0.1)
         own = folder / f"of_rank_{world.rank}"
         store = CheckpointStore(own, writers="all")
-        missing = pytest.raises(CheckpointError, match=r"not seen by rank 1 on .*writers=rank0")
+        missing = pytest.raises(CheckpointError, match=r"rank 1 on .*writers=rank0")
         with missing:
             save(store, 1, model, optimizer, {})
         with missing:  # before anything is trained
@@ -347,7 +347,7 @@ def _error(world):
         if world.rank == 1:
             optimizer.state[next(iter(model.parameters()))]["odd"] = object()
         for writers in ("rank0", "all"):
-            with pytest.raises(CheckpointError, match="it holds a builtins"):
+            with pytest.raises(CheckpointError, match=r"builtins\.object"):
                 save(CheckpointStore(folder, writers=writers), 1, model, optimizer, {})
 
 

@@ -173,7 +173,7 @@ def _diverges(world):
         ours.train.dataset.tensors[0].fill_(math.nan)
     messages = world.gather(raised(DivergedError, ours.fit))
     assert messages[0] == messages[1]
-    assert "At step 3 it began in the inputs of the batch" in messages[0]
+    assert "Origin in step 3: the inputs of the batch" in messages[0]
     assert "(rank 1)" in messages[0]
     assert str(folder / "step_00000002") in messages[0]
     assert ours.store.steps() == [1, 2]

@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 
 import torch
-from support.launch import Cells
+from support.launch import Cells, worker_module
 from support.matrix import FIRST, check_cell
 from support.matrix import cells as matrix_cells
 from support.slow import assert_names_slow_replica, check_rows, trained
@@ -42,6 +42,18 @@ def _slow_replica(world):
     trainer = trained(layers, 2, engine="distributed")
     check_rows(trainer, [(replica, device) for replica in (0, 1) for device in (0, 1)])
     assert_names_slow_replica(trainer, 1)
+
+
+unequal = worker_module("unequal_replicas")
+
+
+@cells.add("unequal shares and an unequal cut of pipelines over processes train as one process")
+def _unequal(world):
+    shares = unequal.unequal(nb_part=2, engine="distributed")
+    ours = unequal.trainer(shares, device_speeds=[1, 4])
+    assert ours.model.plan.counts == [1, 4]
+    ours.fit()
+    unequal.compare(shares, ours, unequal.expected(), "weights")
 
 
 if __name__ == "__main__":

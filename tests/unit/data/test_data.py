@@ -111,7 +111,7 @@ def test_samples_of_a_pytree_are_prepared_batch_by_batch():
 
 
 def test_inputs_and_targets_of_different_lengths_are_refused():
-    with pytest.raises(DataError, match=r"equally many samples, found \[3, 4\]"):
+    with pytest.raises(DataError, match=r"samples, found \[3, 4\]"):
         InMemoryDataset(torch.zeros(3), torch.zeros(4))
 
 
@@ -244,7 +244,7 @@ def test_a_failed_download_of_mnist_says_how_to_fetch_it_by_hand(tmp_path, monke
     from torchvision.datasets import MNIST
 
     monkeypatch.setattr(MNIST, "mirrors", ["http://127.0.0.1:9/"])
-    with pytest.raises(DataError, match=r"(?s)could not be fetched.*127\.0\.0\.1.*by hand"):
+    with pytest.raises(DataError, match=r"(?s)MNIST .*127\.0\.0\.1.*https://ossci-datasets"):
         mnist(tmp_path, download=True)
 
 
@@ -298,7 +298,7 @@ def test_the_running_interpreter_has_enough_text():
 def test_a_library_without_sources_is_an_error_that_says_so(tmp_path, monkeypatch):
     zipped = str(tmp_path / "python311.zip")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": zipped})
-    with pytest.raises(DataError, match=r"0 bytes to train on, from 0 \.py files under .*\.zip"):
+    with pytest.raises(DataError, match=r"0 bytes to train on, from 0 \.py files in .*\.zip"):
         python_source()
 
 

@@ -20,7 +20,6 @@ from hybridtrain.data import (
     Loader,
     TrainLoader,
     example_batch,
-    share_of,
 )
 from hybridtrain.data import fetch as fetching
 from hybridtrain.data.fetch import WatchedLoader, prefetch
@@ -142,9 +141,9 @@ def test_the_order_depends_on_seed_and_epoch_alone():
 
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_shares_cover_all_samples_in_order_and_differ_by_one_at_most(total, replicas):
-    shares = [list(range(total)[share_of(total, replica, replicas)]) for replica in range(replicas)]
-    assert [sample for share in shares for sample in share] == list(range(total))
-    lengths = [len(share) for share in shares]
+    lengths = world_of(0, replicas).samples_by_replica(total)
+    assert sum(lengths) == total
+    assert lengths == sorted(lengths, reverse=True)
     assert max(lengths) - min(lengths) <= 1
 
 

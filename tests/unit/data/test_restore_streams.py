@@ -123,7 +123,7 @@ def test_tied_parameters_stay_tied(saved):
 def test_nothing_is_loaded_if_the_optimizer_does_not_fit(saved):
     model, optimizer = trained(1, groups=2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match="other groups of parameters"):
+    with pytest.raises(CheckpointError, match=r"parameter groups .*optimizer="):
         restore(saved[0], model, optimizer)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
@@ -153,5 +153,5 @@ def test_a_new_state_is_saved_and_restored_with_one_entry(tmp_path):
 
 
 def test_two_states_with_the_same_key_are_refused():
-    with pytest.raises(ValueError, match=r"counter saves .*draws_step.* as another state does"):
+    with pytest.raises(ValueError, match=r"counter .*draws_step"):
         checkpoint_files(*trained(0), {"counter": Counter("draws_step")})

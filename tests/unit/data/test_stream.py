@@ -133,7 +133,7 @@ def test_uneven_ends_of_a_data_set_that_divides_itself_lose_and_repeat_nothing(r
 
     count = 1 if drop_last and replicas == 3 else 4
     if drop_last and replicas == 3:  # the third has less than its share of one batch
-        with pytest.raises(DataError, match="gave less than one batch of samples in epoch 0"):
+        with pytest.raises(DataError, match="less than one batch of samples in epoch 0"):
             shares(1, 6, 3, lambda w: Uneven(0, w.data_parallel_rank), divided=True, drop_last=True)
         return
     found = shares(
@@ -253,7 +253,7 @@ def test_a_data_set_that_divides_itself_unasked_is_refused():
 
 
 def test_a_data_set_that_was_to_divide_itself_and_does_not_is_refused():
-    with pytest.raises(DataError, match="gives several replicas the same samples"):
+    with pytest.raises(DataError, match=r"replicas .*same samples"):
         shares(1, 4, 2, lambda _: Numbers(40), divided=True)
 
 
@@ -288,11 +288,11 @@ def test_a_sample_that_cannot_be_read_is_one_line(workers):
 
 
 def test_a_stream_that_gives_nothing_or_can_be_read_once_is_refused():
-    with pytest.raises(DataError, match=r"Numbers gave less than one batch of samples in epoch 0"):
+    with pytest.raises(DataError, match=r"Numbers .*less than one batch of samples in epoch 0"):
         take(StreamLoader(Numbers(0), 2, world_of(0, 1)), 1)
     with pytest.raises(DataError, match="generator can be read only once"):
         StreamLoader((i for i in range(3)), 2, world_of(0, 1))
-    with pytest.raises(DataError, match=r"Numbers has no samples by number .*StreamLoader"):
+    with pytest.raises(DataError, match=r"Numbers .*`__getitem__` .*StreamLoader"):
         TrainLoader(Numbers(3), 2, world_of(0, 1))
 
 
@@ -385,7 +385,7 @@ def test_a_loader_without_state_goes_on_at_the_same_batch():
 
 
 def test_a_loader_that_gives_every_replica_all_samples_is_refused():
-    with pytest.raises(DataError, match=r"each of the 2 replicas all samples.*DistributedSampler"):
+    with pytest.raises(DataError, match=r"all samples .*2 replicas: .*DistributedSampler"):
         OwnLoader(DataLoader(table(), batch_size=2), world_of(0, 2))
-    with pytest.raises(DataError, match="Stepwise gives several replicas the same samples"):
+    with pytest.raises(DataError, match=r"replicas .*same samples .*Stepwise"):
         Replicas(2).run(lambda world: take(OwnLoader(Stepwise(), world), 1))

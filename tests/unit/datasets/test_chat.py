@@ -72,9 +72,9 @@ def test_a_template_may_say_itself_what_is_learnt(path, llama, tmp_path):
 def test_the_line_on_the_data_says_what_max_len_cuts(path, llama):
     whole = " ".join(chat(path, llama).notes)
     assert "of 15 tokens (median), 15 (longest)" in whole
-    assert "max_len=1024 cuts 0.0% of them, and 0.0% of the 5 tokens that are learnt" in whole
+    assert "max_len=1024 truncates 0.0% of them and removes 0.0% of the 5 learned tokens" in whole
     cut = " ".join(chat(path, llama, max_len=8).notes)
-    assert "max_len=8 cuts 100.0% of them, and 40.0% of the 5 tokens that are learnt" in cut
+    assert "max_len=8 truncates 100.0% of them and removes 40.0% of the 5 learned tokens" in cut
     with pytest.raises(DataError, match="none of the 1 conversations to train on has an answer"):
         chat(path, llama, max_len=3)
 
@@ -127,5 +127,5 @@ def test_a_tokenizer_without_a_template_says_what_to_set(path, llama, tmp_path):
     tokenizer.save_pretrained(tmp_path / "plain")
     with pytest.raises(DataError, match=r"has no chat template: .* set chat_template="):
         chat(path, str(tmp_path / "plain"))
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot read chat_template="):
         chat(path, llama, chat_template=str(Path(tmp_path) / "nothing.jinja"))

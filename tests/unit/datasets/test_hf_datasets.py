@@ -288,17 +288,17 @@ def test_an_empty_text_still_has_a_token(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"path": "none.csv"}, r"path=none\.csv: there is no such file or folder"),
+        ({"path": "none.csv"}, r"path=none\.csv: no such file or folder"),
         ({"path": None}, "path= is not set"),
-        ({"path": "some/name"}, "path=some/name is neither here nor can it be had from the Hub"),
-        ({"tokenizer": "./none.json"}, r"tokenizer=\./none\.json: there is no such file"),
+        ({"path": "some/name"}, "path=some/name .* the Hub"),
+        ({"tokenizer": "./none.json"}, r"tokenizer=\./none\.json: no such file"),
         ({"text": "txt"}, r"text=txt: the train split has no such column; it has text \(string"),
-        ({"text": "score"}, r"text=score: the column must have texts, and has float64"),
-        ({"text_pair": "score"}, r"text_pair=score: the column must have texts"),
-        ({"target": "score"}, r"target=score: there are values of type float.*task=regression"),
-        ({"target": ["label", "text"]}, "a classification has one column"),
-        ({"task": "regression"}, r"target=label: the column must have numbers, and has string"),
-        ({"task": "seq2seq", "target": "score"}, "target=score: the column must have texts"),
+        ({"text": "score"}, r"text=score must have texts.* float64"),
+        ({"text_pair": "score"}, "text_pair=score must have texts"),
+        ({"target": "score"}, r"target=score has values of type float.*task=regression"),
+        ({"target": ["label", "text"]}, "target=.*label.*text"),
+        ({"task": "regression"}, r"target=label must have numbers.* string"),
+        ({"task": "seq2seq", "target": "score"}, "target=score must have texts"),
         ({"task": "translate"}, "task=translate is unknown: the choices are: classification"),
         ({"pad": "left"}, "pad=left is unknown"),
         ({"eval_split": "test"}, r"eval_split=test: .* has no such split; it has train"),
@@ -319,7 +319,7 @@ def test_what_does_not_fit_is_refused_by_its_key(tokenizer, table, settings, mes
 def test_a_damaged_file_is_named(tmp_path, tokenizer, name):
     path = tmp_path / name
     path.write_text('{"text": "a", "lab')
-    found = r" cannot be read \(|, line 1 is not JSON: Unterminated.* column 15|: the formats are"
+    found = r" cannot be read \(|, line 1 is not JSON: Unterminated.* column 15|: .*formats are"
     with pytest.raises(DataError, match=rf"{name}({found})"):
         hf_datasets(str(path), tokenizer)
 
@@ -398,7 +398,7 @@ def test_an_image_model_from_a_config_takes_the_size_of_the_data():
     config |= {"image_size": 64}
     made = transformers_model(config=config, task="image_classification", num_classes=3, channels=1)
     assert made(other).logits.shape == (2, 3)
-    with pytest.raises(ConfigError, match="does not take the images of the data set, 32 x 32"):
+    with pytest.raises(ConfigError, match="images of the data set, 32 x 32"):
         transformers_model(config=config, task="image_classification", **of_data)
 
 
@@ -441,7 +441,7 @@ def test_a_sample_without_a_text_is_named_before_training(tmp_path, tokenizer):
     path = tmp_path / "rows.jsonl"
     rows = [{**row, "text": None if i == 3 else row["text"]} for i, row in enumerate(ROWS)]
     path.write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(DataError, match=r"sample 4 of .*rows.jsonl has no value there"):
+    with pytest.raises(DataError, match=r"sample 4 of .*rows.jsonl has no value"):
         hf_datasets(str(path), tokenizer)
 
 
@@ -454,7 +454,7 @@ def test_labels_that_only_the_evaluation_has_are_refused(tmp_path, tokenizer, ta
 
 def test_a_tokenizer_without_a_mask_cannot_mask(tmp_path, table):
     path = write_tokenizer(tmp_path / "other.json", mask=False)
-    with pytest.raises(DataError, match=r"needs a mask token, and tokenizer=.*other\.json has"):
+    with pytest.raises(DataError, match=r"task=masked_lm .*mask token.* tokenizer=.*other\.json"):
         hf_datasets(table, str(path), task="masked_lm")
 
 

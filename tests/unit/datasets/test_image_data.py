@@ -122,8 +122,8 @@ def test_a_folder_without_an_evaluation_split_has_none(tmp_path):
 @pytest.mark.parametrize(
     ("counts", "settings", "message"),
     [
-        ({}, {}, "should have a folder of images for each class"),
-        ({"val": 2}, {}, r"val/ is there, and no train/"),
+        ({}, {}, "root=.* must contain a folder of images for each class"),
+        ({"val": 2}, {}, "root=.*val/.* train/"),
         ({"train": 2}, {"image_size": 0}, "image_size=0 must be at least 1"),
         ({".": 2}, {"eval_share": 1.0}, r"eval_share=1\.0 must be above 0 and below 1"),
     ],
@@ -139,7 +139,7 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path, counts, settings, messa
 def test_splits_of_other_classes_are_refused_by_the_names_of_these(tmp_path):
     write_images(tmp_path, COUNTS)
     (tmp_path / "val/red").rename(tmp_path / "val/rot")
-    with pytest.raises(DataError, match=r"only one of them has: red, rot"):
+    with pytest.raises(DataError, match=r"train/ and val/ .*red, rot"):
         image_folder(tmp_path)
 
 
@@ -194,14 +194,14 @@ def test_the_crops_and_mirrors_of_cifar10_are_exact_after_a_resume_with_other_pr
 
 def test_missing_files_of_cifar10_are_an_error_with_the_command_that_fetches_them(tmp_path):
     command = f"hybridtrain recipe=cifar10_resnet18 data.download=true data.root={tmp_path}"
-    with pytest.raises(DataError, match=f"(?s)found neither.*Fetch it with: {command}"):
+    with pytest.raises(DataError, match=f"(?s)found neither.*: {command}"):
         cifar10(tmp_path)
 
 
 def test_another_archive_of_that_name_is_refused_and_stays_packed(tmp_path, monkeypatch):
     packed = write_cifar10(tmp_path, monkeypatch, archive=True)
     packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"is not the archive, or damaged"):
+    with pytest.raises(DataError, match=r"cifar-10-python\.tar\.gz is damaged"):
         cifar10(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [packed.name]
 

@@ -36,7 +36,7 @@ def test_a_table_gives_the_images_and_classes_of_a_folder(table):
 
 
 def test_a_file_that_is_missing_is_named_with_the_key_to_set(table):
-    with pytest.raises(DataError, match=r"there is no file other/.*; set root= to the folder"):
+    with pytest.raises(DataError, match=r"no such file: other/.* root="):
         image_table(table, root="other")
     with pytest.raises(DataError, match=r"image=picture: .* no such column"):
         image_table(table, image="picture")

@@ -115,13 +115,13 @@ def test_the_length_of_the_texts_can_be_limited(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"path": "nowhere"}, "path=nowhere: there is no such file or folder"),
-        ({"pattern": "*.md"}, r"no files \*\.md are in the folder .*: set pattern="),
+        ({"path": "nowhere"}, "path=nowhere: no such file or folder"),
+        ({"pattern": "*.md"}, r"no files \*\.md: set pattern="),
         ({"seq_len": 0}, "seq_len=0 must be at least 1"),
         ({"eval_share": 0.0}, "eval_share=0.0 must be above 0 and below 1"),
         ({"seq_len": 100_000}, r"tokens to train on, from path=.* too few .* seq_len=100000"),
-        ({"eval_share": 0.001, "seq_len": 64}, r"evaluate on, from path=.*eval_share=0.001 is"),
-        ({"tokenizer": "./none.json"}, "tokenizer=./none.json: there is no such file"),
+        ({"eval_share": 0.001, "seq_len": 64}, r"evaluate on, from path=.*eval_share=0.001 "),
+        ({"tokenizer": "./none.json"}, "tokenizer=./none.json: no such file"),
     ],
     ids=str,
 )
@@ -194,10 +194,10 @@ def test_every_window_of_the_evaluation_comes_once(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"root": "nowhere"}, r"train=train\.bin: .*nowhere has no such file; it is empty or not"),
+        ({"root": "nowhere"}, r"train=train\.bin: .*nowhere has no such file; it is empty or"),
         ({"train": "trian.bin"}, r"train=trian\.bin: .*it has train\.bin, val\.bin"),
         ({"dtype": "float32"}, "dtype=float32 is unknown"),
-        ({"dtype": "int64"}, r"val\.bin is not a file of token ids.*not a whole number of int64"),
+        ({"dtype": "int64"}, r"val\.bin .*int64"),
         ({"header_bytes": 5000}, r"bytes after header_bytes=5000 are not"),
         ({"seq_len": 2000}, "train: 1000 tokens in 1 files .* too few for one window"),
         ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
@@ -216,12 +216,12 @@ def test_arrays_of_other_things_than_ids_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"a\.npy .*it has float64 of shape \(4, 4\)"):
         token_files(tmp_path, train="a.npy", eval=None)
     np.save(tmp_path / "b.npy", np.array([{}], dtype=object), allow_pickle=True)
-    with pytest.raises(DataError, match=r"b\.npy is not a file of token ids"):
+    with pytest.raises(DataError, match=r"b\.npy is damaged"):
         token_files(tmp_path, train="b.npy", eval=None)
 
 
 def test_an_id_outside_of_the_vocabulary_is_an_error_with_its_number(tmp_path):
     write_tokens(tmp_path, train=1000, val=500)
     split = token_files(tmp_path, vocab_size=299, seq_len=16).train
-    with pytest.raises(DataError, match=r"token ids from \d+ to 299, and vocab_size=299"):
+    with pytest.raises(DataError, match=r"token ids from \d+ to 299, .*vocab_size=299"):
         split.__getitems__(range(len(split)))

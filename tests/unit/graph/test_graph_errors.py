@@ -75,15 +75,15 @@ def test_a_model_that_is_traced_with_a_batch_asks_for_example_inputs_and_says_wh
 
 def test_a_batch_with_other_inputs_than_the_model_was_traced_with_is_refused():
     model = hybrid(TwoInputs(), 2, example_inputs=(samples(0), samples(1)))
-    message = "TwoInputs was traced with left, right, and this batch gives left, right, mask: .*in"
+    message = "TwoInputs was traced with left, right, but this batch passes left, right, mask: .*in"
     with pytest.raises(BatchError, match=message):
         model({"left": samples(0), "right": samples(1), "mask": samples(2)})
     for wrong in (samples(), (samples(),) * 5, {"left": samples(), "rihgt": samples()}):
-        with pytest.raises(BatchError, match=r"TwoInputs\.forward\(left, right.* cannot be called"):
+        with pytest.raises(BatchError, match=r"cannot call TwoInputs\.forward\(left, right"):
             model(wrong)
     inputs = {"left": samples(0), "right": samples(1), "scale": 0.5}
     model = hybrid(TwoInputs(), 2, example_inputs=inputs)
-    with pytest.raises(BatchError, match=r"traced with scale=0\.5, and this batch gives scale=2"):
+    with pytest.raises(BatchError, match=r"traced with scale=0\.5, .* scale=2"):
         model(inputs | {"scale": 2})
 
 
@@ -144,14 +144,12 @@ def test_arguments_that_are_no_tensors_are_compared_whatever_they_are(traced, ot
 def test_a_tensor_in_place_of_another_value_is_shown_by_its_shape():
     net = Ignores()
     model = hybrid(net, 2, example_inputs={"x": samples(0), "extra": None})
-    with pytest.raises(
-        BatchError, match=r"extra=None, and .* gives extra=a tensor of shape \(\d+,"
-    ):
+    with pytest.raises(BatchError, match=r"extra=None, .* extra=a tensor of shape \(\d+,"):
         model({"x": samples(0), "extra": samples(1)})
     array = {"x": samples(0), "extra": shared(np.arange(4))}
     model = hybrid(Ignores(), 2, example_inputs=array)
     model({"x": samples(1), "extra": shared(np.arange(4))})
-    with pytest.raises(BatchError, match=r"gives extra=an array of shape \(5,\)"):
+    with pytest.raises(BatchError, match=r"passes extra=an array of shape \(5,\)"):
         model({"x": samples(1), "extra": shared(np.arange(5))})
 
 
@@ -188,7 +186,7 @@ def two_layers():
     [
         (
             lambda: nn.DataParallel(two_layers()),
-            r"DataParallel.*pass the module inside, net\.module",
+            r"DataParallel.*net\.module",
         ),
         (lambda: torch.compile(two_layers()), r"compiled as a whole.*compile=True"),
     ],
@@ -205,7 +203,7 @@ def test_a_scripted_model_is_one_layer_and_no_more():
     net = torch.jit.trace(TwoInputs(), (samples(0), samples(1)))
     inputs = samples(0), samples(1)
     hybrid(net, 1).train_step(inputs, None, loss_of)
-    with pytest.raises(SplitError, match=r"it is of TorchScript, whose code .* do not see"):
+    with pytest.raises(SplitError, match=r"it is a TorchScript module"):
         hybrid(net, 2, example_inputs=inputs)
 
 
@@ -314,8 +312,6 @@ def test_a_condition_on_sizes_that_divides_by_zero_is_reported_as_other_sizes():
             assert 12 // len(inputs) == 3
 
     checks = SizeChecks("Net", DividesByRows(), [])
-    message = (
-        r"Net depends on sizes: it was traced for other sizes \(.*by zero\), and a micro-batch"
-    )
+    message = r"Net depends on sizes: it was traced for other sizes \(.*by zero\), .*micro-batch"
     with pytest.raises(BatchError, match=message):
         checks(torch.zeros(0, 2))

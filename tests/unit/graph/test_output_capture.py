@@ -74,5 +74,5 @@ def test_what_layers_return_is_gathered_as_in_the_plain_model(make, loss):
 @pytest.mark.thorough
 def test_where_it_cannot_be_gathered_the_error_says_what_to_leave_out():
     net = mixtral(experts_implementation="eager")  # a loop over the experts that were chosen
-    with pytest.raises(SplitError, match="leave out output_router_logits="):
+    with pytest.raises(SplitError, match="omit output_router_logits="):
         hybrid(net, 2, example_inputs=batch())

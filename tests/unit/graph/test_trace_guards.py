@@ -120,7 +120,7 @@ def test_a_submodule_switched_to_another_mode_than_the_model_is_an_error():
     model = hybrid(net, 2, split=["b.second"])
     model.train_step(samples(), None, loss_of)
     net.b.eval()
-    with pytest.raises(ConfigError, match="module 'b' was switched to another mode"):
+    with pytest.raises(ConfigError, match="module 'b' was switched to a different mode"):
         model.train_step(samples(), None, loss_of)
 
 

@@ -252,7 +252,7 @@ def test_a_sequence_is_unrolled_for_each_length_up_to_a_number_of_them():
     model = hybrid(net, 2, example_inputs=torch.randn(6, 3, WIDTH))
     for length in (3, 2, 5, 4, 1, 6, 7, 8, 3):
         assert_same_step(model, net, whole, torch.randn(6, length, WIDTH), 3)
-    with pytest.raises(BatchError, match=r"the 9th one, and 8 are kept: pad the inputs"):
+    with pytest.raises(BatchError, match=r"variant 9 of at most 8: pad the inputs"):
         model.train_step(torch.randn(6, 9, WIDTH), None, loss_of)
 
 
@@ -270,7 +270,7 @@ def test_a_variant_that_uses_what_its_stage_does_not_have_is_one_clear_error():
     net = Extra()
     model = hybrid(net, 2, example_inputs=samples(count=6))
     model.train_step(samples(count=6), None, loss_of)
-    message = r"shapes \[1, 6\], and that does not fit the stages: it uses extra\.weight in stage"
+    message = r"shapes \[1, 6\], .*stages: it uses extra\.weight in stage"
     with pytest.raises(SplitError, match=message):
         model.train_step(samples(count=5), None, loss_of)
     model.train_step(samples(count=6), None, loss_of)
@@ -283,7 +283,7 @@ def test_a_micro_batch_whose_condition_raises_an_error_takes_no_graph_of_another
     net.b = nn.Sequential(net.b, layer)  # torch.export is not used for a batch norm
     model = hybrid(net, 2, example_inputs=samples(count=6))
     model.train_step(samples(count=6), None, loss_of)
-    with pytest.raises(BatchError, match="cannot be traced for it"):
+    with pytest.raises(BatchError, match="cannot be traced for these inputs"):
         model.train_step(samples(count=9), None, loss_of)
 
 

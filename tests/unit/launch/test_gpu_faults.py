@@ -246,7 +246,7 @@ def test_a_batch_with_fewer_micro_batches_than_others_is_refused():
 
 def test_two_processes_on_one_gpu_are_refused_with_the_way_out():
     check_not_shared([["a 1"], ["a 2"], ["b 1"]])
-    with pytest.raises(WorldError, match=r"ranks 0 and 2 have the same GPU.*backend=gloo"):
+    with pytest.raises(WorldError, match=r"ranks 0 and 2 use the same GPU.*backend=gloo"):
         check_not_shared([["a 1"], ["a 2"], ["a 1"]])
 
 

@@ -1,6 +1,7 @@
 """How processes meet: who is another run's, who has failed before, what is told once."""
 
 import gc
+import re
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ def test_a_host_without_a_free_port_is_an_error(monkeypatch):
     with socket() as other:
         other.bind(("", free_port()))
         monkeypatch.setattr(environment, "_PORTS", [other.getsockname()[1]])
-        with pytest.raises(WorldError, match="none of 100 ports"):
+        with pytest.raises(WorldError, match="no free port among 100"):
             free_port()
 
 
@@ -74,9 +75,7 @@ def test_a_process_of_another_run_that_finds_the_store_is_told_whose_it_is():
 
     _, found = together(rank_0, joins(stranger))
     assert isinstance(found, WorldError)
-    assert "is used by Slurm job 1, step 0, attempt 0, and this is Slurm job 1, step 1" in str(
-        found
-    )
+    assert re.search(r"used by Slurm job 1, step 0, .* this is Slurm job 1, step 1", str(found))
     assert "set MASTER_PORT" in str(found)
     assert stop.is_set()
 
@@ -86,7 +85,7 @@ def test_a_port_that_another_program_uses_is_named():
     with socket() as other:
         other.bind(("", here.master[1]))
         other.listen()
-        with pytest.raises(WorldError, match=rf"port {here.master[1]} of .* set MASTER_PORT"):
+        with pytest.raises(WorldError, match=rf"port {here.master[1]} on .* set MASTER_PORT"):
             meet(here, {}, 2)
 
 
@@ -100,7 +99,7 @@ def test_rank_0_hears_of_a_process_that_fails_before_it_joins():
     found = together(joins(zero), fails(one, "its disk is full"), joins(two))
     assert isinstance(found[0], WorldError)
     assert copied_problem(found[0]) is None
-    assert "rank 1 failed before it had joined the others: its disk is full" in str(found[0])
+    assert re.match(r"rank 1 failed before .*: its disk is full", str(found[0]))
     assert copied_problem(found[2]) is not None  # rank 0 tells it
     assert isinstance(found[2], WorldError)
     assert "its disk is full" in found[1]
@@ -194,7 +193,7 @@ def test_a_host_whose_name_stands_for_itself_alone_is_an_error_between_hosts(mon
         return
     for error in found:
         assert isinstance(error, WorldError)
-        assert "host n2 stands for 127.0.1.1 there" in str(error)
+        assert re.search(r"host.* n2 .* 127\.0\.1\.1", str(error))
         assert "set GLOO_SOCKET_IFNAME" in str(error)
     assert [copied_problem(error) is not None for error in found] == [False, True]
     store = HashStore()

@@ -121,7 +121,7 @@ def test_a_save_that_stands_still_is_not_waited_for(ends):
     with activity.saving():
         activity.now(Phase.SAVE, 3)
         with pytest.raises(Ended):
-            watch.end(Failure(0, "rank 0 has stood still", EXIT_STALLED))
+            watch.end(Failure(0, "rank 0 has made no progress", EXIT_STALLED))
     activity.set(None)
 
 
@@ -140,7 +140,7 @@ def test_the_watchdog_ends_a_run_whose_terminal_is_gone(ends, monkeypatch):
 def test_a_failure_of_the_watchdog_itself_is_logged(caplog):
     watch = Watchdog(ProcessStore(None, 0, 1), 10, 600, record=None)
     watch._watch()
-    assert "the watchdog has ended" in caplog.text
+    assert "watchdog failed" in caplog.text
 
 
 @pytest.mark.parametrize("code", [75, 143])
@@ -180,7 +180,7 @@ def test_what_a_process_was_doing_last_is_said_in_words_of_its_schedule():
     assert summary(record) == "in the forward of micro-batch 2 on stage 1 (step 3: train)"
     watch = Watchdog(ProcessStore(None, 0, 1), 10, 600, record)
     watch.store.publish("doing", Report(summary(record), 0))
-    assert watch._last_seen(watch.store, 0) == f", last heard of {summary(record)}"
+    assert watch._last_seen(watch.store, 0).endswith(f" {summary(record)}")
 
 
 def test_the_first_evaluation_as_a_whole_may_take_longer():

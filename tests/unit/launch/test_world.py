@@ -98,7 +98,7 @@ def test_a_batch_script_without_srun_is_an_error_at_once(monkeypatch, step):
     shell = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}
     for key, value in {**shell, **({"SLURM_STEP_ID": str(step)} if step else {})}.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(WorldError, match=r"12 tasks .*put srun before the command"):
+    with pytest.raises(WorldError, match=r"12 tasks .*srun -n 1"):
         World.from_env(devices="cpu")
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_PROCID", "0")
@@ -217,7 +217,7 @@ def test_gpus_that_were_given_and_that_pytorch_does_not_see_are_an_error(
     here = detect({**launcher, variable: value})
     with pytest.raises(
         WorldError,
-        match=rf"{variable}={value} gives this process GPUs, and PyTorch .* sees none .*"
+        match=rf"{variable}={value} assigns GPUs to this process, .*PyTorch .* sees none .*"
         rf"set \S*devices=cpu",
     ):
         choose_devices(1, devices, here, 0)
@@ -246,7 +246,7 @@ def test_a_task_that_slurm_shows_its_own_gpus_alone_takes_them(devices):
     # all see the same two
     assert choose_devices(1, devices, Launch("slurm", 1, 2, 1, 2, None, node_gpus=2), 2) == cuda(1)
     # two tasks for one GPU
-    with pytest.raises(WorldError, match="need 2 GPUs, and there are 1"):
+    with pytest.raises(WorldError, match="need 2 GPUs, but there are 1"):
         choose_devices(1, "cuda", Launch("slurm", 1, 2, 1, 2, None, node_gpus=1), 1)
 
 
@@ -254,7 +254,7 @@ def test_a_task_that_slurm_shows_its_own_gpus_alone_takes_them(devices):
 def test_too_few_gpus_are_an_error_that_counts_them_and_the_needed_ones(devices, gpus):
     with pytest.raises(
         WorldError,
-        match=rf"2 processes on this node x \S*nb_part=2 need 4 GPUs, and there are {gpus}",
+        match=rf"2 processes on this node x \S*nb_part=2 need 4 GPUs, but there are {gpus}",
     ):
         choose_devices(2, devices, launch(1, 2), gpus)
 
@@ -271,13 +271,13 @@ def test_a_list_of_devices_is_for_each_process_or_for_all_of_the_node():
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        (["cpu"] * 3, r"names 3 devices; give \S*nb_part=2, or 4 for the 2 processes"),
-        (["cpu"], r"names 1 devices; give \S*nb_part=2"),
-        ([], r"names 0 devices"),
-        (["cuda:0", "cpu"], r"mixes kinds of devices"),
-        (["cuda:0", "cuda:9"], r"devices=cuda:9 is not there: this machine has 4 GPUs"),
-        ([0, 7], r"devices=cuda:7 is not there: this machine has 4 GPUs"),
-        ("gpu", r"'gpu' is .*; examples: cpu, cuda:0"),
+        (["cpu"] * 3, r"3 devices; list \S*nb_part=2, or 4 for the 2 processes"),
+        (["cpu"], r"1 devices; list \S*nb_part=2"),
+        ([], r"0 devices; list"),
+        (["cuda:0", "cpu"], r"mixes device types"),
+        (["cuda:0", "cuda:9"], r"devices=cuda:9 .*: this machine has 4 GPUs"),
+        ([0, 7], r"devices=cuda:7 .*: this machine has 4 GPUs"),
+        ("gpu", r"'gpu' is .* cpu and cuda:0"),
         (["meta", "meta"], r"'meta' is not supported"),
     ],
 )

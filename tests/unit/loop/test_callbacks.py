@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -97,7 +98,7 @@ def test_a_callback_that_fails_at_an_exception_does_not_take_its_place(caplog):
     with pytest.raises(RuntimeError, match="boom"):
         trainer(callbacks=[Failing(), diary]).fit()
     assert [line[0] for line in diary.lines[-2:]] == ["exception", "end"]
-    assert "on_exception of Failing has failed" in caplog.text
+    assert "on_exception of Failing" in caplog.text
 
 
 def test_a_run_in_fp16_trains_on_after_a_callback_has_failed_on_its_gradients():
@@ -276,7 +277,7 @@ def test_the_average_resumes_exactly_and_begins_anew_without_a_state(tmp_path, c
     late = trainer(callbacks=[EMA(0.9)])
     with caplog.at_level(logging.WARNING):
         late.resume(bare.newest())
-    assert "no state of the callback ema: it begins anew, at step 4" in caplog.text
+    assert re.search(r"callback ema.* step 4", caplog.text)
     weights = {n: p.detach() for n, p in late.model.named_parameters()}
     assert_same(late.callbacks[0].average(), weights, "the weights of step 4")
 
@@ -350,7 +351,7 @@ def test_a_step_of_the_users_own_that_returns_too_little_is_named():
     def step(trainer, batches, timeline):
         return Trainer.training_step(trainer, batches, timeline)[:1]
 
-    with pytest.raises(ConfigError, match="training_step has returned 1 results for 2 batches"):
+    with pytest.raises(ConfigError, match=r"training_step .*1 results for 2 batches"):
         trainer(training_step=step, accumulate=2).fit()
 
 
@@ -396,9 +397,9 @@ def test_a_loss_of_a_subclass_is_that_of_the_function():
     mine.fit()
     theirs.fit()
     assert_same_run(mine, theirs)
-    with pytest.raises(ConfigError, match="give a loss once"):
+    with pytest.raises(ConfigError, match=r"loss_fn=, .*compute_loss.*loss_fn=None"):
         make(Mine, cross_entropy)
-    with pytest.raises(ConfigError, match="give a loss once"):
+    with pytest.raises(ConfigError, match=r"loss_fn=, .*compute_loss.*loss_fn=None"):
         make(Trainer, None)
 
 
@@ -434,7 +435,7 @@ def test_mistakes_name_the_argument(tmp_path):
         trainer(callbacks=[Freeze("head.*")])
     with pytest.raises(ConfigError, match=r"value=acuracy is not .* did you mean 'accuracy'"):
         trainer(callbacks=[EarlyStopping("acuracy")])
-    with pytest.raises(ConfigError, match=r"2 whose state is called 'ema'"):
+    with pytest.raises(ConfigError, match=r"2 .*callbacks=.*'ema'"):
         trainer(callbacks=[EMA(), EMA(0.9)])
     with pytest.raises(ConfigError, match="decay=1"):
         EMA(1)
@@ -447,13 +448,13 @@ def test_mistakes_name_the_argument(tmp_path):
     with pytest.raises(ConfigError, match="start=0"):
         SWA(0)
     for name in ("data", "callbacks"):
-        with pytest.raises(ConfigError, match=f"states= has the name '{name}'"):
+        with pytest.raises(ConfigError, match=f"states= .*'{name}'"):
             trainer(states={name: EMA()})
     ema = EMA()
     trainer(callbacks=[ema])
     average = {name: value + 1 for name, value in ema.average().items()}
     del average["2.weight"]
-    with pytest.raises(CheckpointError, match=r"2\.weight, of shape .* is not there"):
+    with pytest.raises(CheckpointError, match=r"2\.weight, of shape .* is missing"):
         ema.load_state_dict({"average": average, "updates": 1})
     assert_same(ema.average(), dict(plain_net().named_parameters()), "nothing was loaded")
 
@@ -615,5 +616,5 @@ def test_an_swa_that_a_resumed_run_adds_is_the_mean_of_the_steps_it_saw(kept, tm
 
 
 def test_an_swa_beside_another_average_is_refused():
-    with pytest.raises(ConfigError, match="SWA and another average"):
+    with pytest.raises(ConfigError, match="callbacks= has SWA"):
         trainer(callbacks=[EMA(), SWA(2)])

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import pytest
 import torch
@@ -219,9 +220,8 @@ def test_a_tracker_that_fails_is_one_warning_and_the_run_goes_on(hook, tmp_path,
     ours = trainer(steps=4, timeline_every=2, store=store, callbacks=[failing])
     assert ours.fit()["steps"] == 4
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert warnings == [
-        "Failing has stopped, and training goes on without it: ConnectionError: the server is away"
-    ]
+    (warning,) = warnings
+    assert re.fullmatch(r"Failing .*: ConnectionError: the server is away", warning)
     assert failing.calls == 1
     assert [step for step, _ in ours.recorder.steps] == [1, 2, 3, 4]
 
@@ -291,4 +291,4 @@ def test_a_metric_that_needs_more_than_a_batch_is_a_warning_before_the_first_ste
     ours = trainer(rich_net(), steps=2)
     ours.metrics["many"] = Many()
     assert 0 <= ours.fit()["eval"]["many"] <= 1
-    assert "the metric 'many' cannot be computed from one batch: needs more samples" in caplog.text
+    assert re.search("metric 'many' .*: needs more samples", caplog.text)

@@ -57,7 +57,7 @@ def test_the_steps_may_be_the_first_and_the_last(tmp_path):
 
 @pytest.mark.parametrize("steps", [[3, 2], [1, 2, 3], [1.5, 2], []])
 def test_steps_that_are_no_range_are_refused(tmp_path, steps):
-    with pytest.raises(ConfigError, match=r"steps=\[.* the first and the last one"):
+    with pytest.raises(ConfigError, match=r"steps=\[.* must be .*\[20, 25\]"):
         Profile(tmp_path, steps=steps)
 
 

@@ -111,9 +111,8 @@ def test_the_trackers_of_a_session_have_the_hooks_of_those_of_a_trainer(caplog):
         ("exception", "boom"), ("end", False),
     ]  # fmt: skip
     assert away.lines == [("start", 0, None)]
-    assert [line for line in caplog.messages if "training goes on" in line] == [
-        "Diary has stopped, and training goes on without it: ConnectionError: the server is away"
-    ]
+    (warning,) = [line for line in caplog.messages if line.startswith("Diary ")]
+    assert warning.endswith(": ConnectionError: the server is away")
 
 
 def test_metrics_are_of_every_sample_once_and_in_order():
@@ -205,7 +204,7 @@ def test_two_loaders_in_one_loop_are_refused():
     net = rich_net()
     one, other = (DataLoader(data(22), 4) for _ in range(2))
     _, _, one, other = session.prepare(net, torch.optim.SGD(net.parameters(), 0.1), one, other)
-    with pytest.raises(BatchError, match="two prepared loaders are read by one loop"):
+    with pytest.raises(BatchError, match=r"two prepared loaders.*prepare\(\)"):
         for _ in zip(one, other, strict=True):
             pass
 
@@ -214,23 +213,23 @@ def test_mistakes_are_named(tmp_path):
     world = World.from_env(devices="cpu")
     session = Session(world=world, accumulate=2)
     net = nn.Linear(6, 3)
-    with pytest.raises(ConfigError, match="does not know a str"):
+    with pytest.raises(ConfigError, match=r"prepare\(\) .* str: "):
         session.prepare(net, "adam")
-    with pytest.raises(ConfigError, match="prepares one model"):
+    with pytest.raises(ConfigError, match="prepares only one model"):
         session.prepare(nn.Linear(2, 2))
     session = Session(world=world, accumulate=2)
-    with pytest.raises(ConfigError, match="does not have: make it over"):
+    with pytest.raises(ConfigError, match=r"the optimizer holds .*: .*model\.parameters\(\)"):
         session.prepare(net, torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1))
     session = Session(world=world, accumulate=2)
     sampler = WeightedRandomSampler([1.0] * 22, 22)
-    with pytest.raises(DataError, match="has its own sampler"):
+    with pytest.raises(DataError, match=r"DataLoader.* sampler.*: pass Loader"):
         session.prepare(DataLoader(data(22), 4, sampler=sampler))
     model, optimizer, loader = session.prepare(
         net, torch.optim.SGD(net.parameters(), 0.1), DataLoader(data(22), 4)
     )
-    with pytest.raises(BatchError, match="none is used"):
+    with pytest.raises(BatchError, match=r"no batch .* in use: .*prepare\(\)"):
         session.forward_backward(torch.zeros(4, 6), torch.zeros(4).long(), cross_entropy)
-    with pytest.raises(ConfigError, match="takes no ReduceLROnPlateau"):
+    with pytest.raises(ConfigError, match=r"prepare\(\) .*ReduceLROnPlateau"):
         session.prepare(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer.optimizer))
     for inputs, targets in loader:
         session.forward_backward(inputs, targets, cross_entropy)
@@ -239,7 +238,7 @@ def test_mistakes_are_named(tmp_path):
         with pytest.raises(BatchError, match="samples in dim 0"):
             session.gather_for_metrics(torch.tensor(1.0))
         break
-    with pytest.raises(CheckpointError, match="has no checkpoint"):
+    with pytest.raises(CheckpointError, match="no checkpoint"):
         session.load_state(tmp_path)
     with pytest.raises(ConfigError, match="nb_part= or world="):
         Session(2, world=world)
@@ -299,7 +298,7 @@ def test_a_loop_left_in_the_middle_of_a_step_drops_its_gradients(tmp_path):
         break
     assert not grads(small)
     assert small.session.sync_gradients
-    with pytest.raises(BatchError, match="none is used"):
+    with pytest.raises(BatchError, match=r"no batch .* in use: .*prepare\(\)"):
         small.session.forward_backward(inputs, targets, cross_entropy)
 
 
@@ -336,7 +335,7 @@ def test_a_schedule_continues_where_it_was_or_is_refused(tmp_path):
     once.session.load_state(tmp_path)
     assert once.schedule.get_last_lr() == saved
     state = first.fit(5).state()
-    with pytest.raises(CheckpointError, match="has done 5 steps, and 3 in the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"CosineAnnealingLR .* step 5, .* step 3 "):
         first.session.load_state(tmp_path)
     assert_same(first.state(), state, "nothing was loaded")
 
@@ -344,8 +343,8 @@ def test_a_schedule_continues_where_it_was_or_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sampler": RandomSampler(range(22), replacement=True)}, "has its own sampler"),
-        ({"sampler": RandomSampler(range(22), num_samples=4)}, "has its own sampler"),
+        ({"sampler": RandomSampler(range(22), replacement=True)}, "DataLoader has a .*sampler"),
+        ({"sampler": RandomSampler(range(22), num_samples=4)}, "DataLoader has a .*sampler"),
         ({"shuffle": True, "generator": torch.Generator()}, "has a generator"),
         ({"sampler": RandomSampler(range(22), generator=torch.Generator())}, "has a generator"),
         ({"worker_init_fn": print}, "has a worker_init_fn"),

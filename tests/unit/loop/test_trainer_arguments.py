@@ -42,24 +42,24 @@ def with_method(base, name):
     [
         (
             {"model": nn.Sequential(nn.Linear(4, 2))},
-            r"model= must be a HybridModel, not the module Sequential: write model = "
-            r"HybridModel\(net, World\.from_env\(\)\), and make the optimizer over",
+            r"model= must be a HybridModel, not the module Sequential: .*model = "
+            r"HybridModel\(net, World\.from_env\(\)\), .*model\.parameters\(\)",
         ),
         ({"optimizer": torch.optim.SGD}, r"optimizer= must be an optimizer, not the class SGD"),
         (
             {"evaluation": DataLoader(DATA)},
-            r"evaluation= must be an EvalLoader, not DataLoader: write EvalLoader\(dataset",
+            r"evaluation= must be an EvalLoader, not DataLoader: .*EvalLoader\(dataset",
         ),
         (
             {"metrics": {"accuracy": accuracy}},
             r"metrics= has the function accuracy as 'accuracy', which is not a metric",
         ),
-        ({"metrics": ["accuracy"]}, r"metrics= must be a dictionary, not list: write metrics="),
-        ({"callbacks": [EMA]}, r"callbacks= has the class EMA, .*: write the call"),
-        ({"callbacks": EMA(decay=0.9)}, r"callbacks= must be a list: write callbacks=\[EMA\(...\)"),
+        ({"metrics": ["accuracy"]}, r"metrics= must be a dictionary, not list: .*metrics="),
+        ({"callbacks": [EMA]}, r"callbacks= has the class EMA, .*callbacks=\[EarlyStopping\(\)\]"),
+        ({"callbacks": EMA(decay=0.9)}, r"callbacks= must be a list: .*callbacks=\[EMA\(...\)"),
         (
             {"callbacks": [with_method(Callback, "on_train_batch_end")]},
-            r"Mine\.on_train_batch_end is not a hook, and is never called: did you mean 'on_step'",
+            r"Mine\.on_train_batch_end is not a hook.*: did you mean 'on_step'",
         ),
         ({"callbacks": [with_method(Callback, "on_steps")]}, r"did you mean 'on_step'"),
         (
@@ -68,7 +68,7 @@ def with_method(base, name):
         ),
         (
             {"optimizer": torch.optim.LBFGS([nn.Parameter(torch.zeros(1))])},
-            r"optimizer=LBFGS: its step computes the loss again, by a closure",
+            r"optimizer=LBFGS: .*closure",
         ),
         (
             {"lr_schedule": ReduceLROnPlateau(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))},

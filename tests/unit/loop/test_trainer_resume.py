@@ -199,7 +199,7 @@ def test_the_optimizer_file_has_parameters_by_name(tmp_path):
         ),
         (
             lambda: nn.Sequential(*list(plain_net())[:4], nn.Linear(8, 7)),
-            r"4\.weight is \[3, 8\] there and \[7, 8\] in the model",
+            r"4\.weight is \[3, 8\] in the checkpoint and \[7, 8\] in the model",
         ),
         (lambda: nn.Sequential(nn.Linear(6, 6), *rich_net()), r"and \d+ more"),
     ],
@@ -217,7 +217,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(net, message, tmp_path
 def test_a_checkpoint_of_other_parameter_groups_is_refused(tmp_path):
     trainer(store=CheckpointStore(tmp_path), steps=1).fit()
     other = trainer(optimizer=lambda p: torch.optim.AdamW([{"params": [x]} for x in p]))
-    with pytest.raises(CheckpointError, match="other groups of parameters"):
+    with pytest.raises(CheckpointError, match=r"parameter groups .*optimizer="):
         other.resume(tmp_path / "step_00000001")
 
 

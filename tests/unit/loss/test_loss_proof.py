@@ -365,7 +365,7 @@ def test_a_count_is_proved_whatever_the_outputs_take(width):
 
     model = HybridModel(nn.Sequential(nn.Linear(6, 5), Wide()), cpu_world(2), chunks=2)
     targets = torch.tensor([0, 4, 0, 4, 0, 4, 4])
-    with pytest.raises(ConfigError, match="it is not a mean over what is counted") as error:
+    with pytest.raises(ConfigError, match="not a mean over the counted elements") as error:
         model.train_step(batch()[0], targets, MeanLoss(wrong, lambda _, t: len(t)))
     assert ("for 2 samples" in str(error.value)) == (width == 9_000_000)
 
@@ -415,7 +415,7 @@ def test_draws_of_numpy_by_sample_are_said_where_a_mean_is_assumed_and_are_no_er
     state = np.random.get_state()[2]
     model.train_step(*batch(), loss)
     [said] = warnings_of(caplog)
-    assert "which was not checked: " in said
+    assert "not be checked: " in said
     model.train_step(*batch(), MeanLoss(loss, lambda _, t: len(t)))
     assert np.random.get_state()[2] - state == 2 * 2 * 7  # two words for each of 7 numbers
 
@@ -475,7 +475,7 @@ def test_a_counted_loss_of_outputs_without_targets_is_proved_in_training_too():
         return output.square().mean()
 
     model = HybridModel(net(), cpu_world(2), chunks=3)
-    with pytest.raises(ConfigError, match="it is not a mean over what is counted"):
+    with pytest.raises(ConfigError, match="not a mean over the counted elements"):
         model.train_step(batch()[0], None, MeanLoss(loss, lambda inputs, _: len(inputs)))
 
 
@@ -523,7 +523,7 @@ def test_a_masked_mean_in_training_only_is_proved_in_training(condition, caplog)
     model = HybridModel(net(), cpu_world(2), chunks=3)
     model.train_step(*batch(), in_training(condition))
     assert len(warnings_of(caplog)) == 1
-    with pytest.raises(ConfigError, match="it is not a mean over what is counted"):
+    with pytest.raises(ConfigError, match="not a mean over the counted elements"):
         model.train_step(*batch(), MeanLoss(in_training(condition), lambda _, t: len(t)))
 
 
@@ -568,12 +568,12 @@ def test_outputs_that_cannot_be_compared_are_said_where_a_mean_is_assumed(caplog
     model = HybridModel(nn.Sequential(nn.Linear(6, 8), Sparse()), cpu_world(1), chunks=2)
     model.train_step(batch()[0], None, lambda output, _: square(output["x"], None))
     [said] = warnings_of(caplog)
-    assert "was not checked: in a call" in said
+    assert "not be checked: in a call" in said
     caplog.clear()
     model = HybridModel(nn.Sequential(nn.Linear(6, 8), Inside()), cpu_world(2), chunks=2)
     model.train_step(batch()[0], None, lambda output, _: output)
     [said] = warnings_of(caplog)
-    assert "was not checked: the model's output has tensors without the samples" in said
+    assert "not be checked: the model's output has tensors without the samples" in said
 
 
 BODIES = {
@@ -728,7 +728,7 @@ def test_parameters_of_the_loss_are_refused_where_replicas_would_train_them_apar
 
 
 def test_a_loss_of_parameters_in_another_process_is_one_line():
-    with pytest.raises(UserError, match=r"parameters .* another process has: with engine="):
+    with pytest.raises(UserError, match=r"parameters .* another process holds: with engine="):
         resolve(lambda *_: torch.empty((), device="meta"))(None, None)
 
 
@@ -738,10 +738,10 @@ def test_a_backward_of_ones_own_names_train_step(caplog):
         output = model(inputs)
     with pytest.raises(RuntimeError, match="does not require grad"):
         F.cross_entropy(output, targets).backward()
-    [said] = [r.message for r in caplog.records if "has no graph" in r.message]
+    [said] = [r.message for r in caplog.records if "model(inputs)" in r.message]
     assert "model.train_step(inputs, targets, loss_fn)" in said
     loss = model.train_step(inputs, targets, F.cross_entropy).loss
-    with pytest.raises(UserError, match="train_step has run the backward already"):
+    with pytest.raises(UserError, match=r"parameter.grad"):
         loss.backward()
     assert type(loss * 2) is type(copy.deepcopy(loss)) is torch.Tensor
     assert repr(loss).startswith("tensor(")
@@ -758,5 +758,5 @@ def test_an_evaluation_without_gradients_is_silent(caplog):
 
 def test_items_of_the_model_are_those_of_its_net():
     model = HybridModel(net(), cpu_world(2), chunks=2)
-    with pytest.raises(TypeError, match=r"write model.net\[0\]"):
+    with pytest.raises(TypeError, match=r"model\.net\[0\]"):
         model[0]

@@ -137,7 +137,7 @@ def test_the_weight_of_another_batch_is_refused():
     inputs, targets = batch()
     model = HybridModel(net(), cpu_world(1), chunks=3)
     weights = model.step_weights([(inputs[:2], targets[:2])], cross_entropy)
-    with pytest.raises(BatchError, match="weight= is one of another batch"):
+    with pytest.raises(BatchError, match=r"weight= .*step_weights"):
         model.train_step(inputs, targets, cross_entropy, weight=weights[0])
 
 
@@ -169,7 +169,7 @@ def test_a_run_in_which_nothing_counts_says_so_at_its_first_step_and_ends_as_an_
     with pytest.raises(DataError, match=r"in all 4 steps no target counted.* ignore_index="):
         ours.fit()
     [said] = [r.message for r in caplog.records if "none of its targets counts" in r.message]
-    assert said.startswith("step 1 is skipped")
+    assert said.startswith("skipping step 1 ")
 
 
 def test_a_step_in_which_nothing_counts_is_skipped_and_counted():
@@ -218,7 +218,7 @@ def test_labels_to_ignore_are_refused_for_a_loss_without_a_count():
         return F.cross_entropy(output, targets)
 
     inputs, targets = batch()
-    with pytest.raises(BatchError, match=r"contain -100, and loss_fn=mine .* MeanLoss"):
+    with pytest.raises(BatchError, match=r"contain -100, but loss_fn=mine .* MeanLoss"):
         HybridModel(net(), cpu_world(2), chunks=2).train_step(inputs, targets, mine)
     model = HybridModel(net(), cpu_world(2))
     loader = EvalLoader(TensorDataset(inputs, targets), 4, model.world)

@@ -100,9 +100,9 @@ def test_a_model_whose_rule_is_unknown_is_refused():
         def forward(self, input_ids, labels):
             return super().forward(input_ids, labels=labels * 0)
 
-    with pytest.raises(ConfigError, match="what Own averages over is unknown"):
+    with pytest.raises(ConfigError, match="what Own averages its loss over"):
         count_of_output(Own(make("BertForMaskedLM").config))
-    with pytest.raises(ConfigError, match="what Linear averages over"):
+    with pytest.raises(ConfigError, match="what Linear averages its loss over"):
         count_of_output(nn.Linear(2, 2))
 
 
@@ -188,7 +188,7 @@ def test_labels_that_the_attention_mask_leaves_out_do_not_count():
 def test_a_second_loss_is_refused_in_a_nested_config_and_in_the_batch():
     net = make("GPT2LMHeadModel")
     inputs = inputs_for(net)
-    with pytest.raises(BatchError, match="leave output_router_logits out"):
+    with pytest.raises(BatchError, match="remove output_router_logits"):
         count_of_output(net)(inputs | {"output_router_logits": True}, None)
     net.config.z_loss_coefficient = 0.1
     with pytest.raises(ConfigError, match="set z_loss_coefficient=0"):

@@ -153,12 +153,12 @@ def test_its_repr_and_the_printed_plan_are_the_table_of_the_command_line():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((chain(),), r"world= is missing, .*HybridModel\(net, World.from_env\(nb_part=2\)"),
-        ((chain(), None), "world= is missing"),
-        ((chain(), 2), "world=2 is not a World"),
+        ((chain(),), r"world= .*HybridModel\(net, World.from_env\(nb_part=2\)"),
+        ((chain(), None), "missing argument world="),
+        ((chain(), 2), "world= must be a World, not 2: "),
         ((lambda x: x, World()), r"net= must be a torch.nn.Module, not <function"),
-        ((TwoInputs, World()), "not the class TwoInputs, not a module of it"),
-        ((chain(), World(), 4), "options=4 is not a PipelineOptions; single settings go by name"),
+        ((TwoInputs, World()), "not the class TwoInputs"),
+        ((chain(), World(), 4), "options= must be a PipelineOptions, not 4; "),
     ],
     ids=lambda value: value if isinstance(value, str) else "arguments",
 )
@@ -179,7 +179,7 @@ def test_what_a_module_has_and_it_has_not_says_where_it_is():
             getattr(model, name)
     with pytest.raises(AttributeError, match=r"'forward': call model\(inputs\)"):
         _ = model.forward
-    with pytest.raises(AttributeError, match=r"Use the module that it trains: model\.net\.append"):
+    with pytest.raises(AttributeError, match=r"model\.net\.append"):
         _ = model.append
     with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
         _ = model.nonsense
@@ -200,7 +200,7 @@ def test_it_lists_modules_and_buffers_and_freezes_as_the_module_does():
 def test_a_step_in_inference_mode_says_that_it_is_on():
     model = HybridModel(chain(), World())
     x = torch.randn(4, 4)
-    with torch.inference_mode(), pytest.raises(UserError, match=r"inference_mode\(\) is on"):
+    with torch.inference_mode(), pytest.raises(UserError, match=r"torch\.inference_mode\(\)"):
         model.train_step(x, x[:, :3], nn.functional.mse_loss)
     with torch.no_grad():
         model.train_step(x, x[:, :3], nn.functional.mse_loss)

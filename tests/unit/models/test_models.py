@@ -1,5 +1,6 @@
 """The models: the weights and outputs of those they come from, and what they refuse."""
 
+import importlib
 import inspect
 import math
 from pathlib import Path
@@ -119,6 +120,18 @@ def test_samples_of_a_batch_do_not_see_each_other(name):
         for i in range(4)
     ]
     torch.testing.assert_close(torch.cat(parts), model(x))
+
+
+@pytest.mark.parametrize(
+    ("package", "name"), [(models, "gpt"), (datasets, "imdb")], ids=["gpt", "imdb"]
+)
+def test_a_function_is_not_hidden_by_the_module_of_its_name(package, name):
+    module = importlib.import_module(f"{package.__name__}.{name}")
+    assert inspect.isfunction(getattr(package, name))
+    assert getattr(package, name) is getattr(module, name)
+    assert name in dir(package)
+    with pytest.raises(AttributeError, match=f"{package.__name__}.*nothing"):
+        package.nothing  # noqa: B018
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("model/*.yaml")), ids=lambda path: path.stem)

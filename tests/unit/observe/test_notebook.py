@@ -103,7 +103,7 @@ def test_a_notebook_trains_at_two_heights_shows_pictures_and_names_an_error(tmp_
 def test_what_cannot_be_sent_or_started_is_named():
     with pytest.raises(ConfigError, match="num_processes=0"):
         notebook_launcher(print, num_processes=0)
-    with pytest.raises(ConfigError, match=r"function= must be .*, not 3: pass it without calling"):
+    with pytest.raises(ConfigError, match=r"function= must be .*, not 3: .*without calling it"):
         notebook_launcher(3)
     with pytest.raises(ConfigError, match=r"args= must be a tuple .* not 2: .* args=\(value,\)"):
         notebook_launcher(print, args=2)
@@ -118,7 +118,7 @@ def test_a_process_that_is_killed_is_named():
 
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(ProcessFailedError, match="rank 0 of 1 ended by signal SIGKILL"):
+    with pytest.raises(ProcessFailedError, match=r"rank 0 of 1 .* signal SIGKILL"):
         notebook_launcher(ends)
 
 
@@ -132,7 +132,7 @@ def test_the_process_that_ended_first_is_named_not_one_that_was_stopped(monkeypa
         time.sleep(600)
 
     monkeypatch.setattr(notebook, "_GRACE_S", 0.1)
-    with pytest.raises(ProcessFailedError, match="rank 1 of 2 ended by exit code 3"):
+    with pytest.raises(ProcessFailedError, match=r"rank 1 of 2 .* exit code 3"):
         notebook_launcher(ends, num_processes=2)
 
 
@@ -156,5 +156,7 @@ def test_an_end_before_the_function_returns_is_named():
 
         os._exit(0)
 
-    with pytest.raises(ProcessFailedError, match="ended by exit code 0 before function= returned"):
+    with pytest.raises(
+        ProcessFailedError, match="rank 0 of 1 exited with code 0 before function= returned"
+    ):
         notebook_launcher(ends)

@@ -143,7 +143,7 @@ def test_every_missing_key_is_named_with_its_place(tmp_path):
         ("stages", None, "stages=None must be a list"),
         ("expand", [0], r"plan\.yaml: expand\[0\]=0 must be a text"),
         ("recompute", 3, "recompute=3 must be a mode, {every: k} or a list of layer names"),
-        ("stages", [3], r"stages\[0\] must have the keys device, process, in_flight, layers of a"),
+        ("stages", [3], r"stages\[0\] must have the keys device, process, in_flight, layers"),
         (
             "stages",
             [{"device": "cpu", "process": 0, "in_flight": 1, "layers": ["a"]}],

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -217,12 +218,11 @@ def test_a_last_batch_that_a_batch_norm_will_fail_in_is_an_error_of_the_first_st
     with pytest.raises(ConfigError) as caught:
         ours.fit()
     assert ours.step == 1
-    assert str(caught.value) == (
-        f"the last batch of an epoch has {samples % 8} samples, so that a micro-batch of it has 1 "
-        f"(replicas: 1, chunks=2); the batch norm {name} gets 1 value per channel of it and would "
-        f"fail at the end of the epoch: set drop_last=True, lower chunks=, or choose another "
-        f"batch_size="
-    )
+    message = str(caught.value)
+    assert f" {samples % 8} samples" in message
+    assert f"batch norm {name} " in message
+    for fact in ("replicas: 1, chunks=2", "drop_last=True", "lower chunks=", "batch_size="):
+        assert fact in message
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,4 @@ def test_where_the_input_of_a_batch_norm_is_not_seen_the_last_batch_is_a_warning
     ours.model.options = dataclasses.replace(ours.model.options, compile=True)
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         ours.fit()
-    assert (
-        "a micro-batch of it has 1 (replicas: 1, chunks=2); a batch norm may refuse it: set"
-        in caplog.text
-    )
+    assert re.search(r"1 samples.*\(replicas: 1, chunks=2\); .*drop_last=True", caplog.text)

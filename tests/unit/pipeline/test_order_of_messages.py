@@ -1,10 +1,22 @@
 """The order in which the processes of a pipeline send, receive and compute."""
 
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from hybridtrain.pipeline.engines.processes import messages_of, order_of
+from hybridtrain import World
+from hybridtrain.launch import LaneActivity
+from hybridtrain.pipeline.engines.processes import (
+    RECEIVES_AHEAD,
+    Lane,
+    MessageWire,
+    messages_of,
+    order_of,
+)
+from hybridtrain.pipeline.messages import pack
 from hybridtrain.schedule import forward_only, make_schedule, receiver_of
 
 SHAPES = [("gpipe", 2, 1), ("gpipe", 3, 3), ("1f1b", 4, 1), ("1f1b", 2, 2), ("1f1b", 3, 3)]
@@ -67,3 +79,48 @@ def test_no_process_waits_in_a_circle_even_if_sends_wait_for_their_receives(
     )
     assert met == 5 * borders * (1 if name == "forward_only" else 2)
     assert messages_of(schedule) == met
+
+
+@pytest.mark.parametrize(("name", "devices", "per_device"), SHAPES)
+def test_the_receive_of_a_message_begins_before_the_action_that_needs_it(
+    name: str, devices: int, per_device: int
+) -> None:
+    schedule = made(name, devices, per_device)
+    for number in range(devices):
+        lane = Lane.of(schedule, number)
+        assert tuple(action for _, action in lane.actions) == schedule.lanes[number]
+        begins = dict.fromkeys(lane.receives, 0)
+        for due, action in lane.actions:
+            message = action._replace(kind="B") if action.kind == "I" else action
+            if message in begins:
+                begins[message] = due
+        for place, due in enumerate(begins.values()):
+            assert due > place
+
+
+def test_receives_begin_ahead_where_a_process_waits_and_delay_no_action_that_needs_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[torch.Tensor] = []
+
+    def irecv(tensor: torch.Tensor, **_: object) -> SimpleNamespace:
+        begun.append(tensor)
+        return SimpleNamespace(wait=lambda: tensor.fill_(len(begun)))
+
+    monkeypatch.setattr(dist, "irecv", irecv)
+    lane = Lane.of(make_schedule("1f1b", 2, 16), 0)
+    form, _ = pack([torch.zeros(3)], unique=False)
+    world = World(size=2, engine="distributed", processes_per_replica=2)
+    formats = dict.fromkeys(lane.receives, form)
+    wire = MessageWire({0: SimpleNamespace()}, lane, world, formats, LaneActivity())
+    waits = 0
+    for due, action in lane.actions:
+        wire.begin_receives(due)
+        if action.kind == "F" and not waits:
+            assert not begun
+        elif action.kind == "B":
+            (gradient,) = wire.receive(action, LaneActivity())
+            assert torch.equal(gradient, torch.full((3,), float(len(begun))))
+            waits += 1
+            assert len(begun) == min(waits - 1 + RECEIVES_AHEAD, 16)
+    assert waits == 16

@@ -22,7 +22,7 @@ from torch import nn
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph import layers_of
-from hybridtrain.partitioning import recompute_policy, whole_stages
+from hybridtrain.partitioning import recompute_policy
 
 RECOMPUTING = ["except_last", "always", {"every": 1}, {"every": 2}, ["1"]]
 NB_PARTS = [1, 2, 4]
@@ -45,8 +45,8 @@ NAMES = ["embed", "blocks.0", "blocks.1", "blocks.10", "blocks2.0", "head"]
 )
 def test_whole_stages_are_recomputed_for_the_micro_batches_of_the_mode(spec, whole):
     policy = recompute_policy(spec, NAMES)
-    assert [i in whole_stages(policy.mode, 4) for i in range(4)] == whole
-    assert bool(whole_stages(policy.mode, 1)) is (spec == "always")
+    assert [i in policy.whole_stages(4) for i in range(4)] == whole
+    assert bool(policy.whole_stages(1)) is (spec == "always")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ stand-ins (see `support.stand_in_gpus`); an operation on tensors of two of them 
 """
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from support.nets import (
     regression,
     tokens,
 )  # fmt: skip
-from support.stand_in_gpus import on_host, stand_in_gpus
+from support.stand_in_gpus import Gate, on_host, stand_in_gpus
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -104,20 +103,6 @@ def test_a_step_after_the_first_that_are_compared_waits_for_no_device():
                 gpus.syncs = 0  # of the placement, and of steps that compare what a layer changes
             model.train_step(*CASES["linear"].batch(10, seed), CASES["linear"].loss)
         assert gpus.syncs == 0
-
-
-class Gate:
-    """Stops a stream for as long as a block runs."""
-
-    def __init__(self, stream):
-        self._open = threading.Event()
-        stream.queue(self._open.wait)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._open.set()
 
 
 def on(gpus, device, value):

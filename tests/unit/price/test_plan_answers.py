@@ -189,8 +189,13 @@ def gpt_of_7b():
     return construct_on_meta(lambda: gpt(50304, 2048, **sizes))
 
 
+def line_on_fsdp2(plans):
+    """What an answer says of FSDP2: a saving in percent where it is advised."""
+    (line,) = [line for line in plans.answer().splitlines() if line.split()[0] == "FSDP2"]
+    return line
+
+
 @pytest.mark.parametrize(("nodes", "is_advised"), [(1, True), (128, False)])
-@pytest.mark.quick_cases(1)
 def test_fsdp2_is_advised_where_it_is_faster_and_its_price_was_compared(nodes, is_advised):
     hardware = replace(MACHINE, nodes=nodes, node_bytes_per_s=4.5e11, network_bytes_per_s=4e11)
     job = StepWork(2 * hardware.devices)
@@ -198,12 +203,13 @@ def test_fsdp2_is_advised_where_it_is_faster_and_its_price_was_compared(nodes, i
     plans = find_plans(gpt_of_7b(), LONG, hardware, job, choices=slow, precision="bf16", best=1)
     assert plans.fully_sharded.step_ms < 0.98 * plans.prices[0].step_ms
     assert plans.advises_fsdp2 is is_advised
-    told = plans.answer()
-    assert bool(re.search(r"FSDP2 .* \d+% less than this plan, so take it;", told)) is is_advised
-    assert ("above 512 GPUs published runs took" in told) is not is_advised
+    said = line_on_fsdp2(plans)
+    saving = 1 - plans.fully_sharded.step_ms / plans.prices[0].step_ms
+    assert (f"{saving:.0%}" in said) is is_advised
+    assert ("512 GPUs" in said) is not is_advised
     equals = replace(plans, prices=[replace(plans.prices[0], step_ms=plans.fully_sharded.step_ms)])
     assert not equals.advises_fsdp2
-    assert "so take it" not in equals.answer()
+    assert "%" not in line_on_fsdp2(equals)
 
 
 CPUS = Hardware(
@@ -224,7 +230,7 @@ CPUS = Hardware(
 def test_a_toy_model_is_not_advised_to_shard(net, inputs, hardware):
     plans = find_plans(net, inputs, hardware, StepWork(64), best=1)
     assert not plans.advises_fsdp2
-    assert "so take it" not in plans.answer()
+    assert "%" not in line_on_fsdp2(plans)
 
 
 def test_fully_sharded_counts_the_latency_and_the_launch_of_each_collective():
@@ -363,10 +369,11 @@ def test_a_transformers_model_with_rotary_positions_is_counted_without_values():
     "sizes",
     [
         ["6.2B", "13B"],  # pipelines of three schedules, and sharded
-        pytest.param(list({run.size for run in literature.RUNS}), marks=pytest.mark.thorough),
+        list({run.size for run in literature.RUNS}),  # a trace of 80 layers takes a minute
     ],
     ids=["some", "all"],
 )
+@pytest.mark.timeout(1200)
 @pytest.mark.thorough
 def test_the_page_on_published_runs_has_the_planners_ratios(sizes):
     page = (Path(__file__).parents[3] / "docs/planning-details.md").read_text()

@@ -345,7 +345,7 @@ def test_an_evaluation_takes_every_microbatch_once_through_every_stage():
 def test_an_unknown_schedule_says_which_there_are():
     with pytest.raises(
         ScheduleError,
-        match=r"^schedule='zzz' is unknown; the schedules are: 1f1b, gpipe, zb-h1, zb-v",
+        match=r"^schedule='zzz' is unknown: the schedules are: 1f1b, gpipe, zb-h1, zb-v",
     ):
         make_schedule("zzz", 2, 2)
 

@@ -103,19 +103,19 @@ def test_torch_reads_the_actions_of_a_written_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- a list", r"table\.yaml: has no key `actions`"),
-        ("actions: F0@0", r"table\.yaml: actions='F0@0' must be a list of texts"),
+        ("- a list", r"table\.yaml: missing the key `actions`"),
+        ("actions: F0@0", r"table\.yaml: actions='F0@0' must be a list of strings"),
         ("actions: [F0@0 0F1]", r"table\.yaml: device 0, action 2: '0F1' is not .* such as F1@0"),
-        ("actions: [F0@0", r"table\.yaml: cannot be read as a schedule: while parsing"),
+        ("actions: [F0@0", r"table\.yaml: .*: while parsing"),
         ("0F0,0X0", r"table\.csv: device 0, column 2: '0X0' is not an action such as 0F1"),
-        ("", r"table\.csv: has no actions"),
+        ("", r"table\.csv: contains no actions"),
         ("0F0,0B0\n1F0", r"table\.csv: stage 1 lacks a B or I"),
         (
             "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1",
             r"device 0: B0@0 needs B0@1, which is after F1@1 on device 1; "
             r"device 1: F1@1 needs F1@0, which is after B0@0 on device 0",
         ),
-        ("0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0", r"stage 1 is on device 0, and placement='loop'"),
+        ("0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0", r"stage 1 is on device 0, but placement='loop'"),
     ],
 )
 def test_a_file_that_is_no_schedule_is_refused_before_the_run(text, message, tmp_path):
@@ -126,7 +126,7 @@ def test_a_file_that_is_no_schedule_is_refused_before_the_run(text, message, tmp
 
 
 def test_a_file_that_is_missing_is_refused(tmp_path):
-    with pytest.raises(ScheduleError, match=r"nowhere\.csv: cannot be read as a schedule"):
+    with pytest.raises(ScheduleError, match=r"nowhere\.csv: cannot read"):
         hybrid(nn.Linear(2, 2), 1, schedule=str(tmp_path / "nowhere.csv"))
 
 
@@ -143,7 +143,7 @@ def test_a_table_is_a_schedule_once_it_is_registered():
     register_table(Schedule("a table", table.stages, table.chunks, table.lanes))
     assert "a table" in schedule_names()
     assert_trains_exactly(2, 1, "a table", ran=table)
-    with pytest.raises(ScheduleError, match="gpipe already: give the table another name"):
+    with pytest.raises(ScheduleError, match=r"gpipe.*: give the table another name"):
         register_table(table)
 
 

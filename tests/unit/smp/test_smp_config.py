@@ -87,7 +87,7 @@ def test_the_environment_variable_has_json_or_a_file(tmp_path):
     assert read(json.dumps(PARAMETERS)) == PARAMETERS
     with pytest.raises(ConfigError, match="is not JSON"):
         read("{")
-    with pytest.raises(ConfigError, match="cannot read it"):
+    with pytest.raises(ConfigError, match=r"cannot read .*absent"):
         read(str(tmp_path / "absent"))
 
 
@@ -109,12 +109,12 @@ def test_a_distribution_becomes_a_torchrun_line_and_a_configuration():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (distribution(mpi={"processes_per_host": 6}), "6 processes, which .*degree=4 does not"),
+        (distribution(mpi={"processes_per_host": 6}), "processes_per_host=6 .*degree=4"),
         (distribution(mpi={"processes_per_host": 0}), "processes_per_host=0 must be"),
         (distribution(mpi={"hosts": 1}), "mpi.hosts is unknown"),
         ({"mpi": {}}, 'distribution has no "smdistributed"'),
-        ({"smdistributed": {"dataparallel": {"enabled": True}}}, "dataparallel cannot be used"),
-        ({"pytorchddp": {}}, "distribution has 'pytorchddp'"),
+        ({"smdistributed": {"dataparallel": {"enabled": True}}}, "smdistributed.dataparallel"),
+        ({"pytorchddp": {}}, "unknown key 'pytorchddp'"),
     ],
 )
 def test_a_distribution_that_does_not_fit_is_one_clear_error(given, message):
@@ -167,9 +167,9 @@ def test_split_data_set_has_contiguous_parts():
         data.select(name)
         parts.append([data[i] for i in range(len(data))])
     assert parts == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    with pytest.raises(ConfigError, match="no part '3'"):
+    with pytest.raises(ConfigError, match="partition '3'"):
         data.select("3")
-    with pytest.raises(ConfigError, match="more than 10 samples"):
+    with pytest.raises(ConfigError, match="10 samples"):
         SplitDataset(list(range(10)), {"a": 8, "b": 8})
 
 

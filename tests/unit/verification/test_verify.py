@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 import threading
 import types
 
@@ -77,7 +78,7 @@ def test_the_first_layer_whose_output_differs_is_named():
     assert not found.exact
     assert found.first == "2"
     assert "NOT EXACT" in str(found)
-    assert "first layer whose output differs is 2" in str(found)
+    assert "first layer with a different output is 2" in str(found)
 
 
 class Body(nn.Module):
@@ -414,7 +415,7 @@ def test_an_output_whose_type_has_no_comparison_is_reported_as_not_compared(make
         f"{kind} in output in evaluation",
         f"{kind} in output in training",
     ]
-    assert f"Not compared, because the type has no comparison: {kind} in" in str(found)
+    assert re.search(rf"Not compared.*: {kind} in", str(found))
 
     with caplog.at_level("INFO", "hybridtrain"):
         model.train_step(floats(8), None, loss)

@@ -1,4 +1,4 @@
-"""hybridtrain, with either engine: docs/own-loop.md."""
+"""hybridtrain, with either engine: docs/custom-steps.md."""
 
 from __future__ import annotations
 

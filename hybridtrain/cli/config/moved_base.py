@@ -1,0 +1,79 @@
+"""The base of an adapter's run that was moved: any key that names it says where it is now.
+
+A recipe such as `sft_chat` names one folder by `model.source`, `data.tokenizer` and `init_from`. If
+a command line gives one of them another place, the others follow. `checkpoint.base` compares the
+digest of the weights there with the one that the checkpoint has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from hybridtrain.cli.config.schema import Config
+from hybridtrain.errors import CheckpointError
+
+_GROUPS = ("model", "data")
+
+
+def follow_moved_base(
+    config: Config, of_run: Config, checkpoints: Path, keys: Collection[str]
+) -> set[str]:
+    """Sets the keys of `config` that name a base which was moved.
+
+    Args:
+        config: the run's, with the command line on top; it may be changed.
+        of_run: the config of the run.
+        checkpoints: the directory of the run's checkpoints.
+        keys: of the command line.
+
+    Returns:
+        the keys that name the base, or none if the command line gives it no other place.
+    """
+    initial = _other_source(config, of_run, keys)
+    if not initial and not any(key.startswith(_GROUPS) for key in keys):
+        return set()
+    source = _source(checkpoints)
+    named = [
+        (group, name)
+        for group in _GROUPS
+        for name, value in getattr(of_run, group).items()
+        if source is not None and value == source
+    ]
+    given = [initial, *(getattr(config, g).get(n) for g, n in named if f"{g}.{n}" in keys)]
+    now = next((place for place in given if isinstance(place, str) and place != source), None)
+    if source is None or now is None:
+        return set()
+    for group, name in named:
+        if f"{group}.{name}" not in keys:
+            setattr(config, group, {**getattr(config, group), name: now})
+    if not initial:
+        flags = of_run.init_from if isinstance(of_run.init_from, dict) else None
+        config.init_from = now if flags is None else {**flags, "path": now}
+    return {"init_from", *(f"{group}.{name}" for group, name in named)}
+
+
+def _other_source(config: Config, of_run: Config, keys: Collection[str]) -> str | None:
+    """Returns the source of an `init_from` with which the run has not begun."""
+    from hybridtrain.checkpoint import parse_init_from  # imports torch
+
+    if "init_from" not in {key.partition(".")[0] for key in keys}:
+        return None
+    arguments = parse_init_from(config.init_from)
+    if arguments is None or arguments == parse_init_from(of_run.init_from):
+        return None
+    return str(arguments["source"])
+
+
+def _source(checkpoints: Path) -> str | None:
+    """Returns where the base of the newest checkpoint was; None: it has none."""
+    from hybridtrain.checkpoint import CheckpointStore, source_of_base  # imports torch
+
+    store = CheckpointStore(checkpoints)
+    if not store.steps():
+        return None
+    try:
+        newest = store.newest_up_to(store.steps()[-1])
+        return None if newest is None else source_of_base(newest)
+    except CheckpointError:  # it is damaged, which whoever loads it says
+        return None

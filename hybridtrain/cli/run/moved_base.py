@@ -1,0 +1,31 @@
+"""Loads the base of an adapter's checkpoint from `init_from`, where it was moved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hybridtrain.checkpoint import init_from, is_moved, parse_init_from
+from hybridtrain.cli.config.schema import Config
+from hybridtrain.cli.run.context import RunContext
+
+
+def place_of_base(config: Config) -> str | None:
+    """Returns where `init_from` says that the base is, or None."""
+    arguments = parse_init_from(config.init_from)
+    return None if arguments is None else str(arguments["source"])
+
+
+def load_moved_base(context: RunContext, checkpoint: Path) -> None:
+    """Loads the base of a checkpoint into the model, if it is not where it was; a collective call.
+
+    `restore_checkpoint` then looks for it at the same place.
+
+    Raises:
+        CheckpointError: there are no weights that fit the model.
+    """
+    arguments = parse_init_from(context.config.init_from)
+    if arguments is None:
+        return
+    source = arguments["source"]
+    if context.world.from_main(lambda: is_moved(checkpoint, source)):
+        init_from(context.model, **arguments)

@@ -1,0 +1,57 @@
+"""Sends and receives of tensors between two processes of a pipeline.
+
+Tensors on GPUs go through NCCL in batches. A batch uses the communicator of the pipeline's group,
+which exists from the start of a run. For a single send or receive NCCL would make another
+communicator for the two processes, in the middle of the first step. Tensors in CPU memory go
+through gloo, one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridtrain._base.accelerator import accelerator_of
+from hybridtrain.world import World
+
+
+def begin_send(tensors: Sequence[Tensor], world: World, peer: int) -> list[dist.Work]:
+    """Begins to send `tensors`; their memory must stay unchanged until the works are done.
+
+    Args:
+        tensors: on the world's `wire_device` or in CPU memory; empty ones are left out.
+        world: the processes.
+        peer: the receiver, by its number in the pipeline.
+    """
+    batch, single = _divided(tensors)
+    works = _batch(dist.isend, batch, world, peer)
+    return works + [dist.isend(t, group=world.pipeline_group, group_dst=peer) for t in single]
+
+
+def begin_receive(tensors: Sequence[Tensor], world: World, peer: int) -> list[dist.Work]:
+    """Begins to receive into `tensors`; see `begin_send`."""
+    batch, single = _divided(tensors)
+    works = _batch(dist.irecv, batch, world, peer)
+    return works + [dist.irecv(t, group=world.pipeline_group, group_src=peer) for t in single]
+
+
+def _divided(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the tensors on GPUs and those in CPU memory, without empty ones."""
+    batch: list[Tensor] = []
+    single: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.numel():
+            (single if accelerator_of(tensor.device) is None else batch).append(tensor)
+    return batch, single
+
+
+def _batch(operation: Any, tensors: Sequence[Tensor], world: World, peer: int) -> list[Any]:
+    if not tensors:
+        return []
+    group = world.pipeline_group
+    return dist.batch_isend_irecv(
+        [dist.P2POp(operation, tensor, group=group, group_peer=peer) for tensor in tensors]
+    )

@@ -1,0 +1,192 @@
+"""Messages between stand-in GPUs, each with a thread in place of a process.
+
+As ProcessGroupNCCL, a device has one stream for its messages. A message first makes that stream
+wait for the current one, and its `wait` makes the current stream wait for the message. A send and
+its receive meet, and neither goes on without the other. Tensors in CPU memory go as gloo's do.
+
+    current stream      F0 | F1       |<- wait
+    messages' stream       |<- begins    receive F2 ... meets the send
+
+What it cannot show: communicators, and kernels that wait for room on the device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridtrain import World
+from hybridtrain.pipeline import ENGINES
+from support.stand_in_gpus import PATIENCE_S, DeviceTensor, StandInGPUs, Stream, real_memory
+
+
+class Operation(NamedTuple):
+    """A send or a receive of a batch; see `torch.distributed.P2POp`."""
+
+    kind: Any
+    tensor: DeviceTensor
+    group: object
+    group_peer: int
+
+
+class Work:
+    """See `torch.distributed.Work`."""
+
+    def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
+        self.wait = wait
+
+
+class StandInNCCL:
+    """The functions of torch.distributed that the engine calls."""
+
+    def __init__(self, gpus: StandInGPUs) -> None:
+        self._gpus = gpus
+        self._rank = threading.local()
+        self._streams = {device: gpus.new_stream(device) for device in gpus.devices}
+        # by sender and receiver: what is on its way, and what has been taken
+        self._sent: Any = defaultdict(SimpleQueue)
+        self._taken: Any = defaultdict(SimpleQueue)
+        self._on_host: Any = defaultdict(SimpleQueue)
+
+    @contextmanager
+    def rank(self, rank: int) -> Iterator[None]:
+        """Makes this thread the process with this rank; a process can have several in turn."""
+        self._rank.here = rank
+        yield
+
+    def batch_isend_irecv(self, operations: Sequence[Operation]) -> list[Work]:
+        device = operations[0].tensor.device
+        stream, current = self._streams[device], self._gpus.current_stream(device)
+        stream.wait_stream(current)
+        for kind, tensor, _, peer in operations:
+            # the stream has the numbers alone: as NCCL, it does not hold the tensor
+            stream.queue(self._meeting(kind is dist.isend, real_memory(tensor), device.index, peer))
+        end = stream.record_event()
+        return [Work(lambda: self._gpus.current_stream(device).wait_event(end))]
+
+    def _meeting(self, sends: bool, memory: Tensor, rank: int, peer: int) -> Callable[[], None]:
+        way = (rank, peer) if sends else (peer, rank)
+        sent, taken = self._sent[way], self._taken[way]
+
+        def send() -> None:
+            sent.put(memory)
+            taken.get(timeout=PATIENCE_S)
+
+        def receive() -> None:
+            memory.copy_(sent.get(timeout=PATIENCE_S))
+            taken.put(None)
+
+        return send if sends else receive
+
+    def isend(self, tensor: Tensor, group: object, group_dst: int) -> Work:
+        assert not isinstance(tensor, DeviceTensor), "NCCL would make a communicator for this pair"
+        self._on_host[self._rank.here, group_dst].put(tensor.clone())
+        return Work()
+
+    def irecv(self, tensor: Tensor, group: object, group_src: int) -> Work:
+        assert not isinstance(tensor, DeviceTensor), "NCCL would make a communicator for this pair"
+        way = self._on_host[group_src, self._rank.here]
+        return Work(lambda: tensor.copy_(way.get(timeout=PATIENCE_S)))
+
+    def send(self, tensor: Tensor, group: object, group_dst: int) -> None:
+        self.isend(tensor, group, group_dst).wait()
+
+    def recv(self, tensor: Tensor, group: object, group_src: int) -> None:
+        self.irecv(tensor, group, group_src).wait()
+
+    def world(self, rank: int) -> World:
+        """The world of one of as many processes as there are devices, which share a pipeline."""
+        size = len(self._gpus.devices)
+        return World(
+            rank=rank,
+            size=size,
+            devices=(self._gpus.devices[rank],),
+            backend="nccl",
+            engine="distributed",
+            processes_per_replica=size,
+            pipeline_group=Group(size, rank, self._on_host),
+        )
+
+    def stream_of_messages(self, device: int) -> Stream:
+        return self._streams[self._gpus.devices[device]]
+
+
+class Group:
+    """The process group of a pipeline, as one of its processes has it."""
+
+    def __init__(self, size: int, rank: int, on_host: Any) -> None:
+        self._size, self._rank, self._on_host = size, rank, on_host
+
+    def broadcast(self, tensors: Sequence[Tensor], options: dist.BroadcastOptions) -> Work:
+        if self._rank == options.rootRank:
+            for rank in range(self._size):
+                self._on_host["broadcast", rank].put(tensors[0].clone())
+        found = self._on_host["broadcast", self._rank]
+        return Work(lambda: tensors[0].copy_(found.get(timeout=PATIENCE_S)))
+
+
+@contextmanager
+def stand_in_nccl(gpus: StandInGPUs) -> Iterator[StandInNCCL]:
+    """Replaces torch.distributed's functions for the length of a block."""
+    nccl = StandInNCCL(gpus)
+    with (
+        patch.object(dist, "P2POp", Operation),
+        patch.object(dist, "batch_isend_irecv", nccl.batch_isend_irecv),
+        patch.object(dist, "send", nccl.send),
+        patch.object(dist, "recv", nccl.recv),
+        patch.object(dist, "isend", nccl.isend),
+        patch.object(dist, "irecv", nccl.irecv),
+    ):
+        yield nccl
+
+
+class OverThreads:
+    """An engine that runs `distributed` in a thread for each device.
+
+    The stages share a model, so that it has no parameters that several stages use: a process would
+    have its own.
+    """
+
+    def __init__(self, nccl: StandInNCCL, gpus: StandInGPUs) -> None:
+        self._nccl, self._gpus = nccl, gpus
+
+    def __call__(self, stages: Sequence[Any], links: Sequence[Any], world: World) -> OverThreads:
+        make = ENGINES["distributed"]
+        self._engines = [
+            make([s for s in stages if s.device == device], links, self._nccl.world(rank))
+            for rank, device in enumerate(self._gpus.devices)
+        ]
+        return self
+
+    def run(self, step: Any) -> list[Any]:
+        values: list[list[Any]] = [[] for _ in self._engines]
+        failures: list[BaseException] = []
+
+        def run(rank: int) -> None:
+            try:
+                torch.set_num_threads(1)
+                self._gpus.set_device(self._gpus.devices[rank])
+                with self._nccl.rank(rank):
+                    values[rank] = self._engines[rank].run(step)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [
+            threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(values))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * PATIENCE_S)
+        if failures:
+            raise failures[0]
+        return next(filter(None, values))

@@ -1,0 +1,153 @@
+"""The price and the search on devices of unequal speed and memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridtrain._base.hardware import Hardware
+from hybridtrain.cli.commands import measure_machine
+from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.partitioning import LayerCost, LayerSize, every_cut, given_costs
+from hybridtrain.price import Choices, StepWork, arrangements, find_layouts
+from hybridtrain.price.layout import layouts
+from hybridtrain.price.price import price
+
+MIB = 2**20
+
+
+def table_of(times, nbytes=MIB, weights=4 * MIB):
+    def costs_at(samples):
+        return [
+            LayerCost(str(i), 1, ms * samples, 2 * ms * samples, 0, nbytes * samples)
+            for i, ms in enumerate(times)
+        ]
+
+    return given_costs(costs_at, [LayerSize(weights, weights) for _ in times])
+
+
+def node(**values):
+    """Returns a node whose links and host cost next to nothing."""
+    fast = {"node_bytes_per_s": 1e15, "node_latency_s": 0.0, "action_s": 0.0, "message_s": 0.0}
+    return Hardware(**{"memory_gib": 1.0, "reserved_gib": 0.0, **fast, **values})
+
+
+def pipeline(chunks=16, **choices):
+    fixed = {"engine": ["local"], "schedule": ["1f1b"], "stages_per_device": [1]}
+    return Choices(**fixed, chunks=[chunks], recompute=["never"], shard=["none"], **choices)
+
+
+def test_a_slow_device_gets_fewer_layers():
+    hardware = node(devices_per_node=2, device_speeds=[1, 2])
+    (best,) = find_layouts(
+        table_of([1.0] * 12), hardware, StepWork(64), pipeline(64, nb_part=[2]), best=1
+    )
+    assert best.counts == (4, 8)
+    equal = replace(hardware, device_speeds=None)
+    layout = best.layout
+    even = price(table_of([1.0] * 12), hardware, StepWork(64), layout, (6, 6))
+    assert even.compute_ms == pytest.approx(1.5 * best.compute_ms)
+    assert find_layouts(
+        table_of([1.0] * 12), equal, StepWork(64), pipeline(64, nb_part=[2]), best=1
+    )[0].counts == (6, 6)
+
+
+def test_a_small_device_gets_fewer_layers():
+    # each layer has 8 MiB of weights and gradients, 8 of state and some activations
+    hardware = node(devices_per_node=2, device_memory_gib=[0.08, 0.24])
+    work, choices = StepWork(16), pipeline(nb_part=[2])
+    (best,) = find_layouts(table_of([1.0] * 12), hardware, work, choices, best=1)
+    assert best.counts[0] < 6
+    for memory, gib in zip(best.memory, (0.08, 0.24), strict=True):
+        assert memory.total <= gib * 2**30
+    with pytest.raises(SplitError, match="no plan fits"):
+        find_layouts(
+            table_of([1.0] * 12),
+            replace(hardware, device_memory_gib=[0.08, 0.12]),
+            work,
+            choices,
+            best=1,
+        )
+
+
+def test_a_slow_replica_gets_fewer_samples():
+    hardware = node(devices_per_node=2, device_speeds=[1, 2])
+    (best,) = find_layouts(
+        table_of([1.0] * 4), hardware, StepWork(12), pipeline(4, nb_part=[1]), best=1
+    )
+    assert best.layout.arrangement.replica_shares == (1, 2)
+    # 8 of 12 samples, at twice the speed: 4 layers of 3 ms a sample
+    assert best.compute_ms == pytest.approx(8 * 4 * 3 / 2)
+
+
+def test_fast_and_slow_devices_share_a_pipeline_or_have_their_own():
+    hardware = node(devices_per_node=4, device_speeds=[2, 2, 1, 1], device_memory_gib=[3, 3, 1, 1])
+    in_order, in_turns = arrangements(hardware, 2, 2)
+    assert in_order.device_speeds == (2, 2)
+    assert in_order.replica_shares == (2, 1)
+    assert in_order.device_memory_gib == (1, 1)
+    assert in_turns.device_speeds == (2, 1)
+    assert in_turns.replica_shares == ()
+    assert in_turns.device_memory_gib == (3, 1)
+    assert in_turns.device_order == (0, 2, 1, 3)
+
+
+def test_equal_devices_have_one_arrangement():
+    (equal,) = arrangements(node(devices_per_node=4), 2, 2)
+    assert equal == type(equal)()
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=2, max_size=6),
+    st.lists(st.sampled_from([1, 2, 3]), min_size=2, max_size=2),
+)
+@settings(max_examples=25)
+def test_no_cut_of_a_small_model_is_faster_than_the_plan(times, speeds):
+    table, work = table_of([*map(float, times)]), StepWork(8)
+    hardware = node(devices_per_node=2, device_speeds=speeds)
+    choices = pipeline(8, nb_part=[2])
+    (best,) = find_layouts(table, hardware, work, choices, best=1)
+    (layout,) = layouts(hardware, work, len(times), choices)
+    prices = [price(table, hardware, work, layout, cut) for cut in every_cut(len(times), 2)]
+    assert best.step_ms == pytest.approx(min(each.step_ms for each in prices))
+
+
+@pytest.mark.parametrize("key", ["device_speeds", "device_memory_gib"])
+@pytest.mark.parametrize("values", [[1], [1, 0], [1, -1], "fast", [1, "fast"]], ids=str)
+def test_a_node_has_a_positive_number_for_each_device(key, values):
+    with pytest.raises(ConfigError, match=f"hardware.{key}"):
+        Hardware(devices_per_node=2, memory_gib=4, **{key: values})
+
+
+def test_measure_machine_measures_one_device_of_each_kind(monkeypatch):
+    kinds = ["V100", "A100", "A100", "V100"]
+    found = {"V100": (1e14, 1e12, 16.0), "A100": (4e14, 4e12, 40.0)}
+    measured = []
+
+    def measured_device(device, seconds):
+        measured.append(device.index)
+        flops, bandwidth, memory = found[kinds[device.index]]
+        return {
+            "memory_gib": memory,
+            "flops_per_s": {"bf16": flops},
+            "memory_bytes_per_s": bandwidth,
+            "node_bytes_per_s": 1e10 * (1 + device.index),
+            "operator_s": 1e-5,
+        }
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
+    monkeypatch.setattr(torch.cuda, "get_device_name", kinds.__getitem__)
+    monkeypatch.setattr(measure_machine, "measured_device", measured_device)
+    written = measure_machine.measured(0.0)
+    assert measured == [0, 1]
+    assert written["device_speeds"] == [1, 4, 4, 1]
+    assert written["device_memory_gib"] == [16, 40, 40, 16]
+    del written["costs"]
+    hardware = Hardware(**written)
+    assert hardware.speed_of(1) == 4
+    assert hardware.node_bytes_per_s == 1e10
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "V100")
+    assert "device_speeds" not in measure_machine.measured(0.0)
