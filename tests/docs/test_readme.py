@@ -83,7 +83,7 @@ def test_the_commands_of_a_page_compose(page: Path) -> None:
             words = [word for word in words if word not in COMMANDS]
             if not any(word.startswith("recipe=") for word in words):
                 words = [*RECIPE_OF.get(page.stem, []), *words]  # that of the run it goes on with
-            flags = ("--multirun", "--dry-run", "--cfg", "job")
+            flags = ("--multirun", "--dry-run", "--check", "--cfg", "job")
             overrides = [word for word in words if word not in flags]
             overrides = [word for word in overrides if "interval(" not in word]  # of a search
             for choice in sweep_choices(overrides):

@@ -335,14 +335,17 @@ CASES = {
     "skip": Case("skip connection over the cut", skip),
     "three-stages": Case("3 stages", stages=3, replicas=1, microbatches=4, logical_replicas=1),
     "three-stages-dropout": Case(
-        "3 stages, with the dropout of 2 stages and 2 replicas",
+        "3 stages, with the dropout masks of 2 stages and 2 replicas",
         with_dropout,
         stages=3,
         replicas=1,
         same_draws=True,
     ),
-    "one-replica": Case("1 replica in place of 2", replicas=1),
+    "one-replica": Case("1 replica instead of 2", replicas=1),
     "one-replica-dropout": Case(
-        "1 replica in place of 2, with the same dropout", with_dropout, replicas=1, same_draws=True
+        "1 replica instead of 2, with the same dropout masks",
+        with_dropout,
+        replicas=1,
+        same_draws=True,
     ),
 }

@@ -91,7 +91,9 @@ def same_draws(result: Result, base: Result) -> Result:
     """Returns the result of a case that must draw the masks of another run."""
     if not result.draws or not base.draws or result.draws == base.draws:
         return result
-    note = f"With the masks that it draws: {result.verdict}. {result.note}".strip()
+    note = (
+        f"Compared with the unsplit model on these masks: {result.verdict}. {result.note}".strip()
+    )
     return Result("other draws", note, result.draws)
 
 
@@ -116,7 +118,7 @@ def _verdict(
     ]
     note = ""
     if errors[0] <= ROUNDING:
-        note = "The weights are right, the running statistics of batch norm are not."
+        note = "The weights are right, but the running statistics of batch norm are not."
     return f"wrong by {_percent(max(errors))}", note
 
 

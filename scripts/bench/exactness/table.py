@@ -19,44 +19,44 @@ hide: [toc]  # a wide table
 # Exactness, measured
 
 Each system trains the same small models for four optimizer steps (SGD with momentum, float64, CPU,
-gloo), with 2 stages, 2 replicas, and 2 micro-batches per replica unless the case says otherwise. A
-cell compares all weights and buffers at the end with those of the unsplit model in plain PyTorch,
-which runs the same micro-batches in one process and minimizes the mean over all that the loss
-counts in a step.
+gloo). Unless the case says otherwise, there are 2 stages, 2 replicas, and 2 micro-batches per
+replica. Each cell compares all final weights and buffers with those of the unsplit model in plain
+PyTorch. The unsplit model runs the same micro-batches in one process and minimizes the mean over
+everything that the loss counts in a step.
 
 - `bitwise`: every bit is equal.
-- `1e-7`: the difference is at most 1e-7 of the weights, and in brackets how large it is (its norm
-  over theirs). It comes from another order of additions or another precision, not from a wrong
-  gradient.
-- `wrong by`: the difference, relative to the distance that training has moved the weights.
-- `refused`: the system raises an error, which a note below the table quotes.
-- `crashes`: a process ends without an error in Python.
-- `hangs`: the processes are still running after the deadline.
+- `1e-7`: the relative difference (the norm of the difference divided by the norm of the weights) is
+  at most 1e-7; its value is in parentheses. It comes from a different order of summation or a
+  different precision, not from a wrong gradient.
+- `wrong by`: the norm of the difference, relative to the distance that training moved the weights.
+- `refused`: the system raises an error, quoted in a note below the table.
+- `crashes`: a process ends without a Python error.
+- `hangs`: the processes are still running at the deadline.
 - `other draws`: the run draws other dropout masks than the run of the case `dropout`. A note says
-  whether it is right with the masks that it draws.
+  whether its result is right for these masks.
 - `n/a`: not applicable.
 
-Each system is used as its documentation says. Where the documentation also has an answer for the
-case, the cell shows the result without it and, after the arrow, with it; a note says what it is.
+Each system is used as its documentation describes. If the documentation also has a remedy for the
+case, the cell shows the result without it and, after the arrow, with it; a note names the remedy.
 
-Dropout is compared with the masks that the system has drawn in its forward: the unsplit model
-replays them. A recomputation that draws another mask is therefore wrong.
+For dropout, the unsplit model replays the masks that the system drew in its forward. A
+recomputation that draws a different mask is therefore wrong.
 
 """
 
 
 WHY = """\
-## Why a cell is wrong
+## Why cells are wrong
 
-- Padded labels and class weights: the mean of the means of micro-batches and replicas is not the
-  mean over the labels that count.
-- Short last batch: the samplers of Fabric and Accelerate repeat samples until all replicas have
-  equally many, and a smaller micro-batch weighs as much as a full one.
-- Batch norm in recomputed layers: the recomputation updates the running statistics again.
-- Accumulation in torch.distributed.pipelining: each step divides all gradients by the number of
-  micro-batches, including those of earlier batches.
-- Gradient clipping: each stage of torch.distributed.pipelining is clipped by its own norm;
-  DeepSpeed's norm has the gradients of the first stage alone.
+- Padded labels and class weights: the mean of the micro-batch and replica means is not the mean
+  over the labels that count.
+- Short last batch: the samplers of Fabric and Accelerate repeat samples until all replicas have the
+  same number, and a smaller micro-batch gets the same weight as a full one.
+- Batch norm in recomputed layers: the recomputation updates the running statistics a second time.
+- Accumulation in torch.distributed.pipelining: each step divides all accumulated gradients by the
+  number of micro-batches, including the gradients of earlier batches.
+- Gradient clipping: torch.distributed.pipelining clips each stage by its own norm; DeepSpeed's norm
+  covers only the gradients of the first stage.
 - Tied embeddings in torch.distributed.pipelining: each stage trains its own copy of the weight.
 """
 

@@ -21,7 +21,7 @@ from scripts.bench.exactness.systems.system import System, Trained
 
 _GUIDE = "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation"
 _COUNT = (
-    f"sums of the loss, divided by the count of the step from `accelerator.gather`, times the "
+    f"loss sums divided by the count of the step from `accelerator.gather`, and multiplied by the "
     f"number of processes ([guide]({_GUIDE}), *training samples of variable size*)"
 )
 
@@ -100,5 +100,7 @@ SYSTEM = System(
         "short-batch": "`even_batches=False` and `accelerator.join_uneven_inputs`",
         "dropout": "`set_seed(..., device_specific=True)`",
     },
-    not_applicable=dict.fromkeys(("three-stages", "three-stages-dropout"), "it has no stages"),
+    not_applicable=dict.fromkeys(
+        ("three-stages", "three-stages-dropout"), "it has no pipeline stages"
+    ),
 )

@@ -100,9 +100,9 @@ SYSTEM = System(
     train=train,
     description="`PipelineModule` and `engine.train_batch`, a `TiedLayerSpec` for tied embeddings, "
     "tuples for the skip connection, "
-    "`activation_checkpoint_interval`, and `gradient_clipping`, whose default of 1.0 clips where "
-    "nobody asks for it and is set to 0 in the other cases. In float32, because it refuses to "
-    "reduce gradients in float64; the unsplit model is then in float32, too.",
+    "`activation_checkpoint_interval`, and `gradient_clipping`, set to 0 in the cases without "
+    "clipping because its default is 1.0. Both this system and the unsplit model compute in "
+    "float32, because DeepSpeed refuses to reduce float64 gradients.",
     remedies={"short-batch": "`PipelineModule(..., dynamic_shape=True)`"},
     dtype=torch.float32,
 )

@@ -56,5 +56,7 @@ SYSTEM = System(
     train=train,
     description="`fabric.no_backward_sync`, the loss divided by the number of micro-batches, "
     "`fabric.clip_gradients`, `fabric.seed_everything`; whole models, without stages.",
-    not_applicable=dict.fromkeys(("three-stages", "three-stages-dropout"), "it has no stages"),
+    not_applicable=dict.fromkeys(
+        ("three-stages", "three-stages-dropout"), "it has no pipeline stages"
+    ),
 )

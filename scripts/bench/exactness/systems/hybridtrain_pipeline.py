@@ -46,7 +46,7 @@ LOCAL = System(
     "hybridtrain",
     processes=lambda case: case.replicas,
     train=partial(train, "local"),
-    description="`OptimizerStep` and `Loader`, the model as one module, "
+    description="`OptimizerStep` and `Loader`, with the model as one module, and "
     "`World.from_env(replicas=...)`.",
 )
 DISTRIBUTED = System(

@@ -22,8 +22,8 @@ from scripts.bench.exactness.systems.data_parallel import Recomputed
 from scripts.bench.exactness.systems.system import System, Trained
 
 _SUM = (
-    "`scale_grads=False`, which its documentation gives for sums, and a sum divided by the count "
-    "of the whole step, from an all-reduce"
+    "`scale_grads=False`, documented for sums, and the sum divided by the count of the whole step, "
+    "from an all-reduce"
 )
 
 
@@ -172,11 +172,11 @@ SYSTEM = System(
     "torch.distributed.pipelining",
     processes=lambda case: case.stages * case.replicas,
     train=train,
-    description="`Schedule1F1B` over `PipelineStage`s made by hand, each in "
+    description="`Schedule1F1B` over manually created `PipelineStage`s, each in "
     "`DistributedDataParallel`; `pipeline()`, which traces a model unchanged, for tied "
     "embeddings and the skip connection.",
     remedies={
-        "tied": "`find_unused_parameters=True`, as the error says",
+        "tied": "`find_unused_parameters=True`, as the error suggests",
         "padded": _SUM,
         "class-weights": _SUM,
         "accumulation": _SUM,
