@@ -203,8 +203,8 @@ def _(world):
     with chdir(tempfile.mkdtemp()):  # a path that is the same on each host, and the file is not
         write_csv(make_schedule(names[world.rank], 1, 4), "mine.csv")
         tables = on_each_rank(f"table {make_schedule(name, 1, 4).digest}" for name in names)
-        told = f"schedule=mine.csv is not the same on all ranks: {tables}: give every host the same"
-        with pytest.raises(ConfigError, match=re.escape(told)):
+        told = f"schedule=mine.csv .*{re.escape(tables)}"
+        with pytest.raises(ConfigError, match=told):
             HybridModel(nn.Linear(4, 4), world, chunks=4, schedule="mine.csv")
 
 
@@ -213,7 +213,7 @@ def _(world):
     with chdir(tempfile.mkdtemp()):
         if world.rank == 0:
             write_csv(make_schedule("1f1b", 1, 4), "there.csv")
-        told = "schedule=there.csv is not the same on all ranks: .*cannot be read .* on rank 1"
+        told = "schedule=there.csv .*cannot be read .* on rank 1"
         with pytest.raises(ConfigError, match=told):
             HybridModel(nn.Linear(4, 4), world, chunks=4, schedule="there.csv")
 
