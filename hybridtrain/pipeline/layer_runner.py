@@ -1,8 +1,8 @@
 """Runs a stage's layers on one micro-batch: seeded, recomputed, compiled, with named errors.
 
 A layer that draws random numbers runs uncompiled in training even with torch.compile, because
-compiled code draws different numbers (Inductor has its own kernels): the masks would differ from
-those of a run with `compile=False`.
+compiled code draws different numbers (Inductor has its own kernels): the masks would not match
+a run with `compile=False`.
 """
 
 from __future__ import annotations

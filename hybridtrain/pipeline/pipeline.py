@@ -247,7 +247,7 @@ class Pipeline:
     ) -> list[Any]:
         """Runs a step with its backward; gradients are added to `parameter.grad`.
 
-        All processes call it together. Arguments and result are those of `Step` and `Engine.run`.
+        All processes call it together. For arguments and result, see `Step` and `Engine.run`.
         """
         # with fixed replicas, not between the batches of a step: processes may be at different
         # replicas

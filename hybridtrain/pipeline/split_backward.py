@@ -16,7 +16,7 @@ are computed twice are kept.
 A graph is not divided if this does not hold, or if a node would compute everything twice:
 
 - a weight that several such nodes lead to: a whole backward adds up their gradients first;
-- an LSTM or a GRU, a Python `autograd.Function` with weights, or one that was compiled;
+- an LSTM or a GRU, a Python `autograd.Function` with weights, or a compiled one;
 - a reentrant checkpoint, which runs a backward inside this one;
 - saved tensors with hooks, as of a checkpoint, in nodes of the second part: each node would
   recompute again.
