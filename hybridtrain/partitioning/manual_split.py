@@ -274,7 +274,7 @@ def _own_state(module: nn.Module) -> list[Tensor]:
 def _marks_in(
     module: nn.Module, around: int | None = None
 ) -> Iterator[tuple[nn.Module, int | None]]:
-    """Yields `module` and all modules in it, each with its mark or that of the nearest around."""
+    """Yields `module` and all modules in it, each with its mark or its parent's."""
     mark = _mark(module, around)
     yield module, mark
     for child in module.children():
@@ -284,9 +284,9 @@ def _marks_in(
 def split_layers(layers: Sequence[Layer], stages: int, split: SplitSpec) -> list[int]:
     """Returns the number of layers of each stage.
 
-    The list `split` has for each stage the number of its layers, or a name pattern or a list of
-    them (see `counts_by_patterns`); or for each stage but the first the layer that it begins with,
-    by index or name, which may also be a group of layers (`blocks` for `blocks.0`).
+    The list `split` has for each stage its number of layers, a name pattern or a list of patterns
+    (see `counts_by_patterns`). Or it has for each stage except the first its first layer, by index
+    or name; a name may be a group of layers (`blocks` for `blocks.0`).
 
     Raises:
         SplitError: `split` does not fit the layers; the message says why and lists valid forms.
@@ -362,7 +362,7 @@ def counts_by_patterns(
 def _fill_in(
     assigned: Sequence[int | None], preferred: Sequence[int | None], stages: int
 ) -> list[int]:
-    """Assigns each layer whose stage is None to the one nearest to its preferred stage.
+    """Assigns each layer without a stage to the stage nearest to its preferred stage.
 
     The order of stages is kept. A preferred stage of None means the previous layer's stage.
     """

@@ -23,7 +23,7 @@ class RecomputePolicy:
 
     Attributes:
         mode: the micro-batches that recompute whole stages: `never`, `except_last` or `always`.
-        layers: the numbers of the layers that are recomputed one by one.
+        layers: the indices of the layers that are recomputed individually.
     """
 
     mode: str = "never"
@@ -35,7 +35,7 @@ class RecomputePolicy:
         return self.mode != "never" or bool(self.layers)
 
     def whole_stages(self, chunks: int) -> frozenset[int]:
-        """Returns the micro-batches, of `chunks`, whose stages are recomputed as a whole."""
+        """Returns the micro-batches (of `chunks`) that recompute whole stages."""
         return whole_stages(self.mode, chunks)
 
     def shares(self, times: Sequence[Sequence[float]], chunks: int) -> list[list[float]]:
@@ -59,7 +59,7 @@ class RecomputePolicy:
 
 @cache
 def whole_stages(mode: str, chunks: int) -> frozenset[int]:
-    """Returns the micro-batches, of `chunks`, whose stages are recomputed as a whole.
+    """Returns the micro-batches (of `chunks`) that recompute whole stages.
 
     Args:
         mode: a mode of `PipelineOptions.recompute`; for `layers` the result is empty.

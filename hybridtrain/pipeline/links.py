@@ -1,4 +1,4 @@
-"""The links between stages, whose values cross borders.
+"""The links between stages; their values cross borders.
 
 Values travel from stage to stage, border by border, even if they skip stages:
 

@@ -87,7 +87,7 @@ class Alias:
 
 @dataclass(frozen=True)
 class AliasElsewhere:
-    """A tie whose parameter is in this process and whose alias is in another one.
+    """A tie between a parameter in this process and an alias in another process.
 
     Attributes:
         parameter: the parameter.
@@ -121,7 +121,7 @@ class AliasElsewhere:
 
 @dataclass(frozen=True)
 class OwnerElsewhere:
-    """A tie whose alias is in this process and whose parameter is in another one.
+    """A tie between an alias in this process and a parameter in another process.
 
     Attributes:
         alias: the alias.

@@ -292,7 +292,7 @@ def measured_ms(spans: Sequence[Sequence[Span]], stages: int) -> list[tuple[floa
 
 
 def now() -> float:
-    """Returns the seconds of this process's clock, the one that a timeline reads."""
+    """Returns the seconds of the clock of this process that timelines read."""
     return time.perf_counter()
 
 

@@ -4,14 +4,14 @@ An engine decides which thread or process runs which actions, in which order. It
 carries values from one stage to the next:
 
           stage s        border s|s+1        stage s+1        border s+1|s+2
-    F     sent + passing ---wire----> [1] receive
+    F     sent + passing ---Wire----> [1] receive
                                       [2] own | passing
                                       [3] own -> forward -> sent
-                                      [4] sent + passing ----wire----> ...
-    B, I                              [5] receive       <----wire----- ...
+                                      [4] sent + passing ----Wire----> ...
+    B, I                              [5] receive       <----Wire----- ...
                                       [6] own | passing
                                       [7] own -> backward -> sent
-          ...      <-----wire-------- [8] sent + passing
+          ...      <-----Wire-------- [8] sent + passing
     W                                 [7] alone: nobody waits for it
 
 One message per micro-batch crosses a border. The `Route` of a stage (see `links`) separates the

@@ -136,7 +136,7 @@ class ThreadEngine:
         ends = {link.source for link in links} | {link.target for link in links}
         if ends - set(self._stages):
             raise ConfigError(
-                f"{setting('engine', 'local')} runs pipelines whose stages are all in one process"
+                f"{setting('engine', 'local')} requires all stages of the pipeline in one process"
             )
         # Not with replicas: two replicas with different numbers of micro-batches would run the last
         # backwards of their stages in different orders, and deadlock in the all-reduce.
