@@ -5,10 +5,10 @@ plan           the result, as data and as a YAML file
 costs          what a layer costs for one micro-batch: counted, and measured
 estimates      the same by FLOPs and bytes, without running a kernel
 cost_table     the costs of layers for any number of samples in a micro-batch
-objective      the size of a stage: what the partitioner balances
+objective      the size of a stage, which the partitioner balances
 cut_search     the search for a cut: exact, for any objective, and by moves, for any score
 manual_split   cuts by counts, names and patterns; `with partition(i):`
-recompute      what is recomputed in the backward pass
+recompute      the layers and stages that the backward pass recomputes
 stage_owners   the devices that a replica is spread over, and the processes that own them
 """
 

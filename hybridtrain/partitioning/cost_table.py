@@ -47,7 +47,7 @@ class CostTable:
         flops_per_sample: FLOPs of the matrix products of a forward and a backward, where a backward
             counts as two forwards, without recomputation, see `estimates.model_flops`; None: not
             counted.
-        contention_at: `contention_at(samples)` returns by which factor a device is slower while all
+        contention_at: `contention_at(samples)` returns the slowdown factor of a device while all
             other devices of its pipeline compute.
         recomputed: the indices of the layers whose activations are recomputed in these costs.
     """
@@ -305,10 +305,10 @@ def _two_sizes(example_inputs: Any) -> tuple[tuple[int, int], tuple[Any, Any]]:
     samples = batch_size(example_inputs)
     if samples < 2:
         raise ConfigError(
-            "example_inputs= must have at least 2 samples to price a plan: what layers cost is "
-            "looked at for two sizes of a micro-batch"
+            "example_inputs= must have at least 2 samples to price a plan, which needs layer costs "
+            "for two micro-batch sizes"
         )
-    fewer = min(2, samples - 1)  # a batch norm needs two, where it has one value for each
+    fewer = min(2, samples - 1)  # a batch norm needs two samples if each has a single value
     return (fewer, samples), (
         split_batch(example_inputs, [fewer, samples - fewer])[0],
         example_inputs,

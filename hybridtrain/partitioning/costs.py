@@ -248,8 +248,8 @@ def copy_of(layer: Layer, replacement: Callable[[Tensor], Tensor]) -> nn.Module:
         module = deepcopy(layer.module, memo)
     except Exception as error:
         raise ConfigError(
-            f"layer {layer.name!r} is measured on a copy, and cannot be copied ({error}): choose "
-            f"a split that is not measured, such as {setting('split', 'uniform')} or "
+            f"layer {layer.name!r} cannot be copied to measure its cost ({error}): choose a "
+            f"split without measurements, such as {setting('split', 'uniform')} or "
             f"{setting('split', 'size')}"
         ) from error
     for part in module.modules():
@@ -398,7 +398,7 @@ class LayerProfiler:
         ]
 
     def contention(self) -> float:
-        """Returns by which factor the slowest layer is slower while all devices run a copy of it.
+        """Returns the slowdown factor of the slowest layer while all devices run a copy of it.
 
         CPU stages share caches, memory and the interpreter; the factor is 1 for GPUs and for one
         device. Runs alone and together alternate, so that a disturbance affects both.
@@ -460,9 +460,9 @@ class LayerProfiler:
         try:
             yield modules
         except Exception as error:
-            error.add_note(f"in layer {layer.name!r}, while its cost was measured")
+            error.add_note(f"in layer {layer.name!r}, while measuring its cost")
             if any(map(has_hooks, layer.module.modules())):
-                error.add_note("hooks of modules do not run while costs are measured")
+                error.add_note("module hooks do not run while costs are measured")
             raise
 
     @contextmanager

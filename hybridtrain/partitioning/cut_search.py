@@ -31,7 +31,7 @@ from hybridtrain.partitioning.objective import (
 # The most moves of a layer that are tried to improve a cut.
 _MOST_MOVES = 100
 
-# Bytes that every cut fits into, for a cut by the ratios of unequal limits alone.
+# A limit that every cut meets, so that only the ratios of unequal limits determine the cut.
 _AMPLE = 2.0**100
 
 # Sums that differ by less than this factor tie: 0.1 + 0.2 is not quite 0.3.
@@ -108,12 +108,12 @@ def improved_cut(
 ) -> list[int]:
     """Returns a cut with a lower score, found by moving layers to the next stage and back.
 
-    No single move of a layer lowers the score of the result, unless the search has stopped before.
+    No single move of a layer lowers the score of the result, unless the search stops early.
 
     Args:
         counts: the cut to begin with.
-        score: the score of a cut, which no maximum over its stages gives: for example, a step may
-            take longer with larger messages, and a device has the sum of its stages.
+        score: returns the score of a cut. It need not be a maximum over stages: for example, a step
+            may take longer with larger messages, and a device has the sum of its stages.
         fits: whether a cut is allowed.
         no_cut_before: the indices of layers that cannot begin a stage.
     """
@@ -217,7 +217,7 @@ def _why_nothing_fits(
     limits = objective.stage_limits(stages)
     mean = sum(limits) / stages
     is_equal = len(set(limits)) == 1
-    devices = max(1, stages // per_device)  # whose first stages are the first ones, in order
+    devices = max(1, stages // per_device)  # stage i < devices is the first stage of device i
     shown = [f"{limit * per_device / GIB:g}" for limit in limits[:devices]]
     share_text = f", {mean / GIB:g} GiB for each of a device's {per_device} stages"
     limit = setting("memory_limit_gib", shown[0] if is_equal else f"[{', '.join(shown)}]")
@@ -230,11 +230,11 @@ def _why_nothing_fits(
             held,
             cost.name,
         )
-        for cost, own in zip(costs, placed, strict=True)
-        for held in [min(in_flight[stage] for stage in own)]
+        for cost, possible in zip(costs, placed, strict=True)
+        for held in [min(in_flight[stage] for stage in possible)]
     )
     batches = f"{alive} micro-batch{'es' * (alive != 1)}"
-    culprit = f" (layer {name!r} alone needs {_gib(alone)} with {batches} in flight: divide it)"
+    culprit = f" (layer {name!r} alone needs {_gib(alone)} with {batches} in flight: split it)"
     culprit *= alone > max(limits)
     ample = tuple(limit / min(limits) * _AMPLE for limit in limits)
     by_memory = replace(objective, memory_weight=1.0, memory_limit=ample)
@@ -242,17 +242,17 @@ def _why_nothing_fits(
     cut = stage_costs(costs, counts, in_flight, objective.recomputes)
     if is_equal:
         needed_bytes = max(stage.memory_bytes for stage in cut)
-        each = f"each has a stage of {_gib(needed_bytes)} or more{culprit}"
+        problem = f"every cut has a stage of {_gib(needed_bytes)} or more{culprit}"
         enough = f"{_gib(needed_bytes * per_device)} or more"
     else:
         ratios = [stage.memory_bytes / limit for stage, limit in zip(cut, limits, strict=True)]
         scaled = [_gib(max(ratios) * limit * per_device) for limit in limits]
-        each = f"each has a stage that is too large for its device{culprit}"
+        problem = f"every cut has a stage that is too large for its device{culprit}"
         enough = f"[{', '.join(scaled[:devices])}] or more"
     return (
-        f"no cut into {stages} stages fits under {limit}: {each}. Set "
-        f"{argument('memory_limit_gib')} to {enough}, or lower what a stage holds: more stages "
-        f"({argument('nb_part')}), smaller micro-batches ({argument('chunks')}), recomputation "
+        f"no cut into {stages} stages fits under {limit}: {problem}. Set "
+        f"{argument('memory_limit_gib')} to {enough}, or reduce the memory of a stage: more stages "
+        f"({argument('nb_part')}), smaller micro-batches ({argument('chunks')}), or recomputation "
         f"({setting('recompute', 'always', repr)})"
     )
 

@@ -243,8 +243,8 @@ def count_chain(
 def model_flops(counted: Sequence[CountedLayer], layers: Sequence[Layer]) -> float:
     """Returns the FLOPs of a forward and a backward of the model, without recomputation.
 
-    A backward has those of two forwards (Narayanan et al., arXiv:2104.04473), and those that are
-    counted in a layer with frozen weights, for which it computes no gradients.
+    A backward counts as two forwards (Narayanan et al., arXiv:2104.04473). In a layer with frozen
+    weights, it counts at most the FLOPs of its operators, which omit gradients of frozen weights.
     """
     flops = 0.0
     for layer, size in zip(counted, layer_sizes(layers), strict=True):
@@ -256,11 +256,11 @@ def model_flops(counted: Sequence[CountedLayer], layers: Sequence[Layer]) -> flo
 
 
 class NotOnFakesError(SplitError):
-    """A layer does not run on fake tensors; the error of the layer is the cause.
+    """A layer does not run on fake tensors; `__cause__` is the layer's error.
 
     Attributes:
         layer: the name of the layer.
-        needs_values: whether the layer needs values, rather than being wrong for these shapes.
+        needs_values: True if the layer depends on values; False if it fails for these shapes.
         reason: the error of the layer, in one line.
     """
 
@@ -270,7 +270,7 @@ class NotOnFakesError(SplitError):
         self.reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         super().__init__(
             f"costs='estimated': layer {layer!r} does not run on fake tensors ({self.reason}): use "
-            f"costs='measured', or give a function that returns the costs"
+            "costs='measured', or pass a function that returns the costs"
         )
 
 
@@ -280,7 +280,7 @@ def _run_on_fakes(
     precision: Callable[[], AbstractContextManager[object]] | None,
     clock: Clock,
 ) -> tuple[LayerRun, Mapping[int, int]]:
-    """Runs a copy of a layer in a fake mode; also returns what autograd saves, see `RunLayer`.
+    """Runs a copy of a layer on fake tensors; also returns what autograd saves, see `RunLayer`.
 
     Raises:
         NotOnFakesError: the layer fails.
@@ -377,7 +377,7 @@ class _TrafficCounter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if adds_up_gradients():  # fake tensors need copies for it, real tensors do not
             return result
-        outputs = tensors_of(result)  # empty for a query, such as of the device
+        outputs = tensors_of(result)  # empty for a query, such as the device
         self.operators += bool(outputs)
         if outputs and not func.is_view and func is not torch.ops.aten._unsafe_view.default:
             read = tensors_of((args, kwargs))

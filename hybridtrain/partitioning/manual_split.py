@@ -1,7 +1,7 @@
 """Manual splits: by a list, or by marks on the modules.
 
 A list has layer counts, cut points, layer names or name patterns (`split_layers`). Marks, for
-`split="manual"`, are made by `partition` and `set_partition`:
+`split="manual"`, are set by `partition` and `set_partition`:
 
     class Net(nn.Module):
         def __init__(self):
@@ -204,8 +204,8 @@ def counts_by_marks(
     for layer, is_moved, stage in zip(layers, moves, filled, strict=True):
         if is_moved and stage != default_partition:
             log.info(
-                "%s has no partition and is on %d: layers run in the order of the stages, and "
-                "%s is not possible there",
+                "%s has no partition and goes to stage %d: layers run in stage order, so %s is not "
+                "possible",
                 layer.name, stage, setting("default_partition", default_partition),
             )  # fmt: skip
     return _counts_of(layers, filled, stages)
@@ -251,14 +251,14 @@ def _stage_of(
     if len(stages) > 1:
         listed = _listed(sorted(stage for stage in stages if stage is not None))
         raise SplitError(
-            f"layer {layer.name!r} runs as one, but has parts for the stages {listed}: place all "
-            f"of it on one, or make its parts layers of the model"
+            f"layer {layer.name!r} runs as one, but has parts for stages {listed}: put all "
+            f"of it on one stage, or make its parts layers of the model"
         )
     return next(iter(stages), None)
 
 
 def _mark(module: object, default: Any = None) -> Any:
-    # not from the instance's dictionary: a compiled module looks it up in what it wraps
+    # not from the instance's dictionary: a compiled module looks it up in the wrapped module
     return getattr(module, _MARK, default)
 
 
@@ -274,7 +274,7 @@ def _own_state(module: nn.Module) -> list[Tensor]:
 def _marks_in(
     module: nn.Module, around: int | None = None
 ) -> Iterator[tuple[nn.Module, int | None]]:
-    """Yields `module` and all modules in it, each with its mark or that of the nearest around."""
+    """Yields `module` and all modules in it, each with its mark or its parent's."""
     mark = _mark(module, around)
     yield module, mark
     for child in module.children():
@@ -282,14 +282,14 @@ def _marks_in(
 
 
 def split_layers(layers: Sequence[Layer], stages: int, split: SplitSpec) -> list[int]:
-    """Returns how many layers each stage gets.
+    """Returns the number of layers of each stage.
 
-    The list `split` has for each stage the number of its layers, or a name pattern or a list of
-    them (see `counts_by_patterns`); or for each stage but the first the layer that it begins with,
-    by index or name, which may also be a group of layers (`blocks` for `blocks.0`).
+    The list `split` has for each stage its number of layers, a name pattern or a list of patterns
+    (see `counts_by_patterns`). Or it has for each stage except the first its first layer, by index
+    or name; a name may be a group of layers (`blocks` for `blocks.0`).
 
     Raises:
-        SplitError: it does not fit the layers; says why and what would.
+        SplitError: `split` does not fit the layers; the message says why and lists valid forms.
     """
     n = len(layers)
     entries: list[Any] = list(split)
@@ -308,8 +308,8 @@ def split_layers(layers: Sequence[Layer], stages: int, split: SplitSpec) -> list
             counts = [end - start for start, end in pairwise([0, *cuts, n])]
             if min(counts) < 1:
                 raise SplitError(
-                    f"{setting('split', entries)}: cut points must rise and lie between 1 and "
-                    f"{n - 1}, so that no stage is empty (layer 0 begins stage 0 anyway)"
+                    f"{setting('split', entries)}: cut points must increase and lie between 1 and "
+                    f"{n - 1}, so that no stage is empty (layer 0 always begins stage 0)"
                 )
             return counts
     elif all(isinstance(item, str | list | tuple) for item in entries) and len(entries) == stages:
@@ -324,14 +324,15 @@ def split_layers(layers: Sequence[Layer], stages: int, split: SplitSpec) -> list
 def counts_by_patterns(
     layers: Sequence[Layer], stages: int, patterns: Sequence[str | Sequence[str]]
 ) -> list[int]:
-    """Returns how many layers each stage gets if they go where the patterns say.
+    """Returns the number of layers of each stage according to the patterns.
 
-    For each stage there is a name with wildcards (`blocks.[0-3]`), or a list of them; what matches
-    a module matches all in it (`blocks.3` also `blocks.3.attention`). A layer that no pattern
-    matches goes with the one before it, at the start with the one after.
+    Each stage has a name with wildcards (`blocks.[0-3]`), or a list of them. A pattern that matches
+    a module matches everything in it (`blocks.3` also `blocks.3.attention`). A layer that no
+    pattern matches joins the stage of the previous layer, or of the next layer at the start.
 
     Raises:
-        SplitError: the patterns do not describe `stages` runs of layers; says which, and why.
+        SplitError: the patterns do not describe `stages` consecutive groups of layers; the message
+            names the pattern or layer.
     """
     owner: dict[str, tuple[int, str]] = {}
     for stage, patterns_of_stage in enumerate(patterns):
@@ -352,7 +353,7 @@ def counts_by_patterns(
                 if other_stage != stage:
                     raise SplitError(
                         f"{argument('split')}: layer {name!r} matches {earlier!r} of stage "
-                        f"{other_stage} and {pattern!r} of stage {stage}; it can be on one"
+                        f"{other_stage} and {pattern!r} of stage {stage}; it can be on only one"
                     )
     assigned = [owner[layer.name][0] if layer.name in owner else None for layer in layers]
     return _counts_of(layers, _fill_in(assigned, [None] * len(assigned), stages), stages)
@@ -361,7 +362,7 @@ def counts_by_patterns(
 def _fill_in(
     assigned: Sequence[int | None], preferred: Sequence[int | None], stages: int
 ) -> list[int]:
-    """Assigns each layer whose stage is None to the one nearest to its preferred stage.
+    """Assigns each layer without a stage to the stage nearest to its preferred stage.
 
     The order of stages is kept. A preferred stage of None means the previous layer's stage.
     """
@@ -384,7 +385,7 @@ def _counts_of(layers: Sequence[Layer], assigned: Sequence[int], stages: int) ->
         SplitError: a stage does not exist or has no layer, or the stages are not in order.
     """
     for layer, stage in zip(layers, assigned, strict=True):
-        _check_stage(f"layer {layer.name!r} is to be on stage {stage}", stage, stages)
+        _check_stage(f"layer {layer.name!r} is assigned to stage {stage}", stage, stages)
     for (previous_layer, earlier), (layer, stage) in pairwise(zip(layers, assigned, strict=True)):
         if stage < earlier:
             first = next(candidate.name for candidate in layers if candidate.module is layer.module)
@@ -394,14 +395,14 @@ def _counts_of(layers: Sequence[Layer], assigned: Sequence[int], stages: int) ->
                 remedy = f"it calls the module of {first!r} again, so put all layers between the "
                 remedy += "two calls on one stage"
             raise SplitError(
-                f"layer {layer.name!r} is to be on stage {stage} but runs after "
+                f"layer {layer.name!r} is assigned to stage {stage} but runs after "
                 f"{previous_layer.name!r} on stage {earlier}: {remedy}"
             )
     counts = [assigned.count(stage) for stage in range(stages)]
     if 0 in counts:
         empty = _listed([stage for stage, count in enumerate(counts) if count == 0])
         raise SplitError(
-            f"{stages} stages are asked for, but no layer is on stage {empty}: place one there, "
+            f"{stages} stages are requested, but no layer is on stage {empty}: assign one to it, "
             f"or lower {argument('nb_part')}"
         )
     return counts

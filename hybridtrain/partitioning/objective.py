@@ -1,4 +1,4 @@
-"""The partitioning objective: the size of a stage; the best cut makes the largest stage small."""
+"""The partitioning objective: the size of a stage; the best cut minimizes the largest size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPLITS = ("uniform", "size", *MEASURED_SPLITS, "manual")
 
 
 def balances(options: PipelineOptions) -> bool:
-    """Returns whether `split` names an objective, which places layers by itself."""
+    """Returns whether `split` names an objective, so that the partitioner cuts."""
     return options.split in ("uniform", "size", *MEASURED_SPLITS)
 
 
@@ -203,7 +203,7 @@ def stage_costs(
         counts: the number of layers of each stage.
         in_flight: for each stage, the peak number of micro-batches in flight.
         recomputes: see `Objective`.
-        speeds: the speed of each stage's device, relative to that for which `costs` are; empty:
+        speeds: the speed of each stage's device, relative to the device of `costs`; empty:
             all are equal.
     """
     bounds = pairwise(accumulate(counts, initial=0))

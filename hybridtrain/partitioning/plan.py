@@ -20,12 +20,12 @@ from hybridtrain.partitioning.recompute import recomputes_stages
 
 _HEADER = """\
 # Where a model is cut into stages, and what its layers cost for one micro-batch.
-# To cut it like this again: split=<path of this file>
+# To reuse this cut: split=<path of this file>
 # You may move layers between the end of a stage and the beginning of the next one. The key `expand`
-# (modules that are cut inside) is used too; the costs are informative.
+# (modules that are cut inside) is read too; the costs are for information only.
 # To run the `actions` in the order given here, one line per device, edited or not:
 # schedule=<path of this file>. F3@1 is the forward of micro-batch 3 on stage 1, B a backward, I its
-# part to the input of the stage and W that to the weights.
+# part for the gradient of the stage's input and W its part for the gradients of the weights.
 """
 
 
@@ -135,7 +135,7 @@ class Plan:
             for cost in stage["layers"]:
                 cost |= {k: round(v, 3) for k, v in cost.items() if isinstance(v, float)}
         form: dict[str, Any] = {"sort_keys": False, "width": 2**31, "allow_unicode": True}
-        # with None, only what contains no list or mapping is written on one line
+        # None: write only nodes without a nested list or mapping on one line
         text: str = yaml.safe_dump(content, default_flow_style=None, **form)
         text += yaml.safe_dump(actions, default_flow_style=False, **form)
         return _HEADER + text
@@ -172,19 +172,19 @@ def _plain(recompute: RecomputeSpec) -> Any:
 
 
 _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
-    str: ((str,), "a text (in quotes)"),
+    str: ((str,), "a string (in quotes)"),
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
     RecomputeSpec: ((str, list, dict), "a mode, {every: k} or a list of layer names"),
 }
 
 
-# Keys that plans of earlier versions lack, and those of equal devices.
+# Keys that are missing in plans of earlier versions, or for equal devices.
 _OPTIONAL = ("actions", "speed")
 
 
 def _parsed(kind: Any, value: Any, place: str) -> Any:
-    """Returns `value`, from a YAML file, as a `kind`; a mapping may have other keys too."""
+    """Converts `value` from a YAML file to `kind`; a mapping may have further keys."""
     if get_origin(kind) is list:
         if not isinstance(value, list):
             raise SplitError(f"{argument('split')}: {place}={value!r} must be a list")
@@ -219,7 +219,7 @@ def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:
     planned = [cost.name for cost in plan.costs]
     advice = _new_plan()
     if twice := [name for i, name in enumerate(planned) if name in planned[:i]]:
-        wrong, advice = f"layer {twice[0]!r} stands twice in the plan", "delete one"
+        wrong, advice = f"the plan lists layer {twice[0]!r} twice", "delete one"
     elif unknown := [name for name in planned if name not in names]:
         close = closest(unknown[0], names)
         hint = f" (did you mean {close!r}?)" if close else ""
@@ -230,7 +230,7 @@ def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:
         wrong = f"the plan has layer {moved[0][0]!r} where the model has {moved[0][1]!r}"
         advice = f"put the plan's layers into the model's order, or {_new_plan()}"
     elif len(plan.stages) != stages:
-        wrong = f"the plan has {len(plan.stages)} stages, and {stages} are asked for"
+        wrong = f"the plan has {len(plan.stages)} stages, but {stages} are requested"
         settings = (
             f"{setting('nb_part', plan.nb_part)} and "
             f"{setting('stages_per_device', plan.stages_per_device)}"
@@ -280,6 +280,8 @@ def table(plan: Plan) -> str:
         largest = max(sizes, key=sizes.__getitem__)
         part = sizes[largest] / (sum(sizes.values()) or 1)
         if part * sum(plan.speeds) / max(plan.speeds) >= 1.01:  # less than that is noise
-            of = f"{part:.0%} of the {'step' if timed else 'parameters'}"
-            text.append(f"layer {largest} alone is {of}: no cut makes its stage smaller")
+            share_text = f"{part:.0%} of the {'step' if timed else 'parameters'}"
+            text.append(
+                f"layer {largest} alone takes {share_text}: no cut can make its stage smaller"
+            )
     return "\n".join(text)

@@ -135,7 +135,7 @@ class PlannedLayers:
 class _Decision(NamedTuple):
     """The expanded modules, the costs of the layers, and the number of layers of each stage.
 
-    `speeds` are those of a plan file, by stage.
+    `speeds` come from a plan file, by stage.
     """
 
     expand: Collection[str]
@@ -180,8 +180,8 @@ class Planner:
         self._stages = self._owners.nb_part * options.stages_per_device
         if example_inputs is None and options.split in MEASURED_SPLITS:
             raise ConfigError(
-                f"{setting('split', options.split, repr)} weighs what layers cost for a "
-                "micro-batch: pass example_inputs=<the inputs of a batch>"
+                f"{setting('split', options.split, repr)} needs layer costs for a micro-batch: "
+                "pass example_inputs=<the inputs of a batch>"
             )
         if isinstance(example_inputs, Microbatch):
             example_inputs = example_inputs.inputs
@@ -223,7 +223,7 @@ class Planner:
                     process=owners.process_of(stage),
                     in_flight=alive,
                     layers=costs,
-                    speed=speed / speeds[0],  # the first device is the one that costs are for
+                    speed=speed / speeds[0],  # the costs are for the first device
                 )
                 for stage, (alive, costs, speed) in enumerate(
                     zip(in_flight, runs, speeds, strict=True)
@@ -263,7 +263,7 @@ class Planner:
             names = [layer.name for layer in self._chain(plan.expand).layers]
             counts = counts_for(plan, names, self._stages)
             if plan.chunks != self._options.chunks:
-                log.info("the costs in %s are of micro-batches of %d chunks", split, plan.chunks)
+                log.info("the costs in %s are for batches of %d micro-batches", split, plan.chunks)
             return _Decision(plan.expand, plan.costs, counts, plan.costs_from, plan.speeds)
         if split == "manual":
             default = self._options.default_partition
@@ -306,7 +306,7 @@ class Planner:
                     large = _too_large(chain, costs, in_flight, goal, counts)
                     further = {path for path in large if self._may_expand(path, goal)} - expand
                 if further or failure:
-                    break  # more exact times would not change that
+                    break  # more accurate times would not change the cut
             if not further:
                 break
             expand |= further
@@ -324,7 +324,7 @@ class Planner:
     def _costs_of(self, layers: Sequence[Layer], goal: Objective) -> Iterator[Costs]:
         """Yields the costs of a chain with increasing accuracy.
 
-        The caller asks for more exact costs only while they may change the cut.
+        The caller requests more accurate costs only while they may change the cut.
         """
         precision, tensors = self._options.precision, self._optimizer_tensors
         if goal.unit != "costs":
@@ -357,7 +357,7 @@ def _given(function: CostFunction, layers: Sequence[Layer], inputs: Any) -> Sequ
     if [cost.name for cost in costs] != [layer.name for layer in layers]:
         raise ConfigError(
             f"costs= must return a LayerCost for each of the {len(layers)} layers, in order and "
-            f"by their names, not {[cost.name for cost in costs]}"
+            f"with their names, not {[cost.name for cost in costs]}"
         )
     return costs
 
@@ -396,8 +396,8 @@ def _hints(chain: Chain) -> str:
             last += 1
         hints = (
             f"; {chain.layers[first - 1].name!r} to {chain.layers[last].name!r} stay together, "
-            f"since they use one module, or one changes in place what another one reads. {_SHARE} "
-            f"(a module that is called for each of several inputs may be called once: torch.cat)"
+            f"because they use one module, or one changes a tensor in place that another reads. "
+            f"{_SHARE} (or call a module once for several inputs, with torch.cat)"
         )
     for name, reason in list(chain.unexpanded.items())[-3:]:
         hints += f"; {name} could not be expanded: {reason}"
@@ -414,8 +414,8 @@ def _runs_of(items: Sequence[Item], counts: Sequence[int], chain: Chain) -> list
         if cut in chain.no_cut_before:
             last_before, first_after = chain.layers[cut - 1].name, chain.layers[cut].name
             raise SplitError(
-                f"there can be no cut between {last_before!r} and {first_after!r}: a module is "
-                f"used before and after it, or a tensor is changed in place there. Cut elsewhere. "
+                f"cannot cut between {last_before!r} and {first_after!r}: the same module is used "
+                f"before and after, or a tensor is changed in place there. Cut elsewhere. "
                 f"{_SHARE}"
             )
     return [list(items[start:end]) for start, end in pairwise(accumulate(counts, initial=0))]

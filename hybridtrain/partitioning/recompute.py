@@ -1,10 +1,10 @@
-"""The stages and layers that the option `recompute` has recomputed, by micro-batch.
+"""The stages and layers that the option `recompute` selects, by micro-batch.
 
 The only module that reads the option:
 
-    pipeline   `recompute_policy`, for the names of its layers: what to run again
+    pipeline   `recompute_policy`: the stages and layers to recompute
     planner    `recomputes_stages`: whether a stage holds its inputs or its activations
-    price      `priced_mode`, then `whole_stages`: what each backward costs and each device holds
+    price      `priced_mode`, then `whole_stages`: the cost of backwards and the memory of devices
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class RecomputePolicy:
     """The recomputed parts: whole stages for some micro-batches, or some layers for all of them.
 
     Attributes:
-        mode: for which micro-batches whole stages are: `never`, `except_last` or `always`.
-        layers: the numbers of the layers that are recomputed one by one.
+        mode: the micro-batches that recompute whole stages: `never`, `except_last` or `always`.
+        layers: the indices of the layers that are recomputed individually.
     """
 
     mode: str = "never"
@@ -35,49 +35,49 @@ class RecomputePolicy:
         return self.mode != "never" or bool(self.layers)
 
     def whole_stages(self, chunks: int) -> frozenset[int]:
-        """Returns the micro-batches, of `chunks`, whose stages are recomputed as a whole."""
+        """Returns the micro-batches (of `chunks`) that recompute whole stages."""
         return whole_stages(self.mode, chunks)
 
     def shares(self, times: Sequence[Sequence[float]], chunks: int) -> list[list[float]]:
-        """Returns, by stage and micro-batch, the share of a forward that its backward runs again.
+        """Returns, by stage and micro-batch, the share of a forward that its backward recomputes.
 
         Args:
-            times: of the forwards of each stage's layers, in any unit; all 0 where they are not
-                known, and then a layer counts as much as any other.
+            times: the forward times of each stage's layers, in any unit; all 0 if unknown, so that
+                all layers count equally.
             chunks: the micro-batches of a batch.
         """
         whole = self.whole_stages(chunks)
         shares, first = [], 0
         for of_stage in times:
-            known = of_stage if any(of_stage) else [1.0] * len(of_stage)
-            again = sum(t for n, t in enumerate(known, first) if n in self.layers)
-            first += len(known)
-            share = again / sum(known)
+            layer_times = of_stage if any(of_stage) else [1.0] * len(of_stage)
+            again = sum(t for n, t in enumerate(layer_times, first) if n in self.layers)
+            first += len(layer_times)
+            share = again / sum(layer_times)
             shares.append([1.0 if i in whole else share for i in range(chunks)])
         return shares
 
 
 @cache
 def whole_stages(mode: str, chunks: int) -> frozenset[int]:
-    """Returns the micro-batches, of `chunks`, whose stages are recomputed as a whole.
+    """Returns the micro-batches (of `chunks`) that recompute whole stages.
 
     Args:
-        mode: of `PipelineOptions.recompute`; for any other value, such as `layers`, it is empty.
+        mode: a mode of `PipelineOptions.recompute`; for `layers` the result is empty.
         chunks: the micro-batches of a batch.
     """
     return frozenset(range({"always": chunks, "except_last": chunks - 1}.get(mode, 0)))
 
 
 def recomputes_stages(spec: RecomputeSpec) -> bool:
-    """Returns whether the option has whole stages recomputed, where there are micro-batches enough.
+    """Returns whether the option recomputes whole stages, given enough micro-batches.
 
-    A stage then keeps only its inputs for each micro-batch, and its activations for one.
+    A stage then stores only its inputs for each micro-batch, and activations for one.
     """
     return isinstance(spec, str) and bool(whole_stages(spec, 2))
 
 
 def priced_mode(spec: RecomputeSpec) -> str:
-    """Returns the option as a layout has it: its mode, or `layers` for single layers."""
+    """Returns the option as a layout's `recompute`: its mode, or `layers` for single layers."""
     return spec if isinstance(spec, str) else "layers"
 
 
@@ -98,13 +98,15 @@ def recompute_policy(spec: RecomputeSpec, names: Sequence[str]) -> RecomputePoli
         return RecomputePolicy(layers=frozenset(range(0, len(names), spec["every"])))
     chosen: set[int] = set()
     for wanted in spec:
-        found = {i for i, name in enumerate(names) if f"{name}.".startswith(f"{wanted}.")}
-        # or the layer that it is a part of
-        found = found or {i for i, name in enumerate(names) if str(wanted).startswith(f"{name}.")}
-        if not found:
+        matches = {i for i, name in enumerate(names) if f"{name}.".startswith(f"{wanted}.")}
+        # or the layer that contains it
+        matches = matches or {
+            i for i, name in enumerate(names) if str(wanted).startswith(f"{name}.")
+        }
+        if not matches:
             hint = did_you_mean(str(wanted), names, "layers")
             raise ConfigError(
                 f"{setting('recompute', list(spec))}: there is no layer {wanted!r}; {hint}"
             )
-        chosen |= found
+        chosen |= matches
     return RecomputePolicy(layers=frozenset(chosen))

@@ -45,7 +45,7 @@ class StageOwners:
         return len(self.devices)
 
     def placed(self, placement: Placement) -> StageOwners:
-        """Returns the same devices with stages laid out like this."""
+        """Returns the same devices with this placement of stages."""
         return replace(self, placement=placement)
 
     def device_of(self, stage: int) -> str:
@@ -57,7 +57,7 @@ class StageOwners:
         return place_of(stage, self.nb_part, self.placement) * self.processes // self.nb_part
 
     def local_index(self, stage: int) -> int:
-        """Returns the number of the device of `stage` among those of its process."""
+        """Returns the index of the device of `stage` among the devices of its process."""
         per_process = self.nb_part // self.processes
         return place_of(stage, self.nb_part, self.placement) % per_process
 

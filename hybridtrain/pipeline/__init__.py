@@ -1,28 +1,28 @@
-"""The pipeline: a batch in micro-batches, a schedule as data, and the engine that executes it.
+"""The pipeline: micro-batches, a schedule as data, and the engine that executes it.
 
-pipeline               the stages of this process, and what concerns the whole model
-placement              makes the stages: layers on their devices, with links, ties and reducers
-own_stages             a process's part of a model, made without the rest
-agreement              do the processes have the same batch, weights and frozen parameters?
-stage                  layers on a device, and what they keep between forward and backward
-boundary               what comes into a stage as a leaf, and leaves it detached
-split_backward         a backward in two parts: to the input, and to the weights
+pipeline               the stages of this process, and operations on the whole model
+placement              builds the stages: layers on their devices, with links, ties and reducers
+own_stages             builds a process's part of a model without the rest
+agreement              checks that processes have the same batch, weights and frozen parameters
+stage                  layers on a device, and their state between forward and backward
+boundary               values that enter a stage as leaves and leave it detached
+split_backward         a backward in two parts: for the input, and for the weights
 layer_runner           runs the layers: seeded, recomputed, compiled, with errors that name them
 layer_rng              the random numbers of a layer
-layer_state            what the forwards of a stage change
+layer_state            state that the forwards of a stage change
 recomputation_proof    compares recomputations with their forwards
 tensor_digest          a digest of a tensor's bits
-recompute              what a backward computes again instead of keeping it
-links                  what crosses a border, and what a stage passes on
-engine                 what an engine is, and the step that it runs
-engines/               who runs which actions in which order, over one of two wires
-message_formats        what will cross the borders, from a run on fake tensors
-transfer, messages     values on their way to another device, to another process
+recompute              recomputation of activations in the backward
+links                  the values that cross a border, and that a stage passes on
+engine                 the interface of engines, and the step that they run
+engines/               engines for threads and for processes, with their transports
+message_formats        the formats of messages, from a run on fake tensors
+transfer, messages     messages to another device, to another process
 point_to_point         sends and receives between two processes
-reducer                one stage's DDP, told when to average; the norm of gradients, fp16's scale
+reducer                one stage's DDP; the norm of the gradients, the fp16 loss scale
 ties, batch_norm       parameters of several stages; statistics of several micro-batches
-device_speeds          how fast the devices are, relative to each other
-model_watch            a model that was changed after wrapping
+device_speeds          the relative speeds of the devices
+model_watch            detects changes to a model after wrapping
 timeline               when each action ran, in all processes
 """
 

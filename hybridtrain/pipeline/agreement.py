@@ -1,11 +1,11 @@
-"""Checks that the processes of a run agree on what they have.
+"""Checks that the processes of a run agree on batches, weights, frozen parameters and schedule.
 
-They find what would train on wrongly without a word. The first stage takes the inputs and the last
-one the targets, so the processes of a pipeline must be given one batch (`BatchCheck`). The
-weights of replicas begin equal, and averaged gradients keep them equal to the last bit, unless a
-replica leaves out a step or changes a weight by itself (`check_replicas`). And all must freeze the
-same parameters before the same step (`check_frozen_alike`). A process that runs another table than
-the others would wait for a message that nobody sends (`check_schedule`).
+The checks catch errors that would silently corrupt training. The first stage takes the inputs and
+the last stage the targets, so the processes of a pipeline must receive the same batch
+(`BatchCheck`). Replicas start with equal weights, and averaged gradients keep them bitwise equal
+unless a replica skips a step or changes a weight on its own (`check_replicas`). All processes must
+freeze the same parameters before the same step (`check_frozen_alike`). A process with a different
+schedule table would wait for a message that nobody sends (`check_schedule`).
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from hybridtrain.options import PipelineOptions
 from hybridtrain.schedule import make_schedule
 from hybridtrain.world import World
 
-_LOOKED_AT = 64  # numbers of each tensor
+_COMPARED = 64  # compared numbers of each tensor
 _MOST = 1 << 62  # above every digest of a batch
 
-# A process whose parameters have not changed is in the step already, and never comes.
+# A process with unchanged parameters is already in the step and never joins.
 _AGREEMENT_S = 30.0
 
-# Whole numbers of as many bytes.
+# Integer dtypes by size in bytes.
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class BatchCheck:
-    """Compares the batches of the processes of a pipeline, which all call it together.
+    """Compares the batches of the processes of a pipeline; a collective call.
 
-    Shapes and some numbers of each tensor are compared, while the step runs. Of tensors on a GPU
-    only the shapes are, since the host would wait for them. A process that has read no batch
-    (`Unread`) takes part in the call, and compares nothing.
+    Compares shapes and some numbers of each tensor while the step runs. For tensors on a GPU it
+    compares only shapes, because reading numbers would block the host. A process without a batch
+    (`Unread`) joins the call but compares nothing.
     """
 
     def __init__(self, world: World) -> None:
@@ -60,10 +60,10 @@ class BatchCheck:
         self._is_first = True
 
     def begin(self, inputs: Any, targets: Any) -> None:
-        """Takes the batch of a step; compares the first at once, before it is run.
+        """Takes the batch of a step; compares the first batch immediately, before it runs.
 
         Raises:
-            BatchError: as of `finish`.
+            BatchError: see `finish`.
         """
         if self._world.pipeline_group is None:
             return
@@ -74,9 +74,9 @@ class BatchCheck:
             self._is_first = False
 
     def compare(self) -> None:
-        """Begins to compare the batch, if that has not begun; in all processes at one place.
+        """Starts the comparison unless it has started; all processes call it at the same place.
 
-        At the latest `finish` does. After the first action of a step it delays nobody.
+        `finish` starts it at the latest. After the first action of a step it delays nobody.
         """
         if self._batch is None:
             return
@@ -90,9 +90,9 @@ class BatchCheck:
         self._work = dist.all_reduce(self._found, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def has_targets(self, targets: Any) -> bool:
-        """Returns whether the batch has targets; an `Unread` one waits for the comparison.
+        """Returns whether the batch has targets; for an `Unread` batch, waits for the comparison.
 
-        All processes call it together.
+        A collective call.
         """
         self.compare()
         if not isinstance(first_share(targets), Unread):
@@ -105,7 +105,7 @@ class BatchCheck:
         """Waits for the result of the comparison.
 
         Raises:
-            BatchError: the processes were given different batches.
+            BatchError: the processes received different batches.
         """
         self.compare()
         if self._found is None:
@@ -119,14 +119,14 @@ class BatchCheck:
             ranks = [str(world.rank_of(world.data_parallel_rank, place)) for place in places]
             share = phrase("world.data_parallel_rank of world.data_parallel_size")
             raise BatchError(
-                f"ranks {', '.join(ranks)} are one pipeline, and were given different batches: "
-                f"with {setting('engine', 'distributed')} samples are divided over the replicas "
-                f"({share}), not over the processes, and each process needs the same order"
+                f"ranks {', '.join(ranks)} form one pipeline, but received different batches: "
+                f"with {setting('engine', 'distributed')}, divide samples over the replicas "
+                f"({share}), not over the processes, and use the same order in each process"
             )
 
 
 def batch_digest(batch: Any) -> int:
-    """Returns a number of 62 bits, of shapes and of some numbers of tensors on the CPU."""
+    """Returns a 62-bit digest of shapes and of some numbers of tensors on the CPU."""
     digest = hashlib.blake2b(digest_size=8)
     for leaf in tree_leaves(batch):
         if not isinstance(leaf, Tensor):
@@ -134,7 +134,7 @@ def batch_digest(batch: Any) -> int:
             continue
         digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
         if leaf.device.type == "cpu" and leaf.numel() and leaf.layout == torch.strided:
-            plain = leaf.detach().reshape(-1)[:: max(1, leaf.numel() // _LOOKED_AT)]
+            plain = leaf.detach().reshape(-1)[:: max(1, leaf.numel() // _COMPARED)]
             plain = plain.resolve_conj().resolve_neg().contiguous()
             digest.update(plain.view(torch.uint8).numpy().data)
     return int.from_bytes(digest.digest(), "little") >> 2
@@ -146,7 +146,7 @@ def check_replicas(net: nn.Module, world: World) -> None:
     Reads the weights once, and waits for the devices.
 
     Raises:
-        UserError: a parameter differs; names the first one, and the ranks.
+        UserError: a parameter differs; the message names the first one and the ranks.
     """
     if world.data_parallel_size == 1:
         return
@@ -169,49 +169,50 @@ def check_replicas(net: nn.Module, world: World) -> None:
 
 
 def check_schedule(options: PipelineOptions, world: World) -> None:
-    """Compares the tables of all processes, whatever they are made of; a collective call.
+    """Compares the schedule tables of all processes; a collective call.
 
     Raises:
-        ConfigError: a process has another table, or none, such as of another file of that name.
+        ConfigError: a process has a different table or none, for example from another file.
     """
     if world.size == 1:
         return
     shape = world.nb_part, options.chunks, options.stages_per_device, options.max_inflight
     try:
         table = f"table {make_schedule(options.schedule, *shape).digest}"
-    except ScheduleError as error:  # the same everywhere, or it is different
+    except ScheduleError as error:  # compared in place of a table
         table = str(error)
     for _, tables in differences(world.gather(facts_here({"schedule": table}))):
         raise ConfigError(
-            f"{setting('schedule', options.schedule)} is not the same on all ranks: {tables}: "
-            f"give every host the same file or the same code"
+            f"{setting('schedule', options.schedule)} differs between ranks: {tables}: "
+            f"use the same file or code on every host"
         )
 
 
 def check_frozen_alike(names: Sequence[str], world: World) -> None:
-    """Makes sure that all processes have frozen or freed the same parameters before this step.
+    """Checks that all processes have frozen or unfrozen the same parameters before this step.
 
     Raises:
-        ConfigError: they have not.
+        ConfigError: they differ.
     """
     if world.size == 1:
         return
     text = f"requires_grad of {', '.join(names)} has changed"
     if not world.all_arrive(min(_AGREEMENT_S, world.timeout_s / 2)):
         raise ConfigError(
-            f"{text} on rank {world.rank}, but not on all ranks: change it on all of them before "
+            f"{text} on rank {world.rank}, but not on all ranks: change it on all ranks before "
             f"the same step"
         )
     texts = world.gather(text)
     for rank, other in enumerate(texts):
         if other != texts[0]:
             raise ConfigError(
-                f"on rank 0 {texts[0]}, on rank {rank} {other}: freeze the same on all of them"
+                f"on rank 0 {texts[0]}, on rank {rank} {other}: freeze the same parameters on "
+                "all ranks"
             )
 
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Returns the sum of the bits of each number in `tensor`, a 0-dim int64 tensor, which wraps."""
+    """Returns the wrapping sum of the bits of each number in `tensor`, a 0-dim int64 tensor."""
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return values.contiguous().view(_WORDS[values.element_size()]).sum(dtype=torch.int64)

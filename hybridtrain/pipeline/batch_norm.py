@@ -33,13 +33,13 @@ class DeferredBatchNormStats:
         ]
 
     def of(self, module: nn.Module) -> list[BatchNormCollector]:
-        """Returns what collects the statistics of the batch norms in `module`."""
+        """Returns collectors for the statistics of the batch norms in `module`."""
         parts = {id(part) for part in module.modules()}
         return [collector for collector in self._norms if id(collector.norm) in parts]
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Collects statistics inside, and updates the running ones at its end unless it failed."""
+        """Collects statistics in the block; then updates running statistics unless it failed."""
         for norm in self._norms:
             norm.begin()
         try:
@@ -66,24 +66,24 @@ class BatchNormCollector:
         norm.register_forward_pre_hook(self._collect, with_kwargs=True)
 
     def begin(self) -> None:
-        """Begins to collect, if the batch norm trains."""
+        """Starts collecting if the batch norm is in training mode."""
         self.clear()
         self._active = self.norm.training
         if self._active:
             self.norm.track_running_stats = False
 
     def clear(self) -> None:
-        """Forgets what was collected."""
+        """Drops the collected statistics."""
         self._count, self._mean, self._squares = 0, None, None
 
     def end(self) -> None:
-        """Ends the collection."""
+        """Stops collecting."""
         if self._active:
             self.norm.track_running_stats = True
         self._active = False
 
     def commit(self) -> None:
-        """Updates the running statistics with what was collected."""
+        """Updates the running statistics with the collected statistics."""
         norm, mean, squares = self.norm, self._mean, self._squares
         if mean is None or squares is None or norm.running_mean is None:
             return
@@ -121,10 +121,10 @@ class BatchNormCollector:
 
 
 def with_sync_batch_norm(net: nn.Module, world: World) -> nn.Module:
-    """Returns `net` with SyncBatchNorms in the place of its batch norms.
+    """Returns `net` with SyncBatchNorms in place of its batch norms.
 
     Raises:
-        ConfigError: they are for GPUs, one for each stage.
+        ConfigError: a stage has no GPU of its own.
     """
     if world.data_parallel_size == 1:
         return net
@@ -132,8 +132,8 @@ def with_sync_batch_norm(net: nn.Module, world: World) -> nn.Module:
         raise ConfigError(f"{setting('sync_batch_norm', True)} requires CUDA devices")
     if len(set(world.devices)) < len(world.devices):
         raise ConfigError(
-            f"{setting('sync_batch_norm', True)} needs a GPU for every stage: NCCL's collectives "
-            "of two stages on one GPU may wait for one another"
+            f"{setting('sync_batch_norm', True)} needs a GPU for every stage: NCCL collectives "
+            "of two stages on one GPU may deadlock"
         )
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     return converted

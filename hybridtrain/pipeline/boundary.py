@@ -3,8 +3,8 @@
     messages -> InputBoundary -> leaves -> layers -> output -> OutputBoundary -> detached messages
     gradients <- InputBoundary <- leaf.grad   ...   roots <- OutputBoundary <- gradients
 
-Values come in as another stage sent them: detached, with `requires_grad` as at the sender. They
-begin a graph of the stage's own, so that its backward is a separate call.
+Values arrive as another stage sent them: detached, with the sender's `requires_grad`. They start a
+graph of the stage's own, so that its backward is a separate call.
 """
 
 from __future__ import annotations
@@ -28,31 +28,32 @@ from hybridtrain.errors import SplitError
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
 from hybridtrain.pipeline.transfer import move
 
-# The values that travel over one link for one micro-batch, and their gradients.
+# The values sent over one link for one micro-batch, and their gradients.
 Message = tuple[Any, ...]
 Gradients = list[Tensor | None]
 
 _OUTPUT_ALONE = (PRIMARY_OUTPUT,)
 
-# Where a backward begins. An edge of the graph does not hold the tensor's memory, so that what was
-# copied to another device is freed here as soon as this stage's graph does not need it.
+# The start point of a backward. An edge of the graph does not hold the tensor's memory, so that a
+# tensor that was copied to another device is freed here once this stage's graph does not need it.
 Root = Tensor | GradientEdge
 
 
 class StageInputs(NamedTuple):
     """The tensors that came into a stage for a micro-batch and get a gradient.
 
-    PyTorch brings a leaf's gradient into the leaf's memory layout, and a layer that sums such a
-    gradient may then do so in another order than in the unsplit model. A hook of the node that adds
-    to the leaf's gradient sees it before that, which costs a Python call per tensor. It runs after
-    the hooks that a layer puts on the tensor, so it sees what these return, and only in a backward:
-    an `autograd.grad` of the tensor inside the forward does not run that node.
+    PyTorch converts a leaf's gradient to the leaf's memory layout, and a layer that sums such a
+    gradient may then do so in a different order than in the unsplit model. A hook of the node that
+    adds to the leaf's gradient sees it before the conversion, at the cost of a Python call per
+    tensor. The hook runs after hooks that a layer registers on the tensor, so it sees their
+    results, and only in a backward: an `autograd.grad` of the tensor inside the forward does not
+    run that node.
 
     Attributes:
         leaves: the tensors, for each incoming link.
-        raw: by the `id` of their leaf, the gradients that the hooks have seen.
-        nodes: the nodes with the hooks; PyTorch drops a leaf's node that nobody holds.
-        hooks: are taken off after the backward: a tensor may be the caller's own.
+        raw: the gradients that the hooks have seen, by the `id` of their leaf.
+        nodes: the nodes with the hooks; PyTorch drops a leaf's node without references.
+        hooks: the hooks to remove after the backward, because a tensor may belong to the caller.
     """
 
     leaves: list[list[Tensor]]
@@ -62,7 +63,7 @@ class StageInputs(NamedTuple):
 
 
 class InputBoundary:
-    """Makes leaves of the values that a stage receives.
+    """Turns the values that a stage receives into leaves.
 
     Args:
         links: the stage's incoming links; none for the first stage.
@@ -85,7 +86,7 @@ class InputBoundary:
         for names, message in zip(self._names, messages, strict=True):
             leaves: list[Tensor] = []
             as_leaf = partial(self._as_leaf, inputs, leaves)
-            if len(message) == 1 and type(message[0]) is Tensor:  # the most frequent one
+            if len(message) == 1 and type(message[0]) is Tensor:  # the most frequent message
                 values[names[0]] = as_leaf(message[0])
             else:
                 values.update(zip(names, map_tensors(as_leaf, message), strict=True))
@@ -93,7 +94,7 @@ class InputBoundary:
         return values, inputs
 
     def _as_leaf(self, inputs: StageInputs, leaves: list[Tensor], tensor: Tensor) -> Tensor:
-        if not self._links and tensor.device != self._device:  # of the batch
+        if not self._links and tensor.device != self._device:  # a tensor of the batch
             tensor = move(tensor, self._device)
         if not tensor.requires_grad:
             return tensor
@@ -106,12 +107,12 @@ class InputBoundary:
 
     def gradients(self, inputs: StageInputs) -> list[Gradients]:
         """Returns, after the backward, the gradients to send back over each incoming link."""
-        if not inputs.hooks:  # by far the most frequent
+        if not inputs.hooks:  # by far the most frequent case
             leaves = inputs.leaves[: len(self._links)]
-            return [[leaf.grad for leaf in own] for own in leaves]
+            return [[leaf.grad for leaf in link_leaves] for link_leaves in leaves]
         for hook in inputs.hooks:
             hook.remove()
-        # a layer may run its own backwards, which add to the leaf's gradient as well
+        # a layer may run its own backwards, which also add to the leaf's gradient
         raw = {
             number: seen[0]
             for number, seen in inputs.raw.items()
@@ -120,13 +121,13 @@ class InputBoundary:
         if self._captures_raw is None:
             self._captures_raw = any(
                 number in raw and not have_same_layout(raw[number], leaf)
-                for own in inputs.leaves
-                for leaf in own
+                for link_leaves in inputs.leaves
+                for leaf in link_leaves
                 if (number := id(leaf))
             )
         return [
-            [raw.get(id(leaf), leaf.grad) for leaf in own]
-            for own in inputs.leaves[: len(self._links)]
+            [raw.get(id(leaf), leaf.grad) for leaf in link_leaves]
+            for link_leaves in inputs.leaves[: len(self._links)]
         ]
 
 
@@ -135,14 +136,14 @@ def _note(seen: list[Tensor | None], gradients: tuple[Tensor | None, ...]) -> No
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:
-    """Returns where the backward of `tensor` starts: for a leaf, at what adds to its gradient.
+    """Returns the start of the backward of `tensor`: for a leaf, the node that adds its gradient.
 
-    PyTorch asks a view of a leaf for it. Under the `__torch_function__` of a subclass, or under a
-    mode, that view may be the result of further operations, and the node not the leaf's.
+    PyTorch gets this node from a view of the leaf. With a subclass's `__torch_function__` or a
+    mode, that view may be the result of further operations, and its node not the leaf's.
     """
     with without_torch_function():
         if tensor.grad_fn is None and (tensor.layout != torch.strided or tensor.is_nested):
-            with torch.enable_grad():  # such tensors have copies, and no views
+            with torch.enable_grad():  # such tensors have copies instead of views
                 copy = tensor.clone().grad_fn
             assert copy is not None
             node, index = copy.next_functions[0]
@@ -165,7 +166,7 @@ def parameters_of(roots: Sequence[Root]) -> list[nn.Parameter]:
 def leads_to(roots: Sequence[Root], leaves: Sequence[Tensor]) -> bool:
     """Returns whether PyTorch's own operations lead from `roots` to one of `leaves`.
 
-    Functions of Python are not followed: their backwards may return None.
+    Does not follow Python functions, because their backwards may return None.
     """
     numbers = set(map(id, leaves))
     nodes = _nodes_from(roots, through_python=False)
@@ -175,7 +176,7 @@ def leads_to(roots: Sequence[Root], leaves: Sequence[Tensor]) -> bool:
 def _nodes_from(roots: Sequence[Root], through_python: bool = True) -> Iterator[Node]:
     """Yields the nodes of the graph that a backward from `roots` reaches, each once.
 
-    `through_python=False` does not enter functions of Python.
+    `through_python=False` does not enter Python functions.
     """
     stack = [root.node if isinstance(root, GradientEdge) else edge_of(root).node for root in roots]
     seen: dict[int, Node] = {}  # holds the nodes: PyTorch may give a freed one's id to another
@@ -189,16 +190,17 @@ def _nodes_from(roots: Sequence[Root], through_python: bool = True) -> Iterator[
 
 
 class OutputBoundary:
-    """Detaches the values that a stage sends and keeps where their backward starts.
+    """Detaches the values that a stage sends and keeps the start points of their backward.
 
     Args:
         links: the stage's outgoing links.
         last_layer: the name of the stage's last layer, for errors.
-        module: the stage's layers. A buffer of theirs is sent as a copy: the next micro-batch may
-            change it in place before this one is used.
-        clone: send copies, since a later stage may change them in place and this one recomputes.
-        hold_edges: keep edges of the graph instead of the tensors, which other devices have.
-        changers: for each link see `refuse_overlaps`.
+        module: the stage's layers. Their buffers are sent as copies, because the next micro-batch
+            may change a buffer in place before the receiver uses it.
+        clone: send copies, because a later stage may change values in place and this stage
+            recomputes.
+        hold_edges: keep edges of the graph instead of tensors that other devices have.
+        changers: the changer of each link, see `refuse_overlaps`.
     """
 
     def __init__(
@@ -219,17 +221,17 @@ class OutputBoundary:
         self._hold_edges = hold_edges
 
     def leave(self, output: Any, skipped: dict[str, Any]) -> tuple[list[Message], list[list[Root]]]:
-        """Returns for each link the message, and where the backward of its tensors starts.
+        """Returns the message of each link, and the start points of its tensors' backward.
 
         Raises:
-            SplitError: a value may hold tensors that cannot be found.
+            SplitError: a value may contain tensors that cannot be found.
         """
         messages: list[Message] = []
         roots: list[list[Root]] = []
         for link, changer in zip(self._links, self._changers, strict=True):
             alone = type(output) is Tensor and link.names == _OUTPUT_ALONE
             if alone and output.requires_grad and torch.is_grad_enabled():
-                # by far the most frequent message, for which no more is to be done
+                # by far the most frequent message, which needs nothing else
                 roots.append([edge_of(output) if self._hold_edges else output])
                 messages.append((self._detached(output),))
                 continue
@@ -257,26 +259,26 @@ class OutputBoundary:
         if not memory:
             return message
 
-        def own(tensor: Tensor) -> Tensor:
+        def unshared(tensor: Tensor) -> Tensor:
             is_buffer = not tensor.requires_grad and _memory_of(tensor) in memory
             return tensor.clone() if is_buffer else tensor
 
-        return map_tensors(own, message)  # type: ignore[no-any-return]
+        return map_tensors(unshared, message)  # type: ignore[no-any-return]
 
 
 def check_sendable(message: Message, link: Link, last_layer: str) -> None:
-    """Raises a SplitError if there is more in a message than tensors and constants."""
+    """Raises a SplitError if a message contains anything but tensors and constants."""
     if all(type(part) is Tensor for part in message):
         return
     for name, part in zip(link.names, message, strict=True):
-        if found := find_unknown(part, repr(name) if name else "its output"):
-            place, leaf = found
+        if location := find_unknown(part, repr(name) if name else "its output"):
+            place, leaf = location
             kind = type(leaf)
             raise SplitError(
                 f"layer {last_layer!r} passes a {kind.__name__} to a later stage "
-                f"({place}), where only tensors, constants, and tuples, lists, dicts or "
-                f"dataclasses of them can go: {as_base(kind)}, or cut elsewhere (for models "
-                f"of transformers, set config.use_cache=False)"
+                f"({place}), but stages can only send tensors, constants, and tuples, lists, "
+                f"dicts or dataclasses of them: {as_base(kind)}, or cut elsewhere (for "
+                f"transformers models, set config.use_cache=False)"
             )
 
 
@@ -324,16 +326,16 @@ def run_from(
 
 
 def refuse_overlaps(values: Sequence[Any], changer: str | None) -> None:
-    """Checks that no two tensors share memory before a boundary that would separate them.
+    """Checks that no two tensors share memory if a boundary would separate them.
 
-    The change of one would be no change of the other, in its gradient or in its values.
+    Otherwise a change of one would no longer affect the other's values or gradient.
 
     Args:
-        values: what crosses a cut, or is copied for a recomputation, pytrees.
-        changer: the layer that may change them in place; None if there is none.
+        values: pytrees of values that cross a cut, or that a recomputation copies.
+        changer: the layer that may change them in place, if any.
 
     Raises:
-        SplitError: two have.
+        SplitError: two tensors share memory.
     """
     if changer is None or (len(values) == 1 and type(values[0]) is Tensor):
         return
@@ -344,15 +346,15 @@ def refuse_overlaps(values: Sequence[Any], changer: str | None) -> None:
         other = by_memory.setdefault(_memory_of(leaf), leaf)
         if other is not leaf:
             raise SplitError(
-                f"tensors of shapes {tuple(other.shape)} and {tuple(leaf.shape)} have memory in "
-                f"common and are given to layer {changer!r}, which works in place, over a cut or "
-                f"to be recomputed, where each has its own: return a copy of one of them "
+                f"tensors of shapes {tuple(other.shape)} and {tuple(leaf.shape)} share memory "
+                f"and are inputs of layer {changer!r}, which works in place. A cut or a "
+                f"recomputation gives each its own memory: return a copy of one of them "
                 f"(.clone()), set inplace=False, or cut elsewhere"
             )
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """Returns what a tensor has in common with its views: the address of their memory."""
+    """Returns the memory address that a tensor shares with its views."""
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
     except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper of others

@@ -1,4 +1,4 @@
-"""The relative speeds of the devices of a pipeline, measured by a product on each of them."""
+"""The relative speeds of the devices of a pipeline, measured with matrix products."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")
 
-# Long enough for a device that a quota stops every 0.1 s, and for the clocks of a GPU to rise.
+# Long enough to cover several periods of a CPU quota (0.1 s), and for GPU clocks to ramp up.
 _SECONDS = 0.5
 _CPU_SIZE = 256
 _GPU_SIZE = 2048
 
 
 def with_device_speeds(options: PipelineOptions, world: World) -> PipelineOptions:
-    """Returns the options with measured speeds in the place of `device_speeds="auto"`.
+    """Returns the options with measured speeds in place of `device_speeds="auto"`.
 
-    A collective call if that is set. All devices run at the same time, as in a step. The speeds are
+    A collective call if it is set. All devices run at the same time, as in a step. The speeds are
     relative to the slowest device, in tenths, so that equal devices have equal speeds; None if all
     are equal, or `split` does not balance stages.
     """
@@ -35,7 +35,7 @@ def with_device_speeds(options: PipelineOptions, world: World) -> PipelineOption
     rates = world.gather(_rates(world))
     shares, width = world.shares, len(world.devices)
     slowest = [
-        # a replica with a larger share has more to do
+        # a replica with a larger share has more work
         min(
             rates[world.rank_of(replica, place // width)][place % width] / shares[replica]
             for replica in range(world.data_parallel_size)
@@ -49,7 +49,7 @@ def with_device_speeds(options: PipelineOptions, world: World) -> PipelineOption
 
 
 def _rates(world: World) -> list[float]:
-    """Returns the products per second of each device of this process; a collective call."""
+    """Returns the matrix products per second of each device of this process; a collective call."""
     world.all_arrive(world.timeout_s)
     rates = {device: _rate(device) for device in dict.fromkeys(world.devices)}
     return [rates[device] for device in world.devices]

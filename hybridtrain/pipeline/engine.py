@@ -1,7 +1,7 @@
-"""The step that an engine runs, and what each of `engines` does with it.
+"""The interface of the `engines`, and the step that they run.
 
-A `Step` is a schedule, a source of the first stage's inputs, and a head that ends the forward at
-the last stage.
+A `Step` is a schedule, a source of the first stage's inputs, and a `head`, the
+callback that ends the forward at the last stage, such as the loss.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hybridtrain.schedule import Schedule
 
 
 class HeadOutput(NamedTuple):
-    """Outcome of the head for one micro-batch.
+    """Result of the `head` callback for one micro-batch.
 
     Attributes:
         value: returned to the caller of `Engine.run`.
@@ -34,7 +34,7 @@ class HeadOutput(NamedTuple):
 # `source(microbatch)` returns the input of the first stage. Called where that stage runs.
 Source = Callable[[int], Any]
 
-# `head(microbatch, output)` ends a forward: it computes the loss, say. Called where the last stage
+# `head(microbatch, output)` ends a forward, for example with the loss. Called where the last stage
 # runs, in that stage's thread, with gradients and autocast as in a forward.
 Head = Callable[[int, Any], HeadOutput]
 
@@ -46,14 +46,14 @@ class Step(NamedTuple):
         schedule: the order in which each device runs its forwards and backwards.
         source: gives the first stage its inputs.
         head: takes the last stage's outputs.
-        thread_state: grad mode and autocast, as the caller has them.
+        thread_state: the caller's grad mode and autocast.
         recomputed: the micro-batches whose stages are recomputed in the backward.
         reduce: average the gradients over the replicas in the last micro-batch's backward.
         timeline: records the start and end of every action; None records nothing.
         training: whether the model is in training mode.
-        places: which logical replica each micro-batch belongs to; None: all to the same one.
-        meanwhile: an engine over several processes calls it once in each of them, when the first
-            action there has run: work that should not delay the step.
+        places: the logical replica of each micro-batch; None: the same for all.
+        meanwhile: work that should not delay the step; an engine over several processes calls it
+            once per process, after the first action there.
     """
 
     schedule: Schedule
@@ -75,7 +75,7 @@ class Engine(Protocol):
         """Executes `step`.
 
         Returns:
-            the head's values by micro-batch; an empty list where another process has the last
+            the values of `head` by micro-batch; an empty list if another process has the last
             stage.
 
         Raises:

@@ -1,24 +1,23 @@
-"""Random operations whose draws are independent of the split.
+"""Random operations with draws that are independent of the split.
 
-Every random operation draws from a generator seeded by (seed, step, unit, micro-batch, replica, its
-number in the unit), so that the same run draws the same dropout masks with 1, 2 or 4 stages. A unit
-is a layer, or several layers that were one before a finer cut: they continue each other's count of
-operations. The default generator cannot give that: the process has one, and the stages' threads
-would use it in any order.
+Every random operation draws from a generator seeded by (seed, step, unit, micro-batch, replica,
+index in the unit), so that the same run draws the same dropout masks with 1, 2 or 4 stages. A unit
+is a layer, or several layers that a finer cut made from one; they share a count of operations. The
+default generator cannot do this: a process has only one, and the stages' threads would use it in
+any order.
 
-Every random operation of a layer is seen where it is asked for, whatever module asks (`nn.Dropout`,
-attention's dropout, a plain `torch.rand`): PyTorch's dispatcher hands it over while the layer runs,
-and passes all other operations by. So every layer is watched in every training step, also one that
-has never drawn before.
+PyTorch's dispatcher intercepts every random operation while a layer runs, regardless of the calling
+module (`nn.Dropout`, attention's dropout, a plain `torch.rand`), and passes all other operations
+through. So every training step watches every layer, even layers that have never drawn.
 
-A kernel outside PyTorch's operations, such as the dropout of flash-attn or apex, draws from
-the default generator of its GPU unseen. So that generator is seeded by place as well, for as long
-as a layer runs, where no other stage's thread uses it.
+A kernel outside PyTorch's operations, such as the dropout of flash-attn or apex, draws from the
+default generator of its GPU, which the dispatcher does not see. So while a layer runs, that
+generator is seeded by place too, provided that no other stage's thread uses it.
 
-Compiled code draws other numbers than the same layer draws without it. Compiled layers are
-therefore looked at apart from their step, in a run of the plain layer whose result is dropped
-(`layer_runner`); those that draw run plainly from then on. One that begins to draw unseen draws by
-place in its compiled code, to the end of the step.
+Compiled code draws different numbers than the uncompiled layer. So a separate run of the uncompiled
+layer, before its step, determines whether a compiled layer draws (`layer_runner` discards the
+result); layers that draw run uncompiled from then on. If a layer starts to draw without notice, it
+draws by place in its compiled code until the end of the step.
 """
 
 from __future__ import annotations
@@ -43,26 +42,26 @@ from hybridtrain.errors import UserError, argument
 
 
 class LayerRNG:
-    """Seeds the random operations of every layer and remembers which layers have some.
+    """Seeds the random operations of every layer and records which layers have any.
 
     Attributes:
         step: the number of training passes so far; a resumed run sets it.
         active: whether the model trains; nothing is seeded in evaluation.
-        probes_compiled: see there.
-        own_generator: see there.
+        probes_compiled: see the arguments.
+        own_generator: see the arguments.
         seeds_evaluations: whether layers draw by place in evaluations too; for comparisons.
-        pieces: the layers that were cut out of a unit.
+        pieces: the layers that are pieces of a unit.
         counts: how often each (unit, piece, micro-batch) has drawn in the last step; filled by the
-            processes that have them.
+            processes that run them.
 
     Args:
-        seed: of the run.
-        replica: the number of the logical replica that draws, where a step does not say.
-        units: for each layer its unit, and its number among the unit's pieces.
+        seed: the seed of the run.
+        replica: the index of the drawing logical replica, if a step does not specify it.
+        units: for each layer, its unit and its index among the unit's pieces.
         probes_compiled: the layers are compiled, and run plainly before a step to see whether they
             draw; see `needs_probe`.
-        own_generator: returns the default generator of the device of this thread, or None; where
-            another thread draws from it too, there is no such function.
+        own_generator: returns the default generator of this thread's device, or None; no function
+            if another thread draws from this generator too.
     """
 
     def __init__(
@@ -86,12 +85,12 @@ class LayerRNG:
         self.probes_compiled = probes_compiled
         self._unseen = set(range(len(units))) if probes_compiled else set[int]()
         self._drawing: set[int] = set()
-        self._seen: set[int] = set()  # to draw, in this step
+        self._seen: set[int] = set()  # layers that drew in this step
         self.counts: dict[tuple[int, int, int], int] = {}
         find_random_operations()
 
     def reprobe(self) -> None:
-        """Probes all compiled layers in the next step: others of them may draw by now."""
+        """Probes all compiled layers in the next step: further layers may draw by then."""
         find_random_operations()
         if self.probes_compiled:
             self._unseen.update(range(len(self._units)))
@@ -103,7 +102,7 @@ class LayerRNG:
         self._seen.clear()
 
     def draws(self, layer: int) -> bool:
-        """Returns whether `layer` was seen to draw, before this step or in a look."""
+        """Returns whether `layer` has drawn, before this step or in a probe."""
         return layer in self._drawing
 
     def needs_probe(self, layer: int) -> bool:
@@ -111,7 +110,7 @@ class LayerRNG:
         return self.active and layer in self._unseen
 
     def mark_probed(self, layer: int) -> None:
-        """Notes that `layer` has run as `needs_probe` asked for."""
+        """Records that `layer` has run as `needs_probe` requested."""
         self._unseen.discard(layer)
         if layer in self._seen:
             self._drawing.add(layer)
@@ -120,18 +119,18 @@ class LayerRNG:
         """Returns a context in which the random operations of layers are seeded by place."""
         if not self.active:
             return _NOT_SEEDED
-        if self.own_generator is not None and (own := self.own_generator()) is not None:
-            return _OwnDraws(self, microbatch, own)
+        if self.own_generator is not None and (generator := self.own_generator()) is not None:
+            return _OwnDraws(self, microbatch, generator)
         return _SeededDraws(self, microbatch)
 
     def begin_piece(self, layer: int, microbatch: int) -> int:
-        """Begins a run of `layer`; returns how often earlier pieces of its unit have drawn."""
+        """Starts a run of `layer`; returns how often earlier pieces of its unit have drawn."""
         unit, piece = self._units[layer]
         self.counts[unit, piece, microbatch] = 0
         return sum(self.draws_before(layer, microbatch))
 
     def seed_of(self, layer: int, microbatch: int, *number: int) -> int:
-        """Returns the seed of a random operation, whose `number` is that in the layer's unit."""
+        """Returns the seed of the random operation with index `number` in the layer's unit."""
         return self._seed_of(self.step, self._units[layer][0], microbatch, *number)
 
     def _seed_of(self, step: int, unit: int, microbatch: int, *number: int) -> int:
@@ -143,7 +142,7 @@ class LayerRNG:
         return seed_of(self._seed, step, unit, microbatch, replica, *number)
 
     def seed_of_unseen(self, layer: int, microbatch: int) -> int:
-        """Returns the seed of what draws unseen, other numbers in each piece of a unit."""
+        """Returns the seed of draws outside the dispatcher, different in each piece of a unit."""
         return self.seed_of(layer, microbatch, -1, self._units[layer][1])  # no operation has -1
 
     def draws_before(self, layer: int, microbatch: int) -> tuple[int, ...]:
@@ -151,16 +150,16 @@ class LayerRNG:
         if not self.active or layer >= len(self._units):
             return ()
         unit, piece = self._units[layer]
-        return tuple(self.counts.get((unit, one, microbatch), 0) for one in range(piece))
+        return tuple(self.counts.get((unit, earlier, microbatch), 0) for earlier in range(piece))
 
     def continue_draws(self, layer: int, microbatch: int, counts: Sequence[int]) -> None:
-        """Takes over the result of `draws_before` of another process, which has those pieces."""
+        """Stores the result of `draws_before` of another process, which has these pieces."""
         unit = self._units[layer][0]
         for piece, count in enumerate(counts):
             self.counts[unit, piece, microbatch] = count
 
     def begin_step(self, active: bool, places: Sequence[MicrobatchPlace] | None = None) -> None:
-        """Begins a step, in which layers draw by place if it is `active`; see `Step.places`."""
+        """Starts a step, in which layers draw by place if `active`; see `Step.places`."""
         self._places = places
         self.active = active or self.seeds_evaluations
         self.counts.clear()
@@ -172,18 +171,18 @@ class LayerRNG:
 
         Args:
             counts: the `counts` of all processes of the pipeline after the step.
-            microbatch: its number.
+            microbatch: the index of the micro-batch.
             step: the number of the step.
         """
         seeds: list[int] = []
         for unit, piece in self._units:
-            before = sum(counts.get((unit, one, microbatch), 0) for one in range(piece))
+            before = sum(counts.get((unit, earlier, microbatch), 0) for earlier in range(piece))
             for number in range(before, before + counts.get((unit, piece, microbatch), 0)):
                 seeds.append(self._seed_of(step, unit, microbatch, number))
         return seeds
 
     def note_draw(self, layer: int, microbatch: int, operations: int) -> None:
-        """Notes that `layer` has run so many random operations."""
+        """Records the number of random operations that `layer` has run."""
         self._seen.add(layer)
         unit, piece = self._units[layer]
         self.counts[unit, piece, microbatch] = operations
@@ -196,7 +195,7 @@ default_generator_lock = threading.Lock()
 
 
 class _NotSeeded:
-    """The context of an evaluation: random operations draw as ever."""
+    """The context of an evaluation: random operations draw as usual."""
 
     def at(self, layer: int) -> None:
         """See `_SeededDraws`."""
@@ -215,11 +214,11 @@ class _SeededDraws(InterceptedDraws):
     """A context that seeds the random operations of layers that run on one micro-batch.
 
     Args:
-        rng: is told of them.
-        microbatch: that the layers run on.
+        rng: counts them.
+        microbatch: the index of the micro-batch.
     """
 
-    _own: torch.Generator | None = None  # that of the device, if no other thread draws from it
+    _own: torch.Generator | None = None  # the device's, if no other thread draws from it
 
     def __init__(self, rng: LayerRNG, microbatch: int) -> None:
         self._rng = rng
@@ -229,17 +228,17 @@ class _SeededDraws(InterceptedDraws):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def at(self, layer: int) -> None:
-        """Notes that `layer` is run from now on."""
+        """Records that `layer` runs next."""
         self._layer = layer
         self._operations = 0
         rng = self._rng
         self._before = rng.begin_piece(layer, self._microbatch) if layer in rng.pieces else 0
 
     def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the result of `operation`, drawn from a generator of its place."""
+        """Returns the result of `operation`, drawn from a generator seeded by place."""
         if kwargs.get("generator") is not None or _is_off(operation, args, kwargs):
             return operation(*args, **kwargs)
-        if is_traced(args):  # by a layer that compiles a part of itself, too
+        if is_traced(args):  # also by a layer that compiles a part of itself
             return operation(*args, **kwargs)
         device = _device_of(args, kwargs)
         if self._own is not None and device == self._own.device and not _takes_generator(operation):
@@ -247,20 +246,24 @@ class _SeededDraws(InterceptedDraws):
         return _drawn_from(self._next_generator(device), operation, args, kwargs)
 
     def _draw_from(
-        self, own: torch.Generator, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        generator: torch.Generator,
+        operation: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """Returns the result of `operation`, drawn from a generator that this thread has alone.
+        """Returns the result of `operation`, drawn from a generator that only this thread uses.
 
         A dropout on a GPU draws from its default generator; a seed and an offset are all of its
         state, and take no lock and no copy.
         """
-        seed, offset = own.initial_seed(), own.get_offset()
-        own.manual_seed(self._next_seed())
+        seed, offset = generator.initial_seed(), generator.get_offset()
+        generator.manual_seed(self._next_seed())
         try:
             return operation(*args, **kwargs)
         finally:
-            own.manual_seed(seed)
-            own.set_offset(offset)
+            generator.manual_seed(seed)
+            generator.set_offset(offset)
 
     def _next_generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
@@ -275,13 +278,13 @@ class _SeededDraws(InterceptedDraws):
 
 
 class _OwnDraws(_SeededDraws):
-    """Seeds by place what draws unseen, too, from a generator that this thread has alone."""
+    """Seeds draws outside the dispatcher by place too, if only this thread uses the generator."""
 
     _own: torch.Generator
 
-    def __init__(self, rng: LayerRNG, microbatch: int, own: torch.Generator) -> None:
+    def __init__(self, rng: LayerRNG, microbatch: int, generator: torch.Generator) -> None:
         super().__init__(rng, microbatch)
-        self._own = own
+        self._own = generator
 
     def __enter__(self) -> _OwnDraws:
         self._found = self._own.initial_seed(), self._own.get_offset()
@@ -308,13 +311,13 @@ class _OwnDraws(_SeededDraws):
 
 
 class ReplayedDraws(_SeededDraws):
-    """Gives a module that is not cut the draws that a pipeline's layers had.
+    """Makes an uncut module repeat the draws of a pipeline's layers.
 
     Args:
-        seeds: of all draws, in their order; see `LayerRNG.seeds_in_order`.
+        seeds: the seeds of all draws, in order; see `LayerRNG.seeds_in_order`.
 
     Attributes:
-        left: the seeds that were not used yet.
+        left: the unused seeds.
     """
 
     def __init__(self, seeds: Sequence[int]) -> None:
@@ -323,15 +326,15 @@ class ReplayedDraws(_SeededDraws):
 
     def _next_seed(self) -> int:
         if not self.left:
-            raise UserError("it draws more often than its stages")
+            raise UserError("the uncut module draws more often than the stages")
         return self.left.pop(0)
 
 
 class DrawsOf(InterceptedDraws):
-    """A context in which this thread draws from a generator, as it would from the default one.
+    """A context in which this thread draws from a generator instead of the default generator.
 
     Args:
-        generator: on the CPU; draws on other devices are as ever.
+        generator: a CPU generator; draws on other devices are unchanged.
     """
 
     for_other_threads = False
@@ -349,7 +352,7 @@ class DrawsOf(InterceptedDraws):
 def _drawn_from(
     generator: torch.Generator, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Returns the result of a random operation that draws from `generator`, which goes on."""
+    """Returns the result of a random operation that draws from `generator` and advances it."""
     if _takes_generator(operation):
         kwargs["generator"] = generator
         return operation(*args, **kwargs)
@@ -367,16 +370,16 @@ def _drawn_from(
 
 
 def seed_of(*key: int) -> int:
-    """Returns the seed of what has this key: numbers that are unrelated for any other key."""
+    """Returns the seed for `key`; the numbers for different keys are unrelated."""
     packed = struct.pack(f"<{len(key)}q", *key)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
 class BackwardDraws(InterceptedDraws):
-    """Refuses draws in a backward that repeat those of a forward, which were seeded by place.
+    """Refuses draws in a backward that repeat draws of a forward, which were seeded by place.
 
-    A model's own gradient checkpointing restores the default generators for its recomputation, and
-    nothing was drawn from these.
+    A model's own gradient checkpointing restores the default generators for its recomputation, but
+    the forward did not draw from them.
     """
 
     in_backward = True
@@ -385,13 +388,13 @@ class BackwardDraws(InterceptedDraws):
         """Returns the result of `operation`, which belongs to the backward itself.
 
         Raises:
-            UserError: it belongs to a forward that is recomputed.
+            UserError: the operation belongs to a recomputed forward.
         """
         drawn_by_place = kwargs.get("generator") is None and not _is_off(operation, args, kwargs)
         if drawn_by_place and _inside_checkpoint():
             raise UserError(
                 "the model's own gradient checkpointing recomputes a layer that draws random "
-                "numbers, such as dropout, and would draw others than before: turn it off, and "
+                "numbers, such as dropout, and would draw different numbers: turn it off, and "
                 f"set {argument('recompute')} instead"
             )
         return operation(*args, **kwargs)
@@ -407,7 +410,7 @@ def _inside_checkpoint() -> bool:
 
 
 def current_gpus_generator() -> torch.Generator | None:
-    """Returns the default generator of this thread's current GPU; None where CUDA is not used."""
+    """Returns the default generator of this thread's current GPU; None without CUDA."""
     if not torch.cuda.is_initialized():
         return None
     return torch.cuda.default_generators[torch.cuda.current_device()]
@@ -418,7 +421,7 @@ def _takes_generator(func: Any) -> bool:
     return any(argument.name == "generator" for argument in func._schema.arguments)
 
 
-# Attention is tagged as random, though it is with a `dropout_p` above 0 only.
+# Attention is tagged as random, but it is random only with a `dropout_p` above 0.
 _dropout_place: dict[Any, int | None] = {}
 
 

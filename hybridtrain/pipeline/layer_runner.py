@@ -1,8 +1,8 @@
-"""Running a stage's layers on one micro-batch: seeded, recomputed, compiled, with named errors.
+"""Runs a stage's layers on one micro-batch: seeded, recomputed, compiled, with named errors.
 
-A layer that draws random numbers in training runs plainly under torch.compile too, since compiled
-code draws others (Inductor makes its own kernels): the masks would not be those of a run with
-`compile=False`.
+A layer that draws random numbers runs uncompiled in training even with torch.compile, because
+compiled code draws different numbers (Inductor has its own kernels): the masks would not match
+a run with `compile=False`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def compile_layers(modules: Sequence[nn.Module], recomputes: bool) -> None:
     Args:
         modules: the layers.
         recomputes: whether backwards run layers again. The second run must use the same code as the
-            first; with dynamic shapes another variant may fit by then.
+            first, but with dynamic shapes another variant may match by then.
     """
     # all layers share the code of a call, and each may be compiled for its own reasons
     allow_recompilations(len(modules))
@@ -68,7 +68,7 @@ def compile_layers(modules: Sequence[nn.Module], recomputes: bool) -> None:
 
 
 def run_plainly(module: nn.Module, value: Any) -> Any:
-    """Returns the output of a layer without its compiled code; hooks run as ever."""
+    """Returns the output of a layer without its compiled code; hooks run as usual."""
     if not isinstance(module, Segment):
         return call_uncompiled(module, value)
     module.uses_compiled = False
@@ -79,7 +79,7 @@ def run_plainly(module: nn.Module, value: Any) -> Any:
 
 
 def _error_hints() -> dict[str, str]:
-    """Returns what to do about mistakes that a pipeline makes likely, by what PyTorch says."""
+    """Returns advice for errors that are likely in a pipeline, by a part of PyTorch's message."""
     return {
         "leaf Variable that requires grad": (
             "the layer changes its input in place: declare it with an attribute inplace = True on "
@@ -104,19 +104,19 @@ class LayerRunner:
 
     Attributes:
         layers: the layers.
-        first: the number of the first one in the model.
-        recomputes: True if some of them are recomputed one by one.
-        variants: by micro-batch, the variant of the graphs of traced layers; None: the first one.
+        first: the index of the first layer in the model.
+        recomputes: True if some of them are recomputed individually.
+        variants: for each micro-batch, the graph variant of traced layers; None: the first.
         tied: the identities of parameters that stages share.
 
     Args:
-        layers, first: see above.
-        module: all of them under one root.
+        layers, first: the arguments of the constructor.
+        module: all layers under one root.
         rng: seeds their random operations.
         recomputed_layers: the numbers of the layers whose activations are recomputed.
-        clone_inputs: copy what a recomputed layer is given; another one works in place.
+        clone_inputs: copy the inputs of a recomputed layer, because another layer works in place.
         changer: see `boundary.refuse_overlaps`.
-        tied: see above.
+        tied: the argument of the constructor.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class LayerRunner:
         self._clone_inputs = clone_inputs
         self._changer = changer
         self._skips = any(stashed_by(part.module) or popped_by(part.module) for part in layers)
-        # The samples of a batch are views, and a copy is aligned otherwise, which may change last
+        # The samples of a batch are views. A copy has another alignment, which may change last
         # bits: the first stage copies them only if its first layer may change them.
         self._copies_to_recompute = works_in_place(module if first else layers[0].module)
         self.variants: Sequence[int] | None = None
@@ -154,7 +154,7 @@ class LayerRunner:
         """Begins a step that trains.
 
         Args:
-            kind: of the step; in the first steps of each, what forwards change is looked at.
+            kind: the kind of step; the first steps of each kind check what forwards change.
             recomputes: whether backwards run some layers or stages again.
         """
         self._recomputes_some = recomputes
@@ -165,10 +165,10 @@ class LayerRunner:
         self._records.clear()
 
     def check_recomputations(self) -> None:
-        """Compares what the backwards of a step have recomputed with its forwards.
+        """Compares the recomputations of a step with its forwards.
 
         Raises:
-            ConfigError: they differ; names the first layer that does.
+            ConfigError: they differ; the message names the first such layer.
         """
         records, self._records = self._records, []
         check_records(records, self.layers)
@@ -180,15 +180,15 @@ class LayerRunner:
         skipped: dict[str, Any],
         record: Record | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Returns the last layer's output and the skipping values, from those that came in.
+        """Returns the last layer's output and the skip values, given the values that came in.
 
-        With a `record`, the layers' outputs are noted there.
+        A `record` also stores the layers' outputs.
         """
         index, rng = self.first, self.rng
         probes = rng.probes_compiled and rng.active
         watches = self._compares and torch.is_grad_enabled() and not is_recomputing()
         guards = self.guards_saved and record is None
-        # most steps: nothing is recomputed, compared or looked at
+        # most steps: nothing is recomputed, compared or checked
         is_plain = (
             not (probes or watches or self.recomputes or self.variants is not None or is_profiled())
             and record is None
@@ -224,7 +224,7 @@ class LayerRunner:
                     index += 1
         except Exception as error:
             name = self.layers[index - self.first].name
-            error.add_note(f"in layer {name!r}, which was given {describe(value)}")
+            error.add_note(f"in layer {name!r}, with the input {describe(value)}")
             for sign, hint in _error_hints().items():
                 if sign in str(error):
                     error.add_note(hint)
@@ -256,10 +256,10 @@ class LayerRunner:
 
     @property
     def guards_saved(self) -> bool:
-        """True if what autograd saves is compared with what the backward finds there.
+        """True if tensors are compared between the time autograd saves them and the backward.
 
-        For parameters and buffers that a forward changes through .data: the backward of an earlier
-        micro-batch would compute with the later values, and PyTorch counts no version.
+        This finds parameters and buffers that a forward changes through .data: the backward of an
+        earlier micro-batch would use the later values, and PyTorch does not increment the version.
         """
         return self._compares and bool(self.state.uncounted)
 
@@ -276,7 +276,7 @@ class LayerRunner:
         def unpack(packed: Any) -> Tensor:
             tensor: Tensor
             tensor, version, change, before = packed
-            if backward_of_batch_norm():  # saves its running statistics, and computes without
+            if backward_of_batch_norm():  # saves its running statistics, but does not use them
                 return tensor
             if change is not None and before is not None:
                 if not torch.equal(before, digest(tensor)):  # type: ignore[arg-type]
@@ -308,14 +308,14 @@ class LayerRunner:
             layer.module.variant = self.variants[microbatch]
 
     def _callable(self, index: int, layer: Layer) -> Callable[[Any], Any]:
-        """Returns the layer's module, or what runs it without its compiled code if it draws."""
-        # what has drawn in this step as compiled code does so in its recomputation too
+        """Returns the layer's module, or a function that runs it uncompiled if it draws."""
+        # a layer that has drawn in compiled code in this step also does so when recomputed
         if self.rng.probes_compiled and self.rng.active and self.rng.draws(index):
             return partial(run_plainly, layer.module)
         return layer.module
 
     def _probe(self, microbatch: int, index: int, layer: Layer, value: Any) -> None:
-        """Finds out whether a compiled layer draws, by a run of the plain layer.
+        """Determines whether a compiled layer draws random numbers, by running the plain layer.
 
         The run changes nothing: neither the layer's state, nor its inputs, nor what it pops.
         """
@@ -324,7 +324,7 @@ class LayerRunner:
         if works_in_place(layer.module):
             value, popped = map_tensors(torch.clone, (value, popped))
         with (
-            torch.no_grad(),  # or a checkpoint around it would count what it saves
+            torch.no_grad(),  # or an enclosing checkpoint would count its saved tensors
             self.state.undone(index - self.first),
             skip_scope(popped),
             as_recomputation(),  # statistics of batch norms are not collected
@@ -353,14 +353,14 @@ class LayerRunner:
                 return output, values
 
         in_place = works_in_place(layer.module)
-        # values that one module in the layer stashes for another in it are not there yet
+        # values that modules of the layer stash for each other are not there yet
         names = set(popped_by(layer.module)) - set(stashed_by(layer.module))
         popped = {name: pop(name) for name in sorted(names)}
         refuse_overlaps((value, popped), self._changer)
         if self._clone_inputs and (index or self._copies_to_recompute):
             value, popped = map_tensors(torch.clone, (value, popped))
         value, values = run_to_recompute(run, in_place, value, popped)
-        # a layer that works in place has changed copies of what it popped
+        # an in-place layer has changed copies of the values that it popped
         for name in (*stashed_by(layer.module), *(popped if in_place else {})):
             stash(name, values[name])
         return value
@@ -369,8 +369,8 @@ class LayerRunner:
 def changed_before_backward(change: Change) -> UserError:
     """Returns the error for a tensor that the next micro-batch's forward changes too early."""
     return UserError(
-        f"{change}, and the backward of a micro-batch needs the values that its own forward has "
-        f"used: the forward of the next micro-batch, which runs before in a pipeline, has changed "
+        f"{change}, but the backward of a micro-batch needs the values of its own forward, and "
+        f"in a pipeline the forward of the next micro-batch runs before and changes "
         f"them. Compute with a copy ({change.name}.clone()), or recompute the layer from its own "
         f"state: {argument('recompute')}[{change.layer!r}]"
     )

@@ -1,20 +1,20 @@
-"""State that a stage's forwards change, put back for the forward that a backward repeats.
+"""State that a stage's forwards change, restored for recomputation in the backward.
 
-A power iteration of `spectral_norm`, a codebook with moving averages, a counter: the second run of
-a layer must see the state that the first run saw, and must not change it again. Between the two,
-other micro-batches may have run:
+Examples are the power iteration of `spectral_norm`, a codebook with moving averages, or a counter.
+The second run of a layer must see the same state as the first run, and must not change it again. In
+between, other micro-batches may have run:
 
-    F0: 5 -> 6    F1: 6 -> 7    B0: recomputes F0 from a copy of 5; 7 is back afterwards
+    F0: 5 -> 6    F1: 6 -> 7    B0: recomputes F0 from a copy of 5; 7 is restored afterwards
 
-State belongs to the stage, since one layer may read a tensor that another layer changes. Before
-each piece that will be recomputed, a whole stage or a layer, a `Snapshot` notes its buffers,
+State belongs to the stage, because one layer may read a tensor that another layer changes. Before
+each piece that will be recomputed (a whole stage or a layer), a `Snapshot` records its buffers,
 parameters and attributes, with copies of the tensors that some forward of the stage changes in
-place. Which tensors these are, the first steps show: around each layer, all of its tensors are
-copied and compared. A tensor that is changed there for the first time is new to the snapshots
-that wait for their backward too, so its copy is added to all of them.
+place. The first steps determine these tensors: all tensors of each layer are copied and compared
+around its forward. If a tensor changes for the first time, snapshots that wait for their backward
+lack it, so its copy is added to all of them.
 
-A later change in place, of a tensor without a copy, is refused where PyTorch counts a new version.
-Everything else that a layer depends on is the concern of `recomputation_proof`.
+A later in-place change of a tensor without a copy is refused if PyTorch increments its version.
+`recomputation_proof` covers everything else that a layer depends on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Place = tuple[int, str, str]
 
 _MISSING = object()
 _CONTAINERS = (list, dict, set, bytearray, deque, OrderedDict, defaultdict)
-# of nn.Module itself: tables of hooks, parameters and the like
+# attributes of nn.Module itself, such as tables of hooks and parameters
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 
 
@@ -55,7 +55,7 @@ class Change(NamedTuple):
         layer: the name of the layer.
         kind: parameter, buffer or attribute.
         name: the name of the tensor in its module.
-        shape: of the tensor.
+        shape: the shape of the tensor.
     """
 
     layer: str
@@ -75,13 +75,13 @@ class _Copy(NamedTuple):
 
 
 class Snapshot:
-    """The state that a forward begins with.
+    """The state before a forward.
 
     Attributes:
-        holders: the values in each; in the place of a container a shallow copy.
-        copies: of the tensors that change in place, by identity.
-        versions: how often each tensor had been changed in place.
-        generators: their states.
+        holders: the values in each holder; a container is replaced by a shallow copy.
+        copies: copies of the tensors that change in place, by identity.
+        versions: the version counter of each tensor.
+        generators: the states of generators.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class LayersCopy(NamedTuple):
 
     Attributes:
         snapshot: the values in each holder, without copies of tensors.
-        tensors: the tensors that were copied, with their copies.
+        tensors: the copied tensors, with their copies.
     """
 
     snapshot: Snapshot
@@ -107,8 +107,8 @@ class StageState:
     """Saves the state of a stage's layers before a forward, and restores it for a recomputation.
 
     Attributes:
-        changes: the tensors that forwards change in place, as far as `watched` has seen.
-        uncounted: those that change without a new version, by `storage_id`.
+        changes: the tensors that forwards change in place, as seen by `watched`.
+        uncounted: tensors that change without a new version, by `storage_id`.
 
     Args:
         layers: the layers of the stage.
@@ -119,7 +119,7 @@ class StageState:
         self.uncounted: dict[int, Change] = {}
         self._names = [layer.name for layer in layers]
         self._parts = [list(layer.module.modules()) for layer in layers]
-        # PyTorch's own forwards set no attribute, and neither do those of graphs
+        # neither PyTorch's own forwards nor forwards of graphs set attributes
         self._quiet = {
             id(part): isinstance(part, torch.jit.ScriptModule | GraphModule | Segment)
             or type(part).__module__.startswith("torch.nn.modules.")
@@ -131,7 +131,7 @@ class StageState:
     def save(self, layers: Iterable[int]) -> Snapshot:
         """Returns the present state of the layers of these positions in the stage."""
         snapshot = Snapshot()
-        same: dict[int, Any] = {}  # a container or generator at two places is one
+        same: dict[int, Any] = {}  # a container or generator at two places is copied once
         for kind, part, holder in self._holders(layers):
             values = _values(holder)
             snapshot.holders.append((holder, values))
@@ -146,7 +146,7 @@ class StageState:
                 elif not _has_values(value):
                     continue
                 elif value.grad_fn is not None:
-                    # its graph would keep the micro-batch before, and that the one before it
+                    # its graph would keep the previous micro-batches alive, one after another
                     values[name] = value.detach()
                 else:
                     place = id(part), kind, name
@@ -158,19 +158,19 @@ class StageState:
 
     @contextmanager
     def restored(self, snapshot: Snapshot) -> Iterator[None]:
-        """Makes the layers what they were at a snapshot, until the end of the block.
+        """Restores the state of a snapshot for the duration of the block.
 
         Raises:
-            ConfigError: a tensor without a copy has been changed in place since.
+            ConfigError: a tensor without a copy was changed in place after the snapshot.
         """
         for place, tensor, version in snapshot.versions:
             if tensor._version != version and id(tensor) not in snapshot.copies:
                 _, kind, name = place
                 raise ConfigError(
                     f"layer {self._layer_with(place)!r} has changed {kind} {name!r} in place in "
-                    "its forward, which cannot be undone for the recomputation: leave the layer "
-                    f"out of {argument('recompute')}, or change it from the first forward on, as "
-                    "a registered buffer"
+                    "its forward, which cannot be undone for the recomputation: exclude the layer "
+                    f"from {argument('recompute')}, or use a registered buffer and change it from "
+                    "the first forward on"
                 )
         self._open.discard(snapshot)
         swapped: list[tuple[nn.Parameter, Tensor]] = []
@@ -199,7 +199,7 @@ class StageState:
 
     @contextmanager
     def undone(self, layer: int) -> Iterator[None]:
-        """Surrounds a forward of a layer, after which the layer is as it was before."""
+        """Restores the state of a layer after a forward in the block."""
         state = self.copied([layer], ("parameter", "buffer", "attribute"))
         try:
             yield
@@ -222,7 +222,7 @@ class StageState:
         return LayersCopy(snapshot, copies)
 
     def put_back(self, state: LayersCopy) -> None:
-        """Makes the layers what they were when `state` was copied from them."""
+        """Restores the layers' state from the copy `state`."""
         for tensor, before in state.tensors:
             tensor.data.copy_(before)
         for holder, name, _, before in _changes(state.snapshot):
@@ -234,20 +234,20 @@ class StageState:
     def watched(
         self, layer: int, late: bool, copies: bool, tied: Collection[int]
     ) -> Iterator[None]:
-        """Surrounds a forward of a layer, and notes which of its tensors that changes in place.
+        """Records which tensors of a layer its forward changes in place.
 
-        A change through `.data` counts no version, so the values are compared, which waits for a
-        GPU and takes time: this is done in some steps only.
+        A change through `.data` does not increment the version, so this compares values. This waits
+        for a GPU and takes time, so only some steps do it.
 
         Args:
             layer: its position in the stage.
             late: whether steps without `watched` have run before.
-            copies: whether some snapshot may need a copy; without, digests are compared.
+            copies: whether a snapshot may need a copy; otherwise, digests are compared.
             tied: the identities of parameters that stages share.
 
         Raises:
-            ConfigError: a parameter that stages share changes; or the change is new, has no
-                version, and `late`: earlier steps may have been recomputed from a wrong state.
+            ConfigError: a parameter that stages share changes; or a new change has no version and
+                `late` is set, so earlier steps may have recomputed from a wrong state.
         """
         before = self._tensors(layer)
         saved = {key: tensor.detach().clone() for key, (_, tensor, _) in before.items() if copies}
@@ -265,16 +265,16 @@ class StageState:
             change = Change(self._names[layer], kind, name, tuple(tensor.shape))
             if key in tied:
                 raise ConfigError(
-                    f"{change}, which several stages use: they run at the same time, and would "
-                    f"see its values of other micro-batches. Change it between the steps, or "
-                    f"share no parameter with that layer (Embedding(max_norm=...) changes its "
-                    f"weight so)"
+                    f"{change}, which several stages use: they run concurrently, and would see its "
+                    f"values for other micro-batches. Change it between steps, or do not share a "
+                    f"parameter with this layer (Embedding(max_norm=...), for example, changes its "
+                    f"weight)"
                 )
             if late and not counted and place not in self.changes and len(self._open):
                 raise ConfigError(
-                    f"{change} through .data, and it did not in the first steps: steps since the "
-                    "last comparison may have been recomputed from another state. Leave the "
-                    f"layer out of {argument('recompute')}, or change the tensor under "
+                    f"{change} through .data, but did not in the first steps: steps since the last "
+                    "comparison may have been recomputed from a different state. Exclude the "
+                    f"layer from {argument('recompute')}, or change the tensor under "
                     "torch.no_grad() instead of through .data"
                 )
             if not counted:
@@ -290,7 +290,7 @@ class StageState:
                     snapshot.copies.setdefault(key, _Copy(tensor, saved[key]))
 
     def change_of(self, message: str) -> Change | None:
-        """Returns the change that an error of PyTorch is about: one of the shape that it names."""
+        """Returns the change that a PyTorch error refers to, by the tensor shape in its message."""
         changes = [change for change in self.changes.values() if change.kind != "attribute"]
         named = [change for change in changes if str(list(change.shape)) in message]
         return next(iter(named or changes), None)
@@ -305,7 +305,7 @@ class StageState:
         }
 
     def _holders(self, layers: Iterable[int]) -> Iterator[tuple[str, nn.Module, _Holder]]:
-        """Yields each table of values of the layers once: the kind of value, the module, and it."""
+        """Yields each table of the layers' values once: kind of value, module, table."""
         seen: set[int] = set()
         for layer in layers:
             for part in self._parts[layer]:
@@ -314,7 +314,7 @@ class StageState:
                 seen.add(id(part))
                 yield "parameter", part, part._parameters
                 yield "buffer", part, part._buffers
-                # in the dictionary of a module is the alias of a parameter that stages share
+                # a module's dictionary has the alias of a parameter that stages share
                 aliases = part._parameters.keys() & vars(part).keys()
                 if aliases and self._quiet[id(part)]:
                     yield "parameter", part, {name: vars(part)[name] for name in aliases}
@@ -330,7 +330,7 @@ class StageState:
 
 
 def _changes(snapshot: Snapshot) -> Iterator[tuple[_Holder, str, Any, Any]]:
-    """Yields what is another object or has other contents: holder, name, now and before."""
+    """Yields values with changed identity or contents: holder, name, current, previous."""
     copies = snapshot.copies
     for holder, values in snapshot.holders:
         present = _values(holder)
@@ -360,14 +360,14 @@ def _values(holder: _Holder) -> dict[str, Any]:
 
 
 def _contents(value: Any) -> list[int] | None:
-    """Returns the identities of a container's items; None: it is not one."""
+    """Returns the identities of a container's items; None if `value` is not a container."""
     if type(value) not in _CONTAINERS:
         return None
     return [*map(id, value), *(map(id, value.values()) if isinstance(value, dict) else ())]
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is None or other is None or torch.equal(one, other)
+def _same(first: Tensor | None, other: Tensor | None) -> bool:
+    return first is None or other is None or torch.equal(first, other)
 
 
 def _put(holder: _Holder, name: str, value: Any) -> None:

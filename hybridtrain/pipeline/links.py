@@ -1,13 +1,13 @@
-"""The links between stages, whose values cross borders.
+"""The links between stages; their values cross borders.
 
-A value goes from a stage to the next border by border, also one that skips stages:
+Values travel from stage to stage, border by border, even if they skip stages:
 
     border 0|1            border 1|2            border 2|3
     output of 0      -->  output of 1      -->  output of 2
     "a", 0 to 3      -->  "a"              -->  "a"
 
-All that crosses a border for a micro-batch is one message: for each link over it the link's values,
-or their gradients. A stage takes what is for it, and passes the rest on, as its `Route` says.
+One message per micro-batch crosses a border, with the values, or their gradients, of each link over
+the border. A stage takes its own values and passes the rest on, according to its `Route`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def links_between(stages: Sequence[Sequence[Layer]]) -> list[Link]:
                 origin[name] = index, layer.name
             for name in popped_by(layer.module):
                 if name not in origin:
-                    raise SplitError(f"layer {layer.name!r} pops {name!r}, stashed by none before")
+                    raise SplitError(
+                        f"layer {layer.name!r} pops {name!r}, but no earlier layer stashes it"
+                    )
                 popped.add(name)
                 source, layer_name = origin[name]
                 if source != index:
@@ -69,19 +71,19 @@ def links_between(stages: Sequence[Sequence[Layer]]) -> list[Link]:
     unused = set(origin) - popped
     if unused:
         name = min(unused)
-        raise SplitError(f"layer {origin[name][1]!r} stashes {name!r}, and no later layer pops it")
+        raise SplitError(f"layer {origin[name][1]!r} stashes {name!r}, but no later layer pops it")
     return [Link(*ends, tuple(names[ends])) for ends in sorted(names) if ends[0] != ends[1]]
 
 
 def crossing(links: Sequence[Link], border: int) -> list[Link]:
-    """Returns the links of a message, in its order, which all stages and processes have.
+    """Returns the links of a message, in the order that all stages and processes use.
 
     Args:
-        links: all of a pipeline.
-        border: the number of the stage before it.
+        links: all links of a pipeline.
+        border: the index of the stage before the border.
     """
-    found = [link for link in links if link.source <= border < link.target]
-    return sorted(found, key=lambda link: (-link.source, link.target))
+    links_over = [link for link in links if link.source <= border < link.target]
+    return sorted(links_over, key=lambda link: (-link.source, link.target))
 
 
 class Route(NamedTuple):
@@ -89,37 +91,37 @@ class Route(NamedTuple):
 
     Attributes:
         ends: for each link over the border before the stage, whether it ends there.
-        starts: the number of links over the border behind the stage that start there, which are
-            the first ones.
+        starts: the number of links over the border behind the stage that start at the stage; they
+            come first.
     """
 
     ends: tuple[bool, ...]
     starts: int
 
     def own_values(self, message: Sequence[T]) -> tuple[list[T], list[T]]:
-        """Returns what is for the stage of the values that came, and what goes on."""
-        own: list[T] = []
+        """Splits received values into those for the stage and those to pass on."""
+        for_stage: list[T] = []
         passing: list[T] = []
         for value, ends in zip(message, self.ends, strict=True):
-            (own if ends else passing).append(value)
-        return own, passing
+            (for_stage if ends else passing).append(value)
+        return for_stage, passing
 
     def own_gradients(self, message: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-        """Returns what is for the stage of the gradients that came, and what goes on."""
+        """Splits received gradients into those for the stage and those to pass on."""
         return message[: self.starts], message[self.starts :]
 
-    def gradients_before(self, own: Sequence[T], passing: Sequence[T]) -> list[T]:
-        """Returns the gradients that go over the border before the stage, in its order."""
-        its, others = iter(own), iter(passing)
+    def gradients_before(self, for_stage: Sequence[T], passing: Sequence[T]) -> list[T]:
+        """Returns the gradients to send over the border before the stage, in message order."""
+        its, others = iter(for_stage), iter(passing)
         return [next(its if ends else others) for ends in self.ends]
 
 
 def routes(links: Sequence[Link]) -> dict[int, Route]:
-    """Returns the routes of the stages that pass something on: others take all that comes."""
-    found: dict[int, Route] = {}
+    """Returns the routes of stages that pass values on; other stages take whole messages."""
+    route_of: dict[int, Route] = {}
     for stage in {link.source for link in links}:
         before = crossing(links, stage - 1)
         if any(link.target > stage for link in before):
             ends = tuple(link.target == stage for link in before)
-            found[stage] = Route(ends, sum(link.source == stage for link in links))
-    return found
+            route_of[stage] = Route(ends, sum(link.source == stage for link in links))
+    return route_of

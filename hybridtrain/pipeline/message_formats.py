@@ -1,4 +1,4 @@
-"""The messages between the stages of a plan, found without values, devices or processes."""
+"""Message formats between the stages of a plan, without values, devices or processes."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def message_formats(
 
     Args:
         net: the model, also on the meta device.
-        stages: its layers, by stage.
-        inputs: of a micro-batch; only shapes and types matter.
-        loss: ends the last stage.
+        stages: the layers of each stage.
+        inputs: the inputs of a micro-batch; only shapes and types matter.
+        loss: the loss that ends the last stage.
         precision: `fp32`, `bf16` or `fp16`.
-        samples: in the micro-batch.
+        samples: the number of samples in the micro-batch.
 
     Raises:
         NotOnFakesError: a layer, or the loss, fails for these shapes.
-        SplitError: a value cannot go to another process.
+        SplitError: a value cannot be sent to another process.
     """
     layers = [layer for stage in stages for layer in stage]
     context = partial(autocast, precision, "cpu")  # fake tensors are on the CPU

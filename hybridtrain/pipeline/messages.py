@@ -1,10 +1,10 @@
 """Messages between processes: a pytree as flat tensors, and the format that both sides know.
 
-A format says everything but the numbers: the structure, other values than tensors, and of each
-tensor the shape, the strides, the dtype, `requires_grad` and whether it is in CPU memory, where it
-stays at a receiver with a GPU too. It travels once, ahead of the first message that has it, in the
-closed format of `_base/codec`, so that nothing in it can run. From then on both sides know it, and
-the receiver can post its receive before the sender sends.
+A format describes everything except the numbers: the structure, values other than tensors, and for
+each tensor its shape, strides, dtype, `requires_grad`, and whether it is in CPU memory, where it
+stays even if the receiver has a GPU. The sender transmits a format once, before the first message
+that uses it, in the restricted encoding of `_base/codec`, which cannot execute code. From then on,
+the receiver can post a receive before the sender sends.
 
     message -> pack -> format, flat tensors  ...  flat tensors, format -> unpack -> message
 """
@@ -28,7 +28,7 @@ from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import SplitError, setting
 
 _CPU = torch.device("cpu")
-_MOST_DIMENSIONS = 64  # of PyTorch's tensors
+_MOST_DIMENSIONS = 64  # the limit of PyTorch tensors
 
 MOST_BYTES = 1 << 24
 """The largest format of a message, in bytes."""
@@ -38,7 +38,7 @@ MOST_TENSOR_BYTES = 1 << 40
 
 
 class TensorFormat(NamedTuple):
-    """The layout of a tensor; strides are those of dense memory."""
+    """The layout of a tensor, with the strides of dense memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -48,12 +48,12 @@ class TensorFormat(NamedTuple):
 
 
 class MessageFormat(NamedTuple):
-    """All of a message but the numbers in its tensors.
+    """Everything in a message except the numbers in its tensors.
 
     Attributes:
-        structure: of the pytree.
+        structure: the structure of the pytree.
         leaves: its leaves, with a `_Place` for each tensor.
-        tensors: the formats of the tensors that travel.
+        tensors: the formats of the tensors to send.
     """
 
     structure: TreeSpec
@@ -62,67 +62,67 @@ class MessageFormat(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Stands for a tensor among the leaves: its number among those that travel."""
+    """Placeholder for a tensor among the leaves: its index in the tensors to send."""
 
     number: int
 
 
 def pack(
-    message: Any, unique: bool, known: MessageFormat | None = None
+    message: Any, unique: bool, expected: MessageFormat | None = None
 ) -> tuple[MessageFormat, list[Tensor]]:
     """Returns the format of `message`, and its tensors.
 
     Args:
         message: any pytree.
-        unique: a tensor that occurs twice travels once, and is one tensor at the receiver. Not so
-            for gradients: whether autograd gives two inputs the same tensor changes from step to
-            step, and means nothing.
-        known: the format that is expected, which is returned itself if `message` has it.
+        unique: send a tensor that occurs twice only once, as one tensor at the receiver. False for
+            gradients, because autograd may or may not give two inputs the same tensor.
+        expected: the format to expect; returned itself if `message` has it.
 
     Raises:
-        SplitError: a tensor is sparse, nested or a wrapper of others.
+        SplitError: a tensor is sparse, nested or wraps other tensors.
     """
-    if known is None:
+    if expected is None:
         leaves_of(message)  # registers dataclasses
     leaves, structure = tree_flatten(message)
     tensors: list[Tensor] = []
     number_of: dict[int, int] = {}
-    kept: list[Any] = []
+    leaf_values: list[Any] = []
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
-            kept.append(leaf)
+            leaf_values.append(leaf)
             continue
         if not unique or id(leaf) not in number_of:
             number_of[id(leaf)] = len(tensors)
             tensors.append(leaf)
-        kept.append(_Place(number_of[id(leaf)]))
+        leaf_values.append(_Place(number_of[id(leaf)]))
     if (
-        known is not None
-        and len(tensors) == len(known.tensors)
-        and all(map(_has_format, tensors, known.tensors))
-        and _same(kept, known.leaves)
-        and structure == known.structure
+        expected is not None
+        and len(tensors) == len(expected.tensors)
+        and all(map(_has_format, tensors, expected.tensors))
+        and _same(leaf_values, expected.leaves)
+        and structure == expected.structure
     ):
-        return known, tensors
+        return expected, tensors
     for tensor in tensors:
         if not _is_dense(tensor):
             kind = type(tensor).__name__ if tensor.layout == torch.strided else tensor.layout
             raise SplitError(
-                f"a tensor of {kind} and shape {tuple(tensor.shape)} would go to another process, "
-                f"and only dense tensors can: hand on its parts, or its to_dense(), cut elsewhere, "
+                f"cannot send a tensor of {kind} and shape {tuple(tensor.shape)} to another "
+                f"process, only dense tensors: pass on its parts or its to_dense(), cut elsewhere, "
                 f"or set {setting('engine', 'local')}"
             )
     formats = [
         TensorFormat(tuple(t.shape), _dense(t), t.dtype, t.requires_grad, t.device == _CPU)
         for t in tensors
     ]
-    return MessageFormat(structure, kept, formats), tensors
+    return MessageFormat(structure, leaf_values, formats), tensors
 
 
 def unpack(form: MessageFormat, tensors: Sequence[Tensor], device: torch.device) -> Any:
     """Returns the message of this format with these tensors, on `device` or in CPU memory."""
     tensors = [
-        t if one.on_cpu else t.to(device) for t, one in zip(tensors, form.tensors, strict=True)
+        t if expected.on_cpu else t.to(device)
+        for t, expected in zip(tensors, form.tensors, strict=True)
     ]
     for tensor, tensor_format in zip(tensors, form.tensors, strict=True):
         if tensor_format.requires_grad:
@@ -132,7 +132,7 @@ def unpack(form: MessageFormat, tensors: Sequence[Tensor], device: torch.device)
 
 
 def flat(tensor: Tensor, form: TensorFormat) -> Tensor:
-    """Returns the numbers of `tensor` as they lie in dense memory, in one dimension."""
+    """Returns the elements of `tensor` in memory order, as a dense 1-dim tensor."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.stride() != form.stride:
         dense = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=tensor.device)
@@ -141,12 +141,12 @@ def flat(tensor: Tensor, form: TensorFormat) -> Tensor:
 
 
 def wire_device(form: TensorFormat, device: torch.device) -> torch.device:
-    """Returns where a tensor of this format travels, if those of other devices do on `device`."""
+    """Returns the device that transmits a tensor of this format: the CPU, or `device`."""
     return _CPU if form.on_cpu else device
 
 
 def empty(form: TensorFormat, device: torch.device) -> Tensor:
-    """Returns a tensor of this format for a receive into, on its `wire_device`."""
+    """Returns an empty tensor of this format to receive into, on its `wire_device`."""
     at = wire_device(form, device)
     return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=at)
 
@@ -161,21 +161,21 @@ def to_bytes(form: MessageFormat) -> Tensor:
         data = codec.encode(form)
     except codec.CodecError as error:
         raise SplitError(
-            f"a value that would go to another process cannot be sent ({error}). Processes send "
+            f"cannot send a value to another process ({error}). Processes can send "
             f"tensors, plain values, and dataclasses, named tuples and enums that the modules of "
             f"the model define or import: use one of these, cut elsewhere, or set "
             f"{setting('engine', 'local')}"
         ) from error
     if len(data) > MOST_BYTES:
         raise SplitError(
-            f"{len(data)} bytes of values other than tensors would go to another process, and "
-            f"{MOST_BYTES} can: cut elsewhere, or set {setting('engine', 'local')}"
+            f"{len(data)} bytes of non-tensor values exceed the limit for a message to another "
+            f"process, {MOST_BYTES}: cut elsewhere, or set {setting('engine', 'local')}"
         )
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def format_buffer(size: int) -> Tensor:
-    """Returns memory for a format that another process announces with `size` bytes.
+    """Returns memory for a format of `size` bytes that another process announces.
 
     Raises:
         CodecError: no format has that size.
@@ -186,10 +186,10 @@ def format_buffer(size: int) -> Tensor:
 
 
 def from_bytes(data: Tensor) -> MessageFormat:
-    """Returns the format of the result of `to_bytes`, which another process has sent.
+    """Returns the format that another process encoded with `to_bytes`.
 
     Raises:
-        CodecError: the bytes are not a format. Nothing that they say is run.
+        CodecError: the bytes are not a format. Decoding never executes code.
     """
     try:
         form = codec.decode(data.numpy().data)
@@ -245,23 +245,23 @@ def _same(leaves: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(leaves) == len(others) and all(map(_is_same, leaves, others))
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if one is other:
+def _is_same(value: Any, other: Any) -> bool:
+    if value is other:
         return True
-    if type(one) is not type(other):
+    if type(value) is not type(other):
         return False
-    if type(one) in (int, str, bytes, _Place):
-        return bool(one == other)
+    if type(value) in (int, str, bytes, _Place):
+        return bool(value == other)
     try:
-        return codec.encode(one) == codec.encode(other)
+        return codec.encode(value) == codec.encode(other)
     except codec.CodecError:
         return False
 
 
 def _dense(tensor: Tensor) -> tuple[int, ...]:
-    """Returns the strides that `empty_like` gives: of dense layouts such as channels_last.
+    """Returns the strides that `empty_like` uses, for dense layouts such as channels_last.
 
-    Those of a dimension of size 1 mean nothing, and are always the same here.
+    The stride of a dimension of size 1 is arbitrary; here it is always the same.
     """
     if not tensor.is_contiguous():
         return torch.empty_like(tensor, device="meta").stride()

@@ -1,8 +1,8 @@
-"""Notices that a model has other modules or parameters than those that its stages were made of.
+"""Detects that modules or parameters of a model were changed after its stages were built.
 
-Buffers and all else that a traced forward reads are compared by `graph.reads`, where they matter.
-Looked at before each step, so it must be quick: objects by identity, `requires_grad`, and where the
-memory of a parameter is, which a change of its dtype or its device moves. 200 modules with as many
+`graph.reads` compares buffers and everything else that a traced forward reads. This check runs
+before each step, so it must be fast: it compares objects by identity, `requires_grad`, and the
+memory address of each parameter, which changes with its dtype or device. 200 modules with as many
 parameters take about 50 us.
 """
 
@@ -20,14 +20,14 @@ from torch.nn.parameter import is_lazy
 from hybridtrain.errors import ConfigError, phrase
 
 _requires_grad = attrgetter("requires_grad")
-_Place = tuple[str, str]  # the name of a module, and of what it holds
+_Place = tuple[str, str]  # the names of a module and of its parameter or submodule
 
 
 class ModelWatch:
-    """Compares `net` with what it was at the last `look`.
+    """Compares `net` with its state at the last `look`.
 
     Attributes:
-        objects: the modules and parameters that there were; another list after each look.
+        objects: the modules and parameters at the last look; a new list after each look.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -36,7 +36,7 @@ class ModelWatch:
         self.look()
 
     def changed_by_forward(self) -> None:
-        """Leaves out, from now on, what a first step has replaced itself."""
+        """Ignores from now on the objects that a first step replaces itself."""
         if not self._is_as_before():
             before = self._held
             self.look()
@@ -46,11 +46,11 @@ class ModelWatch:
             )
 
     def frozen_or_freed(self) -> list[str]:
-        """Returns the parameters whose `requires_grad` is another than at the last look.
+        """Returns the parameters with another `requires_grad` than at the last look.
 
         Raises:
-            ConfigError: modules or parameters are other ones, or were converted or moved; names the
-                first.
+            ConfigError: modules or parameters were replaced, converted or moved; the message names
+                the first.
         """
         if self._is_as_before():
             return []
@@ -68,11 +68,11 @@ class ModelWatch:
             if was != now:
                 flipped.append(name)
         if not flipped:
-            self.look()  # other memory of the same kind: nothing depends on it
+            self.look()  # new memory of the same kind: nothing depends on its address
         return flipped
 
     def look(self) -> None:
-        """Takes the model as it is now for the one to compare with."""
+        """Stores the present state of the model for later comparisons."""
         modules = self._plain_modules()
         self._held = self._held_by(modules)
         tables = [table for m in modules.values() for table in (m._modules, m._parameters)]
@@ -104,12 +104,12 @@ class ModelWatch:
         )
 
     def has_same_objects(self) -> bool:
-        """Returns whether the modules and parameters are those of the last look."""
+        """Returns whether modules and parameters are the same objects as at the last look."""
         return _identical(self.objects, list(chain.from_iterable(self._values)))
 
 
 def _has_memory(parameter: Tensor) -> bool:
-    """Returns whether it is known where `parameter` is: not of wrappers of other tensors."""
+    """Returns whether `parameter` has a memory address; tensors that wrap others have none."""
     try:
         return not is_lazy(parameter) and parameter.data_ptr() >= 0
     except (RuntimeError, NotImplementedError):
@@ -122,8 +122,8 @@ def _identical(some: Collection[Any], others: Collection[Any]) -> bool:
 
 def _changed(what: str) -> ConfigError:
     return ConfigError(
-        f"{what}, after {phrase('HybridModel')} was made, whose stages hold what was there "
-        f"before: make a new {phrase('HybridModel')}, and a new optimizer over its parameters"
+        f"{what}; the stages of {phrase('HybridModel')} still have the earlier modules and "
+        f"parameters: make a new {phrase('HybridModel')} and a new optimizer over its parameters"
     )
 
 

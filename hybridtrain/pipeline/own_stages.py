@@ -1,12 +1,12 @@
-"""The part of a model that a process has, made without the rest.
+"""Builds the part of a model that a process owns, without the rest.
 
-Where stages are in several processes, none of these steps holds the whole model:
+With stages in several processes, no step below holds the whole model:
 
     rank 0       build() without values  ->  plan, which all processes receive
     each process build() without values  ->  the layers of the plan  ->  the names that it owns
     each process construct_part(build)   ->  the values of its stages
 
-Layers that are measured for the plan have random values, one layer at a time.
+Layers measured for the plan get random values, one layer at a time.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ log = logging.getLogger("hybridtrain")
 
 
 class OwnStages(NamedTuple):
-    """A model with the values of this process's stages; the others are meta tensors.
+    """A model with the values of this process's stages; other tensors are meta tensors.
 
     Attributes:
         net: the model.
-        plan: how it is divided.
-        planned: its layers, by stage.
+        plan: the stages.
+        planned: the layers of each stage.
     """
 
     net: nn.Module
@@ -55,13 +55,13 @@ def construct_own_stages(
 ) -> OwnStages | None:
     """Returns `build()` with the values of this process's stages; a collective call.
 
-    None if all stages are in this process, or the model cannot be made in parts: it must be built
-    whole then, for which the default generators are as they were.
+    None if all stages are in this process, or if the model cannot be built in parts. Then it must
+    be built as a whole; the default generators are unchanged.
 
     Args:
-        build: makes the model on the CPU, a new one at each call.
+        build: builds a new model on the CPU at each call.
         world: the processes.
-        options: how the model is divided.
+        options: the pipeline options.
         example_inputs: see `Planner`.
 
     Raises:
@@ -75,19 +75,19 @@ def construct_own_stages(
     )
     plan = world.from_main(lambda: plan_without_values(build, options, make_planner))
     rewind(draws)
-    own, problem = None, ""
+    own_stages, problem = None, ""
     try:
-        own = _own_part(build, plan, world, options, make_planner)
-    except Exception as error:  # building it whole works, or shows the error
+        own_stages = _own_part(build, plan, world, options, make_planner)
+    except Exception as error:  # building the whole model works, or raises the error
         problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    gc.collect()  # a traced model is in cycles
+    gc.collect()  # a traced model has reference cycles
     give_back_memory()
     if problems := [problem for problem in world.gather(problem) if problem]:
         if world.is_main:
-            log.info("each process builds the whole model at first: %s", problems[0])
+            log.info("each process first builds the whole model: %s", problems[0])
         rewind(draws)
         return None
-    return own
+    return own_stages
 
 
 def plan_without_values(
@@ -95,12 +95,12 @@ def plan_without_values(
     options: PipelineOptions,
     make_planner: Callable[[nn.Module], Planner],
 ) -> Plan:
-    """Returns the plan for a model of which as little is built as the split allows.
+    """Returns the plan for a model; builds as little of the model as the split allows.
 
     Args:
         build: see `construct_own_stages`.
-        options: how the model is divided.
-        make_planner: makes a planner for a model.
+        options: the pipeline options.
+        make_planner: returns a planner for a model.
 
     Raises:
         SplitError, ConfigError: the model cannot be divided like this.
@@ -116,7 +116,7 @@ def plan_without_values(
 
 
 def _without_values(build: Callable[[], nn.Module], options: PipelineOptions) -> nn.Module:
-    """Returns `build()` on the meta device; where layers are measured, buffers have values."""
+    """Returns `build()` on the meta device; buffers have values if layers are measured."""
     outline = construct_on_meta(build)
     if not needs_costs(options):
         return outline
@@ -135,13 +135,13 @@ def _own_part(
     expected = make_planner(outline).layers_of(plan)
     owners = world.stage_owners.placed(options.placement)
     owned = owners.stages_of(world.pipeline_rank, options.stages_per_device)
-    kept = {id(tensor) for tensor in _kept(outline, expected.stages, owned)}
+    kept_ids = {id(tensor) for tensor in _kept(outline, expected.stages, owned)}
     named = (outline.named_parameters, outline.named_buffers)
     names = {
         name
-        for each in named
-        for name, tensor in each(remove_duplicate=False)
-        if id(tensor) in kept
+        for named_tensors in named
+        for name, tensor in named_tensors(remove_duplicate=False)
+        if id(tensor) in kept_ids
     }
     net = construct_part(build, names.__contains__)
     planned = make_planner(net).layers_of(plan)
@@ -153,7 +153,7 @@ def _own_part(
 def drop_other_stages(
     net: nn.Module, parts: Sequence[Sequence[Layer]], owned: Sequence[int]
 ) -> None:
-    """Frees what the stages of other processes have: meta tensors take its place.
+    """Replaces tensors of other processes' stages by meta tensors.
 
     Args:
         net: the model.
@@ -165,16 +165,16 @@ def drop_other_stages(
 
 
 def _kept(net: nn.Module, parts: Sequence[Sequence[Layer]], owned: Sequence[int]) -> list[Tensor]:
-    """Returns the parameters and buffers of the stages `owned`, and those that no stage uses."""
-    own: dict[int, Tensor] = {}
+    """Returns the parameters and buffers of the stages `owned`, and tensors that no stage uses."""
+    owned_tensors: dict[int, Tensor] = {}
     others: set[int] = set()
     for index, part in enumerate(parts):
         modules = nn.ModuleList(layer.module for layer in part)
         for tensor in (*modules.parameters(), *modules.buffers()):
-            # the first stage that has a parameter owns it; a buffer is in each that has it
+            # the first stage with a parameter owns it; every stage with a buffer has it
             if index in owned and not (isinstance(tensor, nn.Parameter) and id(tensor) in others):
-                own[id(tensor)] = tensor
-            elif id(tensor) not in own:
+                owned_tensors[id(tensor)] = tensor
+            elif id(tensor) not in owned_tensors:
                 others.add(id(tensor))
     unused = [t for t in (*net.parameters(), *net.buffers()) if id(t) not in others]
-    return [*own.values(), *unused]
+    return [*owned_tensors.values(), *unused]

@@ -58,28 +58,28 @@ _NOTHING = nullcontext()
 
 
 class Pipeline:
-    """The stages of a model that this process owns, and all that is known of the others.
+    """The stages of a model that this process owns, and the known facts about other stages.
 
-    Whatever concerns the whole model is asked of it: nobody else may take for granted that the last
+    Operations on the whole model go through this class: no other code may assume that the last
     stage, its device, or every gradient is in this process.
 
     Args:
         net: the model; its layers are moved to their devices, and rank 0's values to all ranks.
         plan: the stages.
-        planned: the layers of each stage, as `plan` has them.
-        world: the processes and devices; all of them make the pipeline together.
-        options: how it runs.
-        engine: what executes its steps; None: as `world` says.
+        planned: the layers of each stage in `plan`.
+        world: the processes and devices; all processes build the pipeline together.
+        options: the pipeline options.
+        engine: the engine; None: the engine of `world`.
 
     Attributes:
         stages: the stages of this process, in the order of the pipeline.
-        plan: how the model is divided.
+        plan: the plan of the stages.
         planned: the layers of all stages.
         groups: the process group of each stage; None with one replica.
         rng: seeds the random operations of the layers.
-        watches_state: whether the first steps look at what forwards change; see `layer_state`.
-        output_process: which of the replica's processes has the last stage.
-        owns_output: whether that is this process.
+        watches_state: whether the first steps check what forwards change; see `layer_state`.
+        output_process: the index of the replica's process with the last stage.
+        owns_output: whether this process has the last stage.
     """
 
     def __init__(
@@ -127,12 +127,12 @@ class Pipeline:
         self._tied = tied_parameters(uses)
         used = {id(t) for k in layers for t in (*k.module.parameters(), *k.module.buffers())}
         for tensor in (*net.parameters(), *net.buffers()):
-            if id(tensor) not in used:  # by no layer, so that no stage sends it
+            if id(tensor) not in used:  # no layer uses it, so no stage sends it
                 world.broadcast_tensor(tensor.data)
         own_layers = [layer.module for stage in self.stages for layer in stage.layers]
         fixed = world.fixed_replicas is not None
         if options.compile:
-            # not for the shapes that a process has seen, where these depend on their number
+            # not specialized to shapes that a process has seen, if they depend on the process count
             compile_layers(own_layers, self._policy.is_active or fixed)
         if fixed and world.devices[0].type == "cpu" and torch.get_num_threads() > 1:
             _log.info("one intra-op thread, since kernels add up in an order that depends on it")
@@ -158,7 +158,7 @@ class Pipeline:
                     [] if self._norms is None else self._norms.of(stage.module)
                 )
         self._gradient_devices = {stage.device for stage in self.stages}
-        # TorchScript's cannot be dropped; they are not this process's all the same
+        # TorchScript parameters cannot be dropped, but do not belong to this process
         self._of_others = {id(p) for layer in layers for p in layer.module.parameters()}
         for stage in self.stages:
             self._of_others -= {id(p) for p in stage.module.parameters()}
@@ -172,12 +172,12 @@ class Pipeline:
         self._buffer_copies = [pair for segment in segments for pair in segment.copies()]
 
     def _install(self, variant: VariantCut) -> None:
-        """Gives all stages the graphs of another variant, and connects them anew.
+        """Gives all stages the graphs of another variant, and reconnects them.
 
-        All processes of a pipeline do so before the same step, since they have the same inputs.
+        All processes of a pipeline call it before the same step, because they have the same inputs.
 
         Raises:
-            SplitError: a stage does not have what its graphs use.
+            SplitError: a stage lacks tensors that its graphs use.
         """
         parts = self.planned.stages
         check_variant(variant, parts)
@@ -210,20 +210,20 @@ class Pipeline:
     def needs_batches(self) -> bool:
         """True if this process uses the inputs or the targets of a batch.
 
-        It does with the first or the last stage, and where the graphs of traced layers depend on
-        the inputs.
+        This is the case with the first or the last stage, and if the graphs of traced layers depend
+        on the inputs.
         """
         ends = {0, len(self.planned.stages) - 1}
         has_end = any(stage.index in ends for stage in self.stages)
         return has_end or self._variants is not None
 
     def variants_of(self, parts: Sequence[Any]) -> list[int] | None:
-        """Returns the variant of the graphs for each of some micro-batches; see `Variants`.
+        """Returns the graph variant for each of `microbatches`; see `Variants`.
 
-        One that is missing is traced and installed. None: the model has none.
+        A missing variant is traced and installed. None: the model has no variants.
 
         Raises:
-            BatchError: the model cannot be traced for one, or has too many variants.
+            BatchError: the model cannot be traced for a micro-batch, or has too many variants.
             SplitError: the variant does not fit the stages.
         """
         return None if self._variants is None else self._variants.choose(parts)
@@ -247,13 +247,14 @@ class Pipeline:
     ) -> list[Any]:
         """Runs a step with its backward; gradients are added to `parameter.grad`.
 
-        All processes call it together. Arguments and result are those of `Step` and `Engine.run`.
+        All processes call it together. For arguments and result, see `Step` and `Engine.run`.
         """
-        # with fixed replicas not between the batches of a step: a process may be at another replica
+        # with fixed replicas, not between the batches of a step: processes may be at different
+        # replicas
         goes_on = self._accumulates and any(p.grad is not None for p in self.parameters.values())
         if not goes_on:
             for stage in self.stages:
-                stage.end_replicas()  # of a step that was given up
+                stage.end_replicas()  # after an abandoned step
             if self._options.broadcast_buffers:
                 self.sync_buffers()
         self._accumulates = not reduce and self._world.fixed_replicas is not None
@@ -294,7 +295,7 @@ class Pipeline:
             "compiled %d of %d layers%s",
             sum(map(self._count_compiled, self.stages)),
             sum(len(stage.layers) for stage in self.stages),
-            f"; these draw random numbers, and run uncompiled in training: {', '.join(plain)}"
+            f"; these draw random numbers and run uncompiled in training: {', '.join(plain)}"
             if plain
             else "",
         )
@@ -305,17 +306,17 @@ class Pipeline:
         return sum(not self.rng.draws(number) for number in numbers) * self._options.compile
 
     def frozen_or_freed(self) -> list[str]:
-        """Returns what was frozen or freed since the last step; see `ModelWatch`."""
+        """Returns the parameters frozen or unfrozen since the last step; see `ModelWatch`."""
         return self._watch.frozen_or_freed()
 
     def follow_requires_grad(self, names: Sequence[str]) -> None:
-        """Trains those parameters that now require a gradient; a collective call.
+        """Trains the parameters that now require a gradient; a collective call.
 
         Args:
-            names: of those that were frozen or freed.
+            names: the names of the frozen or unfrozen parameters.
 
         Raises:
-            ConfigError: other processes have frozen or freed others.
+            ConfigError: other processes have frozen or unfrozen different parameters.
         """
         check_frozen_alike(names, self._world)
         for stage in self.stages:
@@ -325,7 +326,7 @@ class Pipeline:
                 stage.reducer.build()
         if self._variants is not None:
             self._variants.forget()
-        # one that has learned nothing: messages have other formats where gradients are others
+        # a new engine, because different gradients change the message formats
         self._engine = self._make_engine(self.stages, self._links, self._world)
         self._watch.look()
 
@@ -337,7 +338,7 @@ class Pipeline:
         places: Sequence[MicrobatchPlace] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """Runs a step of forwards alone; the caller has turned gradients off."""
+        """Runs a step with forwards only; the caller has disabled gradients."""
         training, state = self._net.training, ThreadState.capture()
         step = Step(
             schedule, source, head, state, training=training, places=places, meanwhile=meanwhile
@@ -346,7 +347,7 @@ class Pipeline:
 
     @property
     def traced_names(self) -> frozenset[str]:
-        """Names of the model's modules whose hooks do not run, since graphs run in their place."""
+        """Names of modules with hooks that do not run, because graphs run instead."""
         return self._guards.traced_names
 
     def _run(self, step: Step, trains: bool) -> list[Any]:
@@ -355,8 +356,8 @@ class Pipeline:
             self._choose_variants(step)
         for tie in self._ties:
             tie.refresh()
-        for own, copy in self._buffer_copies:
-            copy.copy_(own, non_blocking=True)
+        for original, copy in self._buffer_copies:
+            copy.copy_(original, non_blocking=True)
         self.rng.begin_step(self._net.training, step.places)
         for stage in self.stages:
             stage.begin_replicas(step.places)
@@ -372,13 +373,13 @@ class Pipeline:
         if trains:
             self.rng.end_step()
         if not self._has_run:
-            self._guards.check()  # a layer may set what the model's forward reads
+            self._guards.check()  # a layer may set attributes that the model's forward reads
             self._has_run = True
         return values
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters of the model that this process has, under their names."""
+        """The parameters of the model in this process, by name."""
         objects = self._watch.objects
         if self._named is not None and self._named[0] is objects and self._watch.has_same_objects():
             return self._named[1]
@@ -387,15 +388,15 @@ class Pipeline:
             for name, p in self._net.named_parameters()
             if not p.is_meta and id(p) not in self._of_others
         }
-        if self._watch.has_same_objects():  # not in the middle of a change, or of a step
+        if self._watch.has_same_objects():  # not during a change or a step
             self._named = objects, named
         return named
 
     def local_state_dict(self) -> dict[str, Any]:
-        """Returns the entries of the model's state that this process answers for.
+        """Returns the entries of the model's state that this process is responsible for.
 
-        Those of its stages' modules; the first process of a pipeline has those that are in no stage
-        as well. A tied parameter is its first stage's.
+        These are the entries of its stages' modules; the first process of a pipeline also has the
+        entries of no stage. A tied parameter belongs to its first stage.
         """
         state: dict[str, Any] = self._net.state_dict(keep_vars=True)
         if self._world.pipeline_group is None:
@@ -406,19 +407,19 @@ class Pipeline:
 
         def held(by: Sequence[nn.Module]) -> set[int]:
             tensors = [t for module in by for t in (*module.parameters(), *module.buffers())]
-            return {id(part) for part in (*tensors, *(m for one in by for m in one.modules()))}
+            return {id(part) for part in (*tensors, *(m for root in by for m in root.modules()))}
 
-        staged, own = held(layers), held(stages)
+        staged, own_ids = held(layers), held(stages)
 
         def answers(key: str, value: Any) -> bool:
             if id(value) in staged:
-                return id(value) in own and not value.is_meta
-            # another state of a module, or what no stage has
+                return id(value) in own_ids and not value.is_meta
+            # extra state of a module, or an entry of no stage
             name = key
-            while name not in modules:  # the innermost module that has it
+            while name not in modules:  # the innermost module with this state
                 name = name.rpartition(".")[0]
             module = id(modules[name])
-            return module in own or (module not in staged and self._world.pipeline_rank == 0)
+            return module in own_ids or (module not in staged and self._world.pipeline_rank == 0)
 
         return {key: value for key, value in state.items() if answers(key, value)}
 
@@ -427,19 +428,19 @@ class Pipeline:
         if self._world.pipeline_group is None:
             state: dict[str, Any] = self._net.state_dict()
             return state
-        own = {
+        own_entries = {
             name: value.detach().cpu() if isinstance(value, Tensor) else value
             for name, value in self.local_state_dict().items()
         }
-        found = dict(self.gather(list(own.items())))
-        # names of one tensor get one tensor
+        entries = dict(self.gather(list(own_entries.items())))
+        # several names of a tensor get the same tensor
         first: dict[int, str] = {}
         objects = self._net.state_dict(keep_vars=True)
         for name, value in objects.items():
-            if isinstance(value, Tensor) and name in found:
+            if isinstance(value, Tensor) and name in entries:
                 first.setdefault(id(value), name)
         return {
-            name: found[name] if name in found else found[first[id(value)]]
+            name: entries[name] if name in entries else entries[first[id(value)]]
             for name, value in objects.items()
         }
 
@@ -453,11 +454,11 @@ class Pipeline:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """The parameters for an optimizer; one that is empty where there are none."""
+        """The parameters for an optimizer; one empty parameter if there are none."""
         return list(self.parameters.values()) or [self._no_parameter]
 
     def new_timeline(self, schedule: Schedule) -> Timeline:
-        """Returns a timeline for the next step; its spans are those of all processes."""
+        """Returns a timeline for the next step; its spans cover all processes."""
         world = self._world
         if world.pipeline_group is None:
             return Timeline(schedule, world.devices)
@@ -466,25 +467,25 @@ class Pipeline:
         return Timeline(schedule, devices, peers)
 
     def recomputed(self, chunks: int) -> list[list[float]]:
-        """Returns, by stage and micro-batch, the share of a forward that its backward runs again.
+        """Returns, by stage and micro-batch, the share of a forward that its backward recomputes.
 
-        Of single layers it is their share of the stage's time, as far as the plan knows it.
+        For single layers, this is their share of the stage's time, if the plan has times.
         """
         times = [[cost.forward_ms for cost in stage.layers] for stage in self.plan.stages]
         return self._policy.shares(times, chunks)
 
     @property
     def has_ties(self) -> bool:
-        """True if a parameter of this process is shared by several stages."""
+        """True if several stages share a parameter of this process."""
         return bool(self._ties)
 
     @property
     def output_device(self) -> torch.device:
-        """The device of the last stage, or of the last one in this process."""
+        """The device of the last stage in this process."""
         return self.stages[-1].device
 
     def to_output_device(self, values: Any) -> Any:
-        """Returns a pytree with its tensors on the last stage's device, if that is here."""
+        """Moves the tensors of a pytree to the last stage's device, if this process has it."""
         if values is None or not self.owns_output:
             return values
         device = self.output_device
@@ -496,7 +497,7 @@ class Pipeline:
         """Returns the sum over the replicas of `values`, on every process.
 
         Args:
-            values: of any shape, on the CPU; ignored in a process without the last stage.
+            values: a CPU tensor of any shape; ignored in a process without the last stage.
         """
         return self._world.sum(values if self.owns_output else torch.zeros_like(values))
 
@@ -521,37 +522,35 @@ class Pipeline:
             return norm_over_devices(gradients)
         if not gradients:
             return get_total_norm(gradients)
-        # the same operations without sorting by device, which takes longer than they do
+        # the same operations without sorting by device, which would take longer than the norms
         norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         return norm
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales the gradients of all stages down to `max_norm`; returns their norm before."""
+        """Scales the gradients of all stages down to `max_norm`; returns their previous norm."""
         norm = self.grad_norm()
         self.clip_grads_with_norm_(max_norm, norm)
         return norm
 
     def clip_grads_with_norm_(self, max_norm: float, norm: Tensor) -> None:
-        """Scales the gradients, whose norm is `norm`, down to `max_norm`."""
+        """Scales gradients with the norm `norm` down to `max_norm`."""
         clip_grads_with_norm_(list(self.parameters.values()), max_norm, norm)
 
     def reset_peak_memory(self) -> None:
-        """Counts the peak memory of this process's devices from now on."""
+        """Resets the peak memory statistics of this process's devices."""
         for device in self._gradient_devices:
             if (accelerator := accelerator_of(device)) is not None:
                 accelerator.reset_peak_memory(device)
 
     def device_memory(self) -> dict[str, dict[str, int]]:
-        """Returns the peak bytes of each device and all that it has.
+        """Returns the peak bytes of each device and its total memory.
 
-        `allocated` is for tensors, `reserved` what is held for them, `total` all of the device's.
-        Covers all processes of the pipeline, which call it together; CPUs are left out. The
-        difference between `reserved` and `allocated` is memory that the allocator holds in addition
-        to the tensors.
+        `allocated` counts tensors, `reserved` the allocator's memory, `total` the device's memory.
+        Covers all processes of the pipeline, which call it together; CPUs are omitted.
         """
         rank = self._world.rank
         several = self._world.pipeline_group is not None
-        own = [
+        memory = [
             (
                 f"rank {rank} {device}" if several else str(device),
                 accelerator.peak_memory(device)._asdict()
@@ -560,14 +559,14 @@ class Pipeline:
             for device in sorted(self._gradient_devices, key=str)
             if (accelerator := accelerator_of(device)) is not None
         ]
-        return dict(self.gather(own))
+        return dict(self.gather(memory))
 
     def memory_bytes(self, optimizer: Optimizer | None = None) -> list[int]:
-        """Returns the peak memory of each stage so far, in bytes; those of this process.
+        """Returns the peak memory so far of each stage of this process, in bytes.
 
-        On a GPU it is the allocator's peak. On a CPU it is counted: parameters, gradients, buffers,
-        the activations of as many micro-batches as the schedule keeps in flight, and the state of
-        the `optimizer`, if there is one.
+        On a GPU this is the allocator's peak. On a CPU it is the sum of parameters, gradients,
+        buffers, the activations of as many micro-batches as the schedule keeps in flight, and the
+        state of the `optimizer`, if given.
         """
         in_flight = self.plan.in_flight
         return [
@@ -581,13 +580,12 @@ class Pipeline:
     def stage_summaries(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """Returns for each stage its `layers`, `parameters` and `peak_memory_bytes`.
 
-        On a GPU also `device_memory_bytes`, what its device has; on a CPU `microbatch_bytes`, the
-        part of the peak that each micro-batch in flight takes. With `compile`, also
-        `compiled_layers`, how many of them are compiled in training. A collective call of the
-        pipeline.
+        On a GPU also `device_memory_bytes`, the memory of its device; on a CPU `microbatch_bytes`,
+        the part of the peak for each micro-batch in flight. With `compile`, also `compiled_layers`,
+        the number of layers that are compiled in training. A collective call of the pipeline.
         """
         compiles = self._options.compile
-        own = [
+        summaries = [
             {
                 "index": stage.index,
                 "layers": [layer.name for layer in stage.layers],
@@ -602,11 +600,11 @@ class Pipeline:
             }
             for stage, memory in zip(self.stages, self.memory_bytes(optimizer), strict=True)
         ]
-        by_stage = sorted(self.gather(own), key=itemgetter("index"))
+        by_stage = sorted(self.gather(summaries), key=itemgetter("index"))
         return [{k: v for k, v in summary.items() if k != "index"} for summary in by_stage]
 
-    def gather(self, own: list[T]) -> list[T]:
-        """Returns the lists of all processes of the pipeline as one, on each of them."""
+    def gather(self, items: list[T]) -> list[T]:
+        """Concatenates the lists of all processes of the pipeline, on each process."""
         if self._world.pipeline_group is None:
-            return own
-        return list(chain.from_iterable(objects.gather(own, self._world.pipeline_group)))
+            return items
+        return list(chain.from_iterable(objects.gather(items, self._world.pipeline_group)))

@@ -1,4 +1,4 @@
-"""The making of the stages of this process: layers on their devices, and the ends of ties."""
+"""Builds the stages of this process: layers on their devices, and the ends of ties."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def build_stages(
     rng: LayerRNG,
     policy: RecomputePolicy,
 ) -> list[Stage]:
-    """Brings the layers of this process's stages to their devices, and rank 0's values to all."""
+    """Moves this process's layers to their devices, and broadcasts rank 0's values."""
     owners = world.stage_owners.placed(options.placement)
     owned = owners.stages_of(world.pipeline_rank, options.stages_per_device)
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     tied = tied_parameters(uses)
     stages: list[Stage] = []
-    own: list[dict[str, Parameter]] = []
+    own_parameters: list[dict[str, Parameter]] = []
     connections = connections_of(parts, links, world, options, groups, rng, policy, tied)
     for index, (part, connection) in enumerate(zip(parts, connections, strict=True)):
         if index not in owned:
@@ -56,15 +56,15 @@ def build_stages(
         own_names = names if world.size > 1 else None
         stage = Stage(index, module, device, part, connection, aliases, own_names)
         alias_of = {id(alias.parameter): alias.alias for alias in stage.aliases}
-        own.append(
+        own_parameters.append(
             {
                 names[id(p)]: alias_of.get(id(p), p)
                 for p in module.parameters()
-                if id(p) in names  # an alias has no name
+                if id(p) in names  # aliases have no names
             }
         )
         stages.append(stage)
-    for stage, named in zip(stages, own, strict=True):
+    for stage, named in zip(stages, own_parameters, strict=True):
         group = groups[stage.index]
         unused = options.find_unused_parameters
         if group is not None:
@@ -89,7 +89,7 @@ def connections_of(
     policy: RecomputePolicy,
     tied: Collection[int],
 ) -> list[Connection]:
-    """Returns how the layers of each stage run, and what crosses its borders."""
+    """Returns the runner of each stage's layers, with the links over its borders."""
     owners = world.stage_owners.placed(options.placement)
     in_place = any(works_in_place(layer.module) for part in parts for layer in part)
     clones = in_place and policy.is_active
@@ -119,15 +119,15 @@ def connections_of(
 
 
 def _changer(layers: Sequence[Layer]) -> str | None:
-    """Returns the first layer that may change what another one has made in place.
+    """Returns the first layer that may change another layer's result in place.
 
-    A segment of a traced graph does not: what it changes is in no other segment.
+    A segment of a traced graph does not: no other segment has the tensors that it changes.
     """
     return next(
         (
-            one.name
-            for one in layers
-            if works_in_place(one.module) and type(one.module) is not Segment
+            layer.name
+            for layer in layers
+            if works_in_place(layer.module) and type(layer.module) is not Segment
         ),
         None,
     )
@@ -136,16 +136,16 @@ def _changer(layers: Sequence[Layer]) -> str | None:
 def ties_of(
     stages: Sequence[Stage], uses: Sequence[Sequence[TiedUse]], world: World, owners: StageOwners
 ) -> list[Tie]:
-    """Returns this process's ends of all ties, in the order of the stages, as on all processes."""
+    """Returns this process's ends of all ties, in stage order, the same on all processes."""
     here, process_of = world.pipeline_rank, owners.process_of
-    own = {stage.index: stage for stage in stages}
+    stage_at = {stage.index: stage for stage in stages}
     ties: list[Tie] = []
     for index, stage_uses in enumerate(uses):
         user = process_of(index)
         for use in {id(use.parameter): use for use in stage_uses}.values():
             home = process_of(use.owner)
             if user == here:
-                alias = next(a for a in own[index].aliases if a.parameter is use.parameter)
+                alias = next(a for a in stage_at[index].aliases if a.parameter is use.parameter)
                 if home == here:
                     ties.append(alias)
                 else:
@@ -156,10 +156,10 @@ def ties_of(
 
 
 def check_variant(variant: VariantCut, parts: Sequence[Sequence[Layer]]) -> None:
-    """Makes sure that the stages have what the graphs of another variant use.
+    """Checks that the stages have the tensors that the graphs of another variant use.
 
     Raises:
-        SplitError: one does not; names the layer.
+        SplitError: a stage does not; the message names the layer.
     """
     cuts = zip(variant.graphs, variant.owners, strict=True)
     position = 0
@@ -171,11 +171,11 @@ def check_variant(variant: VariantCut, parts: Sequence[Sequence[Layer]]) -> None
         held = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
         for layer, (graphs, owners) in zip(part, cuts, strict=False):
             for graph in graphs:
-                for own, tensor in _tensors_of_model(graph, owners).items():
+                for tensor_name, tensor in _tensors_of_model(graph, owners).items():
                     if id(tensor) not in held:
                         raise SplitError(
-                            f"it uses {own} in stage {index}, with layer {layer.name!r}, and that "
-                            f"stage does not have it"
+                            f"it uses {tensor_name} in stage {index}, with layer {layer.name!r}, "
+                            "but that stage does not have it"
                         )
 
 

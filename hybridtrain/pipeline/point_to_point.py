@@ -1,8 +1,8 @@
 """Sends and receives of tensors between two processes of a pipeline.
 
-Tensors on GPUs go through NCCL in batches. A batch uses the communicator of the pipeline's group,
-which exists from the start of a run. For a single send or receive NCCL would make another
-communicator for the two processes, in the middle of the first step. Tensors in CPU memory go
+Tensors on GPUs are sent through NCCL in batches. A batch uses the communicator of the pipeline's
+group, which exists from the start of a run. For a single send or receive, NCCL would create another
+communicator for the two processes in the middle of the first step. Tensors in CPU memory are sent
 through gloo, one by one.
 """
 
@@ -19,12 +19,12 @@ from hybridtrain.world import World
 
 
 def begin_send(tensors: Sequence[Tensor], world: World, peer: int) -> list[dist.Work]:
-    """Begins to send `tensors`; their memory must stay unchanged until the works are done.
+    """Starts sending `tensors`; their memory must stay unchanged until the works are done.
 
     Args:
-        tensors: on the world's `wire_device` or in CPU memory; empty ones are left out.
+        tensors: on the world's `wire_device` or in CPU memory; empty tensors are skipped.
         world: the processes.
-        peer: the receiver, by its number in the pipeline.
+        peer: the receiver's index in the pipeline.
     """
     batch, single = _divided(tensors)
     works = _batch(dist.isend, batch, world, peer)
@@ -32,14 +32,14 @@ def begin_send(tensors: Sequence[Tensor], world: World, peer: int) -> list[dist.
 
 
 def begin_receive(tensors: Sequence[Tensor], world: World, peer: int) -> list[dist.Work]:
-    """Begins to receive into `tensors`; see `begin_send`."""
+    """Starts receiving into `tensors`; see `begin_send`."""
     batch, single = _divided(tensors)
     works = _batch(dist.irecv, batch, world, peer)
     return works + [dist.irecv(t, group=world.pipeline_group, group_src=peer) for t in single]
 
 
 def _divided(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the tensors on GPUs and those in CPU memory, without empty ones."""
+    """Returns the tensors on GPUs and the tensors in CPU memory, without empty tensors."""
     batch: list[Tensor] = []
     single: list[Tensor] = []
     for tensor in tensors:

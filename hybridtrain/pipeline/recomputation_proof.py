@@ -1,17 +1,17 @@
-"""A comparison of recomputations with their forwards, bit by bit.
+"""Bitwise comparison of recomputations with their forwards.
 
-A backward that recomputes a forward gets the tensors that the second run saves. They must be those
-of the first run, also where a layer depends on state that nothing puts back: its own generator, a
-counter in an object, an array of numpy. So some steps note a digest of each tensor that autograd
+A backward that recomputes a forward uses the tensors that the second run saves. They must equal
+those of the first run, even if a layer depends on state that is not restored: its own generator, a
+counter in an object, a numpy array. So some steps record a digest of each tensor that autograd
 saves, and of each layer's output, in both runs:
 
     forward      saved 3f..  saved 81..  output of 'a' 55..  saved 07..  output of 'b' 9c..
     recomputed   saved 3f..  saved 81..  output of 'a' d2..  saved 6e..   (ends at the last saved)
                                                        ^ layer 'a' is the first that differs
 
-What the second run does not reach, the backward does not use. Digests stay on their device, and are
+The backward uses nothing that the second run does not reach. Digests stay on their device, and are
 compared at the end of the step. The compared steps are the first `FIRST_STEPS` of each kind
-(training mode, number of micro-batches), then each power of two, and each `INTERVAL`-th.
+(training mode, number of micro-batches), then each power of two, and each `INTERVAL`-th step.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from hybridtrain.pipeline.tensor_digest import digest
 FIRST_STEPS = 4
 INTERVAL = 128
 
-# On GPUs some kernels add up in another order each time: a difference below this share of the sum
-# of magnitudes is theirs.
+# Some GPU kernels add in a nondeterministic order, which explains differences below this share of
+# the sum of magnitudes.
 _ROUNDING = 1e-3
 
 
@@ -75,7 +75,7 @@ class Record:
             yield
 
     def at(self, layer: int) -> None:
-        """Notes that the layer of this position runs from now on."""
+        """Notes that the layer at this position runs next."""
         self._layer = layer
 
     def output(self, value: Any) -> None:
@@ -95,13 +95,13 @@ class Record:
         """Returns the position of the first layer that differs.
 
         Args:
-            exempt: whether the layer of a position may compute other bits each time.
+            exempt: returns whether the layer at a position may be nondeterministic.
         """
         if len(self._runs) < 2:
             return None
         for before, after in zip(*self._runs[:2], strict=False):
             if not _agree(before, after):
-                # what follows a layer that may differ may differ for that reason
+                # later layers may differ because of an exempt layer
                 return None if exempt(before.layer) else before.layer
         return None
 
@@ -119,11 +119,11 @@ def check_records(records: Sequence[Record], layers: Sequence[Layer]) -> None:
 
 
 def differs(layer: str) -> ConfigError:
-    """Returns the error for a layer that computes something else in its recomputation."""
+    """Returns the error for a layer with different results in its recomputation."""
     return ConfigError(
-        f"layer {layer!r} computes other values when the backward recomputes it than in its "
-        "forward, so that its gradients would be wrong: it depends on something that is not put "
-        "back, such as an object, a numpy array or its own random generator. Keep that state in "
+        f"layer {layer!r} computes different values in its recomputation than in its "
+        "forward, so its gradients would be wrong: it depends on state that is not restored, "
+        "such as an object, a numpy array or its own random generator. Keep that state in "
         "a registered buffer, or leave the layer out of recomputation: "
         f"{argument('recompute')}[...] lists the layers to recompute"
     )
@@ -147,7 +147,7 @@ def _magnitude(tensor: Tensor) -> Tensor | None:
 
 
 def _has_torchscript(module: nn.Module) -> bool:
-    """Returns whether `module` has parts of TorchScript, or calls functions of it by name."""
+    """Returns whether `module` contains TorchScript, or calls TorchScript functions by name."""
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
             return True

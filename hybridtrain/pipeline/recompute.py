@@ -1,9 +1,9 @@
-"""Recomputation: what a backward computes again instead of keeping it.
+"""Recomputation of activations in the backward, instead of storing them.
 
-Non-reentrant throughout: a reentrant checkpoint runs a nested backward, which DDP takes for a
-second gradient of the same parameter. The random operations of a layer are seeded by its place, so
-that there is no generator state to restore; PyTorch restores autocast. What a stage's forwards
-change is restored by `layer_state`, and `recomputation_proof` compares the two runs.
+All checkpoints are non-reentrant: a reentrant checkpoint runs a nested backward, which DDP takes
+for a second gradient of the same parameter. A layer's random operations are seeded by its place, so
+there is no generator state to restore; PyTorch restores autocast. `layer_state` restores the state
+that a stage's forwards change, and `recomputation_proof` compares the two runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Piece:
     """One forward that will be recomputed.
 
     Attributes:
-        snapshot: the state that it began with.
+        snapshot: the state before the forward.
         record: its digests, in a step that compares them.
     """
 
@@ -40,21 +40,21 @@ class Piece:
 
 
 def run_to_recompute(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
-    """Returns `run(piece, *args)`, whose activations the backward recomputes.
+    """Returns `run(piece, *args)`; the backward recomputes its activations.
 
     Args:
         run: called once more, with the same arguments, in the backward; its first run fills the
             `Piece` for the second.
-        copy: give `run` copies of the arguments: it may work in place, and they must be the same
-            the second time.
+        copy: pass copies of the arguments to `run`, which may work in place; the second run needs
+            the original values.
         *args: a pytree of tensors and other values.
 
     Raises:
-        UserError: `run` has changed an argument in place, of which it got no copy.
+        UserError: `run` has changed an argument in place without `copy`.
     """
     first = True
-    given = [] if copy else [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-    versions = _versions(given)
+    originals = [] if copy else [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    versions = _versions(originals)
     piece = Piece()
     failure: BaseException | None = None
 
@@ -68,17 +68,17 @@ def run_to_recompute(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
                 with allowing_torch_func():
                     return run(piece, *args)
             except BaseException as error:
-                # PyTorch 2.11's checkpoint must be left without an exception: else the hooks that
+                # PyTorch 2.11's checkpoint must exit without an exception. Otherwise the hooks that
                 # it has put into this thread stay as long as the exception, and are then removed
-                # from the thread that drops it
+                # from the thread that drops the exception
                 failure = error
                 return None
         try:
             with as_recomputation(), allowing_torch_func():
                 return run(piece, *args)
         except RuntimeError as error:
-            # What ends a recomputation once all is there, raised inside TorchScript, comes out as
-            # another error. If it was a real one, checkpoint finds that tensors are missing.
+            # The exception that ends a complete recomputation changes its type if raised inside
+            # TorchScript. After a real error, checkpoint reports missing tensors.
             if "TorchScript interpreter" not in str(error):
                 raise
             raise StopRecomputation from error
@@ -89,24 +89,24 @@ def run_to_recompute(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
             raise failure
         finally:
             failure = None
-    if _versions(given) != versions:
+    if _versions(originals) != versions:
         raise UserError(
-            "a layer that is recomputed changes what it is given in place, so that it would be "
-            "recomputed from something else: declare it with an attribute inplace = True on the "
-            "module that is given it, as nn.ReLU does, or recompute others "
+            "a recomputed layer changes its input in place, so its recomputation would start from "
+            "different values: declare it with an attribute inplace = True on the module that gets "
+            "this input, as nn.ReLU does, or recompute other layers "
             f"({argument('recompute')})"
         )
     return result
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Returns how often each tensor has been changed in place."""
+    """Returns the version counter of each tensor."""
     return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 @contextmanager
 def as_recomputation() -> Iterator[None]:
-    """Marks what runs inside as a second run of a layer, which counts nothing again."""
+    """Marks the block as the second run of a layer, which must not update counters again."""
     before = _state.recomputing
     _state.recomputing = True
     try:

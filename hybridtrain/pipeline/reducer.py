@@ -1,23 +1,23 @@
-"""The gradients of a stage over its replicas, and the norm and scale of those of all stages.
+"""Averages a stage's gradients over its replicas; norm and scale of all stages' gradients.
 
 Each stage has its own DistributedDataParallel and its own process group, so that the stages'
-threads never wait for one another inside a collective. DDP expects one forward, then one backward.
-A pipeline step has many of both, and the gradients must be reduced once, in the last micro-batch's
-backward. So the layers are called without DDP, and DDP's reducer is told right before that
-backward, as PyTorch's `torch.distributed.pipelining.stage` does:
+threads never wait for each other inside a collective. DDP expects one forward, then one backward. A
+pipeline step has many of both, and must reduce gradients once, in the last micro-batch's backward.
+So the layers are called without DDP, and DDP's reducer is prepared right before that backward, as
+in PyTorch's `torch.distributed.pipelining.stage`:
 
     stage 1   F0  F1  [1] B0  F2  [1] B1  [2] B2 ...................... [3]
                                               bucket 1 full: all-reduce
                                                    bucket 0 full: all-reduce
                                                       [4] computed: waits for both
 
-[1] An earlier backward adds to DDP's buckets, and its hooks do nothing. [2] The last one is
-prepared: its hooks mark what is complete, and a full bucket's all-reduce overlaps with the rest of
-the backward, and with other stages. [3] Every gradient must have been reduced. [4] On a recorded
-step the time is noted, so that the rest of the action is known to be waiting.
+[1] An earlier backward adds to DDP's buckets, and its hooks do nothing. [2] The last backward is
+prepared: its hooks mark complete gradients, and a full bucket's all-reduce overlaps with the rest
+of the backward and with other stages. [3] Every gradient must have been reduced. [4] A recorded
+step stores this time, to identify the rest of the action as waiting.
 
-The norm is of the norms of the single gradients, in the order of the parameters, so that it is the
-same number however stages are spread over devices and processes.
+The norm is computed from the norms of single gradients, in the order of the parameters, so that it
+is the same number for any placement of stages on devices and processes.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from hybridtrain.world import World
 
 
 class LocalReducer:
-    """Adds up a stage's gradients over logical replicas that are all in this process.
+    """Sums a stage's gradients over logical replicas that are all in this process.
 
     Args:
         names: its own parameters under the user's names.
-        world: says how many logical replicas there are.
+        world: the processes, with the number of logical replicas.
     """
 
     def __init__(self, names: Mapping[str, Parameter], world: World) -> None:
@@ -60,7 +60,7 @@ class LocalReducer:
         self.build()
 
     def build(self) -> None:
-        """Adds up the gradients of those parameters that require one now."""
+        """Sums the gradients of parameters that currently require one."""
         trained = [parameter for parameter in self._names.values() if parameter.requires_grad]
         self._sums = GradientSums(trained, self._world, None)
 
@@ -78,11 +78,11 @@ class LocalReducer:
         """Does nothing: there are no buckets."""
 
     def prepare_for_backward(self, roots: Sequence[Any]) -> None:
-        """Does nothing: the gradients are added up after the backward."""
+        """Does nothing: gradients are summed after the backward."""
 
     @contextmanager
     def noting_computed(self, device: torch.device) -> Iterator[list[Mark]]:
-        """Notes nothing: no backward waits for other processes."""
+        """Records nothing: no backward waits for other processes."""
         yield []
 
     def reset(self) -> None:
@@ -90,7 +90,7 @@ class LocalReducer:
         self._sums.reset()
 
     def check_reduced(self) -> None:
-        """Adds up the gradients of a step."""
+        """Sums the gradients of a step."""
         self._sums.add_alone()
 
     def finish(self) -> None:
@@ -101,16 +101,16 @@ class LocalReducer:
 class StageReducer:
     """Reduces a stage's gradients over the replicas; all start with replica 0's values.
 
-    They are averaged, as by DDP; with a fixed number of logical replicas they are added up, in the
-    order of `GradientSums`. A stage without trainable parameters has no DDP, but its buffers may
-    change.
+    Gradients are averaged, as in DDP. With a fixed number of logical replicas they are summed, in
+    the order of `GradientSums`. A stage without trainable parameters has no DDP, but its buffers
+    may change.
 
     Args:
         module: the stage's layers.
         names: its own parameters under the user's names.
-        group: the processes that have this stage, one per replica.
+        group: the group of the processes with this stage, one per replica.
         find_unused_parameters: as in DDP.
-        world: says how many logical replicas there are.
+        world: the processes, with the number of logical replicas.
     """
 
     def __init__(
@@ -128,13 +128,13 @@ class StageReducer:
         self._module = module
         self._find_unused = find_unused_parameters
         self._ddp: DistributedDataParallel | None = None
-        # the parameters, with the place of each gradient in DDP's buckets, once that is known
+        # the parameters, each with the view of its gradient in DDP's buckets, once known
         self._in_buckets: list[tuple[Parameter, Tensor]] = []
         use_in_sync_batch_norms(module, group)
         self.build()
 
     def build(self) -> None:
-        """Averages the gradients of those parameters that require one now; a collective call."""
+        """Averages the gradients of parameters that currently require one; a collective call."""
         self._stop()
         module, names = self._module, self._names
         parts = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
@@ -143,11 +143,11 @@ class StageReducer:
         if not any(parameter.requires_grad for parameter in names.values()):
             broadcast([*names.values(), *module.buffers()], self._group)
             return
-        own = {id(parameter) for parameter in names.values()}
+        own_ids = {id(parameter) for parameter in names.values()}
         tied = [
             name
             for name, parameter in module.named_parameters(remove_duplicate=False)
-            if id(parameter) not in own  # an earlier stage owns it; this one has an alias
+            if id(parameter) not in own_ids  # an earlier stage owns it; this stage has an alias
         ]
         private.ddp_ignore_parameters(module, tied)
         self._ddp = DistributedDataParallel(
@@ -163,7 +163,7 @@ class StageReducer:
             self._ddp.register_comm_hook(self._sums, lambda sums, bucket: sums.reduce(bucket))
 
     def begin(self, replica: int | None) -> None:
-        """Prepares a backward of a micro-batch of a logical replica; None: of the first one."""
+        """Prepares a backward of a micro-batch of a logical replica; None: the first replica."""
         if self._sums is not None:
             self._sums.begin(replica)
 
@@ -183,7 +183,7 @@ class StageReducer:
             return
         now = list(chain.from_iterable(self._tables))
         if len(now) != len(self._buffers) or not all(map(is_, now, self._buffers)):
-            self._buffers = now  # a forward has put others in their place
+            self._buffers = now  # a forward has replaced them
             private.ddp_find_buffers(self._ddp)
         private.ddp_sync_buffers(self._ddp)
 
@@ -193,47 +193,46 @@ class StageReducer:
             private.ddp_rebuild_buckets(self._ddp)
 
     def add_up_in_buckets(self) -> None:
-        """Has a backward before the last one add to DDP's buckets.
+        """Makes an earlier backward than the last add to DDP's buckets.
 
-        Anywhere else the gradients would take their memory a second time, until the last
-        backward moves them.
+        Otherwise gradients would take twice their memory, until the last backward moves them.
         """
         for parameter, place in self._in_buckets:
             if parameter.grad is None:
                 parameter.grad = place.zero_()  # 1
 
     def prepare_for_backward(self, roots: Sequence[Any]) -> None:
-        """Has the next backward, which starts at `roots`, reduce the gradients."""
+        """Makes the next backward, which starts at `roots`, reduce the gradients."""
         if self._ddp is not None:
             private.ddp_prepare_for_backward(self._ddp, roots if self._find_unused else [])  # 2
 
     @contextmanager
     def noting_computed(self, device: torch.device) -> Iterator[list[Mark]]:
-        """Notes in a list when the backward in the block has computed all, and waits for sums.
+        """Records in a list when the backward in the block has only all-reduces left to wait for.
 
         Args:
-            device: of the stage, whose time is noted.
+            device: the device of the stage, to record its time.
         """
-        found: list[Mark] = []
+        marks: list[Mark] = []
         if self._ddp is None:
-            yield found
+            yield marks
             return
-        own = self._names.values()
-        with private.before_ddp_waits(own, lambda: found.append(mark(device))):  # 4
-            yield found
+        parameters = self._names.values()
+        with private.before_ddp_waits(parameters, lambda: marks.append(mark(device))):  # 4
+            yield marks
 
     def reset(self) -> None:
-        """Forgets a prepared backward that failed, so that the next step can begin."""
+        """Resets after a prepared backward that failed, so that the next step can start."""
         if self._ddp is not None:
             private.ddp_reset(self._ddp)
         if self._sums is not None:
             self._sums.reset()
 
     def check_reduced(self) -> None:
-        """Makes sure that the prepared backward has reduced every gradient.
+        """Checks that the prepared backward has reduced every gradient.
 
         Raises:
-            UserError: a parameter got no gradient; names those without one.
+            UserError: parameters got no gradient; the message names them.
         """
         if self._ddp is None:
             return
@@ -246,13 +245,13 @@ class StageReducer:
                 if parameter.requires_grad and (parameter.grad is None or not parameter.grad.any())
             ]
             way_out = "remove the unused parameters or freeze them"
-            if self._sums is None:  # else the option is refused
+            if self._sums is None:  # otherwise the option is refused
                 way_out += f", or set {setting('find_unused_parameters', True)}"
             raise UserError(
-                f"no gradient was computed for {', '.join(without) or 'some parameters'}, so it "
-                f"cannot be reduced over the replicas: {way_out}"
+                f"the backward computed no gradient for {', '.join(without) or 'some parameters'}, "
+                f"which the replicas must average: {way_out}"
             ) from error
-        if not self._find_unused:  # else those without a gradient are to have none
+        if not self._find_unused:  # otherwise parameters without a gradient keep None
             self._in_buckets = [
                 (parameter, parameter.grad)
                 for parameter in self._names.values()
@@ -267,10 +266,10 @@ class StageReducer:
 
 @contextmanager
 def explaining_ready_twice() -> Iterator[None]:
-    """Says why DDP was given a gradient twice in the backward in the block, and what to do.
+    """Explains DDP's error about a second gradient of a parameter in the backward in the block.
 
     Raises:
-        UserError: it was.
+        UserError: DDP got a second gradient.
     """
     try:
         yield
@@ -278,15 +277,15 @@ def explaining_ready_twice() -> Iterator[None]:
         if "ready only once" not in str(error):
             raise
         raise UserError(
-            "a parameter got its gradient more than once in one backward, and the replicas average "
-            "it after the first time. A checkpoint with use_reentrant=True in a layer does so "
-            "where it runs a module a second time: set use_reentrant=False, or leave it out and "
-            f"set {argument('recompute')}"
+            "a parameter got its gradient more than once in one backward, but the replicas average "
+            "it after the first time. This happens if a layer uses a checkpoint with "
+            "use_reentrant=True around a module that runs twice: set use_reentrant=False, or "
+            f"remove the checkpoint and set {argument('recompute')}"
         ) from error
 
 
 def use_in_sync_batch_norms(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Has the SyncBatchNorms of a stage use its own group, which no other thread uses."""
+    """Makes the SyncBatchNorms of a stage use its own group, which no other thread uses."""
     for part in module.modules():
         if isinstance(part, nn.SyncBatchNorm):
             part.process_group = group
@@ -302,16 +301,18 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 def norm_over_devices(gradients: Sequence[Tensor]) -> Tensor:
     """Returns the L2 norm of all `gradients`, with one copy for each device.
 
-    The norms of the gradients are put together in the order of the parameters, so that the last
-    operation is the same as on one device. PyTorch's `get_total_norm` copies each by itself.
+    The gradients' norms are combined in the order of the parameters, so that the last operation is
+    the same as on one device. PyTorch's `get_total_norm` copies each separately.
     """
     places: dict[torch.device, list[int]] = {}
     for place, gradient in enumerate(gradients):
         places.setdefault(gradient.device, []).append(place)
     norms: list[Tensor] = [gradients[0]] * len(gradients)
-    for own in places.values():
-        found = torch.stack(torch._foreach_norm([gradients[place] for place in own]))
-        for place, norm in zip(own, put(found, gradients[0].device).unbind(), strict=True):
+    for positions in places.values():
+        device_norms = torch.stack(torch._foreach_norm([gradients[place] for place in positions]))
+        for place, norm in zip(
+            positions, put(device_norms, gradients[0].device).unbind(), strict=True
+        ):
             norms[place] = norm
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
@@ -325,51 +326,55 @@ def norm_over_processes(
 ) -> Tensor:
     """Returns the L2 norm of all gradients, as one process with the whole model would compute it.
 
-    The norm of each gradient travels, not a sum of squares, so that the last operation is the same
-    one on the same numbers, and the result is bitwise equal. A collective call of the pipeline.
+    Processes exchange the norm of each gradient, not a sum of squares, so that the last operation
+    is the same on the same numbers, and the result is bitwise equal. A collective call of the
+    pipeline.
 
     Args:
-        parameters: of the whole model; those of other processes are meta tensors.
+        parameters: the parameters of the whole model; meta tensors for other processes.
         group: the processes of the pipeline.
-        device: of the result, a 0-dim tensor.
-        wire_device: where tensors are for a collective.
+        device: the device of the result, a 0-dim tensor.
+        wire_device: the device of tensors in collectives.
     """
-    own = [i for i, p in enumerate(parameters) if p.grad is not None]
+    positions = [i for i, p in enumerate(parameters) if p.grad is not None]
     dtype = reduce(torch.promote_types, [p.dtype for p in parameters], parameters[0].dtype)
-    # each place is written by one process, and added to zeros; put together from 0-dim tensors, as
-    # an index of places would be copied to the GPU, and the host would wait for it
+    # one process writes each entry, which is added to zeros. The entries are stacked from 0-dim
+    # tensors, because an index tensor would be copied to the GPU, and the host would wait for it
     zero = torch.zeros((), dtype=dtype, device=wire_device)
     places, there = [zero] * len(parameters), torch.zeros(len(parameters))
-    if own:
-        found = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
-        moved = torch.stack(found).to(dtype).to(wire_device)
-        for place, norm in zip(own, moved.unbind(), strict=True):
+    if positions:
+        local_norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
+        moved = torch.stack(local_norms).to(dtype).to(wire_device)
+        for place, norm in zip(positions, moved.unbind(), strict=True):
             places[place] = norm
-        there[own] = 1
+        there[positions] = 1
     norms = torch.stack(places)
-    # both in this order on all processes, also on one that has no gradient
+    # both in this order on all processes, also on processes without gradients
     dist.all_reduce(norms, group=group)
     dist.all_reduce(there, group=group)  # on the CPU, so that the host waits for no GPU
     flags = there.tolist()
-    chosen = [norm for norm, one in zip(norms.unbind(), flags, strict=True) if one] or [zero]
+    chosen = [
+        norm for norm, is_present in zip(norms.unbind(), flags, strict=True) if is_present
+    ] or [zero]
     return put(torch.linalg.vector_norm(torch.stack(chosen)), device)
 
 
 def unscale_(scaler: GradScaler, optimizer: Optimizer, world: World) -> None:
-    """Unscales the gradients; an overflow in any stage is one in all of them.
+    """Unscales the gradients; an overflow in any stage counts for all stages.
 
-    A plain GradScaler would leave out the step of that process alone, and the scales would go
-    apart. A collective call of the pipeline.
+    A plain GradScaler would skip the step only in that process, and the scales would diverge. A
+    collective call of the pipeline.
     """
     if not scaler.is_enabled() or world.pipeline_group is None:
         scaler.unscale_(optimizer)
         return
-    scaler.scale(torch.zeros((), device=world.devices[0]))  # made where no loss was scaled
+    # creates the scale where no loss was scaled
+    scaler.scale(torch.zeros((), device=world.devices[0]))
     scaler.unscale_(optimizer)
-    found = scaler_found_inf(scaler, optimizer)
-    if not found:  # no parameter here had a gradient
-        found[world.devices[0]] = torch.zeros((), device=world.devices[0])
-    for device, value in found.items():
+    overflows = scaler_found_inf(scaler, optimizer)
+    if not overflows:  # no parameter here had a gradient
+        overflows[world.devices[0]] = torch.zeros((), device=world.devices[0])
+    for device, value in overflows.items():
         agreed = value.to(world.wire_device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=world.pipeline_group)
-        found[device] = agreed.to(device)
+        overflows[device] = agreed.to(device)

@@ -1,8 +1,9 @@
-"""Logical replicas in a process: the state that each begins with, and the sum of their gradients.
+"""Logical replicas in a process: the initial state of each, and the sum of their gradients.
 
-The forwards of a stage come in the order of the micro-batches, and so replica by replica; its
-backwards do too. Each replica begins with the state of the step's beginning. In the process of
-logical replica 0 its state stays; the other processes get its buffers before the next step:
+The forwards of a stage run in the order of the micro-batches, and so replica by replica; so do its
+backwards. Each replica starts from the state at the beginning of the step. After the step, the
+process of logical replica 0 keeps replica 0's state; the other processes get its buffers before the
+next step:
 
     forwards     [1] F0 F1 (replica 0) [2] F2 F3 (replica 1)    [3]
     state        copied                kept; again as at [1]    again as at [2]
@@ -12,9 +13,10 @@ Gradients are summed in the order of `summation_tree`, whatever the number of pr
     backwards    B0 B1 (replica 0) [4]                 B2 B3 (replica 1) ...    [5]
     gradients    replica 0's       replica 0's moved   replica 1's              the sum of all
 
-[4] A sum that was moved is added as soon as it completes a subtree of the tree, so at most log2 of
-the number of replicas are kept. [5] The rest is added between the processes, in DDP's buckets,
-while the last backward goes on. DDP is told that a bucket is complete before it is; `finish` waits.
+[4] A moved sum is added as soon as it completes a subtree of the tree, so at most log2 of the
+number of replicas are kept. [5] The rest is added between the processes, in DDP's buckets, during
+the last backward. DDP gets a completed future for a bucket before the sum is complete; `finish`
+waits.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from hybridtrain.pipeline.batch_norm import BatchNormCollector
 from hybridtrain.pipeline.layer_state import LayersCopy, StageState
 from hybridtrain.world import World
 
-# not parameters: those that a forward changes are refused elsewhere
+# not parameters: other checks refuse parameters that a forward changes
 _CHANGED_BY_FORWARDS = ("buffer", "attribute")
 
 
@@ -52,8 +54,8 @@ class ReplicaStates:
     """Gives each logical replica of a process the state of a stage at the beginning of a step.
 
     Args:
-        state: of the layers of the stage.
-        collectors: of the batch norms in the stage that are updated once per share of a batch.
+        state: the state of the stage's layers.
+        collectors: the collectors of batch norms in the stage, updated once per share of a batch.
     """
 
     def __init__(self, state: StageState, collectors: Sequence[BatchNormCollector]) -> None:
@@ -64,7 +66,7 @@ class ReplicaStates:
         self._kept: LayersCopy | None = None
 
     def enter(self, replica: int, ahead: int) -> None:
-        """Prepares the next forward, which is of a share of this replica; see `Share`."""
+        """Prepares the next forward, for a share of this replica; see `Share`."""
         previous, self._share = self._share, (replica, ahead)
         if previous == self._share:
             return
@@ -86,19 +88,19 @@ class ReplicaStates:
             for collector in self._collectors:
                 collector.commit()
                 collector.clear()
-        kept, self._kept = self._kept, None
+        state, self._kept = self._kept, None
         self._share = self._first = None
-        if kept is not None:
-            self._state.put_back(kept)  # 3
+        if state is not None:
+            self._state.put_back(state)  # 3
 
 
 class GradientSums:
-    """Adds up the gradients of a stage over logical replicas; see the module.
+    """Sums the gradients of a stage over logical replicas; see the module docstring.
 
     Args:
-        parameters: of the stage, each once.
-        world: says which logical replicas the processes run.
-        group: of the processes that have the stage; None: it is this one alone.
+        parameters: the parameters of the stage, each once.
+        world: the processes, with the logical replicas that they run.
+        group: the group of the processes with this stage; None: only this process.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class GradientSums:
         ]
         self._parents = sums_of_halves(replicas)
         self._replica: int | None = None
-        # the sums of subtrees, from left to right; each by the places of the parameters
+        # the sums of subtrees, from left to right, each in the order of the parameters
         self._waiting: list[tuple[Node, dict[int, Tensor]]] = []
         self._earlier: dict[int, Tensor] = {}
         self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
@@ -125,14 +127,14 @@ class GradientSums:
 
     @property
     def kept(self) -> int:
-        """The number of sums that are set aside, each as large as the gradients."""
+        """The number of stored sums, each as large as the gradients."""
         return len(self._waiting)
 
     def begin(self, replica: int | None) -> None:
-        """Prepares a backward of a micro-batch of this logical replica; None: of the first one.
+        """Prepares a backward of a micro-batch of this logical replica; None: the first replica.
 
         Raises:
-            BatchError: the replicas do not come in order.
+            BatchError: the replicas are not in order.
         """
         replica = self._owned.start if replica is None else replica
         if replica == self._replica:
@@ -142,25 +144,25 @@ class GradientSums:
         )
         if is_new:
             self.reset()
-            self._earlier = self._taken()  # of steps that nobody has dropped the gradients of
+            self._earlier = self._taken()  # gradients of earlier steps that were not dropped
         elif replica == (self._replica or 0) + 1:
             self._set_aside(self._replica or 0)
         else:
             raise BatchError(
-                "the batches of a step come in the order of their replicas, where a process runs "
-                "several: pass the list of them through hybridtrain.data.in_order_of_replicas"
+                "if a process runs several replicas, the batches of a step must be in the order of "
+                "replicas: pass the list of batches through hybridtrain.data.in_order_of_replicas"
             )
         self._replica = replica
 
     def _taken(self) -> dict[int, Tensor]:
-        """Returns the gradients that are there, and drops them."""
+        """Returns the present gradients, and drops them."""
         taken: dict[int, Tensor] = {}
         for place, parameter in enumerate(self._parameters):
             gradient = parameter.grad
             if gradient is None:
                 continue
             self._refuse_sparse(gradient)
-            # a clone, since the memory may be that of DDP's buckets
+            # a clone, because the memory may belong to DDP's buckets
             taken[place] = gradient.clone() if self._group is not None else gradient
             parameter.grad = None
         return taken
@@ -169,12 +171,12 @@ class GradientSums:
     def _refuse_sparse(gradient: Tensor) -> None:
         if gradient.is_sparse:
             raise ConfigError(
-                "a sparse gradient, as of Embedding(sparse=True), cannot be added up in a fixed "
-                f"order over the replicas: set sparse=False, or leave {argument('replicas')} out"
+                "a sparse gradient, as from Embedding(sparse=True), cannot be summed over replicas "
+                f"in a fixed order: set sparse=False, or remove {argument('replicas')}"
             )
 
     def _set_aside(self, replica: int) -> None:
-        """Sets the gradients of a complete replica aside, and adds what they complete."""
+        """Stores the gradients of a complete replica, and adds the subtrees that they complete."""
         node = (replica, replica + 1)
         sums = self._taken()  # 4
         while self._waiting and (parent := self._parents.get((self._waiting[-1][0], node))):
@@ -184,7 +186,7 @@ class GradientSums:
         self._waiting.append((node, sums))
 
     def _add_waiting(self, places: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Adds what was set aside to the gradients of this process's last replica, in place."""
+        """Adds the stored sums to the gradients of this process's last replica, in place."""
         for _, sums in reversed(self._waiting[self._incomplete_count :]):
             both = [(g, sums[p]) for p, g in zip(places, gradients, strict=True) if p in sums]
             if both:
@@ -199,7 +201,7 @@ class GradientSums:
         return count
 
     def finish(self) -> None:
-        """Waits for the other processes; the gradients are those of all replicas then."""
+        """Waits for the other processes; then the gradients are sums over all replicas."""
         try:
             for under_way in self._sums_under_way:
                 under_way.result()
@@ -213,12 +215,12 @@ class GradientSums:
             self.reset()
 
     def reset(self) -> None:
-        """Forgets a step that has failed."""
+        """Resets after a failed step."""
         self._replica = None
         self._waiting, self._earlier, self._sums_under_way = [], {}, []
 
     def add_alone(self) -> None:
-        """Completes the gradients where no other process has the stage."""
+        """Completes the gradients if no other process has the stage."""
         self._check_all_replicas()
         self._set_aside(self._owned.stop - 1)
         ((_, sums),) = self._waiting  # of all replicas
@@ -226,26 +228,26 @@ class GradientSums:
             self._parameters[place].grad = gradient
 
     def _check_all_replicas(self) -> None:
-        """Makes sure that a step ends with the last logical replica of this process.
+        """Checks that a step ends with the last logical replica of this process.
 
         Raises:
-            BatchError: it ends before.
+            BatchError: it ends earlier.
         """
         if self._replica != self._owned.stop - 1:
             raise BatchError(
-                f"a step ends with a batch of replica {self._replica}, and this process runs "
+                f"a step ends with a batch of replica {self._replica}, but this process runs "
                 f"replicas {self._owned.start} to {self._owned.stop - 1}: pass the batches of the "
                 f"step through hybridtrain.data.in_order_of_replicas"
             )
 
     def reduce(self, bucket: Any) -> Future[Tensor]:
-        """Adds up a bucket of DDP over all logical replicas; it has their sum, not their mean.
+        """Sums a DDP bucket over all logical replicas; the result is the sum, not the mean.
 
-        All processes call it for the same buckets in the same order.
+        A collective call: all processes use the same order of buckets.
         """
-        # The future that DDP gets is complete, or the backward would wait: a thread that runs two
-        # stages would then wait for one of them while another process, which has other numbers of
-        # micro-batches, waits for the other. `finish` waits.
+        # DDP gets a completed future, so that the backward does not wait. Otherwise a thread that
+        # runs two stages would wait for one of them, while another process with a different number
+        # of micro-batches waits for the other. `finish` waits.
         buffer = bucket.buffer()
         self._refuse_sparse(buffer)
         self._check_all_replicas()
@@ -261,7 +263,7 @@ class GradientSums:
         if buffer.device.type == "cpu":
             if self._jobs is None:
                 self._jobs = SimpleQueue()
-                # a daemon: the interpreter must not wait for other processes at its exit
+                # a daemon thread: the interpreter must not wait for other processes at exit
                 threading.Thread(
                     target=_work, args=(self._jobs,), name="gradients", daemon=True
                 ).start()
@@ -280,10 +282,10 @@ class GradientSums:
 
     @torch.no_grad()
     def _over_processes(self, buffer: Tensor, left: Sequence[Tensor]) -> None:
-        """Gives `buffer` the sum over all processes, in the tree's order.
+        """Replaces `buffer` by the sum over all processes, in the tree's order.
 
-        Every process adds up a slice, which all have sent it, and sends it to all: the bytes of a
-        ring. The order of the additions is that of the tree, not that of a ring.
+        Every process receives one slice from all processes, sums it, and sends the sum to all. This
+        transfers as many bytes as a ring, but adds in the order of the tree.
         """
         # 5
         n = len(self._nodes)
@@ -291,7 +293,7 @@ class GradientSums:
         sums = torch.stack([*left, buffer]) if left else buffer.unsqueeze(0)
         if size * n != buffer.numel():
             sums = torch.nn.functional.pad(sums, (0, size * n - buffer.numel()))
-        # for each process the slices of all subtrees of this one
+        # for each process, its slices of all subtrees of this process
         sent = sums.view(len(sums), n, size).transpose(0, 1).contiguous().view(-1)
         counts = [len(nodes) for nodes in self._nodes]
         received = buffer.new_empty(sum(counts) * size)
@@ -310,7 +312,7 @@ class GradientSums:
         buffer.copy_(whole[: buffer.numel()])
 
     def close(self) -> None:
-        """Ends the thread that adds between the processes."""
+        """Ends the thread that adds across processes."""
         if self._jobs is not None:
             self._jobs.put(None)
             self._jobs = None
@@ -320,7 +322,7 @@ _Job = tuple["concurrent.futures.Future[None]", Callable[[], None]]
 
 
 def _work(jobs: SimpleQueue[_Job | None]) -> None:
-    """Runs jobs until one is None; the body of the thread that adds between processes."""
+    """Runs jobs until it gets None; the body of the thread that adds across processes."""
     while (job := jobs.get()) is not None:
         sums, run = job
         try:
@@ -328,11 +330,11 @@ def _work(jobs: SimpleQueue[_Job | None]) -> None:
             sums.set_result(None)
         except Exception as error:
             sums.set_exception(error)
-        del job, run  # or this frame would keep a bucket until the next one
+        del job, run  # or this frame would keep a bucket until the next bucket
 
 
 def _flat(sums: dict[int, Tensor], places: Sequence[int], bucket: Any) -> Tensor:
-    """Returns sums as the bucket has its gradients: in its order and memory layout."""
+    """Returns sums in the bucket's order and memory layout."""
     buffer = bucket.buffer()
     flat = torch.zeros_like(buffer)
     for place, gradient in zip(places, bucket.gradients(), strict=True):
@@ -343,7 +345,7 @@ def _flat(sums: dict[int, Tensor], places: Sequence[int], bucket: Any) -> Tensor
 
 
 def _add(sums: dict[int, Tensor], others: dict[int, Tensor]) -> None:
-    """Adds `others` to `sums` in place, where both have a gradient."""
+    """Adds `others` to `sums` in place, if both have a gradient."""
     both = sums.keys() & others.keys()
     if both:
         torch._foreach_add_([sums[place] for place in both], [others[place] for place in both])

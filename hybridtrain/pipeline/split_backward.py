@@ -1,25 +1,25 @@
-"""A backward in two parts: to the input of a stage now, to its weights later.
+"""A backward in two parts: for the input of a stage now, for its weights later.
 
-    output --- layer --- layer --- input        the part that the stage before waits for
+    output --- layer --- layer --- input        the previous stage waits for this part
                  |         |
-               weight    weight                 what nobody waits for
+               weight    weight                 no stage waits for this part
 
-A node on the way to the input that also has a way to weights, such as that of a linear layer, is
-computed twice: once for its input, and then, with the same gradient, for its weights. Each time
-PyTorch computes what is asked for, so that no product is computed twice (norms take their sums
-twice). Each weight gets its gradient from one node as in the whole backward, so the results are the
-same to the bit. The first part runs the nodes and all of their hooks. The second calls them, which
-runs no hooks again, and runs what leads from them to the weights. The tensors that PyTorch's other
-nodes on the way have saved are given up after the first part; the gradients of the nodes that are
-computed twice are kept instead.
+A node on the path to the input that also leads to weights, such as the node of a linear layer, is
+computed twice: once for its input and then, with the same gradient, for its weights. Each time
+PyTorch computes only the requested gradients, so no product is computed twice (norms compute their
+sums twice). Each weight gets its gradient from one node as in a whole backward, so the results are
+bitwise equal. The first part runs the nodes and all of their hooks. The second part calls the
+nodes, which does not run hooks again, and runs the nodes between them and the weights. After the
+first part, the other nodes on the path free their saved tensors; the gradients of the nodes that
+are computed twice are kept.
 
-A graph is not divided where that would not hold, or where a node would compute everything twice:
+A graph is not divided if this does not hold, or if a node would compute everything twice:
 
-- a weight with ways to several such nodes, whose gradients the whole backward adds up first;
-- an LSTM or a GRU, a Python `autograd.Function` with weights, or one that was compiled;
+- a weight that several such nodes lead to: a whole backward adds up their gradients first;
+- an LSTM or a GRU, a Python `autograd.Function` with weights, or a compiled one;
 - a reentrant checkpoint, which runs a backward inside this one;
-- saved tensors with hooks, as of a checkpoint, in nodes of the second part: it would recompute for
-  each node again.
+- saved tensors with hooks, as of a checkpoint, in nodes of the second part: each node would
+  recompute again.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from hybridtrain.errors import UserError, setting
 from hybridtrain.pipeline.boundary import Root, edge_of, run_from
 from hybridtrain.pipeline.layer_rng import BackwardDraws
 
-# Custom functions that need their whole backward in one go, or free what they have saved in it.
+# Custom functions that need a whole backward in one call, or free their saved tensors in it.
 _WHOLE_ONLY = ("CompiledFunction", "CheckpointFunction")
 
-# PyTorch's nodes that compute all of their gradients even if some are asked for: of LSTMs and GRUs.
+# PyTorch nodes that always compute all of their gradients: LSTMs and GRUs.
 _COMPUTES_ALL = ("CudnnRnn", "MiopenRnn", "MkldnnRnn")
 
-# A node with ways to the input and to weights, and its edges to weights by their number.
+# A node with paths to the input and to weights, and its edges to weights by their index.
 Branch = tuple[Node, dict[int, GradientEdge]]
 
 
@@ -52,11 +52,11 @@ class SplitBackward:
     """The backward of one micro-batch, in two parts.
 
     Args:
-        branches: the nodes with ways to the input and to weights.
-        others: the other nodes on the way to the input.
-        starts: where the backward begins, with the gradients there.
-        to_input: which of these have a way to the input.
-        inputs: the leaves whose gradients are the first part.
+        branches: the nodes with paths to the input and to weights.
+        others: the other nodes on the paths to the input.
+        starts: the start points of the backward, with their gradients.
+        to_input: which start points have a path to the input.
+        inputs: the leaves that get gradients in the first part.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class SplitBackward:
         self._inputs: Sequence[Tensor] = inputs
         self._first = [start for start, leads in zip(starts, to_input, strict=True) if leads]
         self._later = [start for start, leads in zip(starts, to_input, strict=True) if not leads]
-        # in the order of the first part, in which the whole backward would come to the weights
+        # in the order of the first part, in which a whole backward would reach the weights
         self._seen: list[_Kept] = []
 
     def to_input(self) -> None:
-        """Computes the gradients of the inputs, which are then in their `grad`."""
+        """Computes the gradients of the inputs into their `grad`."""
         if not self._first:
             return
-        # a hook of the node itself runs after those of tensors: it sees what the node is given
+        # a node's hook runs after tensor hooks, so it sees the gradients that the node gets
         hooks = [
             node.register_prehook(partial(self._see, node, edges)) for node, edges in self._branches
         ]
@@ -108,38 +108,42 @@ class SplitBackward:
         self._seen, self._later = [], []
         with BackwardDraws():
             run_from(later)
-            # A backward that began at a node would run its hooks again, and those of the tensor
-            # that it has made. A call runs none. Inside a backward, a node that is called computes
-            # what that backward asks for: here the edges to weights, one product of two.
-            kept: _Kept
-            found: list[Tensor | None] = []
+            # A backward that started at a node would run its hooks again, and the hooks of its
+            # output tensor. A call runs no hooks. A node called inside a backward computes the
+            # gradients that the backward requests: here the edges to weights, one product of two.
+            branch: _Kept
+            gradients: list[Tensor | None] = []
             inside = torch.zeros((), requires_grad=True, device="cpu")
-            inside.register_hook(lambda _: found.extend(kept.node(*kept.gradients)))  # type: ignore[operator]
+            inside.register_hook(lambda _: gradients.extend(branch.node(*branch.gradients)))  # type: ignore[operator]
             start = (inside, torch.ones((), device="cpu"))
-            for kept in seen:
-                if _versions(kept.gradients) != kept.versions:
+            for branch in seen:
+                if _versions(branch.gradients) != branch.versions:
                     raise UserError(
-                        f"a gradient inside the model ({type(kept.node).__name__}) is changed in "
-                        "place after its use, as by a hook on a tensor. That goes wrong where "
-                        f"the backward is in two parts: use {setting('schedule', '1f1b')}, or "
-                        "return a new tensor"
+                        f"a gradient inside the model ({type(branch.node).__name__}) is changed in "
+                        "place after its use, for example by a tensor hook, which breaks a "
+                        f"backward in two parts: use {setting('schedule', '1f1b')}, or return a "
+                        "new tensor"
                     )
-                found.clear()
-                run_from([start], (inside, *kept.edges.values()))
-                free_saved(kept.node)
+                gradients.clear()
+                run_from([start], (inside, *branch.edges.values()))
+                free_saved(branch.node)
                 run_from(
-                    [(edge, g) for i, edge in kept.edges.items() if (g := found[i]) is not None]
+                    [
+                        (edge, g)
+                        for i, edge in branch.edges.items()
+                        if (g := gradients[i]) is not None
+                    ]
                 )
 
 
 class _Kept(NamedTuple):
-    """A node of the first part, and what the second part needs of it.
+    """A node of the first part, with the data that the second part needs.
 
     Attributes:
         node: the node.
-        edges: from it to weights.
-        gradients: what it was given.
-        versions: how often these had been changed in place.
+        edges: its edges to weights.
+        gradients: the gradients that it received.
+        versions: the version counters of these gradients.
     """
 
     node: Node
@@ -155,17 +159,17 @@ def _versions(gradients: Sequence[Tensor | None]) -> list[int]:
 def split_backward(
     starts: Sequence[tuple[Root, Tensor]], inputs: Sequence[Tensor]
 ) -> SplitBackward | None:
-    """Returns the backward from `starts` in two parts; None where it must run as a whole.
+    """Divides the backward from `starts` into two parts; None if it must run as a whole.
 
     Args:
         starts: tensors, or edges of the graph, and their gradients.
-        inputs: leaves whose gradients are wanted first.
+        inputs: leaves to compute gradients for in the first part.
     """
     roots = [_node_of(root) for root, _ in starts]
     graph = _Graph(roots, [edge_of(tensor).node for tensor in inputs])
     leads = list(map(graph.leads_to_input, roots))
     if inputs and not any(leads):
-        return None  # the stage before waits for nothing that a first part would compute
+        return None  # a first part would compute nothing for the previous stage
     branches = graph.branches(roots)
     if branches is None:
         return None
@@ -182,15 +186,15 @@ class _Graph:
     """The nodes of an autograd graph, and which of them lead to the inputs.
 
     Args:
-        roots: where it begins.
+        roots: the start points of the backward.
         leaves: the nodes that add to the gradients of the inputs.
     """
 
     def __init__(self, roots: Sequence[Node], leaves: Sequence[Node]) -> None:
-        # held, since an id is that of another node once this one is gone
+        # kept alive, because ids of freed nodes are reused
         self._nodes = _after_their_next(roots)
         self._next = {
-            id(node): [one for one, _ in node.next_functions if one is not None]
+            id(node): [reached for reached, _ in node.next_functions if reached is not None]
             for node in self._nodes
         }
         self._to_input = {id(node) for node in leaves}
@@ -199,56 +203,56 @@ class _Graph:
                 self._to_input.add(id(node))
 
     def leads_to_input(self, node: Node) -> bool:
-        """Returns whether `node` is on the way to an input."""
+        """Returns whether `node` is on a path to an input."""
         return id(node) in self._to_input
 
     def on_the_way(self, but: Collection[int]) -> list[Node]:
-        """Returns the nodes that lead to an input, without those of these ids."""
-        return [one for one in self._nodes if self.leads_to_input(one) and id(one) not in but]
+        """Returns the nodes that lead to an input, except the nodes with these ids."""
+        return [node for node in self._nodes if self.leads_to_input(node) and id(node) not in but]
 
     def branches(self, roots: Sequence[Node]) -> list[Branch] | None:
-        """Returns the nodes with ways to the inputs and to weights, and their edges to weights.
+        """Returns the nodes with paths to the inputs and to weights, and their edges to weights.
 
-        None where the graph cannot be divided.
+        None if the graph cannot be divided.
         """
-        owner: dict[int, Node | None] = {}  # of the nodes that lead to weights alone
-        for root in roots:  # all that lead to weights alone run together
+        owner: dict[int, Node | None] = {}  # of the nodes that lead only to weights
+        for root in roots:  # all nodes that lead only to weights run together
             if not self.leads_to_input(root) and not self._owns(None, root, owner):
                 return None
-        found: list[Branch] = []
+        branches: list[Branch] = []
         for node in filter(self.leads_to_input, self._nodes):
             is_function = isinstance(node, BackwardCFunction)
             if is_function and type(node).__name__.startswith(_WHOLE_ONLY):
                 return None
             edges: dict[int, GradientEdge] = {}
-            for number, (one, index) in enumerate(node.next_functions):
-                if one is not None and not self.leads_to_input(one):
-                    if is_function or not self._owns(node, one, owner):
+            for number, (successor, index) in enumerate(node.next_functions):
+                if successor is not None and not self.leads_to_input(successor):
+                    if is_function or not self._owns(node, successor, owner):
                         return None
-                    edges[number] = GradientEdge(one, index)
+                    edges[number] = GradientEdge(successor, index)
             if not edges:
                 continue
             if type(node).__name__.startswith(_COMPUTES_ALL) or has_saved_hooks(node):
                 return None
-            found.append((node, edges))
-        return found
+            branches.append((node, edges))
+        return branches
 
     def _owns(self, node: Node | None, start: Node, owner: dict[int, Node | None]) -> bool:
-        """Notes that `node` leads to `start` and on; False if another one does so too.
+        """Makes `node` the owner of `start` and later nodes; False if one has another owner.
 
-        False also where hooks give what a node on this way has saved.
+        False also if a node on this path has saved tensors with hooks.
         """
         stack = [start]
         while stack:
-            one = stack.pop()
-            if id(one) in owner:
-                if owner[id(one)] is not node:
+            reached = stack.pop()
+            if id(reached) in owner:
+                if owner[id(reached)] is not node:
                     return False
                 continue
-            owner[id(one)] = node
-            if has_saved_hooks(one):
+            owner[id(reached)] = node
+            if has_saved_hooks(reached):
                 return False
-            stack += self._next[id(one)]
+            stack += self._next[id(reached)]
         return True
 
 
@@ -264,5 +268,7 @@ def _after_their_next(roots: Sequence[Node]) -> list[Node]:
         elif id(node) not in seen:
             seen[id(node)] = node
             stack.append((node, True))
-            stack += [(one, False) for one, _ in node.next_functions if one is not None]
+            stack += [
+                (successor, False) for successor, _ in node.next_functions if successor is not None
+            ]
     return order

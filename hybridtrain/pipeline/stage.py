@@ -1,14 +1,14 @@
-"""A stage: consecutive layers on one device, and what it keeps between forward and backward.
+"""A stage: consecutive layers on one device, with its state between forward and backward.
 
         forward                                            backward
-    [1] messages -> input boundary -> leaves           [4] gradients of what was sent -> roots
+    [1] messages -> input boundary -> leaves           [4] gradients of sent values -> roots
     [2] leaves -> layers -> output                     [5] roots -> autograd -> leaf.grad
-    [3] messages <- output boundary <- output          [6] gradients of what came in <- leaf.grad
+    [3] messages <- output boundary <- output          [6] gradients of received values <- leaf.grad
 
-How messages come here and go on is in `engines/actions`; their numbers here are 3 and 7 there.
+`engines/actions` receives and sends the messages; the numbers here are 3 and 7 there.
 
-A backward runs as a whole, or in two parts: `backward_to_input`, whose result the stage before
-waits for, and `backward_to_weights` later (see `split_backward`).
+A backward runs as a whole, or in two parts: `backward_to_input`, which the previous stage waits
+for, and `backward_to_weights` later (see `split_backward`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from hybridtrain.pipeline.replicas import ReplicaStates
 from hybridtrain.pipeline.split_backward import SplitBackward, split_backward
 from hybridtrain.pipeline.ties import Alias, refuse_foreign_parameters
 
-# The context of what needs none.
+# The context for code that needs no context.
 _NONE: AbstractContextManager[None] = nullcontext()
 
 
@@ -57,10 +57,11 @@ class _InFlight(NamedTuple):
     """A micro-batch between its forward and its backward.
 
     Attributes:
-        inputs: what came in and gets a gradient.
-        roots: for each outgoing link, where the backward starts; on the last stage, the loss.
-        gradient: of the loss, on the last stage.
-        whole: its backward cannot be in two parts: some activations are recomputed, or counted.
+        inputs: the received values that get a gradient.
+        roots: the start points of the backward, for each outgoing link; on the last stage, the
+            loss.
+        gradient: the gradient of the loss, on the last stage.
+        whole: its backward cannot run in two parts, because activations are recomputed or counted.
     """
 
     inputs: StageInputs
@@ -73,8 +74,8 @@ class _ToWeights(NamedTuple):
     """The rest of a backward after its first part.
 
     Attributes:
-        backward: None if all has been done already.
-        roots: where it began, for a reducer that looks for unused parameters.
+        backward: None if nothing is left.
+        roots: its start points, for a reducer that searches for unused parameters.
     """
 
     backward: SplitBackward | None
@@ -83,14 +84,14 @@ class _ToWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class Connection:
-    """The runner of the layers of a stage, and what crosses its borders.
+    """The runner of a stage's layers, and the links over its borders.
 
     Attributes:
         runner: runs the layers.
-        links: all of the pipeline.
+        links: all links of the pipeline.
         clone_outputs: see `OutputBoundary`.
         hold_edges: see `OutputBoundary`.
-        changers: of each stage, see `boundary.refuse_overlaps`.
+        changers: the changer of each stage, see `boundary.refuse_overlaps`.
     """
 
     runner: LayerRunner
@@ -101,26 +102,26 @@ class Connection:
 
 
 class Stage:
-    """Runs its layers forward and backward, one micro-batch at a time.
+    """Runs the layers of a stage forward and backward, one micro-batch at a time.
 
     Attributes:
         index: its place in the pipeline.
         layers: the layers that it runs.
-        first: the number of the first of them in the model.
-        device: where they are.
-        accelerator: what it is asked through if it computes apart from the host; None otherwise.
-        incoming: the links to it, the primary output's first.
-        outgoing: the links from it, the primary output's first.
+        first: the index of its first layer in the model.
+        device: the device of the layers.
+        accelerator: the interface of a device that runs asynchronously; None for the CPU.
+        incoming: the links to this stage, with the primary output's first.
+        outgoing: the links from this stage, with the primary output's first.
         module: its layers under one root.
         aliases: stand-ins for parameters that an earlier stage owns.
-        reducer: averages its gradients over the replicas; None where there is one replica.
-        replica_states: gives each logical replica the state of before the step; None where this
-            process runs one of them.
-        parameter_count: the elements of the parameters that it owns, without its aliases.
-        saved_bytes: bytes that autograd keeps of one micro-batch; None before the first.
-        names: of the parameters of the model in this process, by their `id`; None where a backward
-            of this stage may add to the gradients of others.
-        checks_graph: whether the next forward looks for others; see `refuse_foreign_parameters`.
+        reducer: averages its gradients over the replicas; None with one replica.
+        replica_states: gives each logical replica the state before the step; None if this process
+            runs only one.
+        parameter_count: the number of elements of its own parameters, without aliases.
+        saved_bytes: bytes that autograd saves for a micro-batch; None before the first.
+        names: the names of the model's parameters in this process, by their `id`; None if a
+            backward of this stage may add to gradients of other stages.
+        checks_graph: whether the next forward calls `refuse_foreign_parameters`.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Stage:
         self._needs_no_gradient = False
 
     def connect(self, connection: Connection) -> None:
-        """Takes what runs the layers, and their links, which another variant of them changes."""
+        """Sets the runner of the layers and their links, which depend on the graph variant."""
         index, links, changers = self.index, connection.links, connection.changers
         self.incoming = sorted((k for k in links if k.target == index), key=lambda k: -k.source)
         self.outgoing = [link for link in links if link.source == index]
@@ -177,7 +178,7 @@ class Stage:
         )
 
     def choose_variants(self, variants: Sequence[int] | None) -> None:
-        """Says which variant of the graphs each micro-batch of the next step takes."""
+        """Sets the graph variant of each micro-batch of the next step."""
         self._runner.variants = variants
 
     def __repr__(self) -> str:
@@ -195,12 +196,12 @@ class Stage:
 
         Args:
             microbatch: its index.
-            messages: what came over each incoming link; for the first stage `[(inputs,)]`.
-            head: ends the forward, on the last stage.
-            recompute: recompute the activations in the backward instead of keeping them.
+            messages: the message of each incoming link; for the first stage `[(inputs,)]`.
+            head: the callback that ends the forward on the last stage.
+            recompute: recompute activations in the backward instead of storing them.
 
         Returns:
-            the message for each outgoing link; on the last stage the head's value alone.
+            the message for each outgoing link; on the last stage only the value of `head`.
         """
         if self.replica_states is not None and self._places is not None:
             place = self._places[microbatch]
@@ -220,7 +221,9 @@ class Stage:
             sent, roots = [result], [] if root is None else [[root]]
         if torch.is_grad_enabled():
             if head is not None and (root is None or not root.requires_grad):
-                raise UserError("the loss depends on no trainable parameter: nothing to train")
+                raise UserError(
+                    "the loss depends on no trainable parameter, so there is nothing to train"
+                )
             if self.checks_graph:
                 self._refuse_foreign_parameters(inputs, roots)
             whole = recompute or self._runner.recomputes or counts or self._runner.guards_saved
@@ -239,12 +242,12 @@ class Stage:
 
     @contextmanager
     def _counting_saved(self, values: Any) -> Iterator[None]:
-        """Counts what the forward inside keeps of one micro-batch, with the `values` that came."""
-        # the samples of a batch are a view: their own bytes count, not the batch's
-        given = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-        with count_saved(self.module, given) as saved:
+        """Counts the bytes that the forward in the block saves, including the received `values`."""
+        # samples are views of the batch: only their bytes count, not the batch's
+        received = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        with count_saved(self.module, received) as saved:
             yield
-        self.saved_bytes = saved.bytes + sum(map(byte_size, given))
+        self.saved_bytes = saved.bytes + sum(map(byte_size, received))
 
     def backward(
         self, microbatch: int, gradients: Sequence[Gradients], reduce: bool
@@ -253,15 +256,15 @@ class Stage:
 
         Args:
             microbatch: its index.
-            gradients: for each outgoing link, the gradients of the tensors that were sent and
-                require one; none on the last stage, which has that of the loss.
-            reduce: whether the stage's gradients are complete with this micro-batch, so that
-                they are averaged over the replicas during this backward.
+            gradients: for each outgoing link, the gradients of sent tensors that require one; empty
+                on the last stage, which starts from the loss.
+            reduce: whether this micro-batch completes the stage's gradients, so that this backward
+                averages them over the replicas.
 
         Returns:
             the gradients to send back over each incoming link.
         """
-        # popped, so that what is kept of the micro-batch is free when the backward is done
+        # popped, so that the micro-batch's data is freed after the backward
         begun = self._in_flight.pop(microbatch)
         starts = _starts(begun, gradients)
         self._backward(microbatch, starts, reduce)  # 4, 5
@@ -273,7 +276,7 @@ class Stage:
         """Returns the gradients to send back over each incoming link.
 
         Raises:
-            UserError: there are none, and the stage's graph leads to the inputs.
+            UserError: there are none, although the stage's graph leads to the inputs.
         """
         gradients = self._input.gradients(inputs)
         if not gradients or not gradients[0] or gradients[0][0] is not None:
@@ -282,31 +285,31 @@ class Stage:
         if lost and not self._needs_no_gradient:
             if leads_to([root for root, _ in starts], inputs.leaves[0]):
                 raise UserError(
-                    f"{self} has computed no gradient of its inputs, on which its outputs depend, "
-                    "so the stages before it would not be trained: set "
+                    f"{self} has computed no gradient of its inputs, although its outputs depend "
+                    "on them, so earlier stages would not be trained: set "
                     f"{setting('schedule', '1f1b')}"
                 )
-            self._needs_no_gradient = True  # the layers detach what they are given
+            self._needs_no_gradient = True  # the layers detach their inputs
         return gradients
 
     def backward_to_input(
         self, microbatch: int, gradients: Sequence[Gradients], reduce: bool
     ) -> list[Gradients]:
-        """Runs the part of a backward that the stage before waits for; as `backward` otherwise.
+        """Runs the part of a backward that the previous stage waits for; see `backward`.
 
-        All of it is run where activations are recomputed, which would be done for both parts, and
-        where the graph cannot be divided; `backward_to_weights` has nothing to do then.
+        Runs the whole backward if activations are recomputed (both parts would recompute them) or
+        if the graph cannot be divided; then `backward_to_weights` does nothing.
         """
         begun = self._in_flight.pop(microbatch)
         starts = _starts(begun, gradients)
-        leaves = [leaf for own in begun.inputs.leaves for leaf in own]
+        leaves = [leaf for link_leaves in begun.inputs.leaves for leaf in link_leaves]
         parts = None
         if not begun.whole and self._may_split is not False:
             parts = split_backward(starts, leaves)
             self._may_split = self._may_split or parts is not None
         if parts is None:
-            # what this backward adds to the weights comes after that of earlier micro-batches, as
-            # in the unsplit model
+            # add to the weights after the backwards of earlier micro-batches, as in the unsplit
+            # model
             for earlier, left in sorted(self._to_weights.items()):
                 self._finish(earlier, left, reduce=False)
                 self._to_weights[earlier] = _ToWeights(None, ())
@@ -323,7 +326,7 @@ class Stage:
         return self._gradients_of_inputs(begun.inputs, starts)
 
     def backward_to_weights(self, microbatch: int, reduce: bool) -> None:
-        """Runs what `backward_to_input` has left; arguments as of `backward`."""
+        """Runs the part of a backward that `backward_to_input` has left; see `backward`."""
         self._finish(microbatch, self._to_weights.pop(microbatch), reduce)
 
     def _finish(self, microbatch: int, left: _ToWeights, reduce: bool) -> None:
@@ -338,7 +341,7 @@ class Stage:
                 raise
 
     def _begin_gradients(self, microbatch: int) -> None:
-        """Says whose gradients the weights are given next."""
+        """Sets the logical replica of the next gradients of the weights."""
         if self.reducer is not None:
             self.reducer.begin(self._places[microbatch].replica if self._places else None)
 
@@ -357,12 +360,12 @@ class Stage:
             raise
 
     def _explain(self, error: RuntimeError) -> None:
-        """Says of some errors of a backward which layer's forward has caused them."""
+        """Attributes some errors of a backward to the layer's forward that caused them."""
         if isinstance(error, CheckpointError):
             self._runner.check_recomputations()  # names the layer
             error.add_note(
-                f"a layer of {self} computes something else when it is recomputed than in its "
-                f"forward: leave it out of {argument('recompute')}"
+                f"a layer of {self} computes different values in its recomputation than in its "
+                f"forward: exclude it from {argument('recompute')}"
             )
         elif "modified by an inplace operation" in str(error):
             change = self._runner.state.change_of(str(error))
@@ -371,11 +374,11 @@ class Stage:
 
     @contextmanager
     def _reducing(self, roots: Sequence[Root], reduce: bool) -> Iterator[None]:
-        """Tells the reducer of a backward in the block, which starts at `roots`."""
+        """Prepares the reducer for the backward in the block, which starts at `roots`."""
         assert self.reducer is not None
         if reduce:
-            # The collectives begin inside the backward, in the order of DDP's buckets. Stages have
-            # a process group each, so it does not matter which stage of a process comes first.
+            # The collectives start inside the backward, in the order of DDP's buckets. Each stage
+            # has its own process group, so the order of a process's stages does not matter.
             self.reducer.prepare_for_backward(roots)
             with explaining_ready_twice():
                 yield
@@ -385,12 +388,12 @@ class Stage:
             yield
 
     def draws_before_next(self, microbatch: int) -> tuple[int, ...]:
-        """Returns what the next stage must know of draws, if it continues a layer of this one."""
+        """Returns the draw counts for the next stage, if it continues a layer of this stage."""
         runner = self._runner
         return runner.rng.draws_before(runner.first + len(self.layers), microbatch)
 
     def continue_draws(self, microbatch: int, draws: Sequence[int]) -> None:
-        """Takes over what the stage before, in another process, has drawn."""
+        """Stores the draw counts of the previous stage, which is in another process."""
         self._runner.rng.continue_draws(self._runner.first, microbatch, draws)
 
     def run_several_replicas(self, collectors: Sequence[BatchNormCollector]) -> None:
@@ -399,11 +402,11 @@ class Stage:
         self.replica_states = ReplicaStates(self._runner.state, collectors)
 
     def begin_replicas(self, places: Sequence[MicrobatchPlace] | None) -> None:
-        """Begins a step whose micro-batches belong to several logical replicas; see `Step`."""
+        """Starts a step with micro-batches of several logical replicas; see `Step`."""
         self._places = places
 
     def end_replicas(self) -> None:
-        """Ends the last batch of a step: the state is that of logical replica 0, if it ran here."""
+        """Ends the last batch of a step; restores logical replica 0's state if it ran here."""
         if self.replica_states is not None:
             self.replica_states.finish()
 
@@ -416,7 +419,7 @@ class Stage:
         self._runner.check_recomputations()
 
     def clear(self) -> None:
-        """Forgets all micro-batches, after a step that failed."""
+        """Drops all micro-batches after a failed step."""
         self._in_flight.clear()
         self._to_weights.clear()
         for alias in self.aliases:
@@ -427,12 +430,12 @@ class Stage:
 
 
 def _starts(begun: _InFlight, gradients: Sequence[Gradients]) -> list[tuple[Root, Tensor]]:
-    """Returns where the backward of a micro-batch begins, with the gradients there."""
+    """Returns the start points of a micro-batch's backward, with their gradients."""
     if begun.gradient is not None:
         gradients = [[begun.gradient]]
     starts: list[tuple[Root, Tensor]] = []
-    for roots, given in zip(begun.roots, gradients, strict=True):
-        for root, gradient in zip(roots, given, strict=True):
+    for roots, link_gradients in zip(begun.roots, gradients, strict=True):
+        for root, gradient in zip(roots, link_gradients, strict=True):
             if gradient is not None:
                 starts.append((root, gradient))
     return starts

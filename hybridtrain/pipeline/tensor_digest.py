@@ -1,7 +1,8 @@
 """A digest of a tensor's bits, on its device.
 
-`torch.hash_tensor`, an XOR of the words, exists from PyTorch 2.14 on only, and equal words in pairs
-cancel in it. Here each word has an odd factor of its place, so that exchanged words count too.
+`torch.hash_tensor`, an XOR of the words, requires PyTorch 2.14, and pairs of equal words cancel in
+it. Here each word is multiplied by an odd factor that depends on its position, so that exchanged
+words change the digest.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _PIECE = 1 << 20  # elements that are widened to 64 bits at a time
 def digest(tensor: Tensor) -> Tensor | None:
     """Returns the digest, of shape (1,) or longer; does not wait for the device.
 
-    None: the tensor has no dense memory here, as one that is sparse, nested or on the meta device.
+    None if the tensor has no dense memory: it is sparse, nested or on the meta device.
     """
     if tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
         return None
@@ -34,4 +35,4 @@ def digest(tensor: Tensor) -> Tensor | None:
             sums.append((part.to(torch.int64) * factors).sum())
         return torch.stack(sums)
     except (RuntimeError, NotImplementedError, KeyError, TypeError):
-        return None  # a wrapper of other tensors
+        return None  # it wraps other tensors

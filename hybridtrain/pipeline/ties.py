@@ -1,22 +1,22 @@
 """Parameters that layers of different stages share, such as tied embeddings.
 
 The first stage that has the parameter owns it. Every other stage computes with an alias: a leaf
-that shares the memory on the same device, and is a copy on another one. So two stages' threads
-never add to one gradient, and each stage's DDP has parameters that no other has.
+that shares the memory on the same device, or is a copy on another device. So the threads of two
+stages never add to the same gradient, and no two stages' DDPs share a parameter.
 
     before a step    owner's value --[1]--> alias 2, alias 3
     in the step      each stage adds to the gradient that its leaf has
     after it         owner.grad + alias 2's [2] + alias 3's [3], in the order of the stages
 
-With stages in several processes [1] to [3] are sends and receives. Every process goes through its
-ends of all ties in one order, that of the stages (`placement.ties_of`), and each end does one thing
-at a time: so no two processes can wait for one another.
+With stages in several processes, [1] to [3] are sends and receives. Every process handles its ends
+of all ties in stage order (`placement.ties_of`), and each end does one operation at a time, so no
+two processes can wait for each other.
 
-An alias is put into the layer's instance dictionary, where Python looks first; the module keeps the
+An alias is in the layer's instance dictionary, where Python looks first; the module keeps the
 parameter itself registered, under the user's names, counted once. A parameter that is not
-registered in a layer, as one in a list, or that the loss reads, has no alias: where its gradient
-must be averaged or sent, the graph of the stage's first forward is searched for it
-(`refuse_foreign_parameters`).
+registered in a layer (for example, in a list), or that the loss reads, has no alias. If its
+gradient must be averaged or sent, `refuse_foreign_parameters` searches the graph of the stage's
+first forward for it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Tie(Protocol):
     """Keeps an alias and its parameter together; a step calls both methods of all ties."""
 
     def refresh(self) -> None:
-        """Brings the parameter's value to the alias."""
+        """Copies the parameter's value to the alias."""
 
     def accumulate_into_owner(self) -> None:
         """Adds the alias's gradient to the parameter's and drops it."""
@@ -67,9 +67,9 @@ class Alias:
     alias: Parameter
 
     def refresh(self) -> None:
-        """Copies the parameter's value; nothing to do where they share memory."""
+        """Copies the parameter's value, unless they share memory."""
         refuse_hooks(self.parameter)
-        # in every step: nothing cheap tells whether the value has changed. `Tensor._version` stays
+        # in every step: no cheap check shows whether the value has changed. `Tensor._version` stays
         # the same when a fused optimizer writes (AdamW(fused=True), PyTorch 2.15), or through .data
         if self.alias.data_ptr() != self.parameter.data_ptr():
             with torch.no_grad():
@@ -87,12 +87,12 @@ class Alias:
 
 @dataclass(frozen=True)
 class AliasElsewhere:
-    """A tie whose parameter is in this process and whose alias is in another one.
+    """A tie between a parameter in this process and an alias in another process.
 
     Attributes:
         parameter: the parameter.
         world: the processes of the pipeline.
-        peer: which of them has the alias.
+        peer: the process with the alias.
     """
 
     parameter: Parameter
@@ -106,7 +106,7 @@ class AliasElsewhere:
         _wait(begin_send([value], self.world, self.peer))  # 1
 
     def accumulate_into_owner(self) -> None:
-        """Receives the alias's gradient, if it has one, and adds it to the parameter's."""
+        """Receives the alias's gradient, if any, and adds it to the parameter's."""
         there = torch.zeros(1, dtype=torch.uint8)  # 2, 3: a flag first, since it may have none
         _wait(begin_receive([there], self.world, self.peer))
         if not there:
@@ -121,12 +121,12 @@ class AliasElsewhere:
 
 @dataclass(frozen=True)
 class OwnerElsewhere:
-    """A tie whose alias is in this process and whose parameter is in another one.
+    """A tie between an alias in this process and a parameter in another process.
 
     Attributes:
         alias: the alias.
         world: the processes of the pipeline.
-        peer: which of them has the parameter.
+        peer: the process with the parameter.
     """
 
     alias: Parameter
@@ -158,25 +158,25 @@ def _wait(works: Sequence[dist.Work]) -> None:
 
 
 def refuse_hooks(parameter: Parameter) -> None:
-    """Makes sure that no hook sees a part of the gradient of a shared parameter.
+    """Checks that no hook would see only a part of a shared parameter's gradient.
 
-    Its parts are computed by several stages, at different times, and added up after the step.
+    Several stages compute its parts at different times, and the step sums them at its end.
 
     Raises:
-        UserError: there is one.
+        UserError: the parameter has a hook.
     """
     if has_gradient_hooks(parameter):
         raise UserError(
             f"a parameter of shape {tuple(parameter.shape)} that layers of several stages share "
             f"has a hook (register_hook or register_post_accumulate_grad_hook), which would see "
-            f"the gradient of one stage alone: change parameter.grad after train_step instead, or "
+            f"the gradient of only one stage: change parameter.grad after train_step instead, or "
             f"cut the model so that these layers are in one stage"
         )
 
 
 @torch.no_grad()
 def _add_gradient(parameter: Parameter, gradient: torch.Tensor) -> None:
-    """Adds `gradient`, whose memory may be kept, to that of `parameter`."""
+    """Adds `gradient`, or assigns it without a copy, to the gradient of `parameter`."""
     if parameter.grad is None:
         parameter.grad = gradient
     elif parameter.grad.is_sparse and not gradient.is_sparse:
@@ -203,13 +203,13 @@ def tied_uses(stages: Sequence[Sequence[nn.Module]]) -> list[list[TiedUse]]:
 def refuse_foreign_parameters(
     used: Sequence[Parameter], allowed: Collection[int], names: Mapping[int, str], stage: object
 ) -> None:
-    """Makes sure that the backward of a stage adds to no gradient of another stage.
+    """Checks that the backward of a stage does not add to gradients of another stage.
 
     Args:
         used: the parameters that the graph of the stage leads to.
         allowed: the `id` of each parameter that the stage has.
-        names: of the parameters of the model in this process, by their `id`.
-        stage: for the message.
+        names: the names of the model's parameters in this process, by their `id`.
+        stage: the stage, for the message.
 
     Raises:
         SplitError: it would add to the gradient of another stage's parameter.
@@ -221,18 +221,18 @@ def refuse_foreign_parameters(
         what = repr(name) if name else f"of shape {tuple(parameter.shape)}"
         raise SplitError(
             f"the forward of {stage} uses a parameter ({what}) that none of its layers has "
-            f"registered, so its gradient would not reach the stage that owns it, or not be "
+            f"registered, so its gradient would not reach the owning stage, or would not be "
             f"averaged over the replicas. In a layer, tie it by an attribute "
             f"(layer.weight = other.weight) instead of a list, dict or closure. In a loss, such as "
-            f"a penalty, use weight_decay, or have the layer that owns it return the penalty"
+            f"a penalty, use weight_decay, or let the layer that owns it return the penalty"
         )
 
 
 def remove_aliases(net: nn.Module) -> None:
-    """Removes the aliases that an earlier pipeline has put into the layers of `net`."""
+    """Removes aliases of an earlier pipeline from the layers of `net`."""
     for module in net.modules():
         if isinstance(module, torch.jit.ScriptModule):
-            continue  # it never has one
+            continue  # it never has an alias
         for name in module._parameters:
             module.__dict__.pop(name, None)
 
@@ -266,11 +266,11 @@ def place_with_aliases(
             # another process has the value, and sends it before each step
             value = torch.empty_like(value, device=device) if value.is_meta else value.to(device)
             alias = Parameter(value, requires_grad=use.parameter.requires_grad)
-            # a copy of the module has no pipeline: its parameters are tied as the user's are
+            # a copy of the module has no pipeline: it ties parameters as in the user's model
             alias.__deepcopy__ = partial(copy.deepcopy, use.parameter)  # type: ignore[method-assign]
             aliases[id(use.parameter)] = Alias(use.parameter, alias)
         use.module.__dict__[use.name] = aliases[id(use.parameter)].alias
-    found = list(aliases.values())
-    for number, one in enumerate(found):
-        module.register_parameter(f"alias_{number}", one.alias)
-    return found
+    placed = list(aliases.values())
+    for number, placed_alias in enumerate(placed):
+        module.register_parameter(f"alias_{number}", placed_alias.alias)
+    return placed

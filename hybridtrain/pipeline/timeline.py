@@ -1,12 +1,12 @@
-"""The measured times of a step's actions, of all processes by one clock.
+"""The measured times of a step's actions, for all processes on one clock.
 
-The processes of a node read one monotonic clock. On another node it began at another time, and the
-difference is found as NTP does it (RFC 5905, section 8), from the fastest of several questions:
+The processes of a node share one monotonic clock. Clocks of other nodes have another origin; the
+offset is measured as in NTP (RFC 5905, section 8), from the fastest of several requests:
 
     this process      asked |---------------| answered      here  = (asked + answered) / 2
     the first one             \\__ read __/                 there = what it read
 
-The error is at most half the time of that question, some 0.1 ms on an Ethernet.
+The error is at most half the time of that request, about 0.1 ms on Ethernet.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Timeline:
 
     Args:
         schedule: the schedule of the step.
-        devices: of its lanes.
-        peers: the processes that have the other lanes, if there are several.
+        devices: the devices of its lanes.
+        peers: the processes that run the other lanes, if there are several.
 
     Attributes:
         schedule: the schedule of the step.
@@ -58,25 +58,25 @@ class Timeline:
         self._computed: dict[Action, tuple[Mark, Mark]] = {}
         _align(devices)
         if peers is not None and (accelerator := accelerator_of(devices[peers.own_lane])):
-            # The zero of the events and the clock that processes compare must be one time.
+            # The origins of the events and of the compared clock must be the same time.
             accelerator.synchronize(devices[peers.own_lane])
         self._zero = marks(devices)
         self._began = now()
         self._spans: tuple[tuple[Span, ...], ...] | None = None
         self._reductions: dict[Action, float] = {}
-        self._behind = 0.0  # how much later this process began than the first one
+        self._behind = 0.0  # how much later this process started than the first process
 
     def record(
         self, lane: int, action: Action, start: Mark, end: Mark, computed: Mark | None = None
     ) -> None:
-        """Notes that `lane` ran `action` between two marks.
+        """Records that `lane` ran `action` between two marks.
 
         Args:
-            lane: its number.
-            action: that it ran.
-            start: of the action.
-            end: of the action.
-            computed: when only the all-reduce of its gradients was left, if it has one.
+            lane: the index of the lane.
+            action: the action.
+            start: the start of the action.
+            end: the end of the action.
+            computed: the time when only its all-reduce was left, if it has one.
         """
         self._marks[lane].append((action, start, end))
         if computed is not None:
@@ -85,9 +85,9 @@ class Timeline:
     def spans(self) -> tuple[tuple[Span, ...], ...]:
         """Returns the spans of each lane, in seconds since the start of the step.
 
-        The first call is a collective one where lanes are in several processes. All count from the
-        start of the process that began first. On other nodes that is known to half the time of a
-        message, see above.
+        The first call is a collective if lanes are in several processes. Times count from the start
+        of the process that started first; across nodes, this is exact to half the time of a
+        message.
         """
         if self._spans is None:
             read_timelines([self])
@@ -116,22 +116,26 @@ class Timeline:
             self._reductions[action] = max(0.0, _since(computed, end))
 
     def _told(self, peers: LanePeers) -> _LaneSpans:
-        """Returns what the other processes are told of this one's lane."""
+        """Returns the data about this process's lane for the other processes."""
         assert self._spans is not None
         return _LaneSpans(self._began, self._spans[peers.own_lane], self._reductions)
 
     def _put_together(
         self, peers: LanePeers, lanes: Sequence[_LaneSpans], ahead: Sequence[float]
     ) -> None:
-        """Takes over the lanes of all processes, whose clocks are `ahead` by so many seconds."""
+        """Stores the lanes of all processes; their clocks are `ahead` by so many seconds."""
         began = [lane.began - seconds for lane, seconds in zip(lanes, ahead, strict=True)]
         self._behind = began[peers.own_lane] - min(began)
         self._spans = tuple(
             tuple(
-                Span(Action(*action), start + own - min(began), end + own - min(began))
+                Span(
+                    Action(*action),
+                    start + start_of_lane - min(began),
+                    end + start_of_lane - min(began),
+                )
                 for action, start, end in lane.spans
             )
-            for lane, own in zip(lanes, began, strict=True)
+            for lane, start_of_lane in zip(lanes, began, strict=True)
         )
         self._reductions = {
             Action(*action): wait for lane in lanes for action, wait in lane.reductions.items()
@@ -155,11 +159,11 @@ class Timeline:
         return range(self._peers.own_lane, self._peers.own_lane + 1)
 
     def window(self, lane: int, since: Mark) -> tuple[float, float]:
-        """Returns when the first action of all lanes began and the last ended.
+        """Returns when the first action of all lanes started and the last action ended.
 
         Args:
-            lane: one of this process's.
-            since: a mark on its device, from which the seconds count.
+            lane: a lane of this process.
+            since: a mark on its device, the origin of the times.
         """
         begin, end = window(self.spans())
         zero = _since(since, self._zero[lane]) - self._behind
@@ -172,10 +176,10 @@ class Phases:
     On a GPU their ends are events in its stream.
 
     Args:
-        devices: those whose time is told.
+        devices: the devices to measure.
 
     Attributes:
-        begin: of the step, a mark on each device.
+        begin: the start of the step, a mark on each device.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -184,11 +188,11 @@ class Phases:
         self._ends: dict[str, list[Mark]] = {}
 
     def end(self, name: str) -> None:
-        """Notes that the phase `name` ends, and the next one begins."""
+        """Records that the phase `name` ends, and the next phase starts."""
         self._ends[name] = marks(self._devices)
 
     def ends(self, device: int) -> dict[str, float]:
-        """Returns when each phase ended, in seconds of the step, on a device by its number."""
+        """Returns when each phase ended on a device, in seconds since the start of the step."""
         if accelerator := accelerator_of(self._devices[device]):
             accelerator.synchronize(self._devices[device])
         begin = self.begin[device]
@@ -196,26 +200,26 @@ class Phases:
 
 
 def read_timelines(timelines: Sequence[Timeline]) -> None:
-    """Reads the timelines of one step's batches, for which processes compare their clocks once.
+    """Reads the timelines of one step's batches; processes compare their clocks once.
 
-    A collective call where lanes are in several processes.
+    A collective call if lanes are in several processes.
     """
-    for each in timelines:
-        each._read_own()
+    for timeline in timelines:
+        timeline._read_own()
     peers = timelines[0]._peers
     if peers is None:
         return
-    told = [(clock_name(), [each._told(peers) for each in timelines])]
-    of_processes = peers.gather(told)
+    measured = [(clock_name(), [timeline._told(peers) for timeline in timelines])]
+    of_processes = peers.gather(measured)
     ahead = [0.0] * len(of_processes)
     if len({clock for clock, _ in of_processes}) > 1:
         ahead = peers.gather([peers.seconds_ahead()])
-    for number, each in enumerate(timelines):
-        each._put_together(peers, [lanes[number] for _, lanes in of_processes], ahead)
+    for number, timeline in enumerate(timelines):
+        timeline._put_together(peers, [lanes[number] for _, lanes in of_processes], ahead)
 
 
 class _LaneSpans(NamedTuple):
-    """The spans of a lane in another process, what they count from, and its `reductions`."""
+    """The spans of a lane in another process, their origin, and its `reductions`."""
 
     began: float
     spans: tuple[Span, ...]
@@ -224,10 +228,10 @@ class _LaneSpans(NamedTuple):
 
 @dataclass(frozen=True)
 class LanePeers:
-    """The processes of a pipeline with a lane each; all call its functions together.
+    """The processes of a pipeline with one lane each; its functions are collective calls.
 
     Attributes:
-        own_lane: the lane that is in this process.
+        own_lane: the lane of this process.
         gather: returns the lists of all processes as one.
         seconds_ahead: how far this process's clock is ahead of the first process's.
     """
@@ -249,16 +253,16 @@ def mark(device: torch.device) -> Mark:
 
 
 def marks(devices: Sequence[torch.device]) -> list[Mark]:
-    """Returns the present time on each device; lanes on one device have one time.
+    """Returns the present time on each device; lanes on the same device have the same time.
 
-    A thread that has to wait between two readings would shift one lane against the other.
+    Otherwise a thread that waits between two readings would shift the lanes.
     """
-    known = {device: mark(device) for device in dict.fromkeys(devices)}
-    return [known[device] for device in devices]
+    time_on = {device: mark(device) for device in dict.fromkeys(devices)}
+    return [time_on[device] for device in devices]
 
 
 def _align(devices: Iterable[torch.device]) -> None:
-    """Has all devices begin together: their zeros would be apart by what each has still to do."""
+    """Synchronizes all devices, so that pending work does not shift their origins."""
     accelerators = {device: accelerator_of(device) for device in devices}
     streams = {
         device: (accelerator, accelerator.current_stream(device))
@@ -266,7 +270,7 @@ def _align(devices: Iterable[torch.device]) -> None:
         if accelerator is not None
     }
     if len(streams) > 1:
-        events = [accelerator.record_event(own) for accelerator, own in streams.values()]
+        events = [accelerator.record_event(queue) for accelerator, queue in streams.values()]
         for _, stream in streams.values():
             for event in events:
                 stream.wait_event(event)
@@ -288,12 +292,12 @@ def measured_ms(spans: Sequence[Sequence[Span]], stages: int) -> list[tuple[floa
 
 
 def now() -> float:
-    """Returns the seconds of this process's clock, the one that a timeline reads."""
+    """Returns the seconds of the clock of this process that timelines read."""
     return time.perf_counter()
 
 
 def clock_name() -> str:
-    """Returns a name that processes have in common if they read one clock."""
+    """Returns a name that is equal for processes that share a clock."""
     boot = clock = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -303,7 +307,7 @@ def clock_name() -> str:
 
 
 def seconds_ahead(world: World) -> float:
-    """Returns how far this process's clock is ahead of that of its pipeline's first process.
+    """Returns how far this process's clock is ahead of its pipeline's first process.
 
     A collective call of the pipeline's processes; 0 in the first one.
     """

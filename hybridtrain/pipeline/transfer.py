@@ -1,9 +1,9 @@
 """Asynchronous copies of values from one stage's device to another's.
 
-On GPUs a copy runs on side streams of both devices. The sender starts it as soon as the value is
-there; the receiver's stream waits for an event. Neither device's main stream waits for work that
-was queued on the other after the value, and the host waits for nothing. On the CPU, and between
-stages that share a device, the value itself is passed on.
+On GPUs a copy runs on side streams of both devices. The sender starts it as soon as the value
+exists; the receiver's stream waits for an event. Neither device's main stream waits for work that
+the other queued after the value, and the host does not wait. On the CPU, and between stages that
+share a device, the value itself is passed on.
 
     stage 0's device   compute F0 | compute F1 |
       to stage 1                  copy F0      copy F1
@@ -11,9 +11,9 @@ stages that share a device, the value itself is passed on.
       from stage 0                copy F0      copy F1
       compute                             F0 .. waits for its copy alone
 
-A side stream belongs to one source, one target and one kind of values. The host runs ahead of the
-devices, and a copy that was queued early holds up those behind it until its source has computed: an
-activation of a later micro-batch would hold up a gradient that is there.
+Each combination of source, target and kind of values has its own side stream. The host runs ahead
+of the devices, and a queued copy blocks later copies in its stream until its source has computed:
+an activation of a later micro-batch would block a gradient that is ready.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from hybridtrain._base.microbatch import map_tensors
 
 
 class Transfer(NamedTuple):
-    """A message on its way: the values, and the event after which they are on the target device."""
+    """A pending message: the values, and the event after which they are on the target device."""
 
     values: Any
     ready_event: Event | None = None
 
 
 def send(values: Any, source: torch.device, target: torch.device, kind: str = "") -> Transfer:
-    """Starts to copy the tensors in `values`, a pytree, to `target`; the sender calls it.
+    """Starts copying the tensors in `values`, a pytree, to `target`; the sender calls it.
 
-    What is in CPU memory, such as the lengths that `pack_padded_sequence` takes, stays there.
+    Tensors in CPU memory, such as the lengths for `pack_padded_sequence`, stay there.
 
     Args:
-        values: on `source`.
+        values: the values on `source`.
         source: the device of the sender.
         target: the device of the receiver.
-        kind: values of one kind arrive in the order in which they were sent.
+        kind: values of the same kind arrive in the order of sending.
     """
     accelerator = accelerator_of(target)
     if accelerator is None or accelerator_of(source) is not accelerator:
@@ -93,7 +93,7 @@ class Inputs:
     Args:
         source: gives the inputs of a micro-batch, in CPU memory or on the device.
         chunks: the number of micro-batches.
-        device: of the first stage.
+        device: the device of the first stage.
     """
 
     def __init__(self, source: Callable[[int], Any], chunks: int, device: torch.device) -> None:
@@ -103,7 +103,7 @@ class Inputs:
         self._begun: dict[int, Transfer] = {}
 
     def take(self, microbatch: int) -> Any:
-        """Returns the inputs of `microbatch`, and begins to copy those of the next."""
+        """Returns the inputs of `microbatch`, and starts copying the inputs of the next."""
         for number in (microbatch, microbatch + 1):
             if number < self._chunks and number not in self._begun:
                 self._begun[number] = self._begin(number)
@@ -119,7 +119,7 @@ class Inputs:
         if accelerator is None or not any(on_host):
             return Transfer(values)
         stream = side_stream(device, "inputs")
-        # memory that the copies get may be in use in the current stream
+        # the current stream may still use memory that the copies get
         with accelerator.using([stream]):
             moved = map_tensors(lambda tensor: move(tensor, device), values)
             return Transfer(moved, accelerator.record_event(stream))
@@ -134,20 +134,20 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def sync_streams(devices: Iterable[torch.device], before: bool, values: Any = None) -> None:
-    """Orders the work of the stages' threads with that of a caller who uses other streams of GPUs.
+    """Orders the GPU work of the stages' threads with a caller that uses other streams.
 
-    The threads use the default streams. `before` a step these wait for what the caller has queued;
-    after it the caller's streams wait for them. The memory of `values`, which the caller gets, is
-    the default streams', and is kept until the caller's streams have read it.
+    The threads use the default streams. `before` a step, these wait for work that the caller has
+    queued; after it, the caller's streams wait for them. The memory of `values`, which the caller
+    gets, belongs to the default streams, and is kept until the caller's streams have read it.
     """
     for device in devices:
         accelerator = accelerator_of(device)
         assert accelerator is not None
-        own, theirs = accelerator.current_stream(device), accelerator.default_stream(device)
-        first, second = (own, theirs) if before else (theirs, own)
+        current, theirs = accelerator.current_stream(device), accelerator.default_stream(device)
+        first, second = (current, theirs) if before else (theirs, current)
         if first != second:
             second.wait_stream(first)
-            keep_until(own, values, device)
+            keep_until(current, values, device)
 
 
 _side_streams: dict[tuple[Hashable, ...], Stream] = {}
@@ -155,7 +155,7 @@ _side_streams_lock = threading.Lock()
 
 
 def side_stream(device: torch.device, *use: Hashable) -> Stream:
-    """Returns the stream of `device` for this use, the same one each time; never the CPU's."""
+    """Returns the stream of `device` for this use, the same one each time; None for the CPU."""
     key = (device, *use)
     with _side_streams_lock:
         if key not in _side_streams:

@@ -19,10 +19,10 @@ from hybridtrain.partitioning import CostTable
 from hybridtrain.price.layout import StepWork, divisors
 from hybridtrain.price.stage_needs import most_temporary
 
-# Layers whose weights are gathered at one time: the one that computes, and the next.
+# Layers with gathered weights at any time: the layer that computes and the next layer.
 _GATHERED = 2
 
-# Collectives of a layer in each micro-batch: two gathers and a reduce-scatter.
+# Collectives per layer and micro-batch: two all-gathers and a reduce-scatter.
 _COLLECTIVES = 3
 
 
@@ -33,7 +33,7 @@ class FullySharded:
     Attributes:
         step_ms: milliseconds of an optimizer step.
         peak_bytes: peak memory of a device.
-        chunks: micro-batches per batch, whose gradients accumulate.
+        chunks: micro-batches per batch; their gradients accumulate.
         recomputes: whether the backward recomputes each layer's activations.
         exposed_ms: milliseconds that gathering and scattering add to the step.
     """

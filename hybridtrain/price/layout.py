@@ -125,13 +125,13 @@ def _devices(stages: int, nb_part: int, placement: Placement) -> tuple[int, ...]
 
 @dataclass(frozen=True)
 class Choices:
-    """The values that a search may choose from; None: all that the hardware and the work allow.
+    """The values that a search may choose from; None: every value that hardware and work allow.
 
-    A sequence of one value fixes the setting. By default the schedules are all that are registered.
+    A sequence with one value fixes the setting. `schedule` defaults to all registered schedules.
 
     Attributes:
-        options: the options of a run, which cuts its model itself, as `split` says; None: the cut
-            is searched too.
+        options: pipeline options that determine the cut (`split`); None: the search also chooses
+            the cut.
     """
 
     nb_part: Sequence[int] | None = None
@@ -162,9 +162,10 @@ def layouts(
     if not candidates:
         raise ConfigError(
             f"no layout uses all {hardware.devices} devices for batches of {work.samples} samples "
-            f"and a model of {layers} layers: the replicas must divide the samples, and a pipeline "
-            f"needs a layer for each stage. Change {argument('batch_size')}, hardware.nodes= or "
-            f"what is fixed of {argument('nb_part')}, {argument('chunks')} and {argument('engine')}"
+            f"and a model of {layers} layers: the number of replicas must divide the number of "
+            f"samples, and each stage needs at least one layer. Change {argument('batch_size')}, "
+            f"hardware.nodes=, or a fixed {argument('nb_part')}, {argument('chunks')} or "
+            f"{argument('engine')}"
         )
     return candidates
 
@@ -206,10 +207,10 @@ def _placed(
 
 
 def _chunks(of_replica: int, unequal: bool) -> list[int]:
-    """Returns numbers of micro-batches: divisors of a replica's samples.
+    """Returns the numbers of micro-batches to try: the divisors of a replica's samples.
 
-    Shares of unequal replicas have few divisors in common, and micro-batches need not be equal:
-    powers of two as well.
+    The shares of unequal replicas have few common divisors, so powers of two are included;
+    micro-batches need not be equal.
     """
     powers = [2**k for k in range(of_replica.bit_length())] if unequal else []
     return sorted({*powers, *divisors(of_replica)})

@@ -45,7 +45,7 @@ _VERY_LARGE = 30e9
 # (docs/planning-details.md).
 _MOST_SHARDED = 512
 
-# How many of the layouts that were not chosen are shown with their times.
+# The number of rejected layouts to show with their times.
 _NEXT = 2
 
 
@@ -172,7 +172,7 @@ class PricedPlans:
         if parameters > _LARGE:
             without = "tensor parallelism, which this project does not have"
             if parameters > _VERY_LARGE:
-                without += ": of this size expect half of Megatron-LM's rate"
+                without += "; at this size expect half of Megatron-LM's throughput"
             lines.append(("left out", without))
         return "\n".join(f"  {name:<9} {text}" for name, text in lines)
 
@@ -267,8 +267,8 @@ def find_plans(
         loss: the loss that ends the last stage; None: leave out its time and memory.
 
     Raises:
-        ConfigError: an argument is wrong, no layout uses all devices, or costs are to be measured
-            on a GPU and this machine has none.
+        ConfigError: an argument is wrong, no layout uses all devices, or `costs="measured"` needs a
+            GPU and this machine has none.
         SplitError: the model cannot be cut, or no layout fits into memory.
     """
     table = model_costs(
@@ -311,16 +311,16 @@ def model_costs(
         loss: the loss that ends the last stage; None: leave out its time and memory.
 
     Raises:
-        ConfigError: an argument is wrong, or costs are to be measured on a GPU and this machine
-            has none.
+        ConfigError: an argument is wrong, or `costs="measured"` needs a GPU and this machine has
+            none.
     """
     check_choice("hardware.costs", costs, COST_SOURCES)
     chain = ChainBuilder(net, example_inputs).chain()
     device = torch.device("cuda:0" if hardware.device == "cuda" else "cpu")
     if costs == "measured" and device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"hardware.costs={costs} needs one of the cluster's GPUs here, and there is none: set "
-            f"hardware.costs=estimated"
+            f"hardware.costs={costs} needs a GPU of the cluster on this machine, which has none: "
+            "set hardware.costs=estimated"
         )
     if costs == "measured":
         table = measured_costs(chain, example_inputs, device, precision, sharing=sharing, loss=loss)
@@ -346,7 +346,7 @@ def recompute_option(price: Price, table: CostTable) -> str | list[str]:
 
 
 def choice_in_words(prices: Sequence[Price], names: Sequence[str], costs_from: str) -> str:
-    """Returns one line: the first layout's settings, what it takes, and the cost of the next two.
+    """Returns one line: the first layout's settings, time and memory, and the next two times.
 
     Args:
         prices: first the chosen layout.

@@ -150,7 +150,7 @@ def price(
     shared = _time_shared(layout.nb_part, busy_share)
     contended_ms = simulated.length * (1 + (contention - 1) * shared)
     batch_ms = max(contended_ms, host)
-    # a long schedule on many devices is extrapolated, which may give too little
+    # extrapolation of a long schedule on many devices may underestimate
     batch_ms = max(batch_ms, least_batch_ms(layout, times))
     pipeline = batch_ms * work.accumulate
 
@@ -173,7 +173,7 @@ def price(
         "host": (batch_ms - contended_ms) * work.accumulate,
         "data": step - (pipeline + reduce + optimizer),
     }
-    # compute is always present: another part is the bottleneck from a fifth of the step on
+    # compute is always present, so another part is the bottleneck from a fifth of the step on
     exposed_parts = {name: ms for name, ms in parts.items() if name != "compute"}
     worst = max(exposed_parts, key=exposed_parts.__getitem__)
     binds = worst if exposed_parts[worst] > 0.2 * step else "compute"
@@ -458,8 +458,8 @@ def predict_step(
     if measured is None and not hardware.flops_per_s:
         return Prediction(
             memory_bytes=_as_measured(device_memory(table, work, layout, counts), hardware),
-            reason=f"`hybridtrain measure-machine`, once, or {setting('split', 'time')} would give "
-            "the times",
+            reason="to predict times, run `hybridtrain measure-machine` or set "
+            f"{setting('split', 'time')}",
         )
     priced = price(table, hardware, work, layout, counts)
     memory = _as_measured(priced.memory, hardware)
@@ -488,8 +488,8 @@ ALIKE = 1.02
 # The search stops after this many times `best` layouts, if they are equally fast.
 _MOST_ALIKE = 10
 
-# If no layout fits: the layouts whose least memory is computed in any case, and the number of cuts
-# after which it is enough.
+# If no layout fits: the number of layouts whose minimum memory is always computed, and the number
+# of cuts after which the computation stops.
 _CLOSE = 20
 _MOST_EVALUATED = 5_000
 
@@ -498,9 +498,9 @@ class DoesNotFit(SplitError):
     """No layout fits into the memory of the devices.
 
     Attributes:
-        layout: the one that needs the least memory.
-        device: its fullest device.
-        nbytes: what that device holds at its peak.
+        layout: the layout that needs the least memory.
+        device: its most loaded device.
+        nbytes: the peak memory of that device.
         memory_gib: the smallest memory of a device with which that layout fits, in GiB.
     """
 
@@ -517,16 +517,16 @@ class DoesNotFit(SplitError):
             f"{setting('shard', layout.shard)}"
         )
         super().__init__(
-            f"no plan fits: {missing} are missing on device {device}; the least memory is "
-            f"{with_unit(nbytes)} of {with_unit(usable)} that may be used "
-            f"({self.in_words}): more devices (hardware.nodes=), larger ones"
+            f"no plan fits: the plan with the least memory needs {with_unit(nbytes)} on device "
+            f"{device}, {missing} more than the {with_unit(usable)} that may be used "
+            f"({self.in_words}). Use more devices (hardware.nodes=), devices with more memory"
             + f" (hardware.memory_gib={self.memory_gib:g})" * is_equal
-            + " or a smaller model would do"
+            + " or a smaller model"
         )
 
 
 def _rounded_up(number: float) -> float:
-    """Returns a number with four digits that is no smaller."""
+    """Rounds a number up to four significant digits."""
     unit = 10.0 ** (math.floor(math.log10(number)) - 3)
     return float(f"{math.ceil(number / unit - 1e-9) * unit:.4g}")
 
@@ -708,7 +708,7 @@ class _Search:
         return list(every_cut(layers, layout.stages, self._table.no_cut_before))
 
     def _cut_of_run(self, options: PipelineOptions, layout: ParallelLayout) -> list[int] | None:
-        """Returns the cut of a run with this layout, which does not search for one."""
+        """Returns the cut that `options` determine for this layout, without a search."""
         recompute = "never" if layout.recompute == "layers" else layout.recompute
         of_run = replace(options, stages_per_device=layout.stages_per_device, recompute=recompute)
         costs = self._weighed_at(layout.samples(self._work), layout.replicas, layout.shard, False)
@@ -716,7 +716,7 @@ class _Search:
         return find_cut(costs, most_in_flight(layout), goal, self._table.no_cut_before)
 
     def _fits(self, layout: ParallelLayout, counts: Sequence[int]) -> bool:
-        if layout.recompute == "layers":  # with none it is that of "never"
+        if layout.recompute == "layers":  # without recomputed layers, the cut of "never"
             return bool(self._recomputed(layout, tuple(counts)))
         return not any(self._over(layout, self._table, counts))
 
@@ -796,8 +796,8 @@ class _Search:
     def why_nothing_fits(self, candidates: Sequence[ParallelLayout]) -> SplitError:
         """Returns the error of a search without a result, about the layout with the least memory.
 
-        All cuts of all layouts are looked at, if these are not too many; otherwise those that may
-        need the least.
+        Examines all cuts of all layouts or, if there are too many, the cuts that may need the least
+        memory.
         """
         least: tuple[int, int, ParallelLayout] | None = None
         evaluated = 0
@@ -817,16 +817,16 @@ class _Search:
         if least is None:
             return SplitError(
                 f"no plan fits: the model's {len(self._table.sizes)} layers cannot be cut into as "
-                f"many stages as asked for: lower {argument('nb_part')} or "
+                f"many stages as requested: lower {argument('nb_part')} or "
                 f"{argument('stages_per_device')}"
             )
         nbytes, device, layout = least
         return DoesNotFit(layout, device, nbytes, self._hardware)
 
     def _least_peak(self, layout: ParallelLayout, counts: Sequence[int]) -> tuple[int, int]:
-        """Returns the bytes of the fullest device, and the device, with all that may be recomputed.
+        """Returns the peak bytes and index of the most loaded device, with maximal recomputation.
 
-        A device on which recomputation gains nothing does without.
+        Devices on which recomputation frees no memory do not recompute.
         """
         tables = [self._table]
         if layout.recompute == "layers":

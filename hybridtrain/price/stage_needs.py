@@ -30,7 +30,7 @@ from hybridtrain.schedule import (
 # gradients, minus the activations that only the first part needs. Counted for blocks of a GPT.
 WAITING = 0.3
 
-# Groups of `nb_part` micro-batches after which each further one changes a peak by as much.
+# Groups of `nb_part` micro-batches after which each further group adds the same to a peak.
 _GROUPS_UNTIL_STEADY = 2
 
 
@@ -42,10 +42,10 @@ class DeviceMemory:
         weights: parameters and buffers.
         gradients: gradients, in the buckets of the all-reduce.
         state: optimizer state.
-        activations: activations of the micro-batches in flight, when these and `boundaries` are
-            the most.
+        activations: activations of the micro-batches in flight, when their sum with `boundaries` is
+            largest.
         boundaries: inputs received from other stages, at that time.
-        temporaries: what the peak, while a layer runs, has more.
+        temporaries: additional bytes at the peak, while a layer runs.
     """
 
     weights: int = 0
@@ -88,10 +88,10 @@ def device_memory(
         for start, end in bounds
     ]
     memory = []
-    for own, moments in zip(_stages_by_device(layout), _moments_of(layout), strict=True):
-        sizes = [size for stage in own for size in table.sizes[slice(*bounds[stage])]]
+    for own_stages, moments in zip(_stages_by_device(layout), _moments_of(layout), strict=True):
+        sizes = [size for stage in own_stages for size in table.sizes[slice(*bounds[stage])]]
         fixed = _fixed_bytes(sizes, work, layout)
-        memory.append(DeviceMemory(*fixed, *_bytes_at_peak(moments, stages, own)))
+        memory.append(DeviceMemory(*fixed, *_bytes_at_peak(moments, stages, own_stages)))
     return memory
 
 
@@ -104,22 +104,22 @@ class _StageBytes(NamedTuple):
 
 
 def _bytes_at_peak(
-    moments: Sequence[Moment], stages: Sequence[_StageBytes], own: Sequence[int]
+    moments: Sequence[Moment], stages: Sequence[_StageBytes], own_stages: Sequence[int]
 ) -> tuple[int, int, int]:
     """Returns the activations, boundaries and temporaries of a device at its peak.
 
-    The first two are those of the peak between two layers, which may be another moment than that of
-    the peak in a layer, if a stage with large temporaries runs when the others hold less.
+    Activations and boundaries are those at the peak between two layers. The peak within a layer may
+    be at another moment, when a stage with large temporaries runs and the other stages hold less.
 
     Args:
-        moments: at which the device may hold the most.
+        moments: the moments at which the device may hold the most.
         stages: the bytes of all stages.
-        own: the device's stages.
+        own_stages: the device's stages.
     """
     activations = boundaries = peak = 0
     for moment in moments:
         here = there = 0
-        for stage, inputs, alive, waiting in zip(own, *moment[1:], strict=True):
+        for stage, inputs, alive, waiting in zip(own_stages, *moment[1:], strict=True):
             nbytes = stages[stage].activations
             here += alive * nbytes + round(WAITING * waiting * nbytes)
             there += inputs * stages[stage].inputs
@@ -133,7 +133,7 @@ def most_temporary(costs: Sequence[LayerCost]) -> int:
     """Returns by how much a stage exceeds its activations, while one of its layers runs.
 
     While a layer runs, the later layers of the stage hold no activations: in the forward they have
-    not run yet, and in the backward theirs are freed.
+    not run yet, and in the backward they have freed them.
     """
     most = behind = 0
     for cost in reversed(costs):
@@ -145,17 +145,17 @@ def most_temporary(costs: Sequence[LayerCost]) -> int:
 def most_in_flight(layout: ParallelLayout) -> tuple[int, ...]:
     """Returns, for each stage, the peak number of micro-batches in flight."""
     most = [0] * layout.stages
-    for own, moments in zip(_stages_by_device(layout), _moments_of(layout), strict=True):
-        for i, stage in enumerate(own):
+    for own_stages, moments in zip(_stages_by_device(layout), _moments_of(layout), strict=True):
+        for i, stage in enumerate(own_stages):
             most[stage] = max(moment.inputs[i] for moment in moments)
     return tuple(most)
 
 
 def has_table(layout: ParallelLayout) -> bool:
-    """Returns whether the schedule has a table of this shape; a user's may refuse some.
+    """Returns whether the schedule has a table of this shape; user-defined schedules may not.
 
     Raises:
-        ScheduleError: it has one that no engine can execute.
+        ScheduleError: no engine can execute the table.
     """
     shape = layout.nb_part, layout.chunks, layout.stages_per_device
     return _builds(registered(layout.schedule), *shape)
@@ -165,7 +165,7 @@ def has_table(layout: ParallelLayout) -> bool:
 def _builds(
     schedule: RegisteredSchedule, nb_part: int, chunks: int, stages_per_device: int
 ) -> bool:
-    if schedule.periodic:  # of any number of micro-batches
+    if schedule.periodic:  # defined for any number of micro-batches
         return True
     try:
         table = schedule.build(nb_part, chunks, stages_per_device)
@@ -181,10 +181,10 @@ def _stages_by_device(layout: ParallelLayout) -> list[list[int]]:
 
 @lru_cache(maxsize=256)
 def _by_device(devices: Sequence[int], nb_part: int) -> list[list[int]]:
-    own: list[list[int]] = [[] for _ in range(nb_part)]
+    stages_of: list[list[int]] = [[] for _ in range(nb_part)]
     for stage, device in enumerate(devices):
-        own[device].append(stage)
-    return own
+        stages_of[device].append(stage)
+    return stages_of
 
 
 def _moments_of(layout: ParallelLayout) -> tuple[tuple[Moment, ...], ...]:
@@ -202,12 +202,11 @@ def _moments(
     recompute: str,
     splits_backward: bool,
 ) -> tuple[tuple[Moment, ...], ...]:
-    """Returns the fullest moments of a schedule's table.
+    """Returns the moments of a schedule's table at which each device may hold the most.
 
-    Those of a large table of a periodic schedule are extrapolated: each further group of `nb_part`
-    micro-batches adds the same to a moment, nothing with 1F1B and `nb_part` with GPipe. Where small
-    tables do not show that, and for other schedules, which may change at any micro-batch, the whole
-    table is built.
+    For a large table of a periodic schedule they are extrapolated: each further group of `nb_part`
+    micro-batches adds the same number (0 with 1F1B, `nb_part` with GPipe). If small tables do not
+    show this growth, or if the schedule is not periodic, the whole table is built.
     """
 
     def count(chunks: int) -> tuple[tuple[Moment, ...], ...]:
@@ -228,10 +227,10 @@ def _moments(
 def _continued(
     small: Sequence[Sequence[Moment]], larger: Sequence[Sequence[Moment]], groups: int
 ) -> tuple[tuple[Moment, ...], ...] | None:
-    """Returns the moments after so many groups, if each adds what the first did; None: none fit."""
+    """Extrapolates moments by `groups` equal increments; None if the tables do not match."""
 
-    def line(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-        return tuple(a + (b - a) * groups for a, b in zip(one, other, strict=True))
+    def line(first: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+        return tuple(a + (b - a) * groups for a, b in zip(first, other, strict=True))
 
     continued = []
     for few, more in zip(small, larger, strict=True):
@@ -239,8 +238,8 @@ def _continued(
             return None
         continued.append(
             tuple(
-                Moment(one.stage, *map(line, one[1:], other[1:]))
-                for one, other in zip(few, more, strict=True)
+                Moment(first.stage, *map(line, first[1:], other[1:]))
+                for first, other in zip(few, more, strict=True)
             )
         )
     return tuple(continued)
@@ -260,7 +259,7 @@ def with_weight_bytes(
 def _fixed_bytes(
     sizes: Sequence[LayerSize], work: StepWork, layout: ParallelLayout
 ) -> tuple[int, int, int]:
-    """Returns the weights, gradients and optimizer state of layers, which are always there.
+    """Returns the bytes of layers that are always allocated: weights, gradients, optimizer state.
 
     Gradients are views of DDP's buckets, which DDP never frees.
     """
@@ -334,7 +333,7 @@ def stage_times(
 
 
 def _weight_share(sizes: Sequence[LayerSize]) -> float:
-    """Returns the part of a stage's backward for gradients of weights: half where all are trained.
+    """Returns the part of a stage's backward for gradients of weights: half if all are trained.
 
     The other part, for gradients of inputs, is as long, and does not get shorter if weights are
     frozen.
@@ -385,7 +384,7 @@ def _stage_ms(
             if hardware.device == "cpu"
             else max(backward_compute, backward_calls + action + split_extra)
         )
-    # the first stage's backward is all for the weights
+    # the first stage's whole backward computes gradients of weights
     weight = (weight_share if stage else 1.0) * split_backward if layout.splits_backwards else 0.0
     host = (1 + recomputed) * forward_calls + backward_calls + 2 * action
     return {

@@ -1,8 +1,9 @@
 """The places of devices of unequal speed or memory in pipelines, and the shares of the replicas.
 
-All replicas have the same cut, so a place in the pipeline is as fast as the slowest of the devices
-that have it, with a replica's share of the samples taken into account, and has the memory of the
-smallest. On a node with two fast devices F and two slow ones S, pipelines of two are either
+All replicas have the same cut. A place in the pipeline is therefore as fast as the slowest device
+at that place, relative to its replica's share of the samples, and has the smallest memory of these
+devices. With two fast devices F and two slow devices S per node, pipelines of two devices are
+either
 
     in order   F F and S S    equal places, and unequal shares
     in turns   F S and F S    unequal places, and equal shares
@@ -18,7 +19,7 @@ from hybridtrain._base.hardware import Hardware
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The devices of the pipelines, by place; all empty where devices are equal.
+    """The devices of the pipelines, by place; all fields are empty if devices are equal.
 
     Attributes:
         device_speeds: the speed of each place, for the share of the replica with the largest one.
@@ -67,15 +68,15 @@ def arrangements(
         devices = [[r % in_node + p * in_node for p in places] for r in range(replicas)]
         in_turns = _arranged(hardware, devices, shares)
         if in_turns != in_order:
-            order = tuple(device for own in devices[:in_node] for device in own)
+            order = tuple(device for replica in devices[:in_node] for device in replica)
             yield replace(in_turns, device_order=order)
 
 
 def _arranged(
     hardware: Hardware, devices: Sequence[Sequence[int]], shares: Sequence[float] | None
 ) -> Arrangement:
-    speeds = [[hardware.speed_of(device) for device in own] for own in devices]
-    memory = [[hardware.memory_of(device) for device in own] for own in devices]
+    speeds = [[hardware.speed_of(device) for device in replica] for replica in devices]
+    memory = [[hardware.memory_of(device) for device in replica] for replica in devices]
     of_replica = list(map(sum, speeds)) if shares is None else list(shares)
     least, most = min(of_replica), max(of_replica)
     return Arrangement(

@@ -142,7 +142,7 @@ PLANTED: dict[str, tuple[list[str], str, str]] = {
     "plan for other devices": (
         [*DIGITS, "pipeline.nb_part=4", "pipeline.split=two.yaml"],
         "plan",
-        "the plan has 2 stages, and 4 are asked for",
+        "the plan has 2 stages, but 4 are requested",
     ),
     "schedule for other devices": (
         [*DIGITS, "pipeline.nb_part=4", "pipeline.schedule=two.yaml"],

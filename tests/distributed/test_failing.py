@@ -13,7 +13,7 @@ def test_an_exception_in_a_step_ends_all_processes(who, tmp_path):
     status, output = forked_script(2, "failing.py", tmp_path, who, "local")
     assert status == 1
     assert "ArithmeticError: boom" in output
-    assert "in layer '2', which was given float32[3, 4]" in output
+    assert "in layer '2', with the input float32[3, 4]" in output
     assert "in the forward of micro-batch 0 on stage 1 (2 to 3)" in output
     assert "the end was reached" not in output
 

@@ -1,8 +1,8 @@
-"""Engines: what executes a step's schedule, by the name that `engine=` chooses.
+"""Engines, which execute a step's schedule, by their name in `engine=`.
 
-actions            the execution of actions, which is the same for every engine; `Wire`
-threads            all stages in this process, and their wire of queues
-processes          a process for each device, and their wire of messages
+actions            the execution of actions, shared by all engines; `Wire`, the transport
+threads            all stages in this process, connected by queues
+processes          a process for each device, connected by messages
 """
 
 from collections.abc import Callable, Sequence
@@ -29,8 +29,8 @@ def make_engine(stages: Sequence[Stage], links: Sequence[Link], world: World) ->
     """Returns the engine for a pipeline.
 
     Args:
-        stages: those that this process owns.
-        links: between all stages of the pipeline; none where the model is not cut.
+        stages: the stages of this process.
+        links: the links between all stages of the pipeline; empty for an uncut model.
         world: the processes.
     """
     on_one_device = len(world.devices) == world.processes_per_replica == 1

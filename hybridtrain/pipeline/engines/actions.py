@@ -1,21 +1,21 @@
-"""The execution of the actions of a schedule, which is the same for every engine.
+"""The execution of a schedule's actions, shared by all engines.
 
-An engine says which actions run in which thread or process, in which order. How values come from
-one stage to the next is a wire's concern, of which each engine has its own:
+An engine decides which thread or process runs which actions, in which order. Its transport (`Wire`)
+carries values from one stage to the next:
 
           stage s        border s|s+1        stage s+1        border s+1|s+2
-    F     sent + passing ---wire----> [1] receive
+    F     sent + passing ---Wire----> [1] receive
                                       [2] own | passing
                                       [3] own -> forward -> sent
-                                      [4] sent + passing ----wire----> ...
-    B, I                              [5] receive       <----wire----- ...
+                                      [4] sent + passing ----Wire----> ...
+    B, I                              [5] receive       <----Wire----- ...
                                       [6] own | passing
                                       [7] own -> backward -> sent
-          ...      <-----wire-------- [8] sent + passing
+          ...      <-----Wire-------- [8] sent + passing
     W                                 [7] alone: nobody waits for it
 
-What crosses a border for one micro-batch is one message. Which values a stage takes of it, and
-which it passes on, outside of autograd, says its `Route` (see `links`).
+One message per micro-batch crosses a border. The `Route` of a stage (see `links`) separates the
+values that the stage takes from those that it passes on, outside of autograd.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hybridtrain.pipeline.timeline import Mark, mark
 from hybridtrain.pipeline.transfer import Inputs
 from hybridtrain.schedule import WORDS, Action, Schedule, peak_in_flight
 
-# Micro-batches beyond those that a stage holds: one is queued while another is computed.
+# Micro-batches beyond the number that a stage holds: one is queued while another is computed.
 SLACK = 1
 
 
@@ -48,13 +48,13 @@ class Wire(Protocol):
     """
 
     def send(self, to: Action, message: list[Any]) -> None:
-        """Sends what crosses the border before `to`, a forward or a backward of the next stage.
+        """Sends a message over a border to the action `to`, a forward or a backward.
 
-        Does not wait for this message to arrive.
+        Does not wait for its arrival.
 
         Args:
-            to: the action that needs it; `B` where a part of a backward does.
-            message: for each link over the border its values, or their gradients.
+            to: the action that needs the message; `B` also for a part of a backward.
+            message: the values, or their gradients, of each link over the border.
         """
 
     def receive(self, action: Action, doing: LaneActivity) -> list[Any]:
@@ -67,22 +67,22 @@ class Wire(Protocol):
 
 
 class Aborted(Exception):
-    """Another thread has failed: nothing more will come."""
+    """Stops waiting for messages, because another thread has failed."""
 
 
 class ActionRunner:
-    """Runs actions of one step: takes what has come to a stage, and hands on what it sends.
+    """Runs actions of one step: receives a stage's messages, and sends its results.
 
     Attributes:
         values: the head's values by micro-batch.
-        stopped: no further action is begun. Not an Event: an interrupt on the way into its methods
-            may leave its lock taken for ever.
+        stopped: do not start further actions. Not an Event, because an interrupt inside its methods
+            may leave its lock held forever.
 
     Args:
         step: the step.
         stages: the stages of this process, by their index.
-        routes: of those that pass values on.
-        wire: connects them with each other and with those of other processes.
+        routes: the routes of stages that pass values on.
+        wire: the transport between these stages and the stages of other processes.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class ActionRunner:
 
         Raises:
             Aborted: another thread has failed.
-            Exception: the first one of an action, with a note that names it.
+            Exception: the first exception of an action, with a note that names the action.
         """
         current: Action | None = None
-        draws = draws_here()  # of a layer that this pipeline is a part of
+        draws = draws_here()  # the draws of an enclosing layer
         try:
             # layers that stash something declare it, and get their own scope
             with skip_scope(None), self._step.thread_state.applied():
@@ -129,7 +129,7 @@ class ActionRunner:
         except Aborted:
             raise
         except BaseException as error:
-            leave_draws(draws)  # Ctrl-C may have come on the way into a layer's, or out of it
+            leave_draws(draws)  # Ctrl-C may interrupt a layer that enters or leaves its draws
             if current is not None:
                 self.add_note(error, current)
             raise
@@ -137,7 +137,7 @@ class ActionRunner:
             doing.end()
 
     def add_note(self, error: BaseException, action: Action) -> None:
-        """Adds to `error` which action has failed."""
+        """Adds a note to `error` that names the failed action."""
         stage = self._stages[action.stage]
         word = WORDS[action.kind]
         error.add_note(f"in the {word} of micro-batch {action.microbatch} on {stage}")
@@ -152,16 +152,16 @@ class ActionRunner:
             self._run_ahead.before_forward(index)
             doing.wait(False)
         if index == 0:
-            own = [(self._take(microbatch),)]
+            inputs = [(self._take(microbatch),)]
         else:
-            own = message = self._wire.receive(action, doing)  # 1
+            inputs = message = self._wire.receive(action, doing)  # 1
             if index in self._routes:
-                own, passing = self._routes[index].own_values(message)  # 2
+                inputs, passing = self._routes[index].own_values(message)  # 2
         head = step.head if index == self._last else None
         start = mark(stage.device) if step.timeline else 0.0
-        # autocast around each forward, and off between: a backward runs without
+        # autocast only around each forward: a backward runs without it
         with step.thread_state.autocast():
-            sent = stage.forward(microbatch, own, head, microbatch in step.recomputed)  # 3
+            sent = stage.forward(microbatch, inputs, head, microbatch in step.recomputed)  # 3
         if step.timeline:
             step.timeline.record(lane, action, start, mark(stage.device))
         if self._run_ahead is not None:
@@ -176,12 +176,12 @@ class ActionRunner:
         step = self._step
         kind, index, microbatch = action
         stage = self._stages[index]
-        own: Sequence[Any] = ()
+        gradients: Sequence[Any] = ()
         passing: Sequence[Any] = ()
         if kind != "W" and index != self._last:
-            own = message = self._wire.receive(action, doing)  # 5
+            gradients = message = self._wire.receive(action, doing)  # 5
             if index in self._routes:
-                own, passing = self._routes[index].own_gradients(message)  # 6
+                gradients, passing = self._routes[index].own_gradients(message)  # 6
         # the last micro-batch of a stage comes last, see `schedule.validate`
         reduce = step.reduce and microbatch + 1 == step.schedule.chunks
         sent: list[Any] = []
@@ -191,9 +191,9 @@ class ActionRunner:
             noting = stage.reducer.noting_computed(stage.device)
         with noting as computed:
             if kind == "B":  # 7
-                sent = stage.backward(microbatch, own, reduce)
+                sent = stage.backward(microbatch, gradients, reduce)
             elif kind == "I":
-                sent = stage.backward_to_input(microbatch, own, reduce)
+                sent = stage.backward_to_input(microbatch, gradients, reduce)
             else:
                 stage.backward_to_weights(microbatch, reduce)
         if step.timeline:
@@ -208,20 +208,20 @@ class ActionRunner:
 
 
 class RunAhead:
-    """A bound on how far the host runs ahead of the devices in a step; follows from the schedule.
+    """A schedule-dependent limit on how far the host runs ahead of the devices in a step.
 
-    The host queues work faster than a device does it. Memory that was sent, or has arrived, is
-    reused only when the streams that read it have come so far; a host that has queued a whole step
-    would have allocated it for every micro-batch. So a forward is queued once the device is done
-    with the micro-batch whose place it takes:
+    The host queues work faster than a device executes it. Memory of messages is reused only after
+    the streams that read it have caught up, so a host that queues a whole step would allocate it
+    for every micro-batch. Therefore a forward is queued only after the device has finished the
+    micro-batch that it replaces:
 
         a stage that holds 2:   F0 F1 B0 F2 B1 F3 ...     F3 is queued when B0 is done, so that the
                                                           device always has F2 and B1 before it
 
     Args:
-        schedule: of the step.
-        stages: of this process, by their index.
-        accelerator: of their devices.
+        schedule: the schedule of the step.
+        stages: the stages of this process, by their index.
+        accelerator: the accelerator of their devices.
     """
 
     def __init__(

@@ -1,40 +1,39 @@
-"""The engine for a pipeline over several processes, with a device each, and its wire.
+"""The engine for a pipeline over several processes with one device each, and its transport.
 
-Each process runs its own lane of the schedule, in the caller's thread. Two processes must name
-their messages to one another in the same order: they share a queue for each direction, and with
-NCCL one for both. That order is the one over all processes that proves the schedule
-(`Schedule.in_one_order`). Each process goes through all of it:
+Each process runs its own lane of the schedule in the caller's thread. Two processes must issue
+their messages to each other in the same order, because they share one queue per direction, or with
+NCCL one queue for both. They use the global order that shows that the schedule cannot deadlock
+(`Schedule.in_one_order`). Each process walks through the whole order:
 
     in one order   F0@0        F0@1   F1@0        B0@1        B0@0   F1@1   ...
     process 0      F0 send            F1 send     receive B0  B0             stages 0, 2, ...
     process 1      receive F0  F0     receive F1  B0 send            F1      stages 1, 3, ...
 
-A process runs its own actions, and begins to send each result. At an action of another process
-that makes something for it, it begins to receive the result, and goes on. So both ends of a
-message stand at one place of one order. A process waits only for arrivals, formats and the oldest
-of many sends, and the other end begins each of them at its place of the order or earlier. So the
-process that is least far in the order always goes on, and none waits in a circle.
+A process runs its own actions and starts sending each result. At another process's action with a
+result for this process, it starts receiving the result and continues. So both ends of a message are
+at the same place in one order. A process waits only for arrivals, formats and the oldest of many
+sends, and the other end starts each of these at its place in the order or earlier. So the process
+that is furthest behind can always continue, and a circular wait is impossible.
 
-ProcessGroupNCCL makes a message wait for all work that the current stream has when the message
-begins. A receive that began from the computing stream would wait for the actions before it, and
-delay the action that needs it. So receives begin from a side stream, into memory of that stream,
-and the computing stream waits where it uses the value. A send begins from the computing stream,
-right behind the work that makes its value.
+ProcessGroupNCCL makes a message wait for all work queued on the current stream when the message
+starts. A receive started from the compute stream would wait for earlier actions, and delay the
+action that needs it. So receives start from a side stream, into memory of that stream, and the
+compute stream waits where it uses the value. A send starts from the compute stream, right after the
+work that produces its value.
 
-    computing stream    F0             F1 waits for its message alone
+    compute stream      F0             F1 waits for its message alone
     side stream         [2]
     NCCL's stream       F1's message
 
-With gloo, which keeps the two directions apart, a process begins the next few receives ahead of
-their places, in the same order. A message that finds its receive begun is sent at once; another one
-first waits for a question and an answer between the two processes, while both compute. Receives
-begin ahead after a process's first action, so that they do not delay it, and in each wait for a
-message.
+With gloo, which has separate queues for the two directions, a process starts the next few receives
+early, in the same order. A message is sent immediately if its receive has started; otherwise it
+first waits for a handshake between the two processes while both compute. Early receives start after
+a process's first action, so that they do not delay it, and in each wait for a message.
 
-The sizes of a message must be known before it is received. They follow from the inputs, which the
-first process has: it numbers the kinds of inputs, and sends the number of the step's kind to the
-others ahead of the step. The first step of a kind sends the formats of its messages along
-(`messages`), and later steps need none.
+A receiver must know the sizes of a message in advance. They follow from the inputs, which the first
+process has. It numbers the kinds of inputs, and sends the number of the step's kind to the other
+processes before the step. The first step of a kind also sends the formats of its messages
+(`messages`); later steps do not.
 
     process of stage s       [1] send: pack, format if new, numbers
     process of stage s+1     [2] begin_receive: format if new, memory     [3] receive: wait, unpack
@@ -77,21 +76,21 @@ from hybridtrain.schedule import Action, Schedule, receiver_of
 from hybridtrain.world import World
 
 RECEIVES_AHEAD = 4
-"""The most messages on their way to a process with which it begins further receives early.
+"""The number of pending messages up to which a process starts further receives early.
 
-Each takes the memory of a message."""
+Each receive takes the memory of a message."""
 
 Formats = dict[Action, MessageFormat]
 """The formats of the messages to each action of a step."""
 
 
 class _Coming(NamedTuple):
-    """A message on its way here; the tensors are there when the works are done.
+    """A pending incoming message; its tensors are complete when the works are done.
 
     Attributes:
-        form: of the message.
-        tensors: in the message.
-        parts: the memory of these, which must live until the works are done.
+        form: the format of the message.
+        tensors: the tensors of the message.
+        parts: the memory of the tensors, which must live until the works are done.
         works: the receives.
     """
 
@@ -105,10 +104,10 @@ class Lane(NamedTuple):
     """The part of a schedule that a process runs.
 
     Attributes:
-        number: of the lane in the schedule.
-        actions: each after the number of receives that must have begun before it runs.
-        receives: the actions that messages from other processes are for, in the order of these.
-        peers: for each stage of the pipeline its process.
+        number: the index of the lane in the schedule.
+        actions: each preceded by the number of receives that must start before it runs.
+        receives: the actions that need messages from other processes, in message order.
+        peers: the process of each stage of the pipeline.
     """
 
     number: int
@@ -132,14 +131,14 @@ class Lane(NamedTuple):
 
 
 class MessageWire:
-    """Sends values to other processes; see `Wire`. It is one step's.
+    """Sends values to other processes, for one step; see `Wire`.
 
     Args:
-        stages: of this process.
-        lane: of this process.
+        stages: the stages of this process.
+        lane: the lane of this process.
         world: the processes.
-        formats: what is known of the messages; the first step that sends them fills it.
-        doing: notes that a send waits for earlier ones.
+        formats: the known message formats; the first step that sends messages fills it.
+        doing: notes that a send waits for earlier sends.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class MessageWire:
         self._stages = stages
         self._peers = lane.peers
         self._receives = lane.receives
-        self._begun = 0  # how many of these
+        self._begun = 0  # the number of started receives
         self._formats = formats
         self._doing = doing
         self._world = world
@@ -163,13 +162,13 @@ class MessageWire:
         self._accelerator = accelerator_of(self._wire_device)  # None with gloo
         self._here: dict[Action, list[Any]] = {}
         self._coming: dict[Action, _Coming] = {}
-        # what is being sent must live until it is
+        # tensors must live until they are sent
         self._sent: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
-        # what a forward alone has sent would otherwise stay until the end of a long batch
+        # without backwards, sent tensors would otherwise stay until the end of a long batch
         self._most_sent = 4 * len(lane.peers)
 
     def send(self, to: Action, message: list[Any]) -> None:
-        """Begins to send the message, or keeps it for a stage of this process."""
+        """Starts sending the message, or keeps it for a stage of this process."""
         if to.stage in self._stages:
             self._here[to] = message
             return
@@ -178,31 +177,32 @@ class MessageWire:
             # a tensor, since it may change from step to step
             draws = torch.tensor(stage.draws_before_next(to.microbatch), dtype=torch.int64)
             message = [*message, draws]
-        known = self._formats.get(to)
-        form, tensors = pack(message, to.kind == "F", known)  # 1
+        expected = self._formats.get(to)
+        form, tensors = pack(message, to.kind == "F", expected)  # 1
         works: list[Any] = []
         held: list[Tensor] = []
-        if known is None:
+        if expected is None:
             # ahead of the numbers, in the same queue: the receiver takes it in the same place
             self._formats[to] = form
             data = to_bytes(form)
             held += [torch.tensor([data.numel()]), data]
             peer = self._peers[to.stage]
             works += [dist.isend(part, group=self._group, group_dst=peer) for part in held]
-        elif known is not form:
+        elif expected is not form:
             raise SplitError(
-                f"{stage} sends values of other shapes or types than before, or other numbers "
-                "that are not tensors, for inputs of the same shapes. With "
-                f"{setting('engine', 'distributed')} they must follow from the shapes of the "
+                f"{stage} sends values of different shapes or types than before, or different "
+                "non-tensor values, for inputs of the same shapes. With "
+                f"{setting('engine', 'distributed')} they must depend only on the shapes of the "
                 f"inputs: use {setting('engine', 'local')} for this model"
             )
         parts = [
-            flat(t, one).to(wire_device(one, self._wire_device))
-            for t, one in zip(tensors, form.tensors, strict=True)
+            flat(t, tensor_format).to(wire_device(tensor_format, self._wire_device))
+            for t, tensor_format in zip(tensors, form.tensors, strict=True)
         ]
         works += begin_send(parts, self._world, self._peers[to.stage])
-        # not waited for at once: the receiver may itself be about to send to this process. The
-        # oldest may be: its receiver begins to receive it before it needs any later message
+        # do not wait immediately: the receiver may itself be about to send to this process. Waiting
+        # for the oldest send is safe: its receiver starts receiving it before it needs any later
+        # message
         if len(self._sent) >= self._most_sent:
             self._doing.wait(True)
             self._wait_for_oldest()
@@ -210,14 +210,14 @@ class MessageWire:
         self._sent.append((works, held + parts))
 
     def begin_receives(self, count: int) -> None:
-        """Begins those of the first `count` receives of the step that have not begun."""
+        """Starts those of the first `count` receives of the step that have not started."""
         while self._begun < count:
             self._begin_receive(self._receives[self._begun])
             self._begun += 1
 
     def begin_ahead(self) -> None:
-        """Begins receives ahead of their places."""
-        if self._accelerator is not None:  # NCCL needs the place, see the module
+        """Starts receives before their place in the order."""
+        if self._accelerator is not None:  # NCCL needs the exact order, see the module
             return
         while (
             len(self._coming) < RECEIVES_AHEAD
@@ -228,21 +228,24 @@ class MessageWire:
             self.begin_receives(self._begun + 1)
 
     def _begin_receive(self, action: Action) -> None:
-        """Begins to receive the message to `action`, before it is needed."""
+        """Starts receiving the message to `action`, before it is needed."""
         sender = action.stage - 1 if action.kind == "F" else action.stage + 1
         if action not in self._formats:
             # a wait, in the one order of all processes: the sender is at this message or before it
             self._formats[action] = self._receive_format(sender)
         form = self._formats[action]
         with self._beside_compute():  # 2
-            tensors = [empty(one, self._wire_device) for one in form.tensors]
-            parts = [flat(t, one) for t, one in zip(tensors, form.tensors, strict=True)]
+            tensors = [empty(tensor_format, self._wire_device) for tensor_format in form.tensors]
+            parts = [
+                flat(t, tensor_format)
+                for t, tensor_format in zip(tensors, form.tensors, strict=True)
+            ]
             works = begin_receive(parts, self._world, self._peers[sender])
         self._coming[action] = _Coming(form, tensors, parts, works)
 
     def receive(self, action: Action, doing: LaneActivity) -> list[Any]:
         """Waits for the message if it is on its way."""
-        if action.kind == "I":  # the sender does not ask which part of a backward waits
+        if action.kind == "I":  # senders do not distinguish the parts of a backward
             action = action._replace(kind="B")
         if action in self._here:
             return self._here.pop(action)
@@ -250,7 +253,7 @@ class MessageWire:
         form, tensors, _, works = self._coming.pop(action)
         doing.wait(True)
         for work in works:
-            work.wait()  # of NCCL's it is the current stream that waits
+            work.wait()  # with NCCL, only the current stream waits
         doing.wait(False)
         if self._accelerator is not None:
             # the side stream's memory, which this stream reads
@@ -265,7 +268,7 @@ class MessageWire:
         return message
 
     def finish(self) -> None:
-        """Waits until all is sent."""
+        """Waits until all messages are sent."""
         self._doing.wait(True)
         while self._sent:
             self._wait_for_oldest()
@@ -296,18 +299,18 @@ class MessageWire:
 _NOTHING = nullcontext()
 _PLAIN = (bool, int, float, str, bytes, type(None))  # equal by their repr
 
-# Kinds of steps whose formats are kept, such as a whole batch and the last one of an epoch.
+# Kinds of steps with stored formats, such as a full batch and the last batch of an epoch.
 _KINDS = 64
 
 
 class ProcessEngine:
-    """Executes steps on `stages`, those of this process; the others run their own part.
+    """Executes steps on the `stages` of this process; other processes run their own part.
 
-    A step that has failed in one process leaves the others waiting for it: all must end then.
+    If a step fails in one process, the others wait for it forever: all must exit then.
 
     Args:
-        stages: of this process.
-        links: of the whole pipeline.
+        stages: the stages of this process.
+        links: the links of the whole pipeline.
         world: the processes of the pipeline.
     """
 
@@ -335,7 +338,7 @@ class ProcessEngine:
         runner = ActionRunner(step, self._stages, self._routes, wire)
         try:
             runner.run_actions(_actions(lane, wire, step.meanwhile), doing)
-        except BaseException:  # the others wait for this process, and are ended by its failure
+        except BaseException:  # the others wait for this process; its failure ends them
             for stage in self._stages.values():
                 stage.clear()
             raise
@@ -344,14 +347,14 @@ class ProcessEngine:
         return runner.values if schedule.stages - 1 in self._stages else []
 
     def _begin_kind(self, step: Step) -> tuple[int, dist.Work | None]:
-        """Returns the number of the step's kind, and what the first process must wait for."""
+        """Returns the number of the step's kind, and the sends that the first process waits for."""
         number = torch.zeros(1, dtype=torch.int64)
         if self._world.pipeline_rank:
             self._broadcast(number).wait()
             return int(number), None
         kind = _kind(step)
         if kind not in self._numbers:
-            if len(self._numbers) == _KINDS:  # its formats are dropped as well
+            if len(self._numbers) == _KINDS:  # its formats are dropped too
                 del self._numbers[next(iter(self._numbers))]
             self._numbers[kind] = self._kinds
             self._kinds += 1
@@ -359,7 +362,7 @@ class ProcessEngine:
         return self._numbers[kind], self._broadcast(number)
 
     def _broadcast(self, number: Tensor) -> dist.Work:
-        """Begins to send the first process's `number` to the others."""
+        """Starts sending the first process's `number` to the others."""
         group = self._world.pipeline_group
         assert group is not None
         # not dist.broadcast, whose checks and logging take longer than the message, in each step
@@ -371,7 +374,7 @@ class ProcessEngine:
 def _actions(
     lane: Lane, wire: MessageWire, meanwhile: Callable[[], None] | None
 ) -> Iterator[tuple[int, Action]]:
-    """Yields this process's actions; begins the receives between them, and waits for all sends.
+    """Yields this process's actions; starts the receives between them, and waits for all sends.
 
     The wait is at the end.
     """
@@ -389,7 +392,7 @@ def _actions(
 def order_of(schedule: Schedule, lane: int) -> list[tuple[bool, Action]]:
     """Returns the actions of a process (True), and the receives between them (False).
 
-    A receive is the action that its message is for, see `receiver_of`.
+    A receive is the action that needs its message, see `receiver_of`.
     """
     order: list[tuple[bool, Action]] = []
     for device, action in schedule.in_one_order:
@@ -404,7 +407,7 @@ def messages_of(schedule: Schedule) -> int:
     """Returns the number of messages between the processes of a pipeline in one step.
 
     Raises:
-        ScheduleError: two processes do not name the same messages in the same order.
+        ScheduleError: two processes issue different messages, or in different orders.
     """
     sent: dict[tuple[int, int], list[Action]] = defaultdict(list)  # by sender and receiver
     received: dict[tuple[int, int], list[Action]] = defaultdict(list)
@@ -420,8 +423,8 @@ def messages_of(schedule: Schedule) -> int:
         for ends in zip_longest(sent[pair], received[pair]):
             if ends[0] != ends[1]:
                 raise ScheduleError(
-                    f"{schedule.name}: device {pair[0]} sends the message to {ends[0]} where "
-                    f"device {pair[1]} receives {ends[1]}"
+                    f"{schedule.name}: device {pair[0]} sends the message for {ends[0]} where "
+                    f"device {pair[1]} receives the one for {ends[1]}"
                 )
     return sum(map(len, sent.values()))
 

@@ -1,24 +1,23 @@
-"""The engines for stages that all live in this process, and their wire, of queues.
+"""The engines for pipelines within one process, and their transport, which consists of queues.
 
-`ThreadEngine` has a worker thread for each device, which runs its lane of the schedule from left to
-right. `InlineEngine` is for stages that are all on one device, which it runs in the caller's
-thread.
+`ThreadEngine` has a worker thread for each device, which runs the device's lane of the schedule
+from left to right. `InlineEngine` runs stages that share one device, in the caller's thread.
 
     caller     [1]                                              [4] all have ended
     thread 0       F0 [2]  F1 [2]  [3] . . . . . B0      F2 [2]  ...
     thread 1       [3] . . F0      B0 [2]        F1      B1 [2]  ...
 
-[1] Each thread has an inbox, which gets the step's lane, to run in a copy of the caller's context
-and under the caller's modes. [2] A message goes into a queue, of which each border has one in each
-direction; where the devices differ, its copy begins. [3] A thread whose message is not there yet
-waits in the queue; there is no barrier and no clock. [4] The first failure [5] stops the others
-after their action, wakes those that wait, and comes out of `run` once every thread has ended: no
-thread works on a step that the caller believes to be over.
+[1] Each thread receives its lane of the step through an inbox and runs it in a copy of the caller's
+context, under the caller's modes. [2] Messages go into queues, one per border and direction; if the
+devices differ, the copy starts here. [3] A thread waits in the queue until its message arrives;
+there is no barrier and no clock. [4] The first failure [5] stops the other threads after their
+current action, wakes waiting threads, and leaves `run` once every thread has ended, so no thread
+still works on a step that is over for the caller.
 
-PyTorch releases the interpreter's lock inside its kernels, so the threads compute in parallel, and
-on the CPU a backward runs in the thread that calls it. In an evaluation, where no backward holds
-the first stage back, it waits while the pipeline has `_MOST_INSIDE` micro-batches for each stage,
-since what waits before a slow stage is memory.
+PyTorch releases the GIL inside its kernels, so the threads compute in parallel; on the CPU a
+backward runs in the thread that calls it. In an evaluation no backward holds the first stage back,
+so it waits while the pipeline holds `_MOST_INSIDE` micro-batches per stage, because messages queued
+before a slow stage take memory.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class _Line(NamedTuple):
     """One direction of a border.
 
     Attributes:
-        queue: the messages that nobody has taken yet; None ends a wait.
-        between: the devices on its two sides, and its name; None: they are one.
+        queue: the messages not yet received; None ends a wait.
+        between: the devices on both sides, and the name; None: both sides share a device.
     """
 
     queue: SimpleQueue[Any]
@@ -61,7 +60,7 @@ class _Line(NamedTuple):
 
 
 class QueueWire:
-    """Hands on values in memory; see `Wire`. It is one step's."""
+    """Passes values on in memory, for one step; see `Wire`."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._aborted = False
@@ -71,12 +70,12 @@ class QueueWire:
             forth = (before.device, after.device, "F") if apart else None
             back = (after.device, before.device, "B") if apart else None
             self._lines["F", after.index] = _Line(SimpleQueue(), forth)
-            # which part of a backward takes the gradients is the same to the line
+            # gradients use the same line for a whole backward and for its first part
             line = _Line(SimpleQueue(), back)
             self._lines["B", before.index] = self._lines["I", before.index] = line
 
     def send(self, to: Action, message: list[Any]) -> None:
-        """Puts the message into a queue; begins the copy if it goes to another device."""
+        """Puts the message into a queue; starts the copy if it goes to another device."""
         queue, between = self._lines[to.kind, to.stage]
         queue.put(message if between is None else transfer.send(message, *between))  # 2
 
@@ -84,7 +83,7 @@ class QueueWire:
         """Takes the next message out of a queue.
 
         Raises:
-            Aborted: there is none, and none will come.
+            Aborted: the queue is empty and no message will come.
         """
         queue, between = self._lines[action.kind, action.stage]
         if queue.empty():
@@ -100,10 +99,10 @@ class QueueWire:
         return message  # type: ignore[no-any-return]
 
     def abort(self) -> None:
-        """Ends the waits in `receive`, and those to come."""
+        """Ends current and future waits in `receive`."""
         self._aborted = True
         for queue, _ in self._lines.values():
-            queue.put(None)  # after the flag: who takes it, or a message before it, sees that
+            queue.put(None)  # after the flag, so that the receiver sees the flag
 
 
 Inbox = SimpleQueue[Callable[[], None] | None]
@@ -111,13 +110,13 @@ Inbox = SimpleQueue[Callable[[], None] | None]
 # The actions of a thread in their order, each with its lane.
 _Work = Iterable[tuple[int, Action]]
 
-# Micro-batches for each stage that are in the pipeline at one time, in an evaluation: one is
-# computed, one waits. No fewer than a group of `schedule.forward_only`: the first stage must not
+# The most micro-batches per stage in the pipeline during an evaluation: one is
+# computed, one waits. At least a group of `schedule.forward_only`: the first stage must not
 # wait for micro-batches whose later stages come after it on the same device.
 _MOST_INSIDE = 2
 
-# How long a wait of the main thread may last. A signal that comes just before a wait does not end
-# it, and Python calls the signal's handler when the wait is over.
+# The longest wait of the main thread. A signal right before a wait does not end the wait, and
+# Python calls the signal's handler only after it.
 _LONGEST_WAIT_S = 0.5
 
 
@@ -137,16 +136,16 @@ class ThreadEngine:
         ends = {link.source for link in links} | {link.target for link in links}
         if ends - set(self._stages):
             raise ConfigError(
-                f"{setting('engine', 'local')} runs pipelines whose stages are all in one process"
+                f"{setting('engine', 'local')} requires all stages of the pipeline in one process"
             )
-        # Not with replicas: two that have other numbers of micro-batches would take the last
-        # backwards of their stages in another order each, and wait for one another's all-reduce.
+        # Not with replicas: two replicas with different numbers of micro-batches would run the last
+        # backwards of their stages in different orders, and deadlock in the all-reduce.
         self._one_thread_for_modes = world.data_parallel_size == 1 and not self._gpus
         self._inboxes: list[Inbox] = []
         intra_op_threads = threads_per_lane(len(devices))
         for index, device in enumerate(devices):
             inbox: Inbox = SimpleQueue()
-            # daemons: the interpreter must not wait for them at its exit
+            # daemon threads: the interpreter must not wait for them at exit
             threading.Thread(
                 target=_work,
                 args=(inbox, device, intra_op_threads),
@@ -159,7 +158,7 @@ class ThreadEngine:
     def run(self, step: Step) -> list[Any]:
         """Executes `step`; see `Engine.run`."""
         modes = CallerModes.capture()
-        # a mode is the caller's object, and may count: two threads would disturb one another
+        # a mode is the caller's object and may have state, which two threads must not share
         one_thread = any(modes) and self._one_thread_for_modes
         run = _StepRun(step, self._stages, self._routes, _work_of(step.schedule, one_thread))
         if self._gpus:
@@ -172,11 +171,11 @@ class ThreadEngine:
             if run.runner.stopped:
                 raise
             run.abort(interrupt)
-            if ends_at_once():  # all ends: no step will follow
+            if ends_at_once():  # the process exits: no step will follow
                 raise
             self._dispatch(run, modes)
             run.join()
-        if self._gpus:  # and the caller's stream for theirs
+        if self._gpus:  # the caller's stream waits for the threads' streams
             sync_streams(self._gpus, before=False, values=run.runner.values)
         failure, run.failure = run.failure, None
         if failure is None:
@@ -213,8 +212,8 @@ class _StepRun:
     """The state of one step while it runs.
 
     Attributes:
-        threads: how many run it.
-        runner: of its actions, which is stopped when one has failed.
+        threads: the number of threads that run it.
+        runner: runs its actions; stopped after a failure.
         failure: the first exception, if any.
     """
 
@@ -231,7 +230,7 @@ class _StepRun:
         self.runner = ActionRunner(step, stages, routes, self._wire)
         self._work = work
         self._last = step.schedule.stages - 1
-        # an entry for each micro-batch that may be taken in, where no backward holds that back
+        # an entry for each further micro-batch that may enter, in steps without backwards
         self._free: SimpleQueue[None] | None = None
         if not step.schedule.trains and self.threads > 1:
             self._free = SimpleQueue()
@@ -254,7 +253,7 @@ class _StepRun:
         except BaseException as error:
             self.abort(error)
         finally:
-            self._running.discard(thread)  # before the entry that wakes `join`, which looks there
+            self._running.discard(thread)  # before the entry that wakes `join`, which checks it
             self._ends.put(thread)
 
     def _bounded(self, work: _Work, free: SimpleQueue[None], doing: LaneActivity) -> _Work:
@@ -284,18 +283,18 @@ class _StepRun:
                     raise
 
     def abort(self, error: BaseException) -> None:
-        """Makes `error` the outcome, unless there is one already, and wakes the waiting threads."""
-        with self._lock:  # two threads may fail at one time
+        """Makes the first `error` the outcome of the step, and wakes the waiting threads."""
+        with self._lock:  # two threads may fail at once
             if not self.runner.stopped:
                 self.failure = error
-            self.runner.stopped = True  # 5: before a thread is woken, or it would go on
+            self.runner.stopped = True  # 5: before waking a thread, or it would continue
         self._wire.abort()
         if self._free is not None:
             self._free.put(None)
 
 
 def threads_per_lane(lanes: int) -> int:
-    """Returns this process's intra-op threads, shared out; PyTorch counts them per thread."""
+    """Returns a worker's share of the intra-op threads; PyTorch's setting is per thread."""
     return max(1, torch.get_num_threads() // lanes)
 
 
@@ -315,9 +314,9 @@ def _shut_down(inboxes: Sequence[Inbox]) -> None:
 
 
 class InlineEngine:
-    """Executes steps on `stages`, all of a pipeline, in the caller's thread.
+    """Executes steps on all `stages` of a pipeline, in the caller's thread.
 
-    A model that is not cut is a single stage, with nothing to send.
+    An uncut model is a single stage, with nothing to send.
     """
 
     def __init__(self, stages: Sequence[Stage], links: Sequence[Link], world: World) -> None:

@@ -203,8 +203,8 @@ def _(world):
     with chdir(tempfile.mkdtemp()):  # a path that is the same on each host, and the file is not
         write_csv(make_schedule(names[world.rank], 1, 4), "mine.csv")
         tables = on_each_rank(f"table {make_schedule(name, 1, 4).digest}" for name in names)
-        told = f"schedule=mine.csv is not the same on all ranks: {tables}: give every host the same"
-        with pytest.raises(ConfigError, match=re.escape(told)):
+        told = f"schedule=mine.csv .*{re.escape(tables)}"
+        with pytest.raises(ConfigError, match=told):
             HybridModel(nn.Linear(4, 4), world, chunks=4, schedule="mine.csv")
 
 

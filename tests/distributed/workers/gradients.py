@@ -310,7 +310,7 @@ def _unused_error(world):
     model = hybrid(sometimes(), chunks=2)
     with pytest.raises(UserError) as caught:
         model.train_step(*flagged_batch([True] * 4, seed=world.rank), F.cross_entropy)
-    assert "no gradient was computed for 0.never," in str(caught.value)
+    assert " 0.never," in str(caught.value)
     assert "find_unused_parameters=" in str(caught.value)
 
 

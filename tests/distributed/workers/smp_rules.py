@@ -1182,13 +1182,13 @@ def _(world):
     smp.set_partition(net[0], 1)
     smp.set_partition(net[4], 0)
     script = begin({**PIPELINE, "auto_partition": False, "default_partition": 0}, net=net)
-    said = r"is to be on stage 0 but runs after '\d' on stage 1"
+    said = r"stage 0 .*'\d' on stage 1"
     with pytest.raises((SplitError, UserError), match=said):
         train_step(script.model, script.x, script.y)
     net = build()
     smp.set_partition(net, 1)
     script = begin({**PIPELINE, "auto_partition": False, "default_partition": 1}, net=net)
-    said = r"2 stages are asked for, but no layer is on stage 0.*pipeline_parallel_degree="
+    said = r"2 stages .*stage 0:.*pipeline_parallel_degree="
     with pytest.raises((SplitError, UserError), match=said):
         train_step(script.model, script.x, script.y)
     net = build()
@@ -1196,7 +1196,7 @@ def _(world):
     for part, index in ((net[0], 0), (net[2], 0), (net[4], 1), (net[5], 1), (net[7], 1)):
         smp.set_partition(part, index)
     script = begin({**PIPELINE, "auto_partition": False, "default_partition": 0}, net=net)
-    said = r"'6' is to be on stage 0 but .*: it calls the module of '2' again, so put all"
+    said = r"'6' .*stage 0 .*: .*'2'"
     with pytest.raises((SplitError, UserError), match=said):
         train_step(script.model, script.x, script.y)
     script = begin()

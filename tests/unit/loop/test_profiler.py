@@ -491,10 +491,10 @@ def test_a_layer_that_raises_is_named(when):
     net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), Fails(when)))
     with pytest.raises(ValueError, match="no") as caught:
         measured(net, torch.randn(1, 2))
-    assert caught.value.__notes__ == ["in layer '1.1', while its cost was measured"]
+    assert caught.value.__notes__ == ["in layer '1.1', while measuring its cost"]
 
 
 def test_popping_a_value_that_nobody_stashed_names_the_layer():
     with pytest.raises(KeyError, match="no earlier layer has stashed it") as caught:
         measured(nn.Sequential(nn.Linear(2, 2), Up()), torch.randn(1, 2))
-    assert caught.value.__notes__ == ["in layer '1', while its cost was measured"]
+    assert caught.value.__notes__ == ["in layer '1', while measuring its cost"]

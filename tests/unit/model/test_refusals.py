@@ -63,7 +63,7 @@ def test_inputs_of_the_wrong_width_name_the_layer_and_what_it_was_given():
     outcome = in_time(lambda: model.train_step(torch.randn(4, 5), torch.randn(4, 2), F.mse_loss))
     assert isinstance(outcome["error"], RuntimeError)
     notes = "\n".join(outcome["error"].__notes__)
-    assert "in layer '0', which was given float32[2, 5]" in notes
+    assert "in layer '0', with the input float32[2, 5]" in notes
     assert "in the forward of micro-batch 0 on stage 0 (0)" in notes
 
 

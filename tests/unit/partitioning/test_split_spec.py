@@ -92,12 +92,12 @@ def test_name_patterns_say_for_each_stage_what_it_gets():
         (2, [3, 4], r"add up to the model's 6 layers; these add up to 7"),
         (2, [6, 0], r"layer counts must be positive"),
         (2, [7, -1], r"layer counts must be positive"),
-        (3, [4, 4], r"cut points must rise and lie between 1 and 5"),
-        (3, [4, 2], r"cut points must rise"),
-        (3, [0, 2], r"cut points must rise"),
-        (3, [2, 6], r"cut points must rise"),
-        (3, ["l4", "l1"], r"cut points must rise"),
-        (2, ["l0"], r"cut points must rise"),
+        (3, [4, 4], r"split=\[4, 4\]: cut points .* between 1 and 5\b"),
+        (3, [4, 2], r"split=\[4, 2\]: cut points"),
+        (3, [0, 2], r"split=\[0, 2\]: cut points"),
+        (3, [2, 6], r"split=\[2, 6\]: cut points"),
+        (3, ["l4", "l1"], r"split=\['?l4'?, '?l1'?\]: cut points"),
+        (2, ["l0"], r"split=\['?l0'?\]: cut points"),
         (3, list("abcd"), r"does not describe 3 stages: give 3 layer counts, 2 cut points \("),
         (4, [1, 2], r"does not describe 4 stages: .*a stage\), or 4 name patterns"),
         (2, [1, 2, 3], r"does not describe 2 stages: give 2 layer counts, 1 cut point \("),
@@ -179,14 +179,14 @@ def test_the_uses_of_one_layer_stay_in_one_stage(where):
         options = PipelineOptions(split=split)
         found = plan(net, options, torch.zeros(1, 2), StageOwners.of_cpus(2))
         assert found.counts[0] >= 3
-    message = r"'0' to '(1\.1|2)' stay together, since they use one .*\(b\.weight = a\.weight\)"
+    message = r"'0' to '(1\.1|2)' .*\(b\.weight = a\.weight\)"
     with pytest.raises(SplitError, match=message):
         stages_of(nn.Sequential(*uses), 2, "uniform")
 
 
 def test_a_list_cannot_cut_between_the_uses_of_one_layer():
     shared = nn.Linear(2, 2)
-    with pytest.raises(SplitError, match=r"there can be no cut between '0' and '1': a module is"):
+    with pytest.raises(SplitError, match=r"'0' and '1':"):
         stages_of(nn.Sequential(shared, nn.ReLU(), shared), 2, [1, 2])
 
 
@@ -233,9 +233,9 @@ def test_a_pattern_places_the_modules_it_matches_and_all_in_them(patterns, expec
             ["blocks", "blocks.1"],
             r"layer 'blocks\.1\.mix' matches 'blocks' of stage 0 and 'blocks\.1' of stage 1; it",
         ),
-        (["blocks.1", "blocks.0"], r"layer 'blocks\.1\.mix' is to be on stage 0 but runs after 'b"),
-        ([[], "blocks"], r"2 stages are asked for, but no layer is on stage 0"),
-        (["embed", []], r"2 stages are asked for, but no layer is on stage 1"),
+        (["blocks.1", "blocks.0"], r"layer 'blocks\.1\.mix' .* stage 0 .* 'blocks?\b"),
+        ([[], "blocks"], r"2 stages .* stage 0:.*nb_part="),
+        (["embed", []], r"2 stages .* stage 1:.*nb_part="),
     ],
 )
 def test_patterns_that_do_not_fit_say_what_would(patterns, message):

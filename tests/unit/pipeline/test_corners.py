@@ -62,9 +62,7 @@ def test_stages_cannot_share_a_module_that_has_parameters():
             return self.shared(x)
 
     shared = nn.Linear(4, 4)
-    with pytest.raises(
-        SplitError, match=r"no cut between '0' and '1': a module is.*b.weight = a.weight"
-    ):
+    with pytest.raises(SplitError, match=r"'0' and '1':.*b.weight = a.weight"):
         hybrid(nn.Sequential(Block(shared), Block(shared)), 2, split=[1, 1])
     hybrid(nn.Sequential(Block(shared), Block(shared)), 1)  # in one stage it is no question
     act = nn.Tanh()  # and without parameters neither

@@ -127,6 +127,6 @@ def test_a_layer_that_changes_its_input_without_a_word_is_not_recomputed(recompu
     frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)  # else a later one's input is a leaf
     layers = [Adds(), TanhLinear()] if at == 0 else [frozen, Adds()]
     model = hybrid(nn.Sequential(*layers), split=[1, 1], recompute=recompute)
-    with pytest.raises(UserError, match="recomputed changes what it is given in place") as error:
+    with pytest.raises(UserError, match="inplace = True") as error:
         model.train_step(*regression(8), F.mse_loss)
     assert "inplace = True" in str(error.value)

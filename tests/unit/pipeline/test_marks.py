@@ -319,7 +319,7 @@ def test_a_stateless_layer_that_runs_again_stays_on_the_later_stage(suffix):
 def test_a_module_with_state_that_runs_again_cannot_be_on_two_stages():
     net = chain(0, 1)
     layers = [*layers_of(net), Layer("0@2", net[0])]
-    with pytest.raises(SplitError, match="layer '0@2' is to be on stage 0 but runs after '1'"):
+    with pytest.raises(SplitError, match=r"layer '0@2' .*stage 0 .*'1'"):
         counts_by_marks(net, layers, 2, None)
 
 
@@ -383,17 +383,16 @@ def test_a_mark_on_a_group_of_layers_is_for_each_of_them():
         (
             [0, 1, 0],
             None,
-            r"layer '2' is to be on stage 0 but runs after '1' on stage 1: stages run in order, "
-            r"so put '2' on a later one or '1' on an earlier one$",
+            r"layer '2' .*stage 0 .*'1' on stage 1: .*'2' .*'1'",
         ),
         (
             [0, 1, ~0],
             None,
-            r"layer '2' is to be on stage 0 but runs after '1'",
+            r"layer '2' .*stage 0 .*'1'",
         ),
-        ([0, 2], None, r"layer '1' is to be on stage 2, but there are stages 0 and 1"),
-        ([..., 1], None, r"2 stages are asked for, but no layer is on stage 0: place one there"),
-        ([0, 0], None, r"2 stages are asked for, but no layer is on stage 1: place one there"),
+        ([0, 2], None, r"layer '1' .*stage 2, .*stages 0 and 1"),
+        ([..., 1], None, r"2 stages .*stage 0: .*nb_part="),
+        ([0, 0], None, r"2 stages .*stage 1: .*nb_part="),
         ([0, None], 2, r"^default_partition=2, but there are stages 0 and 1"),
         ([0, None], -1, r"^default_partition=-1, but there are stages 0 and 1"),
     ],
@@ -409,9 +408,9 @@ def test_layers_without_a_mark_go_as_near_to_the_default_as_the_order_allows(cap
         assert counts(chain(None, 0, None, 1, None), 2, 1) == [2, 3]
     said = [record.getMessage().partition(":")[0] for record in caplog.records]
     assert said == [
-        "4 has no partition and is on 1",
-        "5 has no partition and is on 1",
-        "0 has no partition and is on 0",
+        "4 has no partition and goes to stage 1",
+        "5 has no partition and goes to stage 1",
+        "0 has no partition and goes to stage 0",
     ]
 
 
@@ -420,7 +419,7 @@ def test_an_error_names_the_possible_stages_whatever_their_number():
         counts(chain(0, 1), 1)
     with pytest.raises(SplitError, match=r"there are stages 0 to 3"):
         counts(chain(0, 4), 4)
-    with pytest.raises(SplitError, match=r"no layer is on stage 1 and 3"):
+    with pytest.raises(SplitError, match=r"stage 1 and 3:"):
         counts(chain(0, 2), 4)
 
 
@@ -430,9 +429,9 @@ def test_a_layer_with_parts_for_several_stages_is_refused():
     set_partition(net[0], 0)
     set_partition(net[1].inner, 1)
     set_partition(net[1].outer, 0)
-    with pytest.raises(SplitError, match=r"'1' runs as one, but has parts for the stages 0 and 1:"):
+    with pytest.raises(SplitError, match=r"'1' .*stages 0 and 1:"):
         counts(net, 2)
     net[1].third = nn.Linear(2, 2)
     set_partition(net[1].third, 3)
-    with pytest.raises(SplitError, match=r"parts for the stages 0, 1 and 3: place all of it on on"):
+    with pytest.raises(SplitError, match=r"'1' .*stages 0, 1 and 3:"):
         counts(net, 4)
