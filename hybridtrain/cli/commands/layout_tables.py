@@ -1,4 +1,4 @@
-"""The tables of a layout: the stages of a plan, and the hosts and devices of the processes."""
+"""Tables of a layout: the stages of a plan, and the hosts and devices of the processes."""
 
 from __future__ import annotations
 
