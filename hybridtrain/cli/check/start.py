@@ -174,10 +174,10 @@ def init_from(config: Config) -> tuple[str, Path | bool]:
         return "none", False
     if CheckpointStore(RunDirectory(config).checkpoints).steps():
         return "the run resumes from its own checkpoint", False
-    found = locate_weights(initial["source"], initial.get("best", False))
-    if found is None:
+    path = locate_weights(initial["source"], initial.get("best", False))
+    if path is None:
         raise NotCheckedError(f"init_from={initial['source']} is on the Hub and not downloaded")
-    return str(found), found
+    return str(path), path
 
 
 def checkpoint(config: Config) -> tuple[str, Path | bool]:

@@ -16,6 +16,7 @@ from hybridtrain._base.microbatch import Microbatch
 from hybridtrain._base.text_table import counted, with_unit
 from hybridtrain.cli.check.report import NotCheckedError
 from hybridtrain.cli.check.start import Batches, Model
+from hybridtrain.cli.command_table import listed
 from hybridtrain.cli.config.schema import Config, HardwareConfig
 from hybridtrain.cli.run.build import example_of_run
 from hybridtrain.cli.run.hardware import arrangement_of_run, hardware_of_run
@@ -67,10 +68,11 @@ def order(
 ) -> tuple[str, bool]:
     """Checks the order of actions on each process, and that sends match receives, in any step."""
     messages = [messages_of(table(chunks)) for chunks in batches.chunks]
-    steps = " and ".join(counted(chunks, "micro-batch", "es") for chunks in batches.chunks)
+    *others, last = batches.chunks
+    steps = listed([*map(str, others), counted(last, "micro-batch", "es")])
     text = f"{steps}: complete, in order, no deadlock"
     if worlds[0].processes_per_replica > 1:
-        text += f"; {' and '.join(map(str, messages))} messages per replica, sends match receives "
+        text += f"; {listed([*map(str, messages)])} messages per replica, sends match receives "
         text += f"on all {counted(len(worlds), 'rank')}"
     return text, True
 
@@ -167,7 +169,7 @@ def messages(
             raise SplitError(f"{text} fails: {error.reason}; {advice}") from error
         largest = max([largest, *map(_bytes_of, formats)])
     text = f"{counted(len(cut.planned.stages), 'stage')}, "
-    text += f"micro-batches of {' and '.join(map(str, sizes))}; the largest message has "
+    text += f"micro-batches of {listed([*map(str, sizes)])}; the largest message has "
     return text + with_unit(largest), True
 
 

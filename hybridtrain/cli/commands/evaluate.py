@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def evaluate(settings: Settings) -> Result:
-    """Evaluates the newest checkpoint of a run, or the one that `resume` names.
+    """Evaluates the best or newest checkpoint of a run, or the checkpoint in `resume`.
 
     It prints the values to stdout as one line of JSON and appends one to `evaluations.jsonl`.
     """

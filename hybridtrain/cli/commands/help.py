@@ -54,9 +54,11 @@ def help_of(name: str) -> str:
                 text = value.get("description", "").replace("`", "")
                 whole = f"{key}.{inner}".rstrip(".")
                 lines += [f"  {whole}=", *_wrapped(text, " " * 6)]
-        of_run = "also all keys of a run, such as trainer.steps= and data.batch_size=: "
+        of_run = (
+            f"{name} also reads all keys of a run, such as trainer.steps= and data.batch_size=; "
+        )
         if command.of_run is not None:
-            of_run = f"also these keys of a run: {listed(command.of_run)}; "
+            of_run = f"{name} also reads these keys of a run: {listed(command.of_run)}; "
         lines += [
             "",
             *_wrapped(f"{of_run}hybridtrain {name} --cfg job lists them.", ""),

@@ -116,7 +116,7 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
         allow = config.allow_changes
         world.on_main(lambda: refuse_other_data(checkpoint, context.data, allow))
         trainer.resume(checkpoint)
-        _log.info("resumed from %s at step %d of %d", checkpoint, trainer.step, total_steps)
+        _log.info("resumed from %s, at step %d of %d", checkpoint, trainer.step, total_steps)
     if trainer.finished:
         # from rank 0, the only process that has to see the run directory
         world.on_main(lambda: _refuse_other_settings(context, trainer))

@@ -57,7 +57,7 @@ _MISSING = "(not set)"  # the value of a missing key
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value differs between the config of a run and another one."""
+    """A key with different values in the config of a run and another config."""
 
     key: str
     of_run: Any

@@ -127,7 +127,7 @@ def given_recipe(overrides: Sequence[str]) -> str | None:
 
 
 def with_later(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
-    """Returns the overrides of two commands, without those whose key or group `later` sets."""
+    """Returns the overrides of two commands; `later` replaces keys and groups of `earlier`."""
     keys = given_keys(later)
     remains = [not any(f"{k}.".startswith(f"{key}.") for key in keys) for k in given_keys(earlier)]
     return [*compress(earlier, remains), *later]

@@ -29,7 +29,7 @@ LOADER_OPTIONS = tuple(option.name for option in fields(LoaderOptions) if option
 
 
 OPEN_GROUPS = ("model", "data", "optim", "lr_schedule")
-"""The groups whose keys are the arguments of a `_target_`."""
+"""The groups with the arguments of a `_target_` as keys."""
 
 
 GROUP_KEYS = ("groups", "layer_decay")
@@ -306,7 +306,7 @@ class SubmitConfig(Group):
     signal_s: int = 120
     """Seconds before the time limit at which Slurm signals the run to save and stop; 0: never."""
     max_requeues: int = 20
-    """How often a job that saved and stopped is requeued."""
+    """How often a job may requeue itself after it saved and stopped."""
     modules: list[str] = field(default_factory=list)
     """Environment modules that the script loads before the `setup` lines, such as `[cuda]`."""
     setup: list[str] = field(default_factory=list)
