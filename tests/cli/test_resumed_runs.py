@@ -103,7 +103,7 @@ def test_the_overrides_of_all_commands_of_a_run_are_kept_the_last_of_each_key(
                     "trainer.steps=4"]  # fmt: skip
     file.write_text("[")
     message = fail(capfd, "run_name=digits", "trainer.steps=5")
-    assert f"{file} cannot be read" in message
+    assert f"cannot read {file}" in message
     assert "restore it, or remove it" in message
     file.unlink()
     succeed(capfd, "run_name=digits", "trainer.steps=5")

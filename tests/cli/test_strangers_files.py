@@ -160,8 +160,8 @@ def test_a_damaged_run_is_one_line_that_names_the_file_and_hides_no_other(
     assert "Traceback" not in said.err
     if command == "results":
         rows = {line.split()[0]: line for line in said.out.splitlines()[1:]}
-        shown = {name for name, row in rows.items() if "cannot be read" not in row}
-        lines = [row for row in rows.values() if "cannot be read" in row]
+        shown = {name for name, row in rows.items() if file not in row}
+        lines = [row for row in rows.values() if file in row]
     else:
         shown = {*re.findall(r"\w+", Path(said.out.strip()).read_text())}
         lines = said.err.splitlines()

@@ -26,7 +26,7 @@ def read_config(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} is not a config: restore it, or set another run_name=")
     return {str(key): value for key, value in tree.items()}
