@@ -1,4 +1,4 @@
-"""Plans where to cut a model for four devices, without devices or processes.
+"""Plans the split of a model for four devices, without devices or processes.
 
 python examples/plan_in_a_notebook.py
 """

@@ -1,7 +1,7 @@
 """A script for SageMaker's model parallel library 1.x on the digits of the package.
 
 It follows AWS's documentation, with one changed import and another data set. The configuration is
-in the script instead of SM_HP_MP_PARAMETERS, so that the commands are complete:
+in the script instead of SM_HP_MP_PARAMETERS, so that these commands suffice:
 
 python examples/smp_digits.py
 torchrun --standalone --nproc-per-node 2 examples/smp_digits.py
@@ -26,7 +26,7 @@ EPOCHS = 6
 
 
 class GroupedNet(nn.Module):
-    """Log-probabilities of ten digits, of images of 8x8 pixels."""
+    """A network that returns log-probabilities of ten digits for images of 8x8 pixels."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def train_step(model, data, target):
 
 @smp.step
 def test_step(model, data, target):
-    """Returns how many predictions of a microbatch are right."""
+    """Returns the number of correct predictions in a microbatch."""
     output = model(data)
     return (output.argmax(1) == target).sum()
 
@@ -69,7 +69,7 @@ def main() -> None:
     splits = digits()
     halves = (splits.train, splits.eval)
     train, test = (TensorDataset(*half.__getitems__(range(len(half)))) for half in halves)
-    # all processes of a pipeline are given the same batches
+    # all processes of a pipeline get the same batches
     order = torch.Generator().manual_seed(0)
     train_loader = DataLoader(train, batch_size=64, shuffle=True, generator=order, drop_last=True)
     test_loader = DataLoader(test, batch_size=71, drop_last=True)

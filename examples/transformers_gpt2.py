@@ -20,7 +20,7 @@ def main() -> None:
     )
     net = transformers.GPT2LMHeadModel(config)
     tokens = torch.randint(0, config.vocab_size, (8, 32))
-    # labels of -100, for padding, are not counted
+    # the loss ignores labels of -100, used for padding
     batch = {"input_ids": tokens, "labels": tokens}
     model = HybridModel(net, world, chunks=4, split="balanced", example_inputs=batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

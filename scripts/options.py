@@ -95,7 +95,7 @@ def texts_of(kind: type) -> dict[str, str]:
 
 
 def one_line(text: str) -> str:
-    """Returns the text of a key on one line, with the values as YAML has them."""
+    """Returns the description of a key on one line, with values in YAML notation."""
     text = " ".join(text.split()).rstrip(".")
     for word, of_yaml in (("None", "null"), ("True", "true"), ("False", "false")):
         text = re.sub(rf"\b{word}\b", of_yaml, text)
@@ -116,7 +116,7 @@ def keys() -> Iterator[tuple[str, str, Any, str]]:
         texts |= texts_of(schema) | {key: one_line(text) for key, text in schema.texts.items()}
         hints = get_type_hints(schema)
         for each in fields(schema):  # type: ignore[arg-type]
-            # a tracker is true, false or its arguments, for which OmegaConf has no type
+            # a tracker is true, false or its arguments; OmegaConf has no type for that
             kind = bool | dict if each.name in schema.texts else hints[each.name]
             yield group, each.name, kind, texts.get(each.name, "")
     for name, text in texts_of(LoaderOptions).items():
@@ -125,7 +125,7 @@ def keys() -> Iterator[tuple[str, str, Any, str]]:
 
 
 def with_comments(path: Path, texts: dict[str, str]) -> str:
-    """Returns a YAML file of a group with the text of each of its keys behind it."""
+    """Returns a group's YAML file with each key's description as a comment."""
     lines = []
     for line in path.read_text().splitlines():
         found = re.match(r"(\w+): ([^#]*[^# ])( +#.*)?$", line)
@@ -135,7 +135,7 @@ def with_comments(path: Path, texts: dict[str, str]) -> str:
 
 
 def plain(text: str) -> str:
-    """Returns the first sentence of a text, as a comment shows it."""
+    """Returns the first sentence of a description, for a comment."""
     return text.partition(". ")[0].replace("`", "")
 
 
@@ -165,7 +165,7 @@ def page(all_keys: list[tuple[str, str, Any, str]]) -> str:
 
 
 def groups_of(config: dict[str, Any]) -> list[str]:
-    """Returns the groups, those that a recipe begins with first."""
+    """Returns the groups, starting with the groups at the top of a recipe."""
     found = {path.name for path in (ROOT / "configs").iterdir() if path.name in config}
     return [*FIRST, *sorted(found.difference(FIRST))]
 
@@ -181,7 +181,7 @@ def table(rows: list[tuple[str, str, Any, str]]) -> str:
 
 
 def rows_of_option(path: Path) -> Iterator[tuple[str, str, Any, str]]:
-    """Yields key, type, default and text of an option's file, the text from its comments."""
+    """Yields key, type, default and description of an option's file, from its comments."""
     values = yaml.safe_load(path.read_text()) or {}
     comments = dict(re.findall(r"^(\w+): [^#\n]*# (.*)$", path.read_text(), re.M))
     values.pop("defaults", None)
@@ -194,13 +194,13 @@ def rows_of_option(path: Path) -> Iterator[tuple[str, str, Any, str]]:
 
 
 def comment_of(path: Path) -> str:
-    """Returns the comment that an option's file begins with."""
+    """Returns the comment at the top of an option's file."""
     lines = re.match(r"(?:#.*\n)*", path.read_text())
     return re.sub(r"^# ?", "", lines[0], flags=re.M).strip() if lines else ""
 
 
 def type_name(kind: Any) -> str:
-    """Returns a type in the words of YAML; null may stand for any of them."""
+    """Returns a type in YAML terms; null may stand for any of them."""
     names = {str: "text", float: "number", int: "int", bool: "bool", Any: "any"}
     parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     found = []
@@ -212,14 +212,14 @@ def type_name(kind: Any) -> str:
 
 
 def schema(all_keys: list[tuple[str, str, Any, str]]) -> str:
-    """Returns the JSON schema of a recipe, which an editor completes and checks keys by."""
+    """Returns the JSON schema of a recipe, with which editors complete and check keys."""
     root: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
     defaults = "The option of each group, such as override /model: gpt"
     root["properties"]["defaults"] = {"type": "array", "description": defaults}
     for group, name, kind, text in all_keys:
         at = root
         if group:
-            is_open = group in ("data", "monitor")  # to arguments, or names of the user's own
+            is_open = group in ("data", "monitor")  # accepts arguments or user-defined names
             made = {"type": "object", "properties": {}, "additionalProperties": is_open}
             at = root["properties"].setdefault(group, made)
             at.setdefault("properties", {})
@@ -241,10 +241,10 @@ def json_type(kind: Any) -> dict[str, Any]:
 
 
 def main(check: bool) -> int:
-    """Writes the files, or checks them; returns 1 where that fails."""
+    """Writes the files, or checks them; returns 1 if that fails."""
     all_keys = list(keys())
     if missing := [f"{group}.{name}" for group, name, _, text in all_keys if not text]:
-        print(f"keys without a text: {', '.join(missing)}")
+        print(f"keys without a description: {', '.join(missing)}")
         return 1
     wanted = {PAGE: page(all_keys), SCHEMA: schema(all_keys)}
     for group in {group for group, *_ in all_keys}:
@@ -257,7 +257,7 @@ def main(check: bool) -> int:
         wanted.setdefault(path, path.read_text() if path.exists() else f"{name}: true\n")
     stale = [p for p, text in wanted.items() if not p.exists() or p.read_text() != text]
     for path in stale:
-        print(f"{path.relative_to(ROOT)} is not what its docstrings say: run scripts/options.py")
+        print(f"{path.relative_to(ROOT)} is out of date: run scripts/options.py")
         if not check:
             path.write_text(wanted[path])
     return int(check and bool(stale))

@@ -1,4 +1,4 @@
-"""The tutorial's network with `Session`: no process, device or stage in the script.
+"""The tutorial's network with `Session`: the script handles no processes, devices or stages.
 
 python examples/levels/with_session.py
 HYBRIDTRAIN_NB_PART=2 torchrun --standalone --nproc-per-node 2 examples/levels/with_session.py

@@ -1,4 +1,4 @@
-"""The tutorial's network with `Trainer`: the loop is the library's.
+"""The tutorial's network with `Trainer`, which runs the training loop.
 
 python examples/levels/with_trainer.py
 HYBRIDTRAIN_NB_PART=2 torchrun --standalone --nproc-per-node 2 examples/levels/with_trainer.py

@@ -1,7 +1,7 @@
-"""The command line: configs, runs and commands. Hydra stops here.
+"""The command line: configs, runs and commands. Only this package uses Hydra.
 
 command_line dispatches `hybridtrain [command] [overrides...]`
-command_table lists the commands: the function, help, flags and keys of each
+command_table lists the commands with their functions, help, flags and keys
 config/      from overrides to a `Config`: schema, composition, what `_target_` may name
 run/         from a `Config` to the objects of a run and its directory
 commands/    one module per command

@@ -1,8 +1,8 @@
 """The command line: `python -m hybridtrain [command] [overrides...]`.
 
-The overrides are Hydra's, and so are the flags that show a config. A run itself does not go
-through `hydra.main`, with which all ranks would write the same log and `.hydra` folder, and a
-restarted run would get a new directory.
+Hydra parses the overrides and the flags that show a config. A run does not use `hydra.main`: with
+it, all ranks would write the same log and `.hydra` folder, and a restarted run would get a new
+directory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hybridtrain.launch import detect, end_with_parent
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
-    if argv is None:  # this is the process of a command
+    if argv is None:  # called by the console script, not by a test or a program
         gc.disable()  # until the command is imported, see `_loaded`
     arguments = list(sys.argv[1:] if argv is None else argv)
     with lasting_streams():
@@ -65,17 +65,17 @@ def _dispatch(arguments: list[str]) -> int:
         return _print_on_main(help_of(command) if command in parsed.overrides else overview())
     if shows_hydras or parsed.shell_completion:
         if parsed.info or parsed.cfg:
-            compose_config(overrides, parsed.config_dir)  # for the one-line errors
+            compose_config(overrides, parsed.config_dir)  # raises one-line errors
         flags = [word for word in arguments if word not in parsed.overrides]
         if parsed.help or parsed.hydra_help:
-            # Hydra sets up the config's logging, with objects that a recipe may name
+            # Hydra would set up the config's logging, with objects that a recipe may name
             overrides.append("hydra.hydra_logging.root=null")
         return _show([*overrides, *flags])
     _refuse_what_has_no_effect(parsed, overrides)
     _refuse_flags(command, parsed.multirun, dry_run, quiet, checks)
     if COMMANDS[command].takes == "words":
         raise ConfigError(
-            f"{command} comes first and takes no overrides: hybridtrain {command} "
+            f"{command} must be the first word and takes no overrides: hybridtrain {command} "
             f"{COMMANDS[command].usage}".rstrip()
         )
     check_keys(command, given_keys(overrides), by_hand=detect(os.environ).launcher == "single")
@@ -84,7 +84,7 @@ def _dispatch(arguments: list[str]) -> int:
     overrides, config_dir = with_project(command, overrides, parsed.config_dir)
     if parsed.cfg and parsed.multirun:
         raise ConfigError(
-            "--cfg job shows one config, and --multirun makes several: leave one of them out"
+            "--cfg job shows one config, but --multirun makes several: remove one of them"
         )
     if parsed.cfg:
         composed = compose_settings(overrides, config_dir)
@@ -105,10 +105,10 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _loaded(command: str) -> Callable[..., Any]:
-    """Imports the function of a command, with torch, which takes seconds.
+    """Imports the function of a command, and torch, which takes seconds.
 
-    Modules are garbage only when the process ends. Their million objects are left out of
-    collections while they are imported, which takes a fifth of that time, and afterwards.
+    Modules live until the process ends, so the garbage collector skips their million objects during
+    the import, where it would take a fifth of the time, and afterwards.
     """
     function = COMMANDS[command].load()
     if not gc.isenabled():
@@ -125,36 +125,36 @@ def _print_on_main(text: str) -> int:
 
 
 def _refuse_flags(command: str, multirun: bool, dry_run: bool, quiet: bool, checks: bool) -> None:
-    """Refuses flags that a command does not follow."""
+    """Rejects flags that a command does not support."""
     flags = {"--multirun": multirun, "--dry-run": dry_run, "--quiet": quiet, "--check": checks}
     for flag in compress(flags, flags.values()):
         if flag not in COMMANDS[command].flags:
             goes_with = [name for name, entry in COMMANDS.items() if flag in entry.flags]
-            raise ConfigError(f"{flag} goes with {', '.join(goes_with)}, not with {command}")
+            raise ConfigError(f"{flag} works with {', '.join(goes_with)}, not with {command}")
     if dry_run and multirun and command == "train":
-        raise ConfigError("--dry-run goes with one run, not with a sweep (--multirun)")
+        raise ConfigError("--dry-run works with a single run, not with a sweep (--multirun)")
 
 
 def _command(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the command among `words`, wherever it is, and the overrides."""
+    """Returns the command, at any position in `words`, and the overrides."""
     commands = [word for word in words if re.fullmatch(r"[A-Za-z][\w-]*", word)]
     for word in commands:
         if word not in COMMANDS:
             raise ConfigError(
                 f"there is no command {word!r}: {did_you_mean(word, COMMANDS, 'commands')} "
-                f"(and overrides look like key=value)"
+                f"(overrides have the form key=value)"
             )
     if len(commands) > 1:
-        raise ConfigError(f"one command at a time, not {' and '.join(commands)}")
+        raise ConfigError(f"give only one command, not {' and '.join(commands)}")
     overrides = [word for word in words if word not in commands]
     return (commands or ["train"])[0], overrides
 
 
 def _refuse_what_has_no_effect(parsed: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Refuses flags and settings of Hydra's that a run here does not follow."""
+    """Rejects Hydra's flags and settings that have no effect on a run here."""
     instead = {
-        "config_path": "--config-dir adds a folder of groups, recipe=<file> takes a file",
-        "config_name": "recipe=<file> takes a whole config",
+        "config_path": "--config-dir adds a folder of groups, recipe=<file> reads a file",
+        "config_name": "recipe=<file> reads a whole config",
         "experimental_rerun": "recipe=outputs/<run_name>/config.yaml repeats a run",
     }
     for flag, advice in instead.items():
@@ -162,20 +162,20 @@ def _refuse_what_has_no_effect(parsed: argparse.Namespace, overrides: Sequence[s
             raise ConfigError(f"--{flag.replace('_', '-')} has no effect here: {advice}")
     for flag in ("package", "resolve"):
         if getattr(parsed, flag) and not parsed.cfg:
-            raise ConfigError(f"--{flag} goes with --cfg job only")
+            raise ConfigError(f"--{flag} works only with --cfg job")
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
         if key.startswith(("hydra.", "hydra/")) and key != "hydra.searchpath":
             raise ConfigError(
-                f"{override}: {key} has no effect here, like all of Hydra's own settings but "
-                f"hydra.searchpath; where a run is written to is set by output_dir= and run_name="
+                f"{override}: {key} has no effect here; of Hydra's own settings, only "
+                f"hydra.searchpath does. output_dir= and run_name= set the run directory"
             )
 
 
 def _run_on_overrides(
     command: str, overrides: Sequence[str], config_dir: str | None, flags: Mapping[str, bool]
 ) -> int:
-    """Runs a command that takes overrides, with those of `flags` that it has; returns its code."""
+    """Runs a command that takes overrides, with its flags in `flags`; returns its exit code."""
     if "allow_targets" in given_keys(overrides):
         _make_working_directory_importable()
     with naming(NAMING):
@@ -190,7 +190,7 @@ def _run_on_overrides(
 
 
 def run(command: str, settings: Settings, quiet: bool = False) -> dict[str, Any]:
-    """Runs a command with its settings; returns the values that it has computed."""
+    """Runs a command with its settings; returns the values that it computed."""
     settings.quiet |= quiet
     if settings.config.allow_targets:
         _make_working_directory_importable()
@@ -201,13 +201,13 @@ def run(command: str, settings: Settings, quiet: bool = False) -> dict[str, Any]
 
 
 def _make_working_directory_importable() -> None:
-    """Makes the user's packages importable, as `python -m` does and the console script does not."""
+    """Makes the user's packages importable, like `python -m` and unlike the console script."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
 def _show(arguments: Sequence[str]) -> int:
-    """Runs Hydra's own `--cfg hydra`, `--hydra-help` and the like, on rank 0."""
+    """Runs Hydra's own `--cfg hydra`, `--hydra-help` and similar flags, on rank 0."""
     if detect(os.environ).rank == 0:
         import hydra
 

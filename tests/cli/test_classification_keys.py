@@ -43,8 +43,8 @@ def test_smoothing_weights_and_metrics_by_name(capfd: pytest.CaptureFixture[str]
     ("change", "message"),
     [
         ("trainer.label_smoothing=1.5", "trainer.label_smoothing=1.5 must be from 0 to 1"),
-        ("trainer.class_weights=[1,2]", "has 2 numbers, and the data 10 classes"),
-        ("trainer.class_weights=yes", "must be auto, or a number for each class"),
+        ("trainer.class_weights=[1,2]", "trainer.class_weights has 2 numbers, but the data has 10"),
+        ("trainer.class_weights=yes", "trainer.class_weights=True must be auto"),
         ("trainer.metrics=[recal]", "trainer.metrics=recal is unknown: did you mean 'recall'?"),
     ],
 )
@@ -55,7 +55,9 @@ def test_a_setting_that_does_not_fit_is_one_line(
     assert message in fail(capfd, *FEW, change)
     if change.startswith("trainer.label"):
         mse = "trainer.loss=mse", "trainer.label_smoothing=0.1"
-        assert "trainer.loss=mse has no trainer.label_smoothing" in fail(capfd, *FEW, *mse)
+        said = fail(capfd, *FEW, *mse)
+        assert "trainer.loss=mse" in said
+        assert "trainer.label_smoothing" in said
 
 
 def test_a_metric_of_generated_texts_is_refused_and_the_way_to_score_them_named(

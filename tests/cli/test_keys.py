@@ -76,10 +76,9 @@ def test_the_time_limit_of_a_loader_is_not_taken_for_that_of_the_processes() -> 
     with naming(NAMING):
         text = str(worker_hangs(0, 8.0, "samples 1, 2 of D"))
         assert argument("timeout_s") == "world.timeout_s="
-    assert "in data.timeout_s=8 seconds" in text
-    assert "data.timeout_s=," in text
+    assert "data.timeout_s=8 seconds" in text
     assert "data.workers=0" in text
-    assert "in timeout_s=8 seconds" in str(worker_hangs(0, 8.0, "samples 1, 2 of D"))
+    assert " timeout_s=8 seconds" in str(worker_hangs(0, 8.0, "samples 1, 2 of D"))
 
 
 @pytest.mark.parametrize("options", [PipelineOptions, TrainerOptions, Hardware])

@@ -99,7 +99,7 @@ def test_auto_says_what_was_chosen_and_why_and_a_run_that_goes_on_keeps_it(tmp_p
 @pytest.mark.thorough
 def test_a_schedule_of_auto_fits_the_limit_and_says_the_smallest_that_would_do(tmp_path, capfd):
     def error_of(told):
-        return re.search(r"the smallest that would do is pipeline\.memory_limit_gib=(\S+) \(", told)
+        return re.search(r"at least pipeline\.memory_limit_gib=(\S+) \(", told)
 
     keys = [*(key for key in SMALL if "chunks" not in key), "pipeline.schedule=auto"]
     keys += ["pipeline.chunks=auto", "trainer.steps=1"]
@@ -153,13 +153,13 @@ def test_auto_takes_the_fastest_pipeline_that_the_cores_have_room_for(
 @pytest.mark.parametrize(
     ("command", "keys", "told"),
     [
-        ("train", ["pipeline.split=[6,6]"], "pipeline.split=[6, 6] gives it"),
-        ("train", ["world.devices=[cpu,cpu]"], "world.devices=['cpu', 'cpu'] gives it"),
+        ("train", ["pipeline.split=[6,6]"], "pipeline.split=[6, 6]"),
+        ("train", ["world.devices=[cpu,cpu]"], "world.devices=['cpu', 'cpu']"),
         ("train", ["pipeline.memory_limit_gib=1e-6"], "pipeline.nb_part=auto: no plan fits: "),
-        ("plan", ["world.engine=distributed"], "start the others too, with torchrun"),
+        ("plan", ["world.engine=distributed"], "with torchrun"),
     ],
 )
-@pytest.mark.quick_cases("plan-keys3-start the others too, with torchrun")
+@pytest.mark.quick_cases("plan-keys3-with torchrun")
 def test_an_auto_that_cannot_be_chosen_is_one_line_with_its_key(command, keys, told, capfd):
     error = fail(capfd, command, *SMALL, "pipeline.nb_part=auto", *keys)
     assert error.startswith("error: pipeline.nb_part=auto")
@@ -210,8 +210,8 @@ def test_the_length_of_a_planned_run_is_that_of_its_first_batches(capfd):
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        (["pipeline.memory_limit_gib=1e-4"], "4 would take "),
-        (["pipeline.chunks=2000"], "is more than the 1442 of the training split"),
+        (["pipeline.memory_limit_gib=1e-4"], "4 would need "),
+        (["pipeline.chunks=2000"], "1442 samples, fewer than the 2000 micro-batches"),
         (["pipeline.chunks=auto"], "pipeline.chunks=auto depend on each other"),
         (["pipeline.max_inflight=2"], "max_inflight=2 is not priced"),
     ],
@@ -230,10 +230,10 @@ def test_a_batch_size_of_auto_that_cannot_be_found_is_one_line(keys, told, capfd
             (["hardware=h10"], "hardware=h10 is unknown: did you mean 'h100'"),
             (["hardware=none/there.yaml"], "hardware=none/there.yaml: No such file"),
             (["hardware=this-machine"], "has not been measured yet"),
-            (["hardware.nodes=2"], "hardware.nodes=2 changes a machine, but none is named"),
+            (["hardware.nodes=2"], "hardware.nodes=2 needs a machine"),
             (["hardware=h100", "pipeline.nb_part=two"], "pipeline.nb_part='two' must be a number"),
             (["hardware=h100", "pipeline.nb_part=3"], "no layout uses all 8 devices"),
-            (["hardware=h100", "data.batch_size=1"], "data.batch_size=1 leaves nothing to plan"),
+            (["hardware=h100", "data.batch_size=1"], "data.batch_size=1: "),
             (["hardware=[1,2]"], "hardware=[1,2] must be the name of a machine"),
             (["hardware=list.yaml"], "hardware=list.yaml must be a mapping"),
             (["hardware=broken.yaml"], "hardware=broken.yaml is not YAML: "),

@@ -51,10 +51,10 @@ def test_an_editor_knows_every_key_of_its_recipe_and_of_the_packages(project: Pa
     ("words", "message"),
     [
         ([], "usage: hybridtrain new <folder>"),
-        (["my-project"], "my-project cannot be the name of a Python package"),
-        (["."], "is there already, and not empty"),
-        (["mine.txt/mine"], "mine.txt/mine cannot be written: Not a directory"),
-        (["notes"], "notes cannot be written: Not a directory"),
+        (["my-project"], "my-project is not a valid"),
+        (["."], "already exists"),
+        (["mine.txt/mine"], "mine.txt/mine: Not a directory"),
+        (["notes"], "notes: Not a directory"),
     ],
 )
 def test_what_cannot_be_a_project_is_refused(

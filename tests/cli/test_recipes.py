@@ -184,7 +184,7 @@ def test_a_cluster_of_other_devices_trains_and_says_why_there_is_no_mfu(
 ) -> None:
     steps = ["trainer.epochs=null", "trainer.steps=2", "trainer.log_every=1"]
     said = succeed(capfd, "recipe=digits", "world.devices=cpu", *steps, "hardware=h100")
-    assert "train/mfu is not logged: hardware.device=cuda, and the run is on cpu" in said
+    assert "train/mfu is not logged: hardware.device=cuda, but the run uses cpu" in said
     assert not any("train/mfu" in line for line in metrics(Path("outputs/digits")))
 
 

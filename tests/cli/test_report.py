@@ -163,7 +163,7 @@ def test_what_is_not_a_run_is_refused_by_name(
     with pytest.raises(DataError, match=r"empty/metrics\.jsonl does not exist"):
         RunRecord.read(tmp_path / "empty")
     assert main(["report", "nothing"]) != 0
-    assert "neither a folder nothing nor a run outputs/nothing" in capsys.readouterr().err
+    assert "nothing and no run outputs/nothing" in capsys.readouterr().err
     assert main(["report"]) != 0
     assert "usage: hybridtrain report" in capsys.readouterr().err
 
@@ -190,7 +190,7 @@ def test_a_run_whose_page_cannot_be_drawn_is_complete_and_names_the_command(
     monkeypatch.setattr("hybridtrain.observe.report.charts.curves", fails)
     assert main([*SMALL, "monitor.report=true", "trainer.steps=2"]) == 0
     assert Path("outputs/digits/summary.json").exists()
-    assert "To write it: hybridtrain report outputs/digits" in capfd.readouterr().err
+    assert ": hybridtrain report outputs/digits" in capfd.readouterr().err
 
 
 @pytest.mark.thorough

@@ -64,12 +64,12 @@ def test_results_of_a_sweep_are_one_table(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["digits", "sort=optim.lrr"], "no run has optim.lrr: sort and choose by a column"),
+        (["digits", "sort=optim.lrr"], "no run has optim.lrr: "),
         (["digits", "accuracyy>0.5"], "no run has accuracyy: "),
         (["digits", "output=out.txt"], "output=out.txt must end in .csv or .md"),
         (["digits", "sort=loss", "sort=step"], "usage: hybridtrain results"),
         (["sort=loss"], "usage: hybridtrain results"),
-        (["nowhere"], "there is neither a folder nowhere nor a run outputs/nowhere"),
+        (["nowhere"], "there is no folder nowhere and no run outputs/nowhere"),
     ],
 )
 def test_results_refuse_what_no_run_has(
@@ -125,6 +125,6 @@ def test_results_are_found_by_name_and_by_folder(
     Path("digits").mkdir()  # a folder with data, say
     assert results(["digits"]) == 0
     assert capfd.readouterr().out == tables[0]
-    assert "there is neither a folder other nor a run" in fail(capfd, "results", "other")
+    assert "there is no folder other and no run outputs/other" in fail(capfd, "results", "other")
     assert "usage: hybridtrain results" in fail(capfd, "results")
-    assert "results comes first and takes no overrides" in fail(capfd, "seed=1", "results")
+    assert "hybridtrain results RUN_OR_FOLDER" in fail(capfd, "seed=1", "results")

@@ -36,7 +36,7 @@ from hybridtrain.cli.run import build
             ),
             (
                 ["trainer.metrics={f1: torchmetrics.F1Score}"],
-                "trainer.metrics=torchmetrics.F1Score names a class, which goes with a _target_: "
+                "trainer.metrics=torchmetrics.F1Score is a class and needs a _target_: "
                 "trainer.metrics={f1: {_target_: torchmetrics.F1Score}}",
             ),
             (
@@ -142,7 +142,7 @@ def test_an_error_in_a_model_names_the_layer_the_stage_and_the_micro_batch(
             (["run_name=../x"], "run_name='../x' must be the name of a folder"),
             (
                 ["run_name=a/b"],
-                "run_name='a/b' must be the name of a folder, in the one of output_dir=",
+                "run_name='a/b' must be the name of a folder",
             ),
             (["run_name=a/../../x"], "run_name='a/../../x' must be the name of a folder"),
         ],

@@ -256,11 +256,11 @@ def test_the_best_command_of_a_stranger_grants_nothing(
     assert "best by loss: evil" in said
     assert "allow_targets=[" not in said
     assert "pkg://evil" not in said
-    assert "only you can grant" in said
+    assert "(without allow_targets" in said
 
 
 PROJECT = '[tool.hybridtrain]\nallow_targets = ["os"]\nconfig_dir = "options"\n'
-AMONG = "does not count in a directory of runs"
+AMONG = "a directory of runs"
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_the_project_file_beside_the_folder_of_runs_counts(
     Path("options").mkdir()
     Path("pyproject.toml").write_text(PROJECT)
     assert main(["evaluate", "--cfg", "job", *words.split()]) == 0
-    assert "allow_targets=[os], as pyproject.toml says" in capfd.readouterr().err
+    assert "allow_targets=[os] (from pyproject.toml)" in capfd.readouterr().err
 
 
 @pytest.mark.thorough
@@ -434,6 +434,6 @@ def test_a_recipe_does_not_say_where_a_model_is_sent(capfd: pytest.CaptureFixtur
     Path("r.yaml").write_text("defaults: [digits]\npush_to: stranger/theirs\n")
     command = ["export", "recipe=r.yaml", "format=transformers"]
     assert main(command) == 2
-    assert "the recipe asks to send the model to 'stranger/theirs'" in capfd.readouterr().err
+    assert "push_to=stranger/theirs" in capfd.readouterr().err
     assert main([*command, "push_to=me/mine"]) == 2
-    assert "asks to send" not in capfd.readouterr().err
+    assert "push_to=stranger/theirs" not in capfd.readouterr().err

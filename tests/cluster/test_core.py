@@ -125,7 +125,7 @@ def two_steps_at_once_in_one_job_train_as_one_process_does(slurm: Slurm, wait: W
     logs = {name: (slurm.work / f"{name}.log").read_text() for name in ("replicas", "pipeline")}
     assert "replicas: 0\npipeline: 0\n" in said, f"{said}{logs}"
     for log in logs.values():
-        assert "started by slurm, gloo" in log
+        assert "launcher slurm, backend gloo" in log
         hosts = re.findall(r"^ +[01]  (n\d) ", log, re.MULTILINE)
         assert len(set(hosts)) == 2, log
     wait("the_runs_of_an_array_train_and_are_in_one_table")

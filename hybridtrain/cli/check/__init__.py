@@ -1,6 +1,6 @@
-"""The parts of `hybridtrain check`; each returns what it found, as text, and a value for others.
+"""The parts of `hybridtrain check`; each returns its findings as text, and a value for later parts.
 
-report      the lines, and the verdict
+report      prints the lines and the verdict
 settings    the config
 cluster     processes, devices, ports, versions, Slurm
 start       data, batches, model, initial weights, checkpoint

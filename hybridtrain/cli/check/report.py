@@ -16,8 +16,8 @@ class Part:
     """The result of a part of the check.
 
     Attributes:
-        name: of the part.
-        value: for the parts that need it; None: there is a problem, or it was not checked.
+        name: its name.
+        value: its result, for later parts; None: it has a problem or was not checked.
     """
 
     name: str
@@ -38,23 +38,23 @@ class Report:
         """Runs a part, and prints its line.
 
         Args:
-            name: of the part.
-            check: takes the values of `needs`; returns what was found, as text, and a value.
+            name: its name.
+            check: takes the values of `needs`; returns its findings as text, and a value.
             *needs: earlier parts; the part is not checked if one of them has no value.
         """
         lacking = [need.name for need in needs if need.value is None]
         try:
             if lacking:
-                raise NotCheckedError(f"it needs: {', '.join(lacking)}")
-            found, value = check(*(need.value for need in needs))
+                raise NotCheckedError(f"depends on: {', '.join(lacking)}")
+            text, value = check(*(need.value for need in needs))
         except NotCheckedError as reason:
             self._unchecked += 1
             self._line(name, "not checked", str(reason))
             return Part(name)
-        except Exception as error:  # of the user's code too
+        except Exception as error:  # also from the user's code
             self.problem(name, error)
             return Part(name)
-        self._line(name, "ok", found)
+        self._line(name, "ok", text)
         return Part(name, value)
 
     def problem(self, name: str, error: Exception) -> None:
@@ -64,7 +64,7 @@ class Report:
 
     def end(self) -> int:
         """Prints the verdict; returns the exit code."""
-        verdict = counted(self._problems, "problem") if self._problems else "no problem found"
+        verdict = counted(self._problems, "problem") if self._problems else "no problems found"
         not_checked = f", {counted(self._unchecked, 'part')} not checked" * bool(self._unchecked)
         print(f"{verdict}{not_checked}", flush=True)
         return UserError.exit_code if self._problems else 0

@@ -1,4 +1,4 @@
-"""The parts of a check that need the config alone."""
+"""The parts of a check that need only the config."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hybridtrain.options import LoaderOptions, PipelineOptions, TrainerOptions
 
 
 def composed(report: Report, overrides: Sequence[str], config_dir: str | None) -> Part:
-    """Composes the config; without the keys that are wrong, each of which is a problem."""
+    """Composes the config without wrong keys, and reports each wrong key as a problem."""
 
     def resolved(words: Sequence[str]) -> tuple[str, Settings]:
         settings = resolve_settings("train", words, config_dir)
@@ -57,10 +57,10 @@ def _usable_settings(
     overrides: Sequence[str],
     error: UserError,
 ) -> Part:
-    """Reports each override that cannot be composed with the others, which are used."""
+    """Reports each override that does not compose, and composes the others."""
     usable: list[str] = []
     wrong: list[str] = []
-    # groups first: other keys may be arguments of what they choose
+    # groups first, because other keys may be arguments of the options that they select
     for override in sorted(overrides, key=lambda word: "." in word.partition("=")[0]):
         try:
             resolved([*usable, override])
@@ -68,25 +68,25 @@ def _usable_settings(
             report.problem("config", problem)
             wrong.append(override)
             if "." not in override.partition("=")[0]:
-                return Part("config")  # a recipe or a group: nothing is known of the run
+                return Part("config")  # without a recipe or group, nothing else can be checked
         else:
             usable.append(override)
-    if not wrong:  # each alone is right
+    if not wrong:  # the overrides fail only in combination
         report.problem("config", error)
         return Part("config")
-    found, settings = resolved(usable)
-    return report.part("config", lambda: (f"{found}, without {' '.join(wrong)}", settings))
+    text, settings = resolved(usable)
+    return report.part("config", lambda: (f"{text}, without {' '.join(wrong)}", settings))
 
 
 def without_auto_keys(settings: Settings) -> tuple[str, Config]:
-    """Returns the config without leftovers, and with defaults in the place of `auto`."""
+    """Returns the config without leftovers, and with defaults in place of `auto`."""
     leave_out_leftovers(settings)
     config = without_auto(settings)
     auto = auto_keys(settings.config.pipeline)
     if not auto:
         return "none", config
     defaults = ", ".join(f"pipeline.{key}={getattr(config.pipeline, key)}" for key in auto)
-    return f"chosen by the job; checked here with {defaults}", config
+    return f"the job chooses them; checked here with {defaults}", config
 
 
 def keys(config: Config) -> tuple[str, bool]:
@@ -138,8 +138,8 @@ def optimizer(config: Config) -> tuple[str, bool]:
 
 
 def run_directory(config: Config) -> tuple[str, bool]:
-    """Checks that the run directory can be written to, and no other run does."""
+    """Checks that the run directory is writable and no other run is writing to it."""
     directory = RunDirectory(config)
     directory.check_writable()
     RunLock(directory.path).check()
-    return f"{directory.path} can be written to from here", True
+    return f"{directory.path} is writable from here", True

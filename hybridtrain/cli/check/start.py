@@ -50,7 +50,7 @@ from hybridtrain.world import World
 
 
 def data_set(config: Config) -> tuple[str, DataSplits]:
-    """Loads the data set here; one that is to be downloaded is not."""
+    """Loads the data set here, without downloading it."""
     download = bool(config.data.get("download"))
     if "download" in config.data:
         config = replace(config, data={**config.data, "download": False})
@@ -58,9 +58,9 @@ def data_set(config: Config) -> tuple[str, DataSplits]:
         data = load_data(config, World())
     except UserError as error:
         if download:
-            raise NotCheckedError(f"data.download=true: the job fetches it ({error})") from error
+            raise NotCheckedError(f"data.download=true: the job downloads it ({error})") from error
         raise
-    return f"{data}; here, not on the nodes", data
+    return f"{data}; checked here, not on the nodes", data
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Batches:
     """The batches of an epoch.
 
     Attributes:
-        per_epoch: how many; None: not known.
-        samples: of a full batch.
-        cuts: the sizes of a share's micro-batches, for each kind of share and batch.
-        chunks: the numbers of micro-batches that a process runs in a step.
+        per_epoch: the number of batches; None: unknown.
+        samples: the samples of a full batch.
+        cuts: the micro-batch sizes of a replica's share, for each kind of share and batch.
+        chunks: the possible numbers of micro-batches per process and step.
     """
 
     per_epoch: int | None
@@ -87,15 +87,15 @@ def batches(
     pipeline: PipelineOptions,
     loader: LoaderOptions,
 ) -> tuple[str, Batches]:
-    """Divides the full and the short last batch over replicas and micro-batches."""
+    """Divides the full batch and the short last one over replicas and micro-batches."""
     config, replicas = settings.config, worlds[0].logical_replicas
     size = config.data["batch_size"]
     if size == AUTO:
-        raise NotCheckedError("data.batch_size=auto is chosen by the job")
+        raise NotCheckedError("the job chooses data.batch_size=auto")
     if size < replicas:
         raise ConfigError(
-            f"data.batch_size={size} is less than a sample for each of {replicas} replicas, and "
-            f"{replicas - size} of them would compute padding alone in every step: set "
+            f"data.batch_size={size} is less than one sample per replica ({replicas} replicas), so "
+            f"{replicas - size} of them would compute only padding: set "
             f"data.batch_size={replicas} or more, a larger pipeline.nb_part=, or fewer processes"
         )
     options = replace(loader, collate=data.collate)
@@ -140,9 +140,9 @@ class Model:
     """The model of a run.
 
     Attributes:
-        net: without values, if its constructor can do that.
-        build: makes it with values.
-        nbytes: of its parameters and buffers.
+        net: the model on meta tensors, if its constructor supports that.
+        build: builds it with values.
+        nbytes: the size of its parameters and buffers.
     """
 
     net: nn.Module
@@ -151,16 +151,16 @@ class Model:
 
 
 def model(config: Config, data: DataSplits) -> tuple[str, Model]:
-    """Constructs the model on meta tensors, or with values where its constructor needs them."""
+    """Constructs the model on meta tensors, or with values if its constructor needs them."""
     build = partial(build_model, config, data)
-    draws, how = default_generators(), "without values"
+    draws, how = default_generators(), "without allocating its weights"
     try:
         net = construct_on_meta(build)
     except UserError:
         raise
-    except Exception:  # a constructor that needs values, or is wrong with them too
+    except Exception:  # a constructor that needs values, or fails with them too
         rewind(draws)
-        net, how = build(), "with values, which its constructor needs"
+        net, how = build(), "with its weights, because its constructor needs them"
     nbytes = sum(map(byte_size, [*net.parameters(), *net.buffers()]))
     parameters = sum(parameter.numel() for parameter in net.parameters())
     text = f"{type(net).__name__}, {parameters:,} parameters, built {how}"
@@ -173,11 +173,11 @@ def init_from(config: Config) -> tuple[str, Path | bool]:
     if initial is None:
         return "none", False
     if CheckpointStore(RunDirectory(config).checkpoints).steps():
-        return "the run goes on from its own checkpoint", False
-    found = locate_weights(initial["source"], initial.get("best", False))
-    if found is None:
-        raise NotCheckedError(f"init_from={initial['source']} is on the Hub; it was not fetched")
-    return str(found), found
+        return "the run resumes from its own checkpoint", False
+    path = locate_weights(initial["source"], initial.get("best", False))
+    if path is None:
+        raise NotCheckedError(f"init_from={initial['source']} is on the Hub and not downloaded")
+    return str(path), path
 
 
 def checkpoint(config: Config) -> tuple[str, Path | bool]:
@@ -186,7 +186,7 @@ def checkpoint(config: Config) -> tuple[str, Path | bool]:
     if path is None:
         return "none: a new run", False
     step = check_sizes(path)["step"]
-    return f"{path}, step {step}: the sizes of its files are right, bytes were not read", path
+    return f"{path}, step {step}: file sizes are correct, contents were not read", path
 
 
 def _checkpoint_to_resume(config: Config) -> Path | None:
@@ -213,7 +213,7 @@ def _checkpoint_to_resume(config: Config) -> Path | None:
 def weights(
     config: Config, data: DataSplits, model: Model, initial: Path | bool, checkpoint: Path | bool
 ) -> tuple[str, bool]:
-    """Compares the model, and the data of a checkpoint, with what is to be loaded."""
+    """Compares the model and the data with the checkpoint or initial weights to load."""
     if isinstance(checkpoint, Path):
         files = read_manifest(checkpoint)["files"]
         saved = checkpoint_weights(checkpoint, files, place_of_base(config))
@@ -224,6 +224,6 @@ def weights(
     if isinstance(initial, Path):
         arguments = parse_init_from(config.init_from) or {}
         flags = {key: value for key, value in arguments.items() if key in ("strict", "prefix")}
-        found = check_weights(model.net, initial, arguments["source"], **flags)
-        return f"{counted(len(found.loaded), 'tensor')} of init_from= fit the model", True
+        report = check_weights(model.net, initial, arguments["source"], **flags)
+        return f"{counted(len(report.loaded), 'tensor')} of init_from= fit the model", True
     return "initial values", True

@@ -16,6 +16,7 @@ from hybridtrain._base.microbatch import Microbatch
 from hybridtrain._base.text_table import counted, with_unit
 from hybridtrain.cli.check.report import NotCheckedError
 from hybridtrain.cli.check.start import Batches, Model
+from hybridtrain.cli.command_table import listed
 from hybridtrain.cli.config.schema import Config, HardwareConfig
 from hybridtrain.cli.run.build import example_of_run
 from hybridtrain.cli.run.hardware import arrangement_of_run, hardware_of_run
@@ -37,15 +38,15 @@ from hybridtrain.price import why_not_priced
 from hybridtrain.schedule import Schedule, make_schedule
 from hybridtrain.world import World
 
-# A model without values that cannot be cut is built with values if it is below this share of the
-# host's memory.
+# If a model on meta tensors cannot be split, and it takes less than this fraction of host memory,
+# it is built with values.
 _BUILDS_BELOW = 0.25
 
 
 def schedule(
     worlds: Sequence[World], pipeline: PipelineOptions
 ) -> tuple[str, Callable[[int], Schedule]]:
-    """Makes the table of a full batch; returns the function that makes one for other batches."""
+    """Makes the table of a full batch; returns a function that makes tables for other batches."""
 
     def table(chunks: int) -> Schedule:
         return make_schedule(
@@ -65,19 +66,20 @@ def order(
     batches: Batches,
     table: Callable[[int], Schedule],
 ) -> tuple[str, bool]:
-    """Proves the order of each process in each kind of step, and both ends of each message."""
+    """Checks the order of actions on each process, and that sends match receives, in any step."""
     messages = [messages_of(table(chunks)) for chunks in batches.chunks]
-    steps = " and ".join(counted(chunks, "micro-batch", "es") for chunks in batches.chunks)
-    text = f"{steps}: complete, in order, no circle"
+    *others, last = batches.chunks
+    steps = listed([*map(str, others), counted(last, "micro-batch", "es")])
+    text = f"{steps}: complete, in order, no deadlock"
     if worlds[0].processes_per_replica > 1:
-        text += f"; {' and '.join(map(str, messages))} messages per replica, named alike at both "
-        text += f"ends, for all {counted(len(worlds), 'rank')}"
+        text += f"; {listed([*map(str, messages)])} messages per replica, sends match receives "
+        text += f"on all {counted(len(worlds), 'rank')}"
     return text, True
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A model that is cut into stages.
+    """A model that is split into stages.
 
     Attributes:
         net: the model.
@@ -102,9 +104,9 @@ def plan(
     model: Model,
     schedule: Callable[[int], Schedule],
 ) -> tuple[str, Cut]:
-    """Cuts the model for the job's devices, with estimated costs in place of measured ones.
+    """Splits the model for the job's devices, with estimated costs instead of measured ones.
 
-    The `schedule` has a table, which the plan holds.
+    It depends on `schedule`, because the plan contains the schedule's table.
     """
     world = worlds[0]
     example = example_of_run(config, data, world)
@@ -122,19 +124,19 @@ def plan(
 
     draws = default_generators()
     try:
-        found = cut(model.net)
+        result = cut(model.net)
     except Exception:
         if model.nbytes > _BUILDS_BELOW * host_memory():
             raise
         rewind(draws)
-        found = cut(model.build())  # as the job does, or the error for a model with values
-    names = [layer.name for stage in found.planned.stages for layer in stage]
+        result = cut(model.build())  # as the job does, or the error for a model with values
+    names = [layer.name for stage in result.planned.stages for layer in stage]
     recompute_policy(pipeline.recompute, names)
-    counts = ", ".join(map(str, found.plan.counts))
-    text = f"{counted(len(found.plan.stages), 'stage')} with {counts} layers"
-    if found.plan.costs_from == "estimated" and found.plan.split == pipeline.split:
-        text += "; by estimated costs, where the job measures them"
-    return text, found
+    counts = ", ".join(map(str, result.plan.counts))
+    text = f"{counted(len(result.plan.stages), 'stage')} with {counts} layers"
+    if result.plan.costs_from == "estimated" and result.plan.split == pipeline.split:
+        text += "; from estimated costs (the job measures them)"
+    return text, result
 
 
 def messages(
@@ -144,13 +146,13 @@ def messages(
     batches: Batches,
     cut: Cut,
 ) -> tuple[str, bool]:
-    """Runs micro-batches of all sizes through the stages, as fake tensors."""
+    """Runs micro-batches of all sizes through the stages, with fake tensors."""
     sizes = sorted({size for sizes in batches.cuts for size in sizes}, reverse=True)
     function = resolve(loss_fn, cut.net).function
     largest = 0
     for size in sizes:
         inputs, targets = example_batch(data.train, size, data.collate)
-        # a graph that holds for some inputs only is traced anew, as a run does
+        # a graph that is valid for some inputs only is traced again, as in a run
         planned = cut.planned if cut.planned.variants is None else cut.again(inputs)
         loss = LossOfStep(function, targets)
         try:
@@ -161,13 +163,13 @@ def messages(
             text = f"layer {error.layer!r}, micro-batch of {counted(size, 'sample')}"
             if error.needs_values:
                 raise NotCheckedError(f"{text}: its shapes depend on values") from error
-            way_out = "see model=, data= and trainer.loss="
+            advice = "check model=, data= and trainer.loss="
             if size != sizes[0]:
-                way_out = "set data.drop_last=true, or another data.batch_size= or pipeline.chunks="
-            raise SplitError(f"{text} fails: {error.reason}; {way_out}") from error
+                advice = "set data.drop_last=true, or change data.batch_size= or pipeline.chunks="
+            raise SplitError(f"{text} fails: {error.reason}; {advice}") from error
         largest = max([largest, *map(_bytes_of, formats)])
-    text = f"{counted(len(cut.planned.stages) - 1, 'border')}, "
-    text += f"micro-batches of {' and '.join(map(str, sizes))}; the largest message has "
+    text = f"{counted(len(cut.planned.stages), 'stage')}, "
+    text += f"micro-batches of {listed([*map(str, sizes)])}; the largest message has "
     return text + with_unit(largest), True
 
 
@@ -186,7 +188,7 @@ def memory(
     cut: Cut,
     is_here: bool,
 ) -> tuple[str, bool]:
-    """Compares the predicted peak of each device with what it may use."""
+    """Compares each device's predicted peak memory with its limit."""
     world = worlds[0]
     if (reason := why_not_priced(pipeline)) is not None:
         raise NotCheckedError(reason)
@@ -203,14 +205,14 @@ def memory(
             resolve(loss_fn, cut.net).function,
         )
     except NotOnFakesError as error:
-        raise NotCheckedError(f"layer {error.layer!r} does not run on fake tensors") from error
+        raise NotCheckedError(f"layer {error.layer!r} cannot run on fake tensors") from error
     memory = prediction.memory_bytes
     assert memory is not None
     fullest = max(range(len(memory)), key=memory.__getitem__)
-    text = f"{with_unit(memory[fullest])} on the fullest device, {fullest} of the pipeline"
+    text = f"{with_unit(memory[fullest])} on device {fullest}, the most loaded one"
     if not is_known:
         raise NotCheckedError(
-            f"{text}; the limit is unknown: set hardware=, or pipeline.memory_limit_gib="
+            f"{text}; its limit is unknown: set hardware=, or pipeline.memory_limit_gib="
         )
     hardware = hardware_of_run(priced, world.devices[0], world.nb_part * world.data_parallel_size)
     limits = arrangement_of_run(hardware, world).usable_bytes(hardware, world.nb_part)
@@ -220,24 +222,24 @@ def memory(
         if pipeline.memory_limit_gib is not None:
             source = setting("memory_limit_gib", pipeline.memory_limit_gib)
         raise SplitError(
-            f"{shown} of {with_unit(round(limits[over[0]]))} that may be used ({source}): raise "
+            f"{shown}, more than the usable {with_unit(round(limits[over[0]]))} ({source}): raise "
             f"pipeline.nb_part= or pipeline.chunks=, set pipeline.recompute=always, or lower "
             f"data.batch_size="
         )
     text += f", of {with_unit(round(limits[fullest]))}"
     if prediction.step_ms is not None:
-        text += f"; a step of {prediction.step_ms:.0f} ms is predicted"
+        text += f"; predicted step time {prediction.step_ms:.0f} ms"
     return text, True
 
 
 def _with_hardware(config: Config, worlds: Sequence[World], is_here: bool) -> tuple[Config, bool]:
-    """Returns the config with the job's hardware, and whether the memory of a device is known."""
+    """Returns the config with the job's hardware, and whether a device's memory is known."""
     limit, device = config.pipeline.memory_limit_gib, worlds[0].devices[0].type
     if config.hardware is not None:
         return config, True
     is_one_node = worlds[-1].local_rank == len(worlds) - 1
     if limit is None and is_here and is_one_node and (device == "cpu" or torch.cuda.is_available()):
-        return config, True  # of this machine
+        return config, True  # this machine
     hardware = HardwareConfig()
     hardware.device, hardware.reserved_gib = device, 0.0
     hardware.memory_gib = limit if isinstance(limit, int | float) else 1024.0

@@ -1,14 +1,14 @@
-"""The command `check`, and `submit --check`: proves a whole job on one CPU, before it queues.
+"""The command `check`, and `submit --check`: check a whole job on one CPU before it queues.
 
-`check_job` reads top to bottom. Each part prints one line, and a problem ends none but the parts
-that need its result, so that one call finds all of them:
+`check_job` reads top to bottom. Each part prints one line, and a problem skips only the parts that
+depend on it, so that one call finds all problems:
 
-    ok           checked; the line says what was found
+    ok           checked; the line has the findings
     problem      the job would end with this error, or not fit
-    not checked  it cannot be seen from here, or needs a part that has a problem
+    not checked  not visible from here, or dependent on a part with a problem
 
-No process group is joined, no layer gets values unless the model needs them, and nothing is
-written.
+The check joins no process group, allocates no weights unless the model needs them, and writes
+nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hybridtrain.launch import detect
 
 
 def check(overrides: Sequence[str], config_dir: str | None = None) -> int:
-    """Checks a run that is started here, or on the machine that the group `submit` describes.
+    """Checks a run on this machine, or on the machine that the group `submit` describes.
 
     Returns 2 if there is a problem, else 0.
     """
@@ -36,10 +36,10 @@ def check(overrides: Sequence[str], config_dir: str | None = None) -> int:
 
 
 def refuse_launcher(command: str) -> None:
-    """Raises a ConfigError in one of several processes; a job's shell does not count."""
+    """Raises a ConfigError in one of several processes, but not in a job's shell."""
     launch = detect(os.environ)
     if launch.size > 1 and launch.problem is None:
-        raise ConfigError(f"{command} is one process: start it without torchrun or srun")
+        raise ConfigError(f"{command} runs in one process: start it without torchrun or srun")
 
 
 def check_job(
@@ -51,10 +51,10 @@ def check_job(
     """Checks all parts of a job and prints a line for each; returns the exit code.
 
     Args:
-        overrides: the command line's.
+        overrides: the overrides of the command line.
         config_dir: a folder with more groups and options.
         layout: returns the processes of the job.
-        script_of: returns the script that `sbatch` would get; None: none is sent.
+        script_of: returns the script for `sbatch`; None: the job is not for Slurm.
     """
     report = Report()
     say, is_here = report.part, script_of is None

@@ -1,4 +1,4 @@
-"""The command `evaluate`: the loss and the metrics of a trained run."""
+"""The command `evaluate`: computes the loss and metrics of a trained run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _log = logging.getLogger(__name__)
 
 
 def evaluate(settings: Settings) -> Result:
-    """Evaluates the newest checkpoint of a run, or the one that `resume` names.
+    """Evaluates the best or newest checkpoint of a run, or the checkpoint in `resume`.
 
-    The values are a line of JSON on stdout, and one more in `evaluations.jsonl`.
+    It prints the values to stdout as one line of JSON and appends one to `evaluations.jsonl`.
     """
     context, loader, checkpoint, step = load_trained_run(settings, RunContext.eval_loader)
     directory = context.directory

@@ -1,14 +1,14 @@
-"""The command `export`: the weights of a checkpoint, in the format of where they go next.
+"""The command `export`: writes the weights of a checkpoint for other programs.
 
-safetensors    one file, of which the plain module takes `load_file(path)`
-torch          the same as a file of `torch.save`, as torchvision and timm have them
-transformers   a folder that `from_pretrained` and `pipeline` load: config, weights in shards, and
+safetensors    one file; load it into the plain module with `load_file(path)`
+torch          the same as a `torch.save` file, the format of torchvision and timm
+transformers   a folder that `from_pretrained` and `pipeline` load: config, sharded weights, and
                the tokenizer or image processor
-torch_export   the whole net for inference, by `torch.export`, of any number of samples
-onnx           the same as an ONNX file, by `torch.onnx`
-peft           the adapter of `model.lora` alone: a folder that PEFT loads, with the tokenizer
+torch_export   the model for inference, from `torch.export`, for any number of samples
+onnx           the same as an ONNX file, from `torch.onnx`
+peft           only the adapter of `model.lora`: a folder that PEFT loads, with the tokenizer
 
-All but `peft` have the effect of an adapter in the base's weights, under the base's names.
+All formats except `peft` merge an adapter into the base's weights, under the base's names.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ FORMATS = {
     "onnx": ".onnx",
     "peft": "_adapter",
 }
-"""The formats, and the suffixes of what they write."""
+"""The formats, and the suffixes of their files."""
 
 _log = logging.getLogger(__name__)
 
@@ -83,8 +83,8 @@ _log = logging.getLogger(__name__)
 def export(settings: Settings) -> dict[str, Any]:
     """Writes a checkpoint's weights into `export/` of the run directory.
 
-    But for `torch_export` and `onnx`, which run the net once, it needs nothing but the files of the
-    checkpoint, and of its base if it has an adapter alone.
+    It reads only the files of the checkpoint, and of its base if the checkpoint has only an
+    adapter. `torch_export` and `onnx` also run the model once.
 
     Raises:
         ConfigError: the format is unknown, or does not fit the model.
@@ -94,7 +94,7 @@ def export(settings: Settings) -> dict[str, Any]:
     config = settings.config
     check_choice("format", config.format, list(FORMATS))
     if config.push_to is not None and config.format != "transformers":
-        raise ConfigError("push_to= sends what format=transformers writes: set it too")
+        raise ConfigError("push_to= uploads a transformers folder: set format=transformers too")
     directory = RunDirectory(config)
     directory.log_to_files(0, settings.quiet)
     for note in settings.notes:
@@ -113,7 +113,7 @@ def export(settings: Settings) -> dict[str, Any]:
         raise CheckpointError(f"cannot write {path}: {error}") from error
     if average:
         _log.info(AVERAGED)
-    _log.info("wrote %s, of %s", path, checkpoint)
+    _log.info("wrote %s from %s", path, checkpoint)
     print_result({"checkpoint": str(checkpoint), "file": str(path)})
     if config.push_to is not None:
         values = {} if evaluated and not config.ema else _evaluation(directory, checkpoint)
@@ -125,12 +125,12 @@ class _Trained:
     """The weights of a checkpoint, with an adapter or without.
 
     Args:
-        settings: of the command.
-        checkpoint: that is exported.
-        saved: its weights, without its base's.
+        settings: the settings of the command.
+        checkpoint: the checkpoint to export.
+        saved: its weights, without its base's weights.
 
     Attributes:
-        checkpoint: as given.
+        checkpoint: the checkpoint.
         plain: the settings without an adapter.
     """
 
@@ -142,12 +142,12 @@ class _Trained:
 
     @cached_property
     def data(self) -> DataSplits:
-        """The metadata and the tokenizer that the model takes from the data."""
+        """The metadata and tokenizer that the model takes from the data."""
         return load_for_trained(self._settings, World(), self.checkpoint, samples=False)
 
     @cached_property
     def state(self) -> dict[str, Any]:
-        """The state of the model without an adapter, whose effect is in the weights."""
+        """The state of the model with the adapter merged into its weights."""
         saved = {**self._saved.tensors, **self._saved.extra}
         if all(self._settings.config.model.get(key) in (None, False) for key in WRAPPER_KEYS):
             return saved
@@ -168,14 +168,14 @@ class _Trained:
         adapter = adapter_of(net)
         if adapter is None:
             raise ConfigError(
-                "format=peft writes the adapter of model.lora, and this run has none: take "
-                "format=transformers or safetensors"
+                "format=peft writes the adapter of model.lora, but this run has none: set "
+                "format=transformers or format=safetensors"
             )
         adapter.write(folder, net, self._saved.tensors, self._saved.base)
 
 
 def _evaluation(directory: RunDirectory, checkpoint: Path) -> dict[str, Any]:
-    """Returns the values at the end of the run; empty if the checkpoint is of another moment."""
+    """Returns the evaluation at the end of the run; empty if the checkpoint is an earlier one."""
     path = directory.path / "summary.json"
     summary = read_json(path)
     if summary is None or checkpoint.resolve().parent != directory.checkpoints.resolve():
@@ -185,7 +185,7 @@ def _evaluation(directory: RunDirectory, checkpoint: Path) -> dict[str, Any]:
 
 
 def _card(checkpoint: Path, config: Config, evaluation: Mapping[str, Any]) -> str:
-    """Returns a model card: what trained the weights, on what, and their evaluation."""
+    """Returns a model card with the training settings, the data and the evaluation."""
     lines = [f"- {key}: `{value}`" for key, value in config.model.items() if value is not None]
     data = {k: v for k, v in config.data.items() if k in ("_target_", "path", "root", "task")}
     lines += [f"- data.{key}: `{value}`" for key, value in data.items() if value is not None]
@@ -195,7 +195,7 @@ def _card(checkpoint: Path, config: Config, evaluation: Mapping[str, Any]) -> st
         [
             "---\nlibrary_name: transformers\ntags: [hybridtrain]\n---",
             f"# {config.run_name}",
-            f"Trained by hybridtrain {__version__}, {checkpoint.name}, seed {config.seed}.\n",
+            f"Trained with hybridtrain {__version__}, {checkpoint.name}, seed {config.seed}.\n",
             *lines,
             *([head, *table] if table else []),
             "",
@@ -204,10 +204,10 @@ def _card(checkpoint: Path, config: Config, evaluation: Mapping[str, Any]) -> st
 
 
 def _push(folder: Path, name: str, card: str) -> None:
-    """Sends a folder to the Hub, in one commit.
+    """Uploads a folder to the Hub, in one commit.
 
     Raises:
-        ConfigError: the Hub refuses it or cannot be reached; what was written stays.
+        ConfigError: the Hub rejects it or is unreachable; the folder remains.
     """
     from huggingface_hub import HfApi
 
@@ -216,16 +216,16 @@ def _push(folder: Path, name: str, card: str) -> None:
     try:
         made = api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(repo_id=made.repo_id, folder_path=folder)
-    except Exception as error:  # of the network, of the Hub, of a wrong name
+    except Exception as error:  # the network, the Hub, or a wrong name
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"push_to={name}: {reason}. {folder} is written") from error
-    _log.info("sent to %s", made)
+        raise ConfigError(f"push_to={name}: {reason}. The export in {folder} remains") from error
+    _log.info("uploaded to %s", made)
 
 
 def _write_safetensors(path: Path, trained: _Trained) -> None:
-    """Writes all names of a tied tensor, so that `load_state_dict(load_file(path))` has them.
+    """Writes tied tensors under all their names, for `load_state_dict(load_file(path))`.
 
-    The metadata has the names of the classes in the order of their numbers, as a JSON list.
+    The metadata has the class names in the order of their numbers, as a JSON list.
     """
     state = trained.state
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -242,19 +242,19 @@ def _write_torch(path: Path, trained: _Trained) -> None:
 
 
 def _write_transformers(folder: Path, trained: _Trained) -> None:
-    """Writes config.json, safetensors in shards, and the tokenizer or image processor."""
+    """Writes config.json, sharded safetensors, and the tokenizer or image processor."""
     data, state = trained.data, trained.state
     check_same_classes(trained.checkpoint, data)
     with torch.device("meta"):
         net: Any = build_model(trained.plain.config, data)
     if not hasattr(net, "save_pretrained"):
         raise ConfigError(
-            f"format=transformers is for models of transformers, and this is a "
-            f"{type(net).__name__}: take format=safetensors or torch"
+            f"format=transformers needs a transformers model, but this is a "
+            f"{type(net).__name__}: set format=safetensors or format=torch"
         )
     net.config.use_cache = True
     with atomic_folder(folder) as new:
-        # copies, since a tensor under several names may be written only once
+        # copies, because a tensor with several names can be written only once
         net.save_pretrained(new, state_dict={name: value.clone() for name, value in state.items()})
         if data.tokenizer is not None:
             data.tokenizer.save_pretrained(new)
@@ -273,8 +273,8 @@ def _write_peft(folder: Path, trained: _Trained) -> None:
 
 
 def _image_processor(metadata: Mapping[str, Any]) -> Any:
-    """Returns an image processor of transformers that does what the data's evaluation does."""
-    from transformers import CLIPImageProcessor  # resizes, cuts the middle out and normalises
+    """Returns a transformers image processor with the preprocessing of the data's evaluation."""
+    from transformers import CLIPImageProcessor  # resizes, center-crops and normalizes
 
     side = metadata["image_size"]
     return CLIPImageProcessor(
@@ -290,7 +290,7 @@ def _image_processor(metadata: Mapping[str, Any]) -> Any:
 
 
 def _write_program(path: Path, trained: _Trained) -> None:
-    """Writes what `torch.export.load` reads; its inputs may have any number of samples."""
+    """Writes a file for `torch.export.load`; its inputs may have any number of samples."""
     program = _exported(*_net_and_inputs(trained), "torch_export")
     with atomic_file(path) as file:
         torch.export.save(program, file)
@@ -307,7 +307,7 @@ def _write_onnx(path: Path, trained: _Trained) -> None:
         written = torch.onnx.export(program, dynamo=True, verbose=False)
     except Exception as error:
         raise ConfigError(
-            f"format=onnx: torch.onnx does not take this model: {_first_line(error)}"
+            f"format=onnx: torch.onnx cannot export this model: {_first_line(error)}"
         ) from error
     assert written is not None
     with atomic_file(path) as file:
@@ -315,7 +315,7 @@ def _write_onnx(path: Path, trained: _Trained) -> None:
 
 
 def _net_and_inputs(trained: _Trained) -> tuple[nn.Module, Any]:
-    """Returns the net with its weights, in evaluation mode, and inputs of two samples."""
+    """Returns the model with its weights, in evaluation mode, and inputs of two samples."""
     config = trained.plain.config
     data = load_data(config, World())
     net = build_model(config, data)
@@ -329,16 +329,16 @@ def _first_line(error: BaseException) -> str:
 
 
 def _exported(net: nn.Module, inputs: Any, form: str) -> Any:
-    """Returns the exported net, for a format.
+    """Returns the exported model, for a format.
 
     Raises:
-        ConfigError: PyTorch cannot export it; with its reason.
+        ConfigError: PyTorch cannot export it; the message has its reason.
     """
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     named: dict[str, Any] = {}
     if isinstance(inputs, dict):
         arguments, named = (), inputs
-    auto = torch.export.Dim.AUTO  # any size, where the net takes any
+    auto = torch.export.Dim.AUTO  # any size that the model accepts
     any_number = tree_map_only(
         Tensor, lambda leaf: dict.fromkeys(range(leaf.dim()), auto), named or arguments
     )

@@ -1,7 +1,7 @@
-"""The command `find-lr`: a learning rate, by how the loss falls while the rate rises.
+"""The command `find-lr`: finds a learning rate with a range test.
 
-Source: L. Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3; the loss
-is smoothed and the rate chosen as in fastai and Lightning: where the smoothed loss falls fastest.
+Source: L. Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3. As in
+fastai and Lightning, it chooses the rate at which the smoothed loss falls fastest.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _log = logging.getLogger(__name__)
 STEPS = 100
 LOWEST, HIGHEST = 1e-7, 10.0
 
-# A loss that many times the smallest one ends the test.
+# The test ends when the loss is this many times the smallest one.
 _DIVERGED = 4.0
 _SMOOTHING = 0.9  # the weight of the earlier losses
-_CLEAR = 5.0  # a fall is not noise if it is that many times as large
-_FIRST = 10  # steps whose mean is of few losses
+_CLEAR = 5.0  # a fall this many times larger than the noise is significant
+_FIRST = 10  # the first steps, where the mean covers few losses
 _LINES = 12
 
 
@@ -55,11 +55,11 @@ class _Recorder(Callback):
         self._mean = 0.0
 
     def on_gradients(self, trainer: Trainer) -> None:
-        """Reads the rate of the step, before the schedule changes it."""
+        """Reads the step's rate before the schedule changes it."""
         self._lr = trainer.optimizer.param_groups[0]["lr"]
 
     def on_log(self, trainer: Trainer, values: dict[str, float]) -> None:
-        """Adds a point; stops all processes alike."""
+        """Adds a point; stops all processes at the same step."""
         loss = values["train/loss"]
         count = len(self.points) + 1
         self._mean = _SMOOTHING * self._mean + (1 - _SMOOTHING) * loss
@@ -72,9 +72,9 @@ class _Recorder(Callback):
 
 
 def find_lr(settings: Settings) -> Result:
-    """Trains with a rate that rises from 1e-7 to 10, and prints one for `optim.lr`.
+    """Trains with a rate that rises from 1e-7 to 10, and prints a value for `optim.lr`.
 
-    Nothing is saved. Groups with other rates rise in proportion.
+    It saves nothing. The rates of other groups rise in proportion.
 
     Raises:
         ConfigError: the loss never falls.
@@ -125,10 +125,10 @@ def find_lr(settings: Settings) -> Result:
 def steepest(points: list[Point]) -> float:
     """Returns the rate at which the smoothed loss falls fastest, over the logarithm of the rate.
 
-    After its minimum the loss may jump up and fall again, which is not looked at.
+    It ignores the loss after its minimum, where it may jump up and fall again.
 
     Raises:
-        ConfigError: it does not fall, by more than its noise.
+        ConfigError: the loss does not fall by more than its noise.
     """
     after = points[_FIRST:]
     lowest = min(range(len(after)), key=lambda number: after[number].smooth, default=0)
@@ -138,12 +138,12 @@ def steepest(points: list[Point]) -> float:
         for first, second in zip(looked_at, looked_at[2:], strict=False)
     ]
     _, rate = min(slopes, default=(0.0, 0.0))
-    # of the mean with these weights, relative to the noise of a single loss
+    # noise of the mean with these weights, relative to the noise of a single loss
     share = ((1 - _SMOOTHING) / (1 + _SMOOTHING)) ** 0.5
     noise = share * pstdev(point.loss - point.smooth for point in points[:_FIRST])
     if not slopes or looked_at[0].smooth - looked_at[-1].smooth < _CLEAR * noise:
         raise ConfigError(
-            f"the loss does not fall at any learning rate from {LOWEST} to {HIGHEST:g}: look at "
-            f"the data and the loss first"
+            f"the loss does not fall at any learning rate from {LOWEST} to {HIGHEST:g}: check the "
+            f"data and the loss"
         )
     return rate

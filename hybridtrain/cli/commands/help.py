@@ -1,4 +1,4 @@
-"""The help of the command line, made of the table of commands and the schema of the config."""
+"""The help of the command line, from the table of commands and the schema of the config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def overview() -> str:
     lines = [
         "usage: hybridtrain <command> [key=value ...]",
         "",
-        *_wrapped("Trains PyTorch models with pipeline and data parallelism.", ""),
+        *_wrapped("Train PyTorch models with pipeline and data parallelism.", ""),
         "",
         "commands:",
     ]
@@ -27,9 +27,9 @@ def overview() -> str:
     lines += [
         "",
         "examples:",
-        "  hybridtrain recipe=digits                  train (the command may be left out)",
+        "  hybridtrain recipe=digits                  train (the default command)",
         "  hybridtrain recipe=digits --cfg job        show every key of that run",
-        "  hybridtrain <command> --help               explain a command and its keys",
+        "  hybridtrain <command> --help               describe a command and its keys",
         "  torchrun --standalone --nproc-per-node 2 -m hybridtrain recipe=digits",
         "",
         "options of each group, as in optim=sgd:",
@@ -54,12 +54,14 @@ def help_of(name: str) -> str:
                 text = value.get("description", "").replace("`", "")
                 whole = f"{key}.{inner}".rstrip(".")
                 lines += [f"  {whole}=", *_wrapped(text, " " * 6)]
-        of_run = "and the keys that describe a run, such as trainer.steps= and data.batch_size=: "
+        of_run = (
+            f"{name} also reads all keys of a run, such as trainer.steps= and data.batch_size=; "
+        )
         if command.of_run is not None:
-            of_run = f"and of the run's keys {listed(command.of_run)}: "
+            of_run = f"{name} also reads these keys of a run: {listed(command.of_run)}; "
         lines += [
             "",
-            *_wrapped(f"{of_run}hybridtrain {name} --cfg job shows all of them.", ""),
+            *_wrapped(f"{of_run}hybridtrain {name} --cfg job lists them.", ""),
             "",
         ]
     if command.flags:
@@ -74,7 +76,7 @@ def help_of(name: str) -> str:
 
 
 def _options() -> Iterator[tuple[str, list[str]]]:
-    """Yields each group with the names of its options, the recipes first."""
+    """Yields each group with the names of its options, recipes first."""
     folder = files("hybridtrain.configs")
     groups = sorted(entry.name for entry in folder.iterdir() if (folder / entry.name).is_dir())
     for name in ("recipe", *groups):
@@ -86,7 +88,7 @@ def _options() -> Iterator[tuple[str, list[str]]]:
 
 
 def _wrapped(text: str, head: str, indent: int | None = None) -> list[str]:
-    """Returns `text` in lines, the first after `head`, the others indented as far."""
+    """Returns `text` as lines, the first one after `head`, the others indented to match."""
     return textwrap.wrap(
         text,
         WIDTH,

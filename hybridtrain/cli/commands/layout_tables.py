@@ -1,4 +1,4 @@
-"""The tables of a layout: the stages of a plan, and the hosts and devices of the processes."""
+"""Tables of a layout: the stages of a plan, and the hosts and devices of the processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridtrain.world import World
 def placement_tables(plan: Plan, world: World) -> Block:
     """Returns tables of the stages and of the devices of all processes; a collective call."""
     hosts = world.gather((socket.gethostname(), [str(device) for device in world.devices]))
-    how = f"started by {world.launcher}, {world.backend}"
+    how = f"launcher {world.launcher}, backend {world.backend}"
     if world.fixed_replicas is not None:
         how = f"{counted(world.fixed_replicas, 'logical replica')}, {how}"
     return layout_tables(plan, hosts, how)

@@ -1,4 +1,4 @@
-"""The command `measure-machine`: measures this machine once, for predictions of a run's time."""
+"""The command `measure-machine`: measures this machine once, for predictions of step time."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ from hybridtrain.errors import ConfigError
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_SECONDS = 3.0  # of each measurement
+_SECONDS = 3.0  # the duration of each measurement
 
 _MOST_RUNS = 50
 
 
 def measure_machine(words: Sequence[str] = ()) -> int:
-    """Measures this machine and writes what `hardware=this-machine` reads; returns the exit code.
+    """Measures this machine and writes the file of `hardware=this-machine`; returns the exit code.
 
-    Rates are those that are reached, so that the shares of them are 1. Links between nodes cannot
-    be measured on one: `hardware.network_bytes_per_s=` sets them.
+    The rates are achieved rates, so the efficiency keys are 1. A single machine cannot measure
+    links between nodes: `hardware.network_bytes_per_s=` sets them.
 
     Args:
-        words: of the command line: `seconds=` of each measurement.
+        words: the words of the command line; only `seconds=` is allowed.
 
     Raises:
-        ConfigError: there are other words on the command line, or the file cannot be written.
+        ConfigError: there are other words on the command line, or the file is not writable.
     """
     seconds = _SECONDS
     for word in words:
         number = re.fullmatch(r"seconds=(\d+\.?\d*|\.\d+)", word)
         if number is None:
             raise ConfigError(
-                f"measure-machine takes seconds= (of each measurement) only, not {word!r}"
+                f"measure-machine accepts only seconds= (the duration of each measurement), not "
+                f"{word!r}"
             )
         seconds = float(number[1])
     rates = measured(seconds)
@@ -56,14 +57,14 @@ def measure_machine(words: Sequence[str] = ()) -> int:
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; set XDG_CACHE_HOME") from error
     print(path.read_text(encoding="utf-8"), end="")
-    print(f"# in {path}; to use it: hybridtrain plan hardware={THIS_MACHINE} ...")
+    print(f"# written to {path}; to use it: hybridtrain plan hardware={THIS_MACHINE} ...")
     return 0
 
 
 def measured(seconds: float = _SECONDS) -> dict[str, Any]:
-    """Returns the keys of `hardware` for this machine; a CPU core is a device where no GPU is.
+    """Returns the keys of `hardware` for this machine; without GPUs, each CPU core is a device.
 
-    One GPU of each kind is measured; the rates are those of the first.
+    It measures one GPU of each kind; the rates are the first one's.
     """
     gpus = torch.cuda.device_count()
     kinds = [torch.cuda.get_device_name(index) for index in range(gpus)]
@@ -92,8 +93,8 @@ def measured(seconds: float = _SECONDS) -> dict[str, Any]:
 def _unequal(devices: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """Returns the relative speed and the memory of each device.
 
-    The speed is the geometric mean over the precisions and the bandwidth of the memory, since a
-    model's layers have parts that are limited by each.
+    The speed is the geometric mean over the precisions and the memory bandwidth, because each of
+    them limits some parts of a model's layers.
     """
 
     def ratio(device: Mapping[str, Any]) -> float:
@@ -109,7 +110,7 @@ def _unequal(devices: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def measured_device(device: torch.device, seconds: float) -> dict[str, Any]:
-    """Returns the rates, memory and link of a device, by the key of `hardware`."""
+    """Returns the rates, memory and link of a device, keyed as in `hardware`."""
     is_gpu = device.type == "cuda"
     threads = torch.get_num_threads()
     torch.set_num_threads(threads if is_gpu else 1)
@@ -118,7 +119,7 @@ def measured_device(device: torch.device, seconds: float) -> dict[str, Any]:
         flops = {}
         for name, dtype in _PRECISIONS.items():
             if not is_gpu and name == "fp16":
-                continue  # CPUs without instructions for it are a hundred times slower
+                continue  # a hundred times slower on CPUs without instructions for it
             matrix = torch.ones(size, size, dtype=dtype, device=device)
             product = partial(torch.mm, matrix, matrix)
             flops[name] = 2 * size**3 / _seconds(product, device, seconds)
@@ -146,7 +147,7 @@ def measured_device(device: torch.device, seconds: float) -> dict[str, Any]:
 
 
 def _seconds(run: Callable[[], object], device: torch.device, budget: float) -> float:
-    """Returns the median time of a run, after one that warms up."""
+    """Returns the median time of a call, after one warm-up call."""
     times: list[float] = []
     begin = perf_counter()
     while len(times) < 2 or (len(times) <= _MOST_RUNS and perf_counter() - begin < budget):

@@ -1,4 +1,4 @@
-"""The command `new`: a small project that works, to begin one's own with."""
+"""The command `new`: creates a small working project as a starting point."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hybridtrain.errors import ConfigError
 
 
 def new(arguments: Sequence[str]) -> int:
-    """Writes a small project that works, and says what to do with it; returns the exit code.
+    """Creates a small working project and prints the next commands; returns the exit code.
 
     Args:
-        arguments: the path of its folder, whose name is that of its package.
+        arguments: the path of its folder; the folder's name becomes the package's name.
 
     Raises:
-        ConfigError: the name is not that of a package, there is something already, or the folder
-            cannot be written.
+        ConfigError: the name is not a valid package name, or the folder is not empty or not
+            writable.
     """
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise ConfigError("usage: hybridtrain new <folder>")
@@ -28,17 +28,17 @@ def new(arguments: Sequence[str]) -> int:
     name = folder.resolve().name
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigError(
-            f"{name} cannot be the name of a Python package: letters, digits and _ only, such as "
+            f"{name} is not a valid Python package name: use letters, digits and _ only, such as "
             f"{re.sub(r'[^0-9a-zA-Z]+', '_', name).strip('_').lower() or 'my_project'}"
         )
     try:
         if folder.exists() and any(folder.iterdir()):
-            raise ConfigError(f"{folder} is there already, and not empty")
+            raise ConfigError(f"{folder} already exists and is not empty")
         _write(folder, name)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"cannot write {folder}: {error.strerror}") from error
     print(
-        f"{folder} is a project. To train it:\n"
+        f"Created the project {folder}. To train its model:\n"
         f"    cd {folder}\n"
         f"    hybridtrain recipe=recipes/first.yaml"
     )
@@ -53,4 +53,4 @@ def _write(folder: Path, name: str) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(source.read_text(encoding="utf-8").format(name=name), encoding="utf-8")
     with as_file(files("hybridtrain.configs").joinpath("schema.json")) as schema:
-        shutil.copy(schema, folder / "schema.json")  # for editors, which complete the keys by it
+        shutil.copy(schema, folder / "schema.json")  # editors complete keys with it

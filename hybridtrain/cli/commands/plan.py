@@ -1,4 +1,4 @@
-"""The command `plan`: cuts the model as a run would, or prices the run for given hardware."""
+"""The command `plan`: splits the model as a run would, or predicts the run on given hardware."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
 
-# The keys that are searched unless they are set, with their groups.
+# The keys to search unless they are set, with their groups.
 _OF_PIPELINE = ("nb_part", "chunks", "schedule", "stages_per_device", "recompute")
 _KEYS = {**dict.fromkeys(_OF_PIPELINE, "pipeline"), "engine": "world", "shard": "world"}
 
-# Of the picture: numbers of nodes, and micro-batches of the timeline.
+# For the picture: numbers of nodes, and micro-batches in the timeline.
 _MOST_BARS = 5
 _MOST_SHOWN = 24
 
 
 def plan(settings: Settings) -> Result:
-    """Cuts the model as a run would, shows the plan and writes it.
+    """Splits the model as a run would, shows the plan and writes it.
 
-    A pipeline over several processes can be planned by one. For a `hardware` it is priced.
+    One process can plan a pipeline over several. With `hardware`, it predicts the run there.
     """
     if settings.config.hardware is not None:
         return plan_for_hardware(settings)
@@ -88,27 +88,30 @@ def _write_plan(plan: Plan, directory: RunDirectory, world: World) -> None:
             path = directory.plan_to_write()
             plan.write(path)
             _log.info(
-                "wrote %s; to train with it: pipeline.split=%s; with the order of its actions: "
-                "pipeline.schedule=%s",
+                "wrote %s; to train with this split: pipeline.split=%s; with this order of "
+                "actions: pipeline.schedule=%s",
                 *(path, path, path),
             )
 
 
 def plan_for_hardware(settings: Settings) -> dict[str, Any]:
-    """Prices the run on the machine of the config, shows the ten best plans and writes the best.
+    """Predicts the run on the config's machine, shows the ten best plans and writes the best.
 
-    Keys of `pipeline` and `world` that the command line sets are kept; all others are searched.
+    It keeps the keys of `pipeline` and `world` on the command line, and searches all others.
 
     Raises:
-        ConfigError: the machine is not described well, or nothing uses all of it.
-        SplitError: nothing fits into memory.
+        ConfigError: the description of the machine is wrong, or no plan uses all of it.
+        SplitError: no plan fits into memory.
     """
     register_schedules(settings.config)
     config = without_auto(settings)
     if settings.config.data.get("batch_size") == AUTO:
-        raise ConfigError("data.batch_size=auto is chosen by a run: plan prices a given batch")
+        raise ConfigError(
+            "plan hardware=... needs a fixed batch size, but data.batch_size=auto: set "
+            "data.batch_size= to a number of samples"
+        )
     if detect(os.environ).size > 1:
-        raise ConfigError("plan with a hardware= needs one process: start it without torchrun")
+        raise ConfigError("plan hardware=... runs in one process: start it without torchrun")
     assert config.hardware is not None
     options = build_options(config)
     hardware = with_limit(hardware_of(config.hardware), config)
@@ -134,7 +137,7 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
         raise SplitError(why_too_large(error, config)) from error
     best = plans.prices[0]
     _log.info(
-        "%s on %d x %d devices, batches of %d samples; times are predicted, from %s costs\n%s",
+        "%s on %d x %d devices, batches of %d samples; times predicted from %s costs\n%s",
         plans.table.model,
         hardware.nodes,
         hardware.devices_per_node,
@@ -144,7 +147,7 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
     )
     batches = _batches_per_epoch(config, data, options)
     steps = options.trainer.total_steps(batches) if batches or options.trainer.steps else None
-    advice = "take FSDP2, or the first of these" if plans.advises_fsdp2 else "take the first"
+    advice = "use FSDP2, or the first of these" if plans.advises_fsdp2 else "use the first"
     _log.info("%s:\n%s", advice, Block(plans.answer(steps)))
     searched = [name for name in _KEYS if len(getattr(choices, name) or "any") > 1]
     if searched:
@@ -161,7 +164,7 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
 
 
 def _batches_per_epoch(config: Config, data: DataSplits, options: RunOptions) -> int | None:
-    """Returns the batches of an epoch; None: the data set does not tell."""
+    """Returns the batches per epoch; None: the data set has no length."""
     samples = length_of(data.train)
     if samples is None:
         return None
@@ -194,7 +197,7 @@ def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:
     layout = best.layout
     numbers = {1, 2, 4, 8, *(2**k for k in range(hardware.nodes.bit_length())), hardware.nodes}
     points = [_with_nodes(plans, choices, nodes) for nodes in sorted(numbers)[-_MOST_BARS:]]
-    # the timeline shows groups of `nb_part` micro-batches, and few of them
+    # the timeline shows a few groups of `nb_part` micro-batches
     chunks = min(layout.chunks, max(1, _MOST_SHOWN // layout.nb_part) * layout.nb_part)
     part = f"{chunks} of {layout.chunks} micro-batches" if chunks < layout.chunks else "a batch"
     return draw_plan(
@@ -221,7 +224,7 @@ def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
 
 
 def overrides_of(layout: ParallelLayout, recompute: str | list[str]) -> list[str]:
-    """Returns the overrides that a run of this layout needs in addition to the split."""
+    """Returns the overrides that a run with this layout needs in addition to the split."""
     if not isinstance(recompute, str):
         recompute = f"[{','.join(map(hydra_quoted, recompute))}]"
     values = {
@@ -247,7 +250,7 @@ def _list(values: Sequence[object]) -> str:
 
 
 def _fixed(settings: Settings) -> Choices:
-    """Returns what the search may choose from: what the command line sets is fixed."""
+    """Returns the search space; keys on the command line are fixed."""
     set_keys = {key.partition("=")[0] for key in given_keys(settings.overrides)}
     values: dict[str, Any] = {}
     for key, group in _KEYS.items():
@@ -256,34 +259,34 @@ def _fixed(settings: Settings) -> Choices:
             values[key] = [value]
     if "recompute" in values and priced_mode(values["recompute"][0]) == "layers":
         raise ConfigError(
-            f"pipeline.recompute={values['recompute'][0]} is not priced: use never, except_last "
-            f"or always, or leave it to the search"
+            f"plan hardware=... does not support pipeline.recompute={values['recompute'][0]}: use "
+            f"never, except_last or always, or remove it to search all three"
         )
     return replace(Choices(), **values)
 
 
 def other_processes_are_missing(config: Config) -> bool:
-    """Returns whether this is one process, and the config's pipeline is over several."""
+    """Returns whether this is one process, but the config's pipeline spans several."""
     distributed = config.world.engine == "distributed" and config.pipeline.nb_part != 1
     return distributed and detect(os.environ).size == 1
 
 
 def plan_alone(settings: Settings) -> tuple[PreparedRun, Plan, Sequence[str]]:
-    """Plans a pipeline of `nb_part` processes in this one, without the model's values.
+    """Plans a pipeline of `nb_part` processes in this one, with the model on meta tensors.
 
-    Returns the objects of the run, whose `world` is this process, the plan that the processes would
+    Returns the objects of the run (with this process as `world`), the plan that the processes would
     make on devices like this one's, and these devices.
 
-    Layers that are measured are measured on one device of this machine, as rank 0 would do it. The
-    batch is that of a run with one replica.
+    It measures layers on one device of this machine, as rank 0 would. The batch is a batch of a run
+    with one replica.
 
     Raises:
         UserError: a value of the config is wrong, or the run directory cannot be written to.
     """
     if settings.config.pipeline.nb_part == AUTO:
         raise ConfigError(
-            "pipeline.nb_part=auto divides the processes of a run, and this is one alone: start "
-            "the others too, with torchrun, or describe the machine with hardware="
+            "pipeline.nb_part=auto divides the processes of a run, but there is only one: start "
+            "all processes with torchrun, or describe the machine with hardware="
         )
     prepared = prepare_run(settings, join=_this_process, writes=True)
     nb_part = prepared.config.pipeline.nb_part
@@ -298,7 +301,7 @@ def plan_alone(settings: Settings) -> tuple[PreparedRun, Plan, Sequence[str]]:
 
 def _this_process(config: Config) -> World:
     devices = config.world.devices
-    if isinstance(devices, list):  # of the processes of a node, one after the other
+    if isinstance(devices, list):  # the devices of a node's processes, in order
         devices = devices[:1]
     chosen = choose_devices(1, devices, detect(os.environ), torch.cuda.device_count())
     return World(devices=chosen, engine=config.world.engine)

@@ -1,4 +1,4 @@
-"""The command `predict`: a line for each sample, with its class or the model's outputs."""
+"""The command `predict`: writes one line per sample, with its class or the model's outputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def predict(settings: Settings) -> Result:
-    """Writes a line for each sample of `data.predict_path` or of the evaluation split, in order."""
+    """Writes one line per sample of `data.predict_path` or the evaluation split, in order."""
     output = settings.config.output
     if output is not None:
         check_output(output)
@@ -49,7 +49,7 @@ def predict(settings: Settings) -> Result:
             write_array(path, outputs)
         else:
             write_samples(path, map(finite, _predictions(context, loader, outputs)))
-        _log.info("wrote %s, of %s", path, checkpoint)
+        _log.info("wrote %s, predictions of %s", path, checkpoint)
         print_result({"checkpoint": str(checkpoint), "file": str(path)})
 
     context.world.on_main(write)
@@ -58,10 +58,10 @@ def predict(settings: Settings) -> Result:
 
 
 def check_output(path: str) -> None:
-    """Refuses a file of another format.
+    """Rejects unsupported file formats.
 
     Raises:
-        ConfigError: names the suffixes that are known.
+        ConfigError: names the supported suffixes.
     """
     if Path(path).suffix not in (".jsonl", ".npy", ".parquet"):
         raise ConfigError(f"output={path}: the suffix must be .jsonl, .npy or .parquet")
@@ -70,10 +70,10 @@ def check_output(path: str) -> None:
 
 
 def _predictions(context: RunContext, loader: EvalLoader, outputs: Any) -> Iterator[dict[str, Any]]:
-    """Yields a line for each sample: its number, what the data says of it, and its result.
+    """Yields a line for each sample: its number, its fields from the data, and its result.
 
-    The result is the class and the probability of each, by name, or the labels with more than one
-    half; without names of classes it is the model's output.
+    The result is the class and all probabilities, by name, or the labels with a probability above
+    one half; without class names, it is the model's output.
     """
     dataset = loader.dataset
     numbered = not is_stream(dataset) or context.world.data_parallel_size == 1
@@ -105,10 +105,10 @@ def _predictions(context: RunContext, loader: EvalLoader, outputs: Any) -> Itera
 
 
 def _logits(outputs: Any, classes: int, loss_fn: Any) -> Tensor | None:
-    """Returns outputs of shape (samples, classes) of which the softmax is the probability.
+    """Returns outputs of shape (samples, classes) that softmax turns into probabilities.
 
-    Log-probabilities are such outputs too. None: the model was trained with another loss, or has
-    outputs of another shape.
+    These may be log-probabilities. None: the model was trained with another loss, or its outputs
+    have another shape.
     """
     if not resolve(loss_fn).has_class_targets:
         return None
@@ -121,10 +121,10 @@ def _logits(outputs: Any, classes: int, loss_fn: Any) -> Tensor | None:
 
 
 def write_array(path: Path, outputs: Any) -> None:
-    """Writes a model's outputs as one array (`.npy`), which appears whole.
+    """Writes a model's outputs as one array (`.npy`), atomically.
 
     Args:
-        path: of the file.
+        path: the file to write.
         outputs: a tensor with the samples in dim 0.
 
     Raises:
@@ -132,8 +132,8 @@ def write_array(path: Path, outputs: Any) -> None:
     """
     if not isinstance(outputs, Tensor):
         raise ConfigError(
-            f"output={path} holds one tensor, and the model gives a {type(outputs).__name__}: use "
-            f"the suffix .jsonl"
+            f"output={path} can hold only one tensor, but the model returns a "
+            f"{type(outputs).__name__}: use the suffix .jsonl"
         )
     # numpy has no bfloat16
     array = outputs.float() if outputs.dtype is torch.bfloat16 else outputs
@@ -142,7 +142,7 @@ def write_array(path: Path, outputs: Any) -> None:
 
 
 def write_samples(path: Path, samples: Iterable[Mapping[str, Any]]) -> None:
-    """Writes a mapping for each sample, as lines of JSON or to a table (`.parquet`).
+    """Writes one mapping per sample, as lines of JSON or as a table (`.parquet`).
 
     Raises:
         ConfigError: the file cannot be written.
@@ -159,13 +159,13 @@ def write_samples(path: Path, samples: Iterable[Mapping[str, Any]]) -> None:
 
 @contextmanager
 def _written(path: Path) -> Iterator[BinaryIO]:
-    """Opens the file that `predict` writes, which appears whole."""
+    """Opens the output file of `predict`, which is written atomically."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:
             yield file
     except OSError as error:
-        raise ConfigError(f"output={path} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"cannot write output={path}: {error.strerror}") from error
 
 
 def _by_sample(outputs: Any) -> Iterator[Any]:

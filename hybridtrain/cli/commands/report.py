@@ -1,4 +1,4 @@
-"""The command `report`: the page of one or several runs."""
+"""The command `report`: writes an HTML report of one or several runs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.observe import write_report
 
 _USAGE = (
-    "usage: hybridtrain report <run_name or folder>... [output=FILE.html]; a folder is that of a "
-    "run, of a sweep, or one with these in it"
+    "usage: hybridtrain report <run_name or folder>... [output=FILE.html]; a folder can be a run, "
+    "a sweep, or contain some"
 )
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Writes the page and prints its path; returns the exit code.
+    """Writes the report and prints its path; returns the exit code.
 
     Args:
-        arguments: runs as of the command `results`, and `output=` with the path of the page.
+        arguments: runs, as for the command `results`, and `output=` with the path of the report.
 
     Raises:
         ConfigError: an argument is not a run, or a run has logged nothing.
@@ -34,12 +34,12 @@ def report(arguments: Sequence[str]) -> int:
     logged = [run.path for run in runs_of(named) if (run.path / "metrics.jsonl").is_file()]
     if not logged:
         raise ConfigError(
-            f"{' '.join(named)}: no run has logged anything yet (there is no file metrics.jsonl)"
+            f"{' '.join(named)}: no run has logged any metrics yet (no file metrics.jsonl)"
         )
     output = outputs[0] if outputs else None
     try:
         page = write_report(logged, output)
-    except DataError:  # a file of a run is damaged, or a stranger's
+    except DataError:  # a file of the run is damaged, or not a run's file
         if not (runs := _readable(logged)):
             raise
         page = write_report(runs, output)
@@ -48,14 +48,14 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def _readable(paths: Sequence[Path]) -> list[Path]:
-    """Returns the runs of which there can be a page; says which are left out, and why."""
+    """Returns the runs that can be in a report; prints which are left out, and why."""
     readable = []
     for path in paths:
         try:
             with TemporaryDirectory() as folder:
                 write_report([path], Path(folder) / "page.html")
         except DataError as error:
-            print(in_one_line(f"{path} is left out: {error}"), file=sys.stderr)
+            print(in_one_line(f"left out {path}: {error}"), file=sys.stderr)
         else:
             readable.append(path)
     return readable

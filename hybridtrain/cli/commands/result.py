@@ -1,4 +1,4 @@
-"""The result of a command: the values of a row in the table of a sweep, and in words."""
+"""The result of a command: the values for a sweep's table, and an evaluation as text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 from hybridtrain.observe import describe_values
 
 Result: TypeAlias = dict[str, Any]
-"""The values that a command has found, for the table of a sweep."""
+"""The values that a command computed, for the table of a sweep."""
 
 
 def values_in_words(evaluation: Mapping[str, float] | None) -> str:
-    """Returns the loss and the metrics of an evaluation in one line; empty without one."""
+    """Returns the loss and metrics of an evaluation on one line; empty without an evaluation."""
     values = dict(evaluation or {})
     values.pop("samples", None)
     return "  ".join(describe_values(values))

@@ -1,4 +1,4 @@
-"""The command `results`: a table of runs, with the settings that differ and what they have reached.
+"""The command `results`: prints a table of runs, with the settings that differ and their results.
 
 hybridtrain results digits-lr sort=-accuracy trainer.epochs=2 loss<0.5 output=results.md
 """
@@ -25,17 +25,17 @@ from hybridtrain.errors import ConfigError
 
 _USAGE = (
     "usage: hybridtrain results <run_name or folder>... [sort=COLUMN or sort=-COLUMN] "
-    "[COLUMN=value, 'COLUMN<value' or 'COLUMN>value']... [output=FILE.csv or FILE.md]; a folder is "
-    "that of a run, of a sweep, or one with these in it"
+    "[COLUMN=value, 'COLUMN<value' or 'COLUMN>value']... [output=FILE.csv or FILE.md]; a folder "
+    "can be a run, a sweep, or contain some"
 )
 
 
 def results(arguments: Sequence[str]) -> int:
-    """Prints a table of runs to stdout, and which is the best to stderr; returns the exit code.
+    """Prints a table of runs to stdout, and the best run to stderr; returns the exit code.
 
     Args:
-        arguments: folders of runs, of sweeps, or with these in them; the names of runs in
-            `outputs`; and what to sort by, which runs to leave in, and a file to write.
+        arguments: folders (runs, sweeps, or folders that contain some) and names of runs in
+            `outputs`; a column to sort by, conditions to select runs, and a file to write.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -66,7 +66,7 @@ def _is_folder(argument: str) -> bool:
 
 
 def _matching(runs: Sequence[Run], condition: str) -> list[Run]:
-    """Returns the runs that fulfil a condition such as `optim.lr=0.1` or `loss<0.5`."""
+    """Returns the runs that satisfy a condition such as `optim.lr=0.1` or `loss<0.5`."""
     match = re.fullmatch(r"([\w./@-]+?)(!=|<=|>=|=|<|>)(.*)", condition)
     if match is None:
         raise ConfigError(_USAGE)

@@ -1,12 +1,12 @@
-"""The command `search`: looks for the best settings with Optuna, a run for each trial.
+"""The command `search`: tunes settings with Optuna, one run per trial.
 
     <output_dir>/digits-search/
-        trial_000/              a run, whose name is digits-search/trial_000
-        study.db                the study: what was tried, and what came of it
+        trial_000/              a run, named digits-search/trial_000
+        study.db                the study: the trials and their results
 
-A trial is the command `train` in its own processes, so that it may be torchrun's, and a crash
-ends that trial alone. The evaluations in its `metrics.jsonl` decide whether it is stopped early.
-Several searches may work on one study. One that was interrupted goes on with its trial.
+A trial runs the command `train` in its own processes, so that it may use torchrun, and a crash ends
+only that trial. The evaluations in its `metrics.jsonl` decide whether to stop it early. Several
+searches may work on one study. An interrupted search continues with its trial.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.2
 _MOST_FAILURES = 3
-"""Trials that fail one after another: the mistake is not in their settings."""
-_INTERRUPTED = "the search is interrupted: the same command goes on"
+"""If this many trials fail in a row, the cause is not in their settings."""
+_INTERRUPTED = "the search was interrupted; rerun the same command to continue"
 
 
 def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
@@ -54,9 +54,9 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
         config_dir: a folder with more groups and options.
 
     Raises:
-        ConfigError: a setting is wrong, there is nothing to search for, or Optuna is missing.
-        UserError: trials fail one after the other.
-        Interrupted: a signal has stopped the search; the same command goes on.
+        ConfigError: a setting is wrong, there is nothing to search, or Optuna is missing.
+        UserError: several consecutive trials failed.
+        Interrupted: a signal stopped the search; the same command continues it.
     """
     optuna = _optuna()
     parsed = parse_overrides(overrides)
@@ -66,7 +66,7 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
     _refuse_words_of_files(options, given_keys(fixed))
     space = _space([each for each in parsed if each.is_sweep_override()], options)
     metric, mode = _criterion(config)
-    # A run_name may be group/name, and those of the trials have two parts as well.
+    # A run_name may be group/name, and the names of trials have two parts as well.
     check_run_name(str(config.run_name))
     folder = Path(config.output_dir) / shortened(f"{config.run_name}-search".replace("/", "-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -116,19 +116,20 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
     return 0
 
 
-# Text from a recipe, or from a study, becomes words of a command line here. Words from files never
-# grant: they may set what a run computes, not what it may run, where it writes or how it starts.
+# Here, text from a recipe or a study becomes part of a command line. Text from files never grants
+# permissions: it may set what a run computes, but not what code it runs, where it writes or how it
+# starts.
 _NEVER_SEARCHED = (*OF_THE_COMMAND, "hydra", "search", "submit")
 
 
 def _refuse_words_of_files(options: SearchConfig, given: Sequence[str]) -> None:
-    """Raises a ConfigError for settings of the search that only the command line may have."""
+    """Raises a ConfigError for search settings that are allowed only on the command line."""
     for name in ("launcher", "storage"):
         value, key = getattr(options, name), f"search.{name}"
         if value is not None and key not in given:
             raise ConfigError(
-                f"{key} is set in a file, and counts on the command line alone, since it says "
-                f"which command is run or which database is opened: give {key}={shlex.quote(value)}"
+                f"{key} is set in a file, but only the command line may choose a command to run or "
+                f"a database to open: add {key}={shlex.quote(value)} to the command line"
             )
 
 
@@ -136,8 +137,7 @@ def _check_searched(key: str) -> None:
     """Raises a ConfigError for a key that is not a setting of a run."""
     if not re.fullmatch(r"[A-Za-z_][\w.-]*", key) or key.split(".")[0] in _NEVER_SEARCHED:
         raise ConfigError(
-            f"{key!r} cannot be searched for: trials of a search differ in what they learn, and in "
-            f"nothing else"
+            f"{key!r} cannot be searched: trials may differ only in keys that change training"
         )
 
 
@@ -145,14 +145,14 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
-        raise ConfigError("the command search needs Optuna: pip install optuna") from error
+        raise ConfigError("hybridtrain search needs Optuna: pip install optuna") from error
     return optuna
 
 
 def _tpe() -> Any:
     from optuna.samplers import TPESampler
 
-    return TPESampler(constant_liar=True)  # for searches that work on one study at a time
+    return TPESampler(constant_liar=True)  # for several searches on one study at the same time
 
 
 def _random() -> Any:
@@ -184,10 +184,10 @@ _PRUNERS = {"median": _median, "hyperband": _hyperband, "none": _none}
 
 
 def _space(swept: Sequence[Override], options: SearchConfig) -> dict[str, BaseDistribution]:
-    """Returns what is searched for, by key; a key of the command line replaces the recipe's.
+    """Returns the search space, by key; a key on the command line replaces the recipe's.
 
     Raises:
-        ConfigError: nothing is, or Hydra's words for a space are something else.
+        ConfigError: the space is empty or invalid.
     """
     words = [*parse_overrides(options.space), *swept]
     for word in words:
@@ -195,8 +195,9 @@ def _space(swept: Sequence[Override], options: SearchConfig) -> dict[str, BaseDi
     space = {str(each.get_key_element()): _distribution(each) for each in words}
     if not space:
         raise ConfigError(
-            "there is nothing to search for: give a key several values, pipeline.chunks=4,8, or an "
-            "interval, 'optim.lr=tag(log,interval(1e-4,1e-1))', or set search.space in the recipe"
+            "there is nothing to search: give a key several values, as in pipeline.chunks=4,8, or "
+            "an interval, as in 'optim.lr=tag(log,interval(1e-4,1e-1))', or set search.space in "
+            "the recipe"
         )
     return space
 
@@ -220,14 +221,14 @@ def _distribution(override: Override) -> BaseDistribution:
     except ValueError as error:
         raise ConfigError(f"{override.input_line}: {error}") from error
     raise ConfigError(
-        f"{override.input_line} does not say what to choose from: write values, a,b or "
+        f"{override.input_line} is not a search space: write values, a,b or "
         "choice(a,b), range(1,4), interval(0.1,0.9), int(interval(1,8)) or "
         "tag(log,interval(1e-4,1e-1))"
     )
 
 
 def _criterion(config: Config) -> tuple[str, str]:
-    """Returns the value of the evaluation that is searched by, and `min` or `max`."""
+    """Returns the evaluation value to optimize, and `min` or `max`."""
     from hybridtrain.cli.run.components import direction_of  # with torch
 
     options, checkpoint = config.search, config.checkpoint
@@ -241,7 +242,7 @@ def _criterion(config: Config) -> tuple[str, str]:
 def _refuse_another_study(
     study: Study, space: Mapping[str, BaseDistribution], metric: str, mode: str
 ) -> None:
-    """Raises a ConfigError if a study that is there is by another value, or has other choices."""
+    """Raises a ConfigError if the existing study has another objective or other choices."""
     from optuna.distributions import check_distribution_compatibility
 
     direction = study.direction.name.lower()
@@ -249,8 +250,8 @@ def _refuse_another_study(
     if (direction, old_metric) != (f"{mode}imize", metric):
         words = {"minimize": "smallest", "maximize": "largest"}
         raise ConfigError(
-            f"the study {study.study_name} is by the {words[direction]} {old_metric}, not by the "
-            f"{words[f'{mode}imize']} {metric}: set another run_name="
+            f"the study {study.study_name} searches for the {words[direction]} {old_metric}, not "
+            f"the {words[f'{mode}imize']} {metric}: set another run_name="
         )
     study.set_user_attr("metric", metric)
     for trial in study.get_trials(deepcopy=False):
@@ -259,13 +260,13 @@ def _refuse_another_study(
                 check_distribution_compatibility(earlier, space.get(key, earlier))
             except ValueError as error:
                 raise ConfigError(
-                    f"{key}: the study {study.study_name} has begun with {earlier}, and cannot go "
-                    f"on with {space[key]}: set another run_name="
+                    f"{key}: the study {study.study_name} started with {earlier} and cannot "
+                    f"continue with {space[key]}: set another run_name="
                 ) from error
 
 
 def _storage(text: str | None, folder: Path) -> str | BaseStorage:
-    """Returns the storage of a study: a database of SQLite, a journal or what a URL names."""
+    """Returns the storage of a study: an SQLite database, a journal, or a database by URL."""
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
@@ -287,16 +288,16 @@ def _name(number: int) -> str:
 def _trials(
     study: Study, space: Mapping[str, BaseDistribution], most: int, folder: Path
 ) -> Iterator[Trial]:
-    """Yields the trials that this search is to train: first those that another has left undone.
+    """Yields the trials for this search to train, first those that another search left unfinished.
 
-    While it works on one it holds a lock in `<folder>/claims`, since a search that has died
-    leaves a trial that runs for ever in the words of the study.
+    During a trial it holds a lock in `<folder>/claims`, because the study lists the trial of a dead
+    search as running forever.
     """
     from optuna.trial import Trial, TrialState
 
     running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    # One that lacks a value is just being asked for by another search. One with another key, or a
-    # value that is not in the space, is not of this search: a study may come from a stranger.
+    # A trial that lacks a value is being created by another search. A trial with another key, or a
+    # value outside the space, does not belong to this search: studies may come from strangers.
     left = {trial.number for trial in running if _is_in(space, trial.params)}
     while left or len(study.get_trials(deepcopy=False)) < most:
         _refuse_enqueued(study, space)
@@ -305,7 +306,7 @@ def _trials(
         lock.folder.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire()
-        except UserError:  # another search is at it
+        except UserError:  # another search works on it
             continue
         try:
             trial = study.get_trials(deepcopy=False)[number]
@@ -316,7 +317,7 @@ def _trials(
 
 
 def _refuse_enqueued(study: Study, space: Mapping[str, BaseDistribution]) -> None:
-    """Raises a ConfigError for a waiting trial with a key or value that is not in the space."""
+    """Raises a ConfigError for a waiting trial with a key or value outside the space."""
     from optuna.trial import TrialState
 
     for trial in study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
@@ -325,8 +326,8 @@ def _refuse_enqueued(study: Study, space: Mapping[str, BaseDistribution]) -> Non
         if not _is_in(choices, values):
             raise ConfigError(
                 f"the study {study.study_name} has an enqueued trial, number {trial.number}, with "
-                f"{in_one_line(str(values))}, which is not in the search space: enqueue keys and "
-                f"values of the space only, or set another run_name="
+                f"{in_one_line(str(values))}, which is not in the search space: enqueue only keys "
+                f"and values in the space, or set another run_name="
             )
 
 
@@ -350,16 +351,16 @@ def _is_in(space: Mapping[str, BaseDistribution], values: Mapping[str, Any]) -> 
 def _train(
     command: Sequence[str], run: Path, trial: Trial, metric: str, received: Received
 ) -> bool:
-    """Trains and tells the study what has come of it; returns that in a word.
+    """Trains, reports the result to the study, and returns it in a word.
 
     Raises:
-        ConfigError: the run's evaluation has not the value that is searched by.
-        Interrupted: a signal has stopped it.
+        ConfigError: the run's evaluation does not have the value to optimize.
+        Interrupted: a signal stopped it.
     """
     from optuna.trial import TrialState
 
     study, pruned = trial.study, False
-    # Its own session, so that Ctrl-C reaches it once, by way of this process.
+    # Its own session, so that Ctrl-C reaches it only once, through this process.
     with subprocess.Popen(command, start_new_session=True) as process:
         received.pass_on_to(process)
         reported = set(study.get_trials(deepcopy=False)[trial.number].intermediate_values)
@@ -386,7 +387,7 @@ def _train(
             values = read_json(run / "summary.json")["eval"] or {}
         if metric not in values:
             raise ConfigError(
-                f"search.metric={metric}: an evaluation of {run} has {', '.join(values)}"
+                f"search.metric={metric}: the evaluations of {run} have only {', '.join(values)}"
             )
         study.tell(trial, values[metric])
         return True
@@ -394,7 +395,7 @@ def _train(
         raise Interrupted(_INTERRUPTED)
     if pruned or code == DivergedError.exit_code:
         study.tell(trial, state=TrialState.PRUNED)
-        said = "is stopped: others were better by then" if pruned else "has diverged"
+        said = "was stopped early: other trials were better" if pruned else "diverged"
         print(f"{run.name} {said}", file=sys.stderr, flush=True)
         return True
     study.tell(trial, state=TrialState.FAIL)
@@ -402,14 +403,14 @@ def _train(
 
 
 def _evaluations(run: Path, metric: str) -> Iterator[tuple[int, float]]:
-    """Yields step and value of the evaluations so far."""
+    """Yields the step and value of each evaluation so far."""
     for line in json_lines(run / "metrics.jsonl"):
         if isinstance(line.get(f"eval/{metric}"), int | float):
             yield int(line["step"]), float(line[f"eval/{metric}"])
 
 
 class Received:
-    """The signal that this process has received, which it passes on to its trial."""
+    """The signal that this process received and forwards to its trial."""
 
     number: int | None = None
     is_in_trial: bool = False
@@ -417,14 +418,14 @@ class Received:
     _unsent: int | None = None
 
     def __call__(self, number: int, frame: object) -> None:
-        """Passes the signal on; without a trial the search ends here."""
+        """Forwards the signal; without a trial, ends the search."""
         self.number = self._unsent = number
         if not self.is_in_trial:
             raise Interrupted(_INTERRUPTED)
         self._pass_on()
 
     def pass_on_to(self, process: subprocess.Popen[bytes] | None) -> None:
-        """Has `process` receive the signals from now on, and one that came before it had begun."""
+        """Forwards signals to `process` from now on, including one received before it started."""
         self._process = process
         self._pass_on()
 

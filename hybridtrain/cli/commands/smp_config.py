@@ -1,4 +1,4 @@
-"""The command `smp-config`: an estimator's `distribution` as a torchrun line."""
+"""The command `smp-config`: translates an estimator's `distribution` into a torchrun command."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ class _Parser(argparse.ArgumentParser):
 
 
 def smp_config(arguments: Sequence[str]) -> int:
-    """Prints how a script with this `distribution` is started here; returns the exit code.
+    """Prints the command that starts a script with this `distribution`; returns the exit code.
 
     Args:
-        arguments: of the command line: a JSON file and flags.
+        arguments: the words of the command line: a JSON file and flags.
 
     Raises:
-        ConfigError: the file cannot be read, or what it asks for is not supported.
+        ConfigError: the file cannot be read, or a setting in it is not supported.
     """
     parser = _Parser(
         prog="hybridtrain smp-config",
-        description="Show what an estimator's distribution={...} of SageMaker's model parallel "
-        "library 1.x means here.",
+        description="Translate an estimator's distribution={...} of SageMaker's model parallel "
+        "library 1.x.",
     )
     parser.add_argument("distribution", help="a JSON file with the dictionary")
-    parser.add_argument("--instance-count", type=int, default=1, help="the estimator's")
+    parser.add_argument(
+        "--instance-count", type=int, default=1, help="the estimator's instance_count"
+    )
     parser.add_argument("--script", default="train.py", help="the estimator's entry_point")
     parsed = parser.parse_args(list(arguments))
     distribution = _read(Path(parsed.distribution))
@@ -55,7 +57,7 @@ def smp_config(arguments: Sequence[str]) -> int:
         f"  {launch.command(parsed.script)}",
     ]
     if launch.notes:
-        table = [("key", "has no meaning here"), *launch.notes.items()]
+        table = [("key", "why it has no effect here"), *launch.notes.items()]
         lines += ["", *text_table(table, 0)]
     print("\n".join(line.rstrip() for line in lines))
     return 0
@@ -68,9 +70,9 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path} is not JSON: {error}. Python's True is true there, and strings have double "
+            f"{path} is not JSON: {error}. In JSON, True is written true, and strings have double "
             f"quotes"
         ) from error
     if not isinstance(document, Mapping):
-        raise ConfigError(f"{path} must have a dictionary")
+        raise ConfigError(f"{path} must contain a dictionary")
     return document

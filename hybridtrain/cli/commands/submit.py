@@ -1,4 +1,4 @@
-"""The command `submit`: checks a run here, and sends it to a cluster."""
+"""The command `submit`: checks a run here and submits it to a cluster."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ def submit(
     dry_run: bool = False,
     check: bool = False,
 ) -> int:
-    """Sends a run, or an array of runs, to Slurm, or prints what starts it elsewhere.
+    """Submits a run, or an array of runs, to Slurm, or prints a torchrun command or manifest.
 
     Args:
-        overrides: the command line's.
+        overrides: the overrides of the command line.
         config_dir: a folder with more groups and options.
-        multirun: one job of an array for each combination of `overrides`.
-        dry_run: print the script, write nothing and send nothing.
-        check: check all parts of the job, write nothing and send nothing; see `check_job`.
+        multirun: submit an array with one job per combination of `overrides`.
+        dry_run: print the script without writing or submitting anything.
+        check: check all parts of the job without writing or submitting anything; see `check_job`.
 
     Raises:
-        ConfigError: a value is wrong, as `train` would find, or does not fit the nodes.
-        UserError: there is no Slurm here, or it refuses the job.
+        ConfigError: a value is wrong, as `train` would report, or does not fit the nodes.
+        UserError: there is no Slurm on this machine, or it rejects the job.
     """
     refuse_launcher("submit")
     if check:
         if multirun:
-            raise ConfigError("--check goes with one run: use it without --multirun")
+            raise ConfigError("--check works with a single run: remove --multirun")
         return check_job(overrides, config_dir, layout_of, _script_of)
     if multirun:
         run, config, layout, lines = _array(overrides, config_dir)
@@ -79,7 +79,7 @@ def submit(
         run = _run_of(settings)
     if config.to != "slurm":
         if multirun:
-            raise ConfigError(f"submit.to={config.to} prints one run: use it without --multirun")
+            raise ConfigError(f"submit.to={config.to} works with a single run: remove --multirun")
         make = torchrun_lines if config.to == "torchrun" else kubernetes_manifest
         print(make(run, config, layout), end="", flush=True)
         return 0
@@ -88,14 +88,14 @@ def submit(
     shares_node = "--exclusive" not in config.sbatch_args
     if cpus_of_a_process(config, layout) is None and gpus > 1 and shares_node:
         print(
-            f"warning: a task has {gpus} GPUs, each with a thread, and most clusters give it one "
-            f"CPU: set submit.cpus_per_task={2 * gpus} or more",
+            f"warning: a task has {gpus} GPUs with one thread each, but most clusters assign it "
+            f"only one CPU by default: set submit.cpus_per_task={2 * gpus} or more",
             file=sys.stderr,
         )
     if dry_run:
         print(script, end="")
         if lines:
-            print(f"\n# {run.sweep_file}, a line for each job of the array:")
+            print(f"\n# {run.sweep_file}, one line per job of the array:")
             print("\n".join(f"# {line}" for line in lines))
         sys.stdout.flush()
         return 0
@@ -114,9 +114,9 @@ def _script_of(settings: Settings, layout: JobLayout) -> str:
 
 
 def _on_gpus(settings: Settings, overrides: Sequence[str]) -> list[str]:
-    """Returns the override of a job with GPUs whose user has not said on which devices it runs.
+    """Returns a device override for a job with GPUs unless the command line sets the devices.
 
-    So that a job which sees no GPU ends, also where its recipe has `auto`.
+    With it, a job that sees no GPU ends with an error, even if its recipe has `auto`.
     """
     config, is_set = settings.config, "world.devices" in given_keys(overrides)
     is_open = config.submit.gpus_per_node and config.world.devices in (None, "auto") and not is_set
@@ -124,10 +124,10 @@ def _on_gpus(settings: Settings, overrides: Sequence[str]) -> list[str]:
 
 
 def check_run(settings: Settings) -> None:
-    """Raises what training would, as far as it needs neither other processes nor the data set.
+    """Raises the errors of training that need neither other processes nor the data set.
 
     Raises:
-        UserError: a value of the config is wrong, or the run directory cannot be written to.
+        UserError: a value of the config is wrong, or the run directory is not writable.
     """
     config = settings.config
     leave_out_leftovers(settings)
@@ -138,7 +138,7 @@ def check_run(settings: Settings) -> None:
         instantiate.check("data", config.data, DataSplits, allow, ignore=LOADER_KEYS)
         check_tokenizer(config)
         optimizer = build_optimizer(config.optim, [Parameter(torch.zeros(1))], allow)
-        # The length of the run is not known without the data.
+        # The length of the run is unknown without the data.
         steps = options.trainer.steps or 10**9
         build_lr_schedule(config.lr_schedule, optimizer, steps, allow)
         RunDirectory(config).check_writable()
@@ -155,8 +155,8 @@ def _array(
     for point in sweep.points:
         if of_job := [o for o in point.swept if o.lstrip("+").startswith("submit")]:
             raise ConfigError(
-                f"{of_job[0]}: the jobs of an array have one layout, and so nothing of submit is "
-                f"swept over: submit them one by one"
+                f"{of_job[0]}: all jobs of an array share one layout, so submit.* cannot be swept: "
+                f"submit these runs one by one"
             )
     wanted: list[str] = []
     layouts: list[tuple[SubmitConfig, JobLayout]] = []
@@ -171,16 +171,16 @@ def _array(
         layouts.append((settings.config.submit, layout_of(settings.config)))
         if layouts[-1] != layouts[0]:
             raise ConfigError(
-                f"{' '.join(point.swept)}: the jobs of an array have one layout, and this one has "
+                f"{' '.join(point.swept)}: all jobs of an array share one layout, but this one has "
                 f"{layouts[-1][1]}, not {layouts[0][1]}: submit them one by one"
             )
         run_overrides += _on_gpus(settings, run_overrides)
         wanted.append(" ".join(map(shlex.quote, run_overrides)))
         if "\n" in wanted[-1]:
-            raise ConfigError(f"{' '.join(point.swept)}: a line break cannot be swept over")
+            raise ConfigError(f"{' '.join(point.swept)}: swept values cannot have line breaks")
     file = sweep.path / SWEEP_FILE
     lines = _sweep_lines(file)
-    # A line keeps its number: an array that is still waiting reads the file when it begins.
+    # Lines keep their numbers, because a waiting array reads the file when it starts.
     lines += [line for line in wanted if line not in lines]
     numbers = sorted({lines.index(line) + 1 for line in wanted})
     group = f"monitor.group={hydra_quoted(sweep.path.name)}"
@@ -193,30 +193,30 @@ def _sweep_lines(file: Path) -> list[str]:
 
 
 def _write_sweep(file: Path, lines: Sequence[str]) -> None:
-    """Writes the lines of a sweep, which begin with those that were there when they were read.
+    """Writes the lines of a sweep, which start with the lines read from the file earlier.
 
     Raises:
-        UserError: another submit has added lines since, and the numbers of ours would be wrong.
+        UserError: another submit has added lines since, so our line numbers would be wrong.
     """
     with file.with_suffix(".lock").open("w") as lock:
-        with suppress(OSError):  # a file system without locks, as Lustre may be
+        with suppress(OSError):  # some file systems, such as Lustre, may not support locks
             fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
         written_lines = _sweep_lines(file)
         if written_lines != list(lines[: len(written_lines)]):
             raise UserError(
-                f"another submit has written {file} in the meantime, and nothing is sent: give the "
-                f"same command again"
+                f"another submit changed {file} in the meantime, so nothing was submitted: rerun "
+                f"the same command"
             )
         write_atomically(file, "\n".join(lines) + "\n")
 
 
 def _send(run: JobRun, script: str, lines: Sequence[str], layout: JobLayout) -> None:
-    """Writes the script and sends it; prints the job's id to stdout, and all else to stderr."""
+    """Writes and submits the script; prints the job's id to stdout, all else to stderr."""
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise UserError(
-            "there is no sbatch on this machine, so that nothing is sent: --dry-run prints the "
-            "script, and submit.to=torchrun what to type on each node"
+            "there is no sbatch on this machine, so nothing was submitted: --dry-run prints the "
+            "script, and submit.to=torchrun prints the command for each node"
         )
     path = run.folder / _SCRIPT
     try:
@@ -231,8 +231,8 @@ def _send(run: JobRun, script: str, lines: Sequence[str], layout: JobLayout) -> 
     sent = subprocess.run([sbatch, "--parsable", str(path)], capture_output=True, text=True)
     if sent.returncode:
         reason = " ".join(sent.stderr.split()) or f"exit code {sent.returncode}"
-        raise UserError(f"sbatch has not taken {path}: {reason}")
-    job = sent.stdout.strip().partition(";")[0]  # the name of a cluster may follow
+        raise UserError(f"sbatch rejected {path}: {reason}")
+    job = sent.stdout.strip().partition(";")[0]  # a cluster name may follow
     log = f"{job}_*.out" if run.array else f"{job}.out"
     said = [
         f"submitted {'array' if run.array else 'job'} {job}: {layout}",

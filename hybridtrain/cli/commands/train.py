@@ -1,4 +1,4 @@
-"""The command `train`: trains a model, or resumes a run that was interrupted."""
+"""The command `train`: trains a model, or resumes an interrupted run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from hybridtrain.observe import MetricsFile, Progress, TimelineFiles
 
 _log = logging.getLogger(__name__)
 
-import_compiler()  # with the other imports of the command, see `cli.command_line`
+import_compiler()  # together with the command's other imports, see `cli.command_line`
 
 
 def train(settings: Settings) -> Result:
@@ -86,7 +86,7 @@ def _training_options(config: Config, settings: Settings) -> RunOptions:
     """Builds the options of a run with its trackers.
 
     Raises:
-        UserError: a value of the config is wrong, or the package of a tracker is not installed.
+        UserError: a value of the config is wrong, or a tracker's package is not installed.
     """
     directory = RunDirectory(config)
     trackers = build_trackers(config, directory, quiet=settings.quiet, dry_run=settings.dry_run)
@@ -94,7 +94,7 @@ def _training_options(config: Config, settings: Settings) -> RunOptions:
 
 
 def _file_trackers(directory: RunDirectory) -> list[Tracker]:
-    """Returns the trackers that every run has, which write its files."""
+    """Returns the trackers of every run, which write its files."""
     return [
         MetricsFile(directory.path / "metrics.jsonl"),
         TimelineFiles(directory.path),
@@ -103,7 +103,7 @@ def _file_trackers(directory: RunDirectory) -> list[Tracker]:
 
 
 def _train(context: RunContext, trainer: Trainer) -> Result:
-    """Trains from the newest checkpoint, or from none; only one process does so in a directory."""
+    """Trains, from the newest checkpoint if there is one, with the run directory locked."""
     settings, config, world = context.settings, context.config, context.world
     directory, plan, total_steps = context.directory, context.model.plan, trainer.total_steps
     checkpoint = checkpoint_to_resume(context)
@@ -118,10 +118,10 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
         trainer.resume(checkpoint)
         _log.info("resumed from %s, at step %d of %d", checkpoint, trainer.step, total_steps)
     if trainer.finished:
-        # of rank 0, which alone has to see the run directory
+        # from rank 0, the only process that has to see the run directory
         world.on_main(lambda: _refuse_other_settings(context, trainer))
         _log.info(
-            "the run %s; to train on, %s; to start again, set another run_name",
+            "the run %s; to continue training, %s; to start over, set another run_name=",
             _end_of(trainer), _way_on(trainer),
         )  # fmt: skip
         result = {}
@@ -138,21 +138,21 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
     texts = {"config": shown, "layout": placement, "overrides": values_to_compare(settings)}
     summary = trainer.fit({title: text for title, text in texts.items() if text})
     if world.is_main:
-        prediction = predict_run(context)  # not earlier, since the first step would wait for it
+        prediction = predict_run(context)  # not earlier, because the first step would wait for it
         model = context.model
         compared = beside_measured(prediction, summary, model.schedule(model.plan.chunks))
         directory.write_summary({**summary, **compared, "environment": environment(world)})
         _log.info("%s", prediction_in_words(**compared))
         for line in summary["advice"]:
             _log.info("%s", line)
-        if not settings.dry_run:  # which removes it
+        if not settings.dry_run:  # a dry run removes the directory
             _log.info("run directory: %s", directory.path.resolve())
         if config.monitor.report and not settings.dry_run:
             _write_page(directory)
         if config.monitor.tensorboard and not settings.dry_run:
-            # the folder above: of a single run's own one TensorBoard calls the run "."
+            # the parent, because for a run's own folder TensorBoard names the run "."
             _log.info("dashboard: tensorboard --logdir %s", directory.path.parent)
-        # last, since it is what most users look for
+        # last, because most users look for it
         values = values_in_words(summary["eval"]) or "no evaluation"
         _log.info("done: %d steps, %s", trainer.step, values, extra=RESULT)
     world.close()
@@ -160,20 +160,20 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
 
 
 def _write_page(directory: RunDirectory) -> None:
-    """Writes the page of a complete run, which is not lost if that fails."""
+    """Writes the report of a complete run; if that fails, only warns."""
     try:
-        _log.info("page of the run: %s", observe.write_report([directory.path]).resolve())
+        _log.info("report: %s", observe.write_report([directory.path]).resolve())
     except Exception as error:
         command = shlex.join(["hybridtrain", "report", str(directory.path)])
         _log.warning(
-            "the page of the run was not written: %s: %s; the run itself is complete. To write it: "
-            "%s", type(error).__name__, error, command,
+            "cannot write the report: %s: %s; the run itself is complete. To write the report "
+            "later: %s", type(error).__name__, error, command,
         )  # fmt: skip
-        _log.debug("no page", exc_info=True)
+        _log.debug("no report", exc_info=True)
 
 
 def values_to_compare(settings: Settings) -> str:
-    """Returns what the command line sets, as YAML: what a dashboard compares runs by."""
+    """Returns the settings of the command line as YAML, for dashboards to compare runs."""
     tree = OmegaConf.create(masked(to_tree(settings.config)))
     values = {key: OmegaConf.select(tree, key) for key in given_keys(settings.overrides)}
     chosen = {
@@ -185,43 +185,44 @@ def values_to_compare(settings: Settings) -> str:
 
 
 def _stopped_by(trainer: Trainer) -> str:
-    """Returns the names of the callbacks that have ended a run before its last step, or ""."""
+    """Returns the names of the callbacks that ended a run before its last step, or ""."""
     return " and ".join(callback.state_name for callback in trainer.callbacks if callback.stops)
 
 
 def _end_of(trainer: Trainer) -> str:
     if callbacks := _stopped_by(trainer):
-        return f"ended early, by {callbacks} at step {trainer.step} of {trainer.total_steps}"
+        return f"was stopped early by {callbacks} at step {trainer.step} of {trainer.total_steps}"
     return f"is complete at step {trainer.step}"
 
 
 def _way_on(trainer: Trainer) -> str:
     if callbacks := _stopped_by(trainer):
-        return f"set callbacks=null, or a callbacks= without {callbacks}"
+        return f"set callbacks=null, or callbacks= without {callbacks}"
     return "raise trainer.steps= or trainer.epochs="
 
 
 def _refuse_other_settings(context: RunContext, trainer: Trainer) -> None:
-    """Ends a command that would report what a complete run has learnt with other settings."""
+    """Raises if the command changes the settings of a complete run, which would have no effect."""
     settings = context.settings
     every = [*settings.changes, *settings.kept]
     changes = [c for c in every if c.has_effect and c.key not in settings.moved]
     if changes:
         raise ConfigError(
-            f"the run {context.directory.path} {_end_of(trainer)}, with {in_words(changes)}: set "
-            f"another run_name= to train with that; to train on, {_way_on(trainer)}"
+            f"the run {context.directory.path} {_end_of(trainer)}, with {in_words(changes)}: to "
+            f"train with the new settings, set another run_name=; to continue this run, "
+            f"{_way_on(trainer)}"
         )
 
 
 def _write_config(context: RunContext) -> None:
-    """Writes the config, which is the base of all commands on this run from now on."""
+    """Writes the config, the base of all later commands on this run."""
     settings, config = context.settings, replace(context.config, allow_changes=False)
     if settings.of_run is not None and context.store.steps():
-        config.resume = settings.of_run.resume  # where the run has begun
+        config.resume = settings.of_run.resume  # where the run started
         if not settings.moved:
             config.init_from = settings.of_run.init_from
     if "classes" in config.data and (classes := context.data.metadata.get("classes")):
-        config.data = {**config.data, "classes": list(classes)}  # what the numbers stand for
+        config.data = {**config.data, "classes": list(classes)}  # the names behind the numbers
     overrides = settings.overrides
     if settings.of_run is not None:
         overrides = with_later(read_overrides(context.directory.path), overrides)

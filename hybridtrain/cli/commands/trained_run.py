@@ -1,4 +1,4 @@
-"""The objects of a run that was trained, with the weights of one of its checkpoints."""
+"""The objects of a trained run, with the weights of one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hybridtrain.launch import detect
 
 _log = logging.getLogger(__name__)
 
-AVERAGED = "weights: the moving average, which the run evaluates with (ema=false: the others)"
+AVERAGED = "using the moving average of the weights, as in the run's evaluations (ema=false: not)"
 
 
 class TrainedRun(NamedTuple):
@@ -34,9 +34,9 @@ class TrainedRun(NamedTuple):
 
     Attributes:
         context: the objects of the run.
-        loader: of the data that the command reads.
+        loader: the loader of the data that the command reads.
         checkpoint: the path of the checkpoint.
-        step: of the checkpoint.
+        step: the step of the checkpoint.
     """
 
     context: RunContext
@@ -50,16 +50,16 @@ def load_trained_run(
     loader_of: Callable[[RunContext], EvalLoader | None],
     unlabelled: bool = False,
 ) -> TrainedRun:
-    """Builds a run, with the devices that are there, and loads a checkpoint into its model.
+    """Builds a run on the available devices, and loads a checkpoint into its model.
 
     Args:
-        settings: of a command that reads a run; `resume` names the checkpoint.
+        settings: the settings of a command that reads a run; `resume` names the checkpoint.
         loader_of: returns the loader of the data that the command reads.
         unlabelled: see `prepare_run`.
 
     Raises:
-        ConfigError: the data has no such samples.
-        CheckpointError: there is no such checkpoint.
+        ConfigError: the data does not have these samples.
+        CheckpointError: the checkpoint does not exist.
     """
     fit_to_devices(settings)
     context = build_run(settings, unlabelled=unlabelled)
@@ -69,7 +69,7 @@ def load_trained_run(
         raise ConfigError(f"data._target_={config.data['_target_']} has no evaluation split")
     checkpoint = checkpoint_to_read(config.resume, context.store, context.world)
     context.world.on_main(lambda: check_same_classes(checkpoint, context.data))
-    if length_of(context.data.train) != 0:  # else it was not loaded
+    if length_of(context.data.train) != 0:  # 0: it was not loaded
         context.world.on_main(lambda: say_other_data(checkpoint, context.data))
     load_moved_base(context, checkpoint)
     saved = restore_checkpoint(checkpoint, context.model, evaluated=config.ema)
@@ -79,12 +79,12 @@ def load_trained_run(
 
 
 def fit_to_devices(settings: Settings) -> None:
-    """Changes how a run's model is spread to what the devices and processes that are there can do.
+    """Adapts a run's layout to the available devices and processes.
 
-    What the command line says stays. A line of the log says what the run had and what it gets.
+    It keeps settings from the command line, and logs the run's layout and the new one.
 
     Args:
-        settings: of a command that evaluates; their config may be changed.
+        settings: the settings of a command that evaluates; this may change their config.
     """
     if settings.of_run is None or settings.config.pipeline.nb_part == AUTO:
         return
@@ -93,7 +93,7 @@ def fit_to_devices(settings: Settings) -> None:
     world, pipeline = replace(config.world), replace(config.pipeline)
     gpus = torch.cuda.device_count()
     if "world.devices" not in set_keys and world.devices not in (None, "auto", "cpu"):
-        world.devices = None  # the GPUs that there are, or the CPU
+        world.devices = None  # all GPUs, or the CPU
     on_gpus = gpus > 0 and world.devices != "cpu"
     if world.backend == "nccl" and not on_gpus and "world.backend" not in set_keys:
         world.backend = None
@@ -102,12 +102,12 @@ def fit_to_devices(settings: Settings) -> None:
     missing = on_gpus and launch.local_size * pipeline.nb_part > gpus
     if world.engine == "local" and missing and "pipeline.nb_part" not in set_keys:
         pipeline.nb_part = max(1, gpus // launch.local_size)
-        # what goes with another number of stages
+        # keys that depend on the number of stages
         pipeline.split, pipeline.schedule, pipeline.stages_per_device = "uniform", "1f1b", 1
-    pipeline.sync_batch_norm = False  # of training
+    pipeline.sync_batch_norm = False  # only for training
     if (spread := _spread(world, pipeline)) != _spread(config.world, config.pipeline):
         of_run = _spread(settings.of_run.world, settings.of_run.pipeline)
-        settings.notes.append(f"the run has {of_run}; here it is {spread}")
+        settings.notes.append(f"the run has {of_run}; this command uses {spread}")
     settings.config = replace(config, world=world, pipeline=pipeline)
 
 

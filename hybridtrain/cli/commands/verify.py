@@ -16,14 +16,14 @@ from hybridtrain.verification import verify as verify_model
 
 _log = logging.getLogger(__name__)
 
-# Training steps that `verify` compares.
+# The number of training steps that `verify` compares.
 _VERIFIED_BATCHES = 3
 
 
 def verify(settings: Settings) -> Result:
-    """Compares steps and evaluations of a run, from its first weights on, with the unsplit model.
+    """Compares a run's first steps and evaluations with those steps of the unsplit model.
 
-    The config is the run's; the batches are the first ones of the training data.
+    Both start from the run's initial weights and use the first batches of the training data.
 
     Raises:
         NotExactError: they differ by more than the order of additions explains.
@@ -31,7 +31,7 @@ def verify(settings: Settings) -> Result:
     context = build_run(settings, reuse_plan=False)
     config, world = context.config, context.world
     _log.info("%s", placement_tables(context.model.plan, world))
-    torch.manual_seed(config.seed)  # as the model was made
+    torch.manual_seed(config.seed)  # the seed of the pipeline's initial weights
     reference = context.build()
     with closing(context.train_loader().stream()) as stream:
         batches = [next(stream) for _ in range(_VERIFIED_BATCHES)]

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def agreed(config: Config, world: World) -> Config:
-    """Returns rank 0's config, which has seen the run directory; a collective call.
+    """Returns rank 0's config, which includes the run directory's; a collective call.
 
     Raises:
-        ConfigError: a setting that was needed to join the processes is another one here or there.
+        ConfigError: a setting for joining the processes differs across ranks.
     """
     configs = world.gather(config)
     for rank, other in enumerate(configs):
@@ -28,7 +28,7 @@ def agreed(config: Config, world: World) -> Config:
         for key in one:
             if one[key] != two[key]:
                 raise ConfigError(
-                    f"{key} is {one[key]} on rank 0 and {two[key]} on rank {rank}, which does not "
-                    f"see the run directory: say {key}= on the command line"
+                    f"{key} is {one[key]} on rank 0 but {two[key]} on rank {rank}, which does not "
+                    f"see the run directory: set {key}= on the command line"
                 )
     return configs[0]

@@ -1,4 +1,4 @@
-"""The differences between the config of a run and another one, and what they mean for the run."""
+"""The differences between a run's config and another one, and their effect on the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridtrain.cli.config.schema import LOADER_KEYS, Config
 from hybridtrain.cli.config.secrets import masked
 from hybridtrain.cli.config.tree import to_tree
 
-# These belong to the command and not to the run.
+# These belong to the command, not to the run.
 OF_THE_COMMAND = (
     "recipe",
     "run_name",
@@ -26,7 +26,7 @@ OF_THE_COMMAND = (
     "push_to",
 )
 
-# How a run is computed, watched and kept; all else decides what is learnt.
+# Keys for how a run is executed, monitored and saved; all others affect the trained weights.
 _WITHOUT_EFFECT = (
     "world.",
     "monitor.",
@@ -42,7 +42,7 @@ _WITHOUT_EFFECT = (
     "trainer.max_skipped",
 )
 _WITH_EFFECT = ("pipeline.batch_norm", "pipeline.sync_batch_norm")
-# Other samples to evaluate on, for which a run need not be another one.
+# Keys that select other samples to evaluate on, which does not require a new run.
 EVALUATED = ("data.eval_path", "data.eval_split")
 _PLACE_OF_DATA = (
     "data.root",
@@ -52,12 +52,12 @@ _PLACE_OF_DATA = (
     "data.predict_path",
 )
 
-_MISSING = "(not set)"  # the value of a key that is not there
+_MISSING = "(not set)"  # the value of a missing key
 
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value differs between the config of a run and another one."""
+    """A key with different values in the config of a run and another config."""
 
     key: str
     of_run: Any
@@ -65,7 +65,7 @@ class Change:
 
     @property
     def is_identity(self) -> bool:
-        """True if it makes another model, other data, or other random numbers."""
+        """True if it changes the model, the data, or the random numbers."""
         if self.key.startswith("data."):
             places = (*_PLACE_OF_DATA, *(f"data.{name}" for name in LOADER_KEYS))
             return self.key not in places
@@ -73,14 +73,14 @@ class Change:
 
     @property
     def has_effect(self) -> bool:
-        """True if a run from the beginning would have learnt something else."""
+        """True if training from the start would give other weights."""
         if self.key.startswith(_WITH_EFFECT):
             return True
         return not self.key.startswith((*_WITHOUT_EFFECT, *_PLACE_OF_DATA))
 
 
 def differences(of_run: Config, other: Config) -> Iterator[Change]:
-    """Yields every key that is not the same, with values that may be shown."""
+    """Yields every key that differs, with secrets masked in the values."""
     trees = to_tree(of_run), to_tree(other)
     before, after = (dict(_flat(masked(tree))) for tree in trees)
     raw_before, raw_after = (dict(_flat(tree)) for tree in trees)
@@ -88,9 +88,9 @@ def differences(of_run: Config, other: Config) -> Iterator[Change]:
         if key.partition(".")[0] in OF_THE_COMMAND:
             continue
         one, two = raw_before.get(key, _MISSING), raw_after.get(key, _MISSING)
-        nothing = (None, _MISSING)  # a null argument and none at all are the same
+        nothing = (None, _MISSING)  # a null argument equals a missing one
         if key == "data.classes" and two in nothing:
-            continue  # the run has written the names that it found
+            continue  # the run wrote the class names of its data
         if one != two and not (one in nothing and two in nothing):
             yield Change(key, before.get(key, _MISSING), after.get(key, _MISSING))
 
@@ -104,13 +104,13 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def in_words(changes: Sequence[Change]) -> str:
-    """Returns changes as "model.nhead=4, not 2, and data.max_len=64, not 256"."""
+    """Returns changes as "model.nhead=4, not 2; data.max_len=64, not 256"."""
     words = [f"{c.key}={as_yaml(c.of_run)}, not {as_yaml(c.other)}" for c in _shortened(changes)]
     return "; ".join(words[:4]) + (f"; and {len(words) - 4} more" if len(words) > 4 else "")
 
 
 def changes_table(head: str, changes: Sequence[Change], pair: str) -> Block:
-    """Returns `head` and a line for each change, its two values in the places of `pair`."""
+    """Returns `head` and a line for each change, with both values formatted by `pair`."""
     shown = _shortened(changes)
     width = max(len(change.key) for change in shown)
     lines = [
@@ -121,7 +121,7 @@ def changes_table(head: str, changes: Sequence[Change], pair: str) -> Block:
 
 
 def _shortened(changes: Sequence[Change]) -> Sequence[Change]:
-    """Leaves out the arguments of a group whose `_target_` is another: they must differ."""
+    """Leaves out the arguments of a group if its `_target_` differs: they then differ too."""
     targets = {c.key.rpartition(".")[0] for c in changes if c.key.endswith("._target_")}
     return [
         c for c in changes if c.key.endswith("._target_") or c.key.partition(".")[0] not in targets
@@ -129,7 +129,7 @@ def _shortened(changes: Sequence[Change]) -> Sequence[Change]:
 
 
 def as_yaml(value: Any) -> str:
-    """Returns a value as YAML and the command line write it."""
+    """Returns a value in the notation of YAML and the command line."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""The values of a config that no object of the library checks."""
+"""Checks the values of a config that no object of the library checks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ def check_config(config: Config) -> None:
     if config.world.timeout_s < 1:
         raise ConfigError(f"world.timeout_s={config.world.timeout_s} must be at least 1")
     if (config.world.stall_s or 0) < 0:
-        raise ConfigError(f"world.stall_s={config.world.stall_s} must be positive, or null: never")
+        raise ConfigError(
+            f"world.stall_s={config.world.stall_s} must be positive, or null for never"
+        )
     checkpoint = config.checkpoint
     if (every := checkpoint.every_steps or 0) < 0:
-        raise ConfigError(f"checkpoint.every_steps={every} must be positive, 0 for none, or null")
+        raise ConfigError(
+            f"checkpoint.every_steps={every} must be positive, 0 (never), or null (only at the end)"
+        )
     for name in ("every_minutes", "every_epochs", "best"):
         value = getattr(checkpoint, name)
         if value is not None and checkpoint.every_steps == 0:
             raise ConfigError(
-                f"checkpoint.every_steps=0 makes no checkpoints, and checkpoint.{name}={value} "
-                f"asks for some: set checkpoint.every_steps=null, or checkpoint.{name}=null"
+                f"checkpoint.every_steps=0 turns checkpoints off, but checkpoint.{name}={value} "
+                f"needs them: set checkpoint.every_steps=null, or checkpoint.{name}=null"
             )
     if config.data.get("batch_size") != AUTO:
         check_batch_size(config.data.get("batch_size"))

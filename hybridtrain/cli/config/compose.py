@@ -1,7 +1,6 @@
-"""A `Config` from the command line's overrides, by Hydra.
+"""Composes a `Config` from the command line's overrides, with Hydra.
 
-`compose_settings` composes; a mistake in an override or a file is one line that says what was
-probably meant (`explain`).
+An error in an override or a file becomes one line with a suggestion (`explain`).
 """
 
 from __future__ import annotations
@@ -39,20 +38,19 @@ CONFIG_MODULE = "hybridtrain.configs"
 # The name of a run's config among the recipes.
 _BASE = "config_of_the_run"
 
-# The only setting of Hydra's own that has a meaning here.
+# The only one of Hydra's own settings that has an effect here.
 SEARCH_PATH = "hydra.searchpath"
 
 
 @dataclass(frozen=True)
 class Composition:
-    """A composed config, and where its values come from.
+    """A composed config, and the origin of its values.
 
     Attributes:
         config: the values.
-        tree: the same as plain dicts, with interpolations (`${...}`) as their text.
-        recipe: the recipe as it was given: a name, a path, or None.
-        leftovers: by group, keys that come from a group's option or recipe, while the `_target_`
-            that they are for was replaced.
+        tree: the same as plain dicts, with interpolations (`${...}`) as text.
+        recipe: the recipe in the command line: a name, a path, or None.
+        leftovers: for each group, keys from an option or recipe for a `_target_` that was replaced.
     """
 
     config: Config
@@ -74,23 +72,23 @@ def compose_settings(
     """Composes the config of a run.
 
     Args:
-        overrides: Hydra overrides. `recipe=path/to/file.yaml` takes that file as the recipe.
+        overrides: Hydra overrides. `recipe=path/to/file.yaml` uses that file as the recipe.
         config_dir: a folder with more groups and options.
-        base: the config of a run, in the place of a recipe.
+        base: the config of a run, instead of a recipe.
 
     Raises:
-        ConfigError: one line that names the key or option, and the one that was probably meant.
+        ConfigError: one line that names the key or option and suggests a correction.
     """
     register()
     recipe = given_recipe(overrides)
     wanted = [register_file(override) for override in with_wrappers(with_texts(overrides))]
     if base is not None:
-        # an option that is chosen replaces the group as a whole
+        # selecting an option replaces the whole group
         run_values = {
             name: values for name, values in base.items() if name not in given_keys(overrides)
         }
         store_option("recipe", _BASE, OmegaConf.to_yaml(OmegaConf.create(run_values)))
-        # the command that began the run may be called again, with what it added and removed
+        # a user may repeat the command that started the run, including its `+` and `~` overrides
         again = [f"+{o}" if re.match(r"\+[\w]+\.", o) else o for o in wanted]
         run_keys = set(flat_keys(run_values))
         wanted = [
@@ -111,34 +109,34 @@ def compose_settings(
             tree = cast(dict[str, Any], OmegaConf.to_container(composed))
             for key in deleted:
                 _delete(tree, key)
-            # Merged into the schema again: `+key` and untyped files pass Hydra's own check.
+            # Merge into the schema again, because `+key` and untyped files bypass Hydra's check.
             tree["recipe"] = recipe or tree.get("recipe")
             tree["run_name"] = tree.get("run_name") or default_run_name(recipe)
             _let_one_length_replace_the_other(tree.get("trainer"), given_keys(overrides))
             config = to_config(tree)
-        # OmegaConf asserts that a group which gets a value is not null
+        # OmegaConf asserts that a group is not null when it gets a value
         except (HydraException, OmegaConfBaseException, ValueError, AssertionError) as error:
             raise ConfigError(explain(error, wanted)) from error
     if config.allow_targets and "allow_targets" not in given_keys(overrides):
         raise ConfigError(
-            f"the recipe asks to run code of {', '.join(config.allow_targets)}: if you trust it, "
-            f"say so with allow_targets=[{','.join(config.allow_targets)}] on the command line"
+            f"the recipe wants to run code from {', '.join(config.allow_targets)}: if you trust "
+            f"it, add allow_targets=[{','.join(config.allow_targets)}] to the command line"
         )
     if config.push_to and "push_to" not in given_keys(overrides):
         raise ConfigError(
-            f"the recipe asks to send the model to {config.push_to!r}: if you want that, say so "
-            f"with push_to={config.push_to} on the command line"
+            f"the recipe wants to upload the model to {config.push_to!r}: to allow that, add "
+            f"push_to={config.push_to} to the command line"
         )
     if config.output and "output" not in given_keys(overrides):
         raise ConfigError(
-            f"the recipe asks to write the predictions to {config.output!r}: if you want that, say "
-            f"so with output={hydra_quoted(str(config.output))} on the command line"
+            f"the recipe wants to write predictions to {config.output!r}: to allow that, add "
+            f"output={hydra_quoted(str(config.output))} to the command line"
         )
     return Composition(config, tree, recipe, leftovers_of(tree, overrides, choices.get("recipe")))
 
 
 def _let_one_length_replace_the_other(trainer: Any, given: Sequence[str]) -> None:
-    """Has `trainer.steps=100` replace the `trainer.epochs` of a recipe, and the other way round."""
+    """Makes `trainer.steps=100` replace a recipe's `trainer.epochs`, and vice versa."""
     lengths = ("steps", "epochs")
     given_lengths = [name for name in lengths if f"trainer.{name}" in given]
     if (
@@ -150,10 +148,10 @@ def _let_one_length_replace_the_other(trainer: Any, given: Sequence[str]) -> Non
 
 
 def with_search_path(overrides: Sequence[str], config_dir: str) -> list[str]:
-    """Returns `overrides` with `config_dir` in the search path, after what they put there."""
+    """Returns `overrides` with `config_dir` at the end of the search path."""
     folder = Path(config_dir)
     if not folder.is_dir():
-        raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
+        raise ConfigError(f"--config-dir {config_dir}: no such folder")
     paths: list[str] = []
     for override in parse_overrides([o for o in overrides if SEARCH_PATH in o]):
         value = override.value()

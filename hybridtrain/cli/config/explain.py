@@ -1,4 +1,4 @@
-"""One line for what Hydra or OmegaConf found wrong, with what was probably meant."""
+"""Turns an error of Hydra or OmegaConf into one line with a suggestion."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hybridtrain.errors import closest, did_you_mean
 
 
 def explain(error: Exception, overrides: Sequence[str]) -> str:
-    """Returns one line that says what Hydra or OmegaConf found, and how to fix it."""
+    """Returns one line with the error of Hydra or OmegaConf, and how to fix it."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
@@ -32,7 +32,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
             return f"{group}={chosen} is unknown: {did_you_mean(chosen, options)}"
     machine = [override for override in overrides if override.startswith("hardware.")]
     if machine and "NoneType" in str(error):  # the group is null
-        return f"{machine[0]} changes a machine, but none is named: add hardware=h100, say"
+        return f"{machine[0]} needs a machine to change: also set hardware=, such as hardware=h100"
     return (
         _wrong_override(error, overrides)
         or _unknown_group(error)
@@ -43,16 +43,16 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def _wrong_override(error: Exception, overrides: Sequence[str]) -> str | None:
-    """Looks for an override that cannot be read, or gives a group a value."""
+    """Looks for an override that is malformed, or sets a group to a value."""
     loader = GlobalHydra.instance().config_loader()
     for override in overrides:
         if problem := unreadable([override]):
             return problem
         key, _, value = override.partition("=")
         if not key:
-            return f"cannot read the override {override!r}: there is no key before the ="
+            return f"cannot parse the override {override!r}: there is no key before the ="
         if key.startswith("+") and key.lstrip("+") in _groups():
-            return f"{override}: {key.lstrip('+')} exists already; write {override.lstrip('+')}"
+            return f"{override}: {key.lstrip('+')} already exists; write {override.lstrip('+')}"
         options = loader.get_group_options(key)
         if type(error) is ValueError and options and value not in options:  # a number, say
             return f"{override} is unknown: {did_you_mean(value, options)}"
@@ -76,10 +76,10 @@ def _unknown_key(causes: Sequence[BaseException], overrides: Sequence[str]) -> s
             continue
         open_group = key.partition(".")[0] in OPEN_GROUPS and "." in key
         if open_group and override.startswith("+"):
-            continue  # the target's own argument, which is right to be added
+            continue  # an argument of the target, which may be added
         hint = ""
         if open_group and not override.startswith("~"):
-            hint = f"; if your own function takes it, write +{override}"
+            hint = f"; if it is an argument of your own function, write +{override}"
         return unknown_key(key, known) + hint
     for cause in causes:
         if isinstance(cause, ConfigKeyError) and cause.full_key:
@@ -95,7 +95,7 @@ def _wrong_value(causes: Sequence[BaseException]) -> str | None:
 
 
 def _known_keys(overrides: Sequence[str]) -> list[str]:
-    """Returns the config's keys and groups, composed from the overrides that choose options."""
+    """Returns the config's keys and groups, composed from the overrides that select options."""
     groups = [group for group in _groups() if group != "schema"]
     choices = [o for o in overrides if o.partition("=")[0].lstrip("+") in groups]
     try:

@@ -1,7 +1,7 @@
 """The names of keys in messages.
 
-In the messages of a command, `NAMING` puts the config key (`pipeline.chunks=3`) in the place of the
-library's argument (`chunks=3`).
+In the messages of a command, `NAMING` replaces the library's argument (`chunks=3`) by the config
+key (`pipeline.chunks=3`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ KEYS: dict[str, str] = {
     **{
         setting.name: f"{group}.{setting.name}"
         for group, schema in groups().items()
-        if group not in ("submit", "search", "hardware")  # no arguments of the library
+        if group not in ("submit", "search", "hardware")  # not arguments of the library
         for setting in fields(schema)  # type: ignore[arg-type]
     },
 }
-"""The config key of every argument. `timeout_s` is the world's."""
+"""The config key of every argument. `timeout_s` means `world.timeout_s`."""
 
 
 def _yaml(name: str, value: object) -> str:
@@ -43,7 +43,7 @@ NAMING = Naming(
 )
 """The names of the library's arguments on the command line."""
 
-# Well-known names of other libraries, for settings that have another one here.
+# Names that other libraries use for keys of this one.
 OTHER_NAMES = {
     **{name: KEYS[argument] for name, argument in ARGUMENTS.items() if argument in KEYS},
     **dict.fromkeys(["learning_rate", "base_lr"], "optim.lr"),

@@ -1,8 +1,7 @@
-"""Keys that were written for a `_target_` that has been replaced.
+"""Removes keys written for a `_target_` that was replaced.
 
-`model=gpt` on top of a recipe for another model leaves the recipe's arguments of that model. Hydra
-merges them into the new group; the new target takes some of them, and the others are left out with
-a note.
+With `model=gpt` and a recipe for another model, Hydra merges the recipe's model arguments into the
+new group. Arguments that the new target does not accept are removed with a note.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 def leftovers_of(
     tree: Mapping[str, Any], overrides: Sequence[str], recipe: str | None
 ) -> dict[str, list[str]]:
-    """Returns the keys of each open group that were not written for its `_target_`."""
+    """Returns, for each open group, the keys that were not written for its `_target_`."""
     of_recipe: Mapping[str, Any] = {}
     if recipe is not None:
         store = ConfigStore.instance()
@@ -37,7 +36,7 @@ def leftovers_of(
         names = {key.split(".")[1] for key in keys if key.startswith(f"{group}.")}
         in_recipe = of_recipe.get(group)
         if group in keys and isinstance(in_recipe, dict) and "_target_" not in names:
-            # keys that the recipe has for the option that was replaced
+            # the recipe's keys for the option that was replaced
             leftovers[group] = [key for key in in_recipe if key not in names]
             continue
         if "_target_" not in names:
@@ -49,7 +48,7 @@ def leftovers_of(
 
 
 def leave_out_leftovers(settings: Settings) -> None:
-    """Removes the keys that were written for a `_target_` that has been replaced; notes each.
+    """Removes the keys written for a `_target_` that was replaced, with a note for each.
 
     Raises:
         ConfigError: a target is not allowed or does not exist.
@@ -60,12 +59,12 @@ def leave_out_leftovers(settings: Settings) -> None:
         shared = (*LOADER_KEYS, *GROUP_KEYS, *WRAPPER_KEYS, "warmup_steps")
         if "warmup_steps" in leftovers and (warmup := values.get("warmup_steps")):
             settings.notes.append(
-                f"{group}.warmup_steps={warmup} is kept, in front of {values['_target_']}: to "
-                f"leave it out, set {group}.warmup_steps=0"
+                f"keeping {group}.warmup_steps={warmup} before {values['_target_']}; "
+                f"{group}.warmup_steps=0 turns it off"
             )
         names = [name for name in leftovers if name not in shared]
         for name in not_taken(group, values, names, allow):
             if (value := values.pop(name, None)) is not None:
                 settings.notes.append(
-                    f"{group}.{name}={value} is left out: {values['_target_']} does not take it"
+                    f"ignoring {group}.{name}={value}: {values['_target_']} does not accept it"
                 )

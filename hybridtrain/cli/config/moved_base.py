@@ -1,8 +1,8 @@
-"""The base of an adapter's run that was moved: any key that names it says where it is now.
+"""The moved base of an adapter's run: any key that names it may give its new location.
 
-A recipe such as `sft_chat` names one folder by `model.source`, `data.tokenizer` and `init_from`. If
-a command line gives one of them another place, the others follow. `checkpoint.base` compares the
-digest of the weights there with the one that the checkpoint has.
+A recipe such as `sft_chat` names one folder in `model.source`, `data.tokenizer` and `init_from`. If
+a command line changes one of them, the others follow. `checkpoint.base` compares the digest of the
+weights there with the digest in the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _GROUPS = ("model", "data")
 def follow_moved_base(
     config: Config, of_run: Config, checkpoints: Path, keys: Collection[str]
 ) -> set[str]:
-    """Sets the keys of `config` that name a base which was moved.
+    """Updates the keys of `config` that name a moved base.
 
     Args:
-        config: the run's, with the command line on top; it may be changed.
+        config: the run's config with the command line applied; this may change it.
         of_run: the config of the run.
         checkpoints: the directory of the run's checkpoints.
-        keys: of the command line.
+        keys: the keys on the command line.
 
     Returns:
-        the keys that name the base, or none if the command line gives it no other place.
+        the keys that name the base, or none if the command line does not move it.
     """
     initial = _other_source(config, of_run, keys)
     if not initial and not any(key.startswith(_GROUPS) for key in keys):
@@ -54,7 +54,7 @@ def follow_moved_base(
 
 
 def _other_source(config: Config, of_run: Config, keys: Collection[str]) -> str | None:
-    """Returns the source of an `init_from` with which the run has not begun."""
+    """Returns the source in `init_from` if the run did not start from it."""
     from hybridtrain.checkpoint import parse_init_from  # imports torch
 
     if "init_from" not in {key.partition(".")[0] for key in keys}:
@@ -66,7 +66,7 @@ def _other_source(config: Config, of_run: Config, keys: Collection[str]) -> str 
 
 
 def _source(checkpoints: Path) -> str | None:
-    """Returns where the base of the newest checkpoint was; None: it has none."""
+    """Returns the recorded location of the newest checkpoint's base; None: it has no base."""
     from hybridtrain.checkpoint import CheckpointStore, source_of_base  # imports torch
 
     store = CheckpointStore(checkpoints)
@@ -75,5 +75,5 @@ def _source(checkpoints: Path) -> str | None:
     try:
         newest = store.newest_up_to(store.steps()[-1])
         return None if newest is None else source_of_base(newest)
-    except CheckpointError:  # it is damaged, which whoever loads it says
+    except CheckpointError:  # damaged; loading it reports that
         return None

@@ -1,6 +1,6 @@
-"""The options of groups that are files: the recipes, and what an override names by its path.
+"""Options that are files: the recipes, and files that an override names by path.
 
-Hydra would not find them in the folders of the configs: each is stored as an option of its group
+Hydra would not find them in the config folders, so each is stored as an option of its group
 (`register`, `register_file`).
 """
 
@@ -21,7 +21,7 @@ THIS_MACHINE = "this-machine"
 
 
 def measured_file() -> Path:
-    """Returns where `measure-machine` writes, and `hardware=this-machine` is read from."""
+    """Returns the file that `measure-machine` writes and `hardware=this-machine` reads."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "hybridtrain" / f"{THIS_MACHINE}.yaml"
 
@@ -29,13 +29,13 @@ def measured_file() -> Path:
 def register() -> None:
     """Registers the schema and the recipes with Hydra.
 
-    Hydra would not find the recipes, which are not in a folder of the configs: each file is stored
-    as an option of the group `recipe`, at the root of the config. Files of an earlier command in
-    this process are left out.
+    Hydra would not find the recipes, which are outside the config folders, so each file is stored
+    as an option of the group `recipe`, at the root of the config. This removes files registered by
+    an earlier command in this process.
     """
     store = ConfigStore.instance()
     schema = OmegaConf.structured(Config)
-    # for the user's own trackers; `to_config` refuses what is none
+    # for user-defined trackers; `to_config` rejects other keys
     OmegaConf.set_struct(schema.monitor, False)
     store.store(name="schema", node=schema)
     store.repo["recipe"] = _Recipes(
@@ -46,7 +46,7 @@ def register() -> None:
 
 
 class _Recipes(dict[str, ConfigNode]):
-    """Recipes by their files' names, of which only one that is taken is parsed."""
+    """Recipes by file name; a recipe is parsed only when used."""
 
     def __getitem__(self, name: str) -> ConfigNode:
         recipe = super().__getitem__(name)
@@ -56,9 +56,9 @@ class _Recipes(dict[str, ConfigNode]):
 
 
 def register_file(override: str) -> str:
-    """Registers the file of `recipe=path/to/file.yaml` and returns `recipe=file`; or of `hardware`.
+    """Registers the file of `recipe=path/to/file.yaml` and returns `recipe=file`; also `hardware`.
 
-    Any other override is returned unchanged.
+    It returns any other override unchanged.
 
     Raises:
         ConfigError: the file cannot be read or is not YAML, `hardware` is a list or mapping, or
@@ -69,15 +69,15 @@ def register_file(override: str) -> str:
     if group == "hardware" and value.startswith(("[", "{")):
         raise ConfigError(
             f"hardware={value} must be the name of a machine, or the path of a YAML file with its "
-            f"keys; single ones are set as hardware.nodes=2"
+            f"keys; set single keys as in hardware.nodes=2"
         )
     path = Path(value)
     if group == "hardware" and value == THIS_MACHINE:
         path = measured_file()
         if not path.exists():
             raise ConfigError(
-                "hardware=this-machine: this machine has not been measured yet; "
-                "`hybridtrain measure-machine` does it in a minute"
+                "hardware=this-machine: this machine has not been measured yet; run `hybridtrain "
+                "measure-machine`, which takes a minute"
             )
     if group not in ("recipe", "hardware") or path.suffix not in (".yaml", ".yml"):
         return override
@@ -86,15 +86,15 @@ def register_file(override: str) -> str:
     except OSError as error:
         raise ConfigError(f"{override}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{override}: it is not UTF-8 text") from error
-    # a preset of the same name would win
+        raise ConfigError(f"{override}: not UTF-8 text") from error
+    # a preset with the same name would take precedence
     name = path.stem if group == "recipe" else f"{path.stem}-file"
     store_option(group, name, text, override)
     return f"{key}={name}"
 
 
 def store_option(group: str, name: str, text: str, override: str = "") -> None:
-    """Stores YAML as an option of a group with Hydra; a recipe is one of the root."""
+    """Stores YAML with Hydra as an option of a group, or of the root for a recipe."""
     package = "_global_" if group == "recipe" else group
     node = _parsed(text, override)
     ConfigStore.instance().store(group=group, name=name, package=package, node=node)

@@ -1,4 +1,4 @@
-"""Overrides such as `optim.lr=0.1`: Hydra's grammar, the keys that they set, and quotes."""
+"""Overrides such as `optim.lr=0.1`: Hydra's grammar, their keys, and quotes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hybridtrain.errors import ConfigError
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Returns Hydra's reading of `overrides`.
+    """Returns `overrides` as parsed by Hydra.
 
     Raises:
-        ConfigError: one of them cannot be read.
+        ConfigError: one of them cannot be parsed.
     """
     try:
         parsed: list[Override] = OverridesParser.create().parse_overrides(list(overrides))
@@ -33,19 +33,19 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
 
 def unreadable(overrides: Sequence[str]) -> str | None:
-    """Returns what is wrong with the first override that Hydra's grammar does not have."""
+    """Returns the error of the first override that Hydra cannot parse."""
     for override in overrides:
         try:
             OverridesParser.create().parse_override(override)
         except HydraException as error:
-            return f"cannot read the override {override!r}: {first_line(error)}{_quoted(override)}"
+            return f"cannot parse the override {override!r}: {first_line(error)}{_quoted(override)}"
     return None
 
 
 def _quoted(override: str) -> str:
-    """Returns how a text, or a list of texts, with signs that mean something to Hydra is written.
+    """Returns a hint to quote a string, or a list of strings, with Hydra's special characters.
 
-    It is empty where quotes around the value do not make an override of it.
+    It is empty if quotes around the value do not fix the override.
     """
     key, sign, value = override.partition("=")
     forms = [f"{key}={hydra_quoted(value)}"]
@@ -55,12 +55,12 @@ def _quoted(override: str) -> str:
     for form in forms if sign and value else ():
         with suppress(HydraException):
             OverridesParser.create().parse_override(form)
-            return f"; texts with spaces or signs need quotes: {shell_quoted(form)}"
+            return f"; strings with spaces or special characters need quotes: {shell_quoted(form)}"
     return ""
 
 
 def hydra_quoted(text: str) -> str:
-    """Returns `text` as a value that Hydra reads as a string, whatever is in it."""
+    """Returns `text` as a value that Hydra always parses as a string."""
     is_value = text.lower() in ("null", "true", "false", "nan", "inf")
     if re.fullmatch(r"[A-Za-z][\w./-]*", text, re.ASCII) and not is_value:
         return text
@@ -68,16 +68,16 @@ def hydra_quoted(text: str) -> str:
 
 
 def shell_quoted(word: str) -> str:
-    """Returns a word as a shell takes it, in double quotes where it has single ones."""
+    """Returns a word quoted for a shell, in double quotes if it contains single ones."""
     if "'" in word and not set('"$`\\!') & set(word):
         return f'"{word}"'
     return shlex.quote(word)
 
 
 def with_texts(overrides: Sequence[str]) -> list[str]:
-    """Returns overrides in which the values of text keys are texts: `run_name=1e3`, not 1000.0.
+    """Returns overrides with string values for string keys: `run_name=1e3`, not 1000.0.
 
-    Overrides that cannot be read stay unchanged.
+    Overrides that cannot be parsed stay unchanged.
     """
     return [
         _with_text(o) if o.partition("=")[0].lstrip("+") in text_keys() else o for o in overrides
@@ -85,9 +85,9 @@ def with_texts(overrides: Sequence[str]) -> list[str]:
 
 
 def with_wrappers(overrides: Sequence[str]) -> list[str]:
-    """Returns overrides in which a setting of a wrapper, as in `model.lora.rank=8`, may be new.
+    """Returns overrides that may add a wrapper's setting, as in `model.lora.rank=8`.
 
-    The wrapper is null unless a recipe has it, and Hydra sets no key of what is null.
+    The wrapper is null unless a recipe sets it, and Hydra cannot set keys of a null value.
     """
     begins = re.compile(rf"model\.({'|'.join(WRAPPER_KEYS)})\.")
     return [f"++{override}" if begins.match(override) else override for override in overrides]
@@ -118,7 +118,7 @@ def given_keys(overrides: Sequence[str]) -> list[str]:
 
 
 def given_recipe(overrides: Sequence[str]) -> str | None:
-    """Returns the recipe that `overrides` name, as it is written there."""
+    """Returns the recipe that `overrides` name, as written there."""
     for override in overrides:
         key, _, value = override.partition("=")
         if key.lstrip("+") == "recipe" and value not in ("", "null"):
@@ -127,14 +127,14 @@ def given_recipe(overrides: Sequence[str]) -> str | None:
 
 
 def with_later(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
-    """Returns the overrides of two commands, without those whose key or group `later` sets."""
+    """Returns the overrides of two commands; `later` replaces keys and groups of `earlier`."""
     keys = given_keys(later)
     remains = [not any(f"{k}.".startswith(f"{key}.") for key in keys) for k in given_keys(earlier)]
     return [*compress(earlier, remains), *later]
 
 
 def read_overrides(run: Path) -> list[str]:
-    """Returns what the `overrides.yaml` of a run has; nothing if there is no such file.
+    """Returns the overrides in a run's `overrides.yaml`; none if there is no such file.
 
     Raises:
         DataError: it cannot be read.
@@ -146,10 +146,10 @@ def read_overrides(run: Path) -> list[str]:
         except FileNotFoundError:
             return []
         if not isinstance(words, list):
-            raise TypeError("it is not a list")
+            raise TypeError("not a list")
     return [str(word) for word in words]
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of a message of Hydra's or OmegaConf's; the others repeat the key."""
+    """Returns the first line of a Hydra or OmegaConf message; the other lines repeat the key."""
     return str(error).strip().splitlines()[0]

@@ -1,12 +1,12 @@
-"""The pyproject.toml of a user's project, and what installed plugins bring.
+"""The pyproject.toml of a user's project, and installed plugins.
 
 [tool.hybridtrain]                          in the pyproject.toml of the working directory
-allow_targets = ["my_project"]              packages that a `_target_` may come from
-config_dir = "configs"                      a folder with more options, as --config-dir is
+allow_targets = ["my_project"]              packages that a `_target_` may name
+config_dir = "configs"                      a folder with more options, like --config-dir
 
-[project.entry-points."hybridtrain.plugins"]    of a package that others install
-my_plugin = "my_plugin"                     its `_target_`s are allowed, and the options in
-                                            my_plugin/configs are found
+[project.entry-points."hybridtrain.plugins"]    in an installed package
+my_plugin = "my_plugin"                     allows its `_target_`s, and adds the options in
+                                            my_plugin/configs
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _ALLOW, _FOLDER = "allow_targets", "config_dir"
 def with_project(
     command: str, overrides: Sequence[str], config_dir: str | None
 ) -> tuple[list[str], str | None]:
-    """Returns the overrides and the folder of options of a command, with those of the project.
+    """Returns the overrides and the config folder of a command, with the project's added.
 
-    What the command line has itself stays. Rank 0 says which packages are allowed.
+    The command line takes precedence. Rank 0 prints the allowed packages.
 
     Raises:
-        ConfigError: the file cannot be read, has an unknown key, or lies among runs.
+        ConfigError: the file cannot be read, has an unknown key, or is in a directory of runs.
     """
     keys, path = given_keys(overrides), Path("pyproject.toml")
     project = _project(path)
@@ -58,7 +58,7 @@ def with_project(
     if project:
         _refuse_among_runs(path, project, command, words, folder)
     if project.get(_ALLOW) and detect(os.environ).rank == 0:
-        print(f"{added[0]}, as pyproject.toml says", file=sys.stderr, flush=True)
+        print(f"{added[0]} (from pyproject.toml)", file=sys.stderr, flush=True)
     return words, folder
 
 
@@ -66,9 +66,7 @@ def _has_configs(package: str) -> bool:
     try:
         return find_spec(f"{package}.configs") is not None
     except ImportError as error:
-        raise ConfigError(
-            f"the plugin {package}, which is installed, cannot be imported: {error}"
-        ) from error
+        raise ConfigError(f"cannot import the installed plugin {package}: {error}") from error
 
 
 def _project(path: Path) -> dict[str, Any]:
@@ -78,13 +76,13 @@ def _project(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"cannot read {path}: {error}") from error
     table = content.get("tool", {}).get("hybridtrain", {})
     if not isinstance(table, dict):
-        raise ConfigError(f"{path}: [tool.hybridtrain] must be a table, and not {table}")
+        raise ConfigError(f"{path}: [tool.hybridtrain] must be a table, not {table}")
     if unknown := sorted(set(table) - {_ALLOW, _FOLDER}):
         raise ConfigError(
-            f"{path}: [tool.hybridtrain] has {_ALLOW} and {_FOLDER} only, and not {unknown[0]}"
+            f"{path}: [tool.hybridtrain] supports only {_ALLOW} and {_FOLDER}, not {unknown[0]}"
         )
     packages = table.get(_ALLOW, [])
     if not isinstance(packages, list) or not all(
@@ -92,18 +90,18 @@ def _project(path: Path) -> dict[str, Any]:
     ):
         raise ConfigError(
             f"{path}: {_ALLOW} of [tool.hybridtrain] must be a list of packages, such as "
-            f'["my_project"], and not {packages}'
+            f'["my_project"], not {packages}'
         )
     if not isinstance(table.get(_FOLDER, ""), str):
         raise ConfigError(
-            f"{path}: {_FOLDER} of [tool.hybridtrain] must be the path of a folder, and not "
+            f"{path}: {_FOLDER} of [tool.hybridtrain] must be the path of a folder, not "
             f"{table[_FOLDER]}"
         )
     return table
 
 
 def _is_run(folder: Path) -> bool:
-    """Returns whether `folder` may be a run directory, whole or with files left out."""
+    """Returns whether `folder` may be a run directory, complete or with files missing."""
     if (folder / "overrides.yaml").exists() or (folder / "metrics.jsonl").exists():
         return True
     return (folder / "config.yaml").exists() and any(
@@ -118,21 +116,21 @@ def _refuse_among_runs(
     overrides: Sequence[str],
     config_dir: str | None,
 ) -> None:
-    """Refuses the file in a directory of runs or inside a run, which may be a stranger's."""
+    """Rejects the file in a directory of runs or inside a run, which may come from a stranger."""
     here = Path.cwd()
     among = any(map(_is_run, (here, *here.parents, *here.glob("*/"))))
     for output_dir, run in () if among else _runs_of_command(command, overrides, config_dir):
         among |= any(here.is_relative_to(folder) for folder in (output_dir.resolve(), run.parent))
-        # `resume=` may name a run of a group here, which is in no output_dir
+        # `resume=` may name a run of a group here, outside any output_dir
         among |= run.is_relative_to(here) and not run.is_relative_to(output_dir.resolve())
     if not among:
         return
     words = [f"{_ALLOW}=[{','.join(project[_ALLOW])}]"] if project.get(_ALLOW) else []
     words += [f"--config-dir {project[_FOLDER]}"] if _FOLDER in project else []
     raise ConfigError(
-        f"the table [tool.hybridtrain] of {path} does not count in a directory of runs, which may "
-        f"be someone else's: run the command in the folder of your project, or, if you trust it, "
-        f"add {' '.join(words)}"
+        f"[tool.hybridtrain] in {path} is not used because this is a directory of runs, which may "
+        f"be someone else's: run the command in your project's folder, or, if you trust it, add "
+        f"{' '.join(words)}"
     )
 
 

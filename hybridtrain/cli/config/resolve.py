@@ -1,9 +1,9 @@
-"""The settings of one command: those of the run, with the command line's on top.
+"""The settings of one command: the run's config, with the command line applied.
 
-A run directory has the config that its run began with. A command on that run takes its config as
-the base, not the recipe's or the defaults: whoever trained with `data.max_len=64` and evaluates
-with the recipe alone would otherwise get the numbers of another data set. Every difference is
-listed; one that makes another model or other data ends the command.
+A run directory contains the config that its run started with. A command on that run starts from
+this config, not from the recipe or the defaults: otherwise, evaluating with the recipe alone after
+training with `data.max_len=64` would report results for other data. The log lists every difference;
+differences that change the model or the data are errors.
 
     overrides
         -> `resolve_settings` -> Settings -> `leave_out_leftovers`
@@ -52,7 +52,7 @@ from hybridtrain.cli.config.secrets import from_environment
 from hybridtrain.cli.config.tree import flat_keys, to_config, to_tree
 from hybridtrain.errors import ConfigError
 
-# What an option that is chosen is composed with, beside its group and the recipe.
+# The overrides that an option is composed with, in addition to its group and the recipe.
 _TRUST = ("allow_targets", "hydra.", "push_to", "output=")
 
 
@@ -62,18 +62,18 @@ class Settings:
 
     Attributes:
         config: the values to use.
-        overrides: the command line's.
-        texts: by path, interpolations of environment variables, which are written in the place of
-            their values.
+        overrides: the overrides of the command line.
+        texts: by path, interpolations of environment variables, which files store instead of their
+            values.
         leftovers: see `Composition`.
-        of_run: the config of the run, where that was the base.
-        changes: what the command line changes in the config of the run.
-        kept: what the recipe on the command line says otherwise than the run.
-        moved: keys that say where the base of the run's adapter is now.
+        of_run: the config of the run, if that was the base.
+        changes: differences between the run's config and the command line.
+        kept: keys where the recipe on the command line differs from the run, which wins.
+        moved: keys with the new location of the run's adapter base.
         notes: lines for the log.
-        config_dir: of the command line, a folder with more groups and options.
-        quiet: the terminal shows warnings, errors and the result only.
-        dry_run: nothing of the run is kept, so no tracker reports it, except on the terminal.
+        config_dir: a folder with more groups and options, from the command line.
+        quiet: the terminal shows only warnings, errors and the result.
+        dry_run: the run leaves nothing behind, so only the terminal's tracker reports it.
     """
 
     config: Config
@@ -100,30 +100,30 @@ def resolve_settings(
 
     Args:
         command: such as train, evaluate or export.
-        overrides: the command line's.
+        overrides: the overrides of the command line.
         config_dir: a folder with more groups and options.
         run_name: in a sweep, the name of this run.
 
     Raises:
-        ConfigError: an override is wrong, or would make another run of the one that is there.
+        ConfigError: an override is wrong, or would turn the existing run into a different one.
     """
     keys = given_keys(overrides)
     error, composed = None, None
-    names = literal_names(overrides)  # without a composition, which takes some tenths of a second
+    names = literal_names(overrides)  # avoids a composition, which takes some tenths of a second
     if names is not None:
         run = _run_of(command, names, keys, run_name)
     if names is None or not (run / "config.yaml").exists():
         try:
             composed = compose_settings(overrides, config_dir)
-        except ConfigError as problem:  # some may be about keys that only a run's config has
+        except ConfigError as problem:  # possibly about keys that only a run's config has
             composed, error = compose_settings(naming_overrides(overrides), config_dir), problem
         names = composed.config
         run = _run_of(command, names, keys, run_name)
     try:
-        from hybridtrain.checkpoint import CheckpointStore  # which imports torch
+        from hybridtrain.checkpoint import CheckpointStore  # imports torch
 
         begun = bool(CheckpointStore(run / "checkpoints").steps())
-    except OSError as problem:  # a name that is too long, say
+    except OSError as problem:  # for example, a name that is too long
         raise ConfigError(
             f"cannot read the run directory {run}: {problem.strerror}; set run_name= or output_dir="
         ) from problem
@@ -131,7 +131,7 @@ def resolve_settings(
     if saved is None or (command == "train" and not begun and "recipe" in keys):
         if error is not None:
             raise error
-        if composed is None:  # the file was there a moment ago
+        if composed is None:  # the file vanished in the meantime
             composed = compose_settings(overrides, config_dir)
             _run_of(command, composed.config, keys, run_name)
         texts = from_environment(composed.tree)
@@ -141,14 +141,14 @@ def resolve_settings(
     of_run = config_of_run(saved, run)
     if composed is not None and "recipe" in keys:
         check_recipe(composed.recipe, recipe_of_run(saved), run)
-    if command != "export":  # which runs no code of the run's
+    if command != "export":  # export runs no code of the run
         _refuse_untrusted_code(of_run, run, keys)
     usable = composed if error is None else None
     settings = _on_top_of(of_run, saved, run, overrides, config_dir, usable)
     settings.config.run_name = names.run_name
     settings.config.output_dir = names.output_dir
     if command == "train" and not begun:
-        for key in {"resume", "init_from"} - set(keys):  # it has not got further than its start
+        for key in {"resume", "init_from"} - set(keys):  # the run has no checkpoints yet
             setattr(settings.config, key, getattr(of_run, key))
     if begun:
         checkpoints = run / "checkpoints"
@@ -176,12 +176,12 @@ def resolve_settings(
 
 
 def _run_of(command: str, config: Config, keys: Sequence[str], run_name: str | None) -> Path:
-    """Names the run that a command is about in `config`, and returns its directory.
+    """Sets the name of a command's run in `config`, and returns the run directory.
 
     Args:
         command: such as train.
-        config: of the command line, whose `run_name` and `output_dir` are set.
-        keys: of the command line.
+        config: the command line's config; this sets its `run_name` and `output_dir`.
+        keys: the keys on the command line.
         run_name: in a sweep, the name of this run.
     """
     if run_name is not None:
@@ -197,24 +197,24 @@ def _run_of(command: str, config: Config, keys: Sequence[str], run_name: str | N
 
 
 def _refuse_other_weights(run: Path, began: Any, given: Any) -> None:
-    """Refuses an `init_from` that a run with checkpoints would ignore."""
+    """Rejects an `init_from` that a run with checkpoints would ignore."""
     from hybridtrain.checkpoint import parse_init_from  # imports torch
 
     if parse_init_from(given) != parse_init_from(began):
         start = "without init_from=" if began is None else f"from init_from={began}"
         raise ConfigError(
-            f"init_from={given}: the run {run} has begun {start}, and goes on from its own "
-            f"checkpoints; to begin with other weights, set another run_name="
+            f"init_from={given}: the run {run} started {start} and resumes from its own "
+            f"checkpoints; to start from other weights, set another run_name="
         )
 
 
 def _refuse_untrusted_code(of_run: Config, run: Path, keys: Sequence[str]) -> None:
-    """Refuses a run with code of packages that the command line does not allow."""
+    """Rejects a run with code from packages that the command line does not allow."""
     if of_run.allow_targets and "allow_targets" not in keys:
         packages = ",".join(of_run.allow_targets)
         raise ConfigError(
-            f"{run} is a run with code of {packages}: if you trust it, say so with "
-            f"allow_targets=[{packages}] on the command line"
+            f"the run {run} uses code from {packages}: if you trust it, add "
+            f"allow_targets=[{packages}] to the command line"
         )
 
 
@@ -226,17 +226,17 @@ def _on_top_of(
     config_dir: str | None,
     composed: Composition | None,
 ) -> Settings:
-    """Returns the config of the run with `overrides` on top of it.
+    """Returns the config of the run with `overrides` applied.
 
     Args:
         of_run: the config of the run.
-        saved: the same as it was written, with interpolations.
+        saved: the same config as written, with interpolations.
         run: its directory.
-        overrides: the command line's.
+        overrides: the overrides of the command line.
         config_dir: a folder with more groups and options.
-        composed: `overrides` with their recipe, if they were composed. Nothing is composed again
-            if that gave the config of the run, as for a command that is repeated, or if it has the
-            value of every override (`_holds_for_run`).
+        composed: `overrides` with their recipe, if composed already. This avoids another
+            composition if it equals the config of the run, as for a repeated command, or if it has
+            the value of every override (`_holds_for_run`).
     """
     recipe = recipe_of_run(saved)
     keys = given_keys(overrides)
@@ -254,13 +254,13 @@ def _on_top_of(
     ):
         source = composed
         tree = dict(source.tree)
-        # not the recipe's: these belong to the command
+        # not from the recipe, because these belong to the command
         tree |= {name: value for name, value in _of_no_command().items() if name not in keys}
         leftovers = {name: names for name, names in source.leftovers.items() if name in keys}
     else:
         source = compose_settings(others, config_dir, base=base)
         tree, leftovers = dict(source.tree), dict(source.leftovers)
-    # An option that is chosen has the recipe's keys on top, as when the run began.
+    # The recipe's keys override a selected option, as when the run started.
     for group, values in source.tree.items() if source is not composed else ():
         if group in keys and isinstance(values, Mapping):
             of_group = [o for o, k in zip(overrides, keys, strict=True) if k.split(".")[0] == group]
@@ -277,7 +277,7 @@ def _on_top_of(
         config = to_config(base)
     except OmegaConfBaseException as error:
         raise invalid_config(run, error) from error
-    # what was chosen when the run began, so that its steps stay the same
+    # the values chosen when the run started, so that its steps stay the same
     config.pipeline = with_auto_replaced(config.pipeline, of_run.pipeline)
     if config.data.get("batch_size") == AUTO:
         config.data["batch_size"] = of_run.data["batch_size"]
@@ -304,17 +304,17 @@ def _holds_for_run(
     base: Mapping[str, Any],
     recipe: str | None,
 ) -> bool:
-    """Returns whether `overrides` set in the run's config the values that they have in `composed`.
+    """Returns whether `overrides` set the same values in the run's config as in `composed`.
 
-    They do for a plain value of a key that the run has, a key that is removed, and an option of a
-    group, if the run has the same recipe. All others are composed on top of the run's config, where
-    a mapping is merged with the run's, a new key is checked, and a new `_target_` has leftovers.
+    They do for plain values of keys that the run has, for removed keys, and for options of a group
+    if the run has the same recipe. All others must be composed with the run's config, which merges
+    mappings, checks new keys, and finds leftovers of a new `_target_`.
 
     Args:
-        composed: with the recipe of the command line.
-        overrides: without the recipe.
+        composed: the composition with the recipe of the command line.
+        overrides: the overrides without the recipe.
         base: the config of the run, without the keys that belong to a command.
-        recipe: of the run.
+        recipe: the recipe of the run.
     """
     run_keys = {*flat_keys(base), *OF_THE_COMMAND}
     chosen = {key for key in given_keys(overrides) if key in (*OPEN_GROUPS, *groups())}
@@ -337,7 +337,7 @@ def _holds_for_run(
 
 
 def _at(tree: Mapping[str, Any], key: str) -> Any:
-    """Returns the value of a dotted key; None: there is none."""
+    """Returns the value of a dotted key; None: the key does not exist."""
     node: Any = tree
     for name in key.split("."):
         node = node.get(name) if isinstance(node, Mapping) else None
@@ -345,7 +345,7 @@ def _at(tree: Mapping[str, Any], key: str) -> Any:
 
 
 def _of_no_command() -> dict[str, Any]:
-    """Returns the keys that belong to a command and not to a run, with their defaults."""
+    """Returns the keys that belong to a command, not to a run, with their defaults."""
     return {name: value for name, value in to_tree(Config()).items() if name in OF_THE_COMMAND}
 
 
@@ -353,8 +353,8 @@ def _refuse_another_identity(run: Path, changes: Iterable[Change]) -> None:
     others = [change for change in changes if change.is_identity]
     if others:
         raise ConfigError(
-            f"{run} is a run with {in_words(others)}: leave that out to use the run unchanged, set "
-            f"another run_name= to begin another run, or allow it with allow_changes=true"
+            f"the run {run} has {in_words(others)}: remove the change to use the run as it is, set "
+            f"another run_name= to start a new run, or set allow_changes=true"
         )
 
 
@@ -362,11 +362,11 @@ def _listed(settings: Settings, run: Path) -> list[str]:
     """Returns a block of lines for each kind of difference."""
     notes: list[str] = []
     if settings.changes:
-        head = f"settings are those of {run}/config.yaml, except for"
+        head = f"using the settings in {run}/config.yaml, except for"
         notes.append(changes_table(head, settings.changes, "{} -> {}"))
     if settings.kept:
         recipe = settings.config.recipe
-        head = f"kept as in {run}/config.yaml, although the recipe {recipe} differs"
+        head = f"keeping these settings of {run}/config.yaml, although recipe={recipe} differs"
         notes.append(changes_table(head, settings.kept, "{}  (recipe: {})"))
     return notes
 
@@ -374,7 +374,7 @@ def _listed(settings: Settings, run: Path) -> list[str]:
 def _put_overrides(
     base: dict[str, Any], given: Mapping[str, Any], overrides: Sequence[str]
 ) -> None:
-    """Sets in `base` what `overrides` set in the tree `given`."""
+    """Copies the values that `overrides` set from the tree `given` to `base`."""
     for override in parse_overrides(overrides):
         key = override.key_or_group
         if key.startswith("hydra") or key == "recipe":

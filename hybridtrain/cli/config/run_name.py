@@ -1,4 +1,4 @@
-"""The name of a run: what a file system takes, the default, and the run that a command is about."""
+"""The name of a run: valid folder names, the default, and the run of a command."""
 
 from __future__ import annotations
 
@@ -13,43 +13,42 @@ from hybridtrain.cli.config.overrides import given_keys, parse_overrides, with_t
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.errors import ConfigError
 
-# The overrides that say which run a command is about, and those that a composition asks for.
+# The overrides that select a command's run, and the overrides that require a composition.
 _NAMING = ("recipe", "run_name", "output_dir", "resume", "allow_targets", "push_to", "output")
 
 LONGEST_NAME = 255
-"""The bytes that the name of a file has at most, on nearly every file system."""
+"""The maximum length of a file name in bytes, on nearly every file system."""
 
 
 def check_run_name(run_name: str) -> None:
-    """Checks that a file system takes the name of a run.
+    """Checks that the name of a run is a valid folder name.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it is not.
     """
     names = run_name.split("/")
     if len(names) > 2 or any(not name or name != name.strip(". ") for name in names):
         raise ConfigError(
-            f"run_name={run_name!r} must be the name of a folder in the one of output_dir=, "
-            f"or group/name"
+            f"run_name={run_name!r} must be the name of a folder (in output_dir=), or group/name"
         )
     if not run_name.isprintable():
         raise ConfigError(
-            f"run_name={run_name!r} has a control character or an invisible one: set another name"
+            f"run_name={run_name!r} has a control or invisible character: set another name"
         )
     longest = max(len(os.fsencode(name)) for name in names)
     if longest > LONGEST_NAME:
         raise ConfigError(
-            f"run_name={run_name[:40]}... has {longest} bytes in the name of a folder, and a file "
-            f"system takes {LONGEST_NAME}: set a shorter one"
+            f"run_name={run_name[:40]}... has a folder name of {longest} bytes, but file systems "
+            f"allow {LONGEST_NAME}: set a shorter name"
         )
 
 
 def shortened(name: str, longest: int = 140) -> str:
-    """Returns a name of a folder, with its end replaced by a digest if it has too many bytes.
+    """Returns a folder name, with its end replaced by a digest if it has too many bytes.
 
     Args:
-        name: made from other names or values, so that no user has to shorten it.
-        longest: bytes. Encrypted home folders take 143, other file systems 255.
+        name: a generated name, which the user cannot shorten.
+        longest: the limit in bytes. Encrypted home folders allow 143, other file systems 255.
     """
     encoded = os.fsencode(name)
     if len(encoded) <= longest:
@@ -60,9 +59,9 @@ def shortened(name: str, longest: int = 140) -> str:
 
 
 def default_run_name(recipe: str | None) -> str:
-    """Returns the name of a run of `recipe` that has no other: `recs/a/base.yaml` is `recs-a-base`.
+    """Returns the default name of a run of `recipe`: `recs/a/base.yaml` becomes `recs-a-base`.
 
-    A path below the working directory is taken from there, any other from the root.
+    A path below the working directory is relative to it; any other path is absolute.
     """
     if recipe is None:
         return "run"
@@ -75,7 +74,7 @@ def default_run_name(recipe: str | None) -> str:
 
 
 def naming_overrides(overrides: Sequence[str]) -> list[str]:
-    """Returns those overrides that say which run a command is about."""
+    """Returns the overrides that select a command's run."""
     keys = given_keys(overrides)
     naming = [key in _NAMING or key.startswith("hydra.") for key in keys]
     return list(compress(overrides, naming))
@@ -84,7 +83,7 @@ def naming_overrides(overrides: Sequence[str]) -> list[str]:
 def literal_names(overrides: Sequence[str]) -> Config | None:
     """Returns a config with the `run_name`, `output_dir` and `resume` of a command.
 
-    None: they must be composed, since a recipe may set them, or a value is not plain text.
+    None: a composition is needed, because a recipe may set them or a value is not plain text.
     """
     names = {field.name for field in fields(Config)} - {"recipe"}
     if any(key.partition(".")[0] not in names for key in given_keys(overrides)):
@@ -101,12 +100,12 @@ def literal_names(overrides: Sequence[str]) -> Config | None:
 
 
 def name_run(command: str, config: Config, keys: Sequence[str]) -> None:
-    """Makes the run of the checkpoint that `resume` names the run of a command that names no other.
+    """Selects the run of the checkpoint in `resume` for a command without a run of its own.
 
     Args:
         command: such as evaluate.
-        config: whose `run_name` and `output_dir` are set.
-        keys: of the command line.
+        config: the config; this sets its `run_name` and `output_dir`.
+        keys: the keys on the command line.
     """
     if command not in ("evaluate", "predict", "export") or {"recipe", "run_name"} & set(keys):
         return

@@ -1,4 +1,4 @@
-"""The config that a run began with, as its directory has it."""
+"""The config that a run started with, from its directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridtrain.cli.config.schema import OPEN_GROUPS, Config
 from hybridtrain.cli.config.tree import to_config
 from hybridtrain.errors import ConfigError
 
-# The groups that the config of a run has if it is whole.
+# The groups in a complete config of a run.
 _GROUPS = (*OPEN_GROUPS, "pipeline", "world", "trainer", "checkpoint")
 
 
@@ -26,7 +26,7 @@ def read_config(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} is not a config: restore it, or set another run_name=")
     return {str(key): value for key, value in tree.items()}
@@ -36,13 +36,13 @@ def config_of_run(saved: Mapping[str, Any], run: Path) -> Config:
     """Returns the config of a run, its interpolations resolved.
 
     Raises:
-        ConfigError: it was cut short, or has an unknown key or a value of a wrong type.
+        ConfigError: the file is truncated, or has an unknown key or a value of a wrong type.
     """
     missing = [name for name in _GROUPS if not isinstance(saved.get(name), dict)]
     missing += [f"{name}._target_" for name in OPEN_GROUPS if "_target_" not in saved.get(name, {})]
     if missing:
         raise ConfigError(
-            f"{run}/config.yaml has no {missing[0]}: it was emptied or cut short; restore it, or "
+            f"{run}/config.yaml has no {missing[0]}, so it is empty or truncated: restore it, or "
             f"set another run_name="
         )
     try:
@@ -52,29 +52,29 @@ def config_of_run(saved: Mapping[str, Any], run: Path) -> Config:
 
 
 def invalid_config(run: Path, error: OmegaConfBaseException) -> ConfigError:
-    """Returns the error for a config of a run that the schema does not take."""
+    """Returns the error for a run's config that does not match the schema."""
     return ConfigError(f"{run}/config.yaml: {first_line(error)}")
 
 
 def recipe_of_run(saved: Mapping[str, Any]) -> str | None:
-    """Returns the recipe that the run began with, as it was given."""
+    """Returns the recipe that the run started with, as on its command line."""
     recipe = saved.get("recipe")
     return None if recipe is None else str(recipe)
 
 
 def check_recipe(given: str | None, of_run: str | None, run: Path) -> None:
-    """Refuses the recipe of another run; the run's own config.yaml is a recipe too."""
+    """Rejects the recipe of another run; the run's own config.yaml is a valid recipe too."""
     if given == of_run or (given is not None and is_same_file(given, run / "config.yaml")):
         return
     if given is not None and of_run is not None and is_same_file(given, Path(of_run)):
         return
-    of = f"of recipe={of_run}" if of_run else "without a recipe"
+    of = f"recipe={of_run}" if of_run else "no recipe"
     raise ConfigError(
-        f"{run} is a run {of}, not of recipe={given}: set another run_name=, or leave recipe= out "
-        f"to use the run unchanged"
+        f"the run {run} has {of}, not recipe={given}: set another run_name=, or remove recipe= to "
+        f"use the run as it is"
     )
 
 
 def is_same_file(one: str, other: Path) -> bool:
-    """Returns whether a path as the user wrote it is the file `other`."""
+    """Returns whether a path written by the user is the file `other`."""
     return Path(one).resolve() == other.resolve()

@@ -1,8 +1,8 @@
-"""Secrets of a config are neither written nor shown.
+"""Keeps secrets in a config out of files and output.
 
-A key such as `token: ${oc.env:MY_TOKEN}` has its value while a run lives; `config.yaml` has the
-text between the quotes, which is resolved again when it is read (`from_environment`). Values of
-keys that look like secrets by their names are shown as `***` (`masked`).
+A key such as `token: ${oc.env:MY_TOKEN}` has its value only in memory; `config.yaml` stores the
+interpolation, which is resolved again on reading (`from_environment`). Values of keys with names
+that suggest secrets are shown as `***` (`masked`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _ENVIRONMENT = "oc.env"
 
 
 def from_environment(tree: Mapping[str, Any]) -> dict[tuple[str | int, ...], str]:
-    """Returns, by path, the interpolations whose value depends on an environment variable.
+    """Returns, by path, the interpolations that depend on an environment variable.
 
-    Also those that take such a value over from another key: each is resolved a second time with
-    other environment variables, and compared.
+    This includes interpolations of other keys with such values: it resolves each a second time with
+    other environment variables, and compares.
     """
     config = OmegaConf.create(dict(tree))
     texts = {path: text for path, text in _leaves(tree) if isinstance(text, str) and "${" in text}
@@ -45,7 +45,7 @@ def from_environment(tree: Mapping[str, Any]) -> dict[tuple[str | int, ...], str
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """Returns a copy of `value` in which the values of keys that look like secrets are `***`."""
+    """Returns a copy of `value` with `***` for the values of keys that look like secrets."""
     if isinstance(value, Mapping):
         return {key: masked(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -67,7 +67,7 @@ def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Any,
 
 
 def _resolved(config: Any, path: tuple[str | int, ...]) -> Any:
-    """Returns the value at `path`; an object that equals no other if it cannot be resolved."""
+    """Returns the value at `path`, or a unique object if it cannot be resolved."""
     try:
         for key in path:
             config = config[key]

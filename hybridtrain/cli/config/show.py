@@ -1,4 +1,4 @@
-"""The text of `--cfg job`: a config as YAML, each key with the comment of its file."""
+"""The text of `--cfg job`: a config as YAML, each key with the comment from its file."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ RARE = {
         "message_s",
     ),
 }
-"""Keys by group that `--cfg job` shows only where they are set."""
+"""Keys by group that `--cfg job` shows only if they are set."""
 
 _KEY = re.compile(r"^( *)(\w+):")
 
 
 def config_text(composition: Composition, resolve: bool = False, package: str | None = None) -> str:
-    """Returns a config as YAML, each key with the comment of the file that it comes from.
+    """Returns a config as YAML, each key with the comment from its file.
 
     Args:
-        composition: what to show.
-        resolve: with the values of interpolations.
+        composition: the config to show.
+        resolve: show the values of interpolations.
         package: show only this group.
     """
     tree: Any = composition.tree
@@ -61,12 +61,12 @@ def config_text(composition: Composition, resolve: bool = False, package: str | 
             comment = comments.get(key[2] if not key[1] else f"{group}.{key[2]}")
         lines.append(f"{line}  # {comment}" if comment else line)
     if package is None:
-        lines.append(f"# rare keys, at their defaults: {', '.join(left_out)}")
+        lines.append(f"# rarely used keys, not shown at their defaults: {', '.join(left_out)}")
     return "\n".join(lines)
 
 
 def _without_rare(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the tree without rare keys that have their defaults, and these keys."""
+    """Returns the tree without rarely used keys at their defaults, and these keys."""
     defaults = to_tree(Config(hardware=HardwareConfig()))
     left_out = [
         f"{group}.{key}"
@@ -84,7 +84,7 @@ def _without_rare(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _comments(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the comment of each key: out of the schema, and the files of the open groups."""
+    """Yields the comment of each key, from the schema and the files of the open groups."""
     folder = files("hybridtrain.configs")
     for name, entry in json.loads((folder / "schema.json").read_text())["properties"].items():
         for key, inner in {"": entry, **entry.get("properties", {})}.items():

@@ -1,4 +1,4 @@
-"""The runs of a sweep, one list of overrides for each."""
+"""The runs of a sweep, one list of overrides per run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sweep_choices(overrides: Sequence[str], config_dir: str | None = None) -> li
     """Returns the overrides of each run of a sweep such as `optim.lr=1e-3,1e-2`.
 
     Raises:
-        ConfigError: an override cannot be read or swept over.
+        ConfigError: an override cannot be parsed or swept.
     """
     register()
     search_path = [o for o in overrides if o.lstrip("+").startswith(SEARCH_PATH)]
@@ -37,13 +37,13 @@ def sweep_choices(overrides: Sequence[str], config_dir: str | None = None) -> li
                 key, glob = override.key_or_group, override.value()
                 if isinstance(glob, Glob) and not glob.filter(loader.get_group_options(key)):
                     raise ConfigError(
-                        f"{override.input_line}: glob() chooses among the options of a group "
-                        f"(optim=glob(*)), and none of {key} fits; list the values: "
+                        f"{override.input_line}: glob() selects options of a group, as in "
+                        f"optim=glob(*), but no option of {key} matches; list the values: "
                         f"{key}=value1,value2"
                     )
                 if override.is_interval_sweep():
                     raise ConfigError(
-                        f"{override.input_line}: interval() is for a search, and a sweep runs "
+                        f"{override.input_line}: interval() works only in a search; a sweep runs "
                         f"every value: list them, {key}=1e-4,1e-3, or write {key}=range(1,4)"
                     )
                 if str(override.input_line).endswith("="):
@@ -51,7 +51,7 @@ def sweep_choices(overrides: Sequence[str], config_dir: str | None = None) -> li
                         f"{override.input_line} has no value: write {key}=null, or a list of "
                         f"values, {key}=value1,value2"
                     )
-            # Not through hydra.main: within its jobs no further config can be composed.
+            # Not through hydra.main, because its jobs cannot compose further configs.
             return [list(choice) for choice in BasicSweeper.split_arguments(parsed, None)[0]]
         except HydraException as error:
             line = unreadable(overrides) or " ".join(str(error).split())

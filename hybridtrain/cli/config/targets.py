@@ -1,9 +1,9 @@
-"""Calls the object that a `_target_` in a config names, if it is one of those that may be called.
+"""Calls the object that a `_target_` in a config names, if it is allowed.
 
-Hydra's own `instantiate` calls whatever a config names; its documentation says that its blocklist
-is not a security boundary. Here a list says for each key what it may name: classes of one kind, and
-functions one by one. Whole packages would not do, since most have something that loads a pickle or
-imports a module by its name.
+Hydra's own `instantiate` calls any object; its documentation says that its blocklist is not a
+security boundary. Here, a list defines the allowed objects for each key: classes of one kind, and
+individual functions. Allowing whole packages would not be safe, because most can load a pickle or
+import a module by name.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Targets:
-    """The classes and functions that a key may name without the user's `allow_targets`.
+    """The classes and functions that a key may name without `allow_targets`.
 
     Attributes:
-        words: the same for messages.
-        modules: where the classes and functions are; a class counts if the module exports it.
-        kind: the base of the classes, as `module:name`; None: no classes.
+        words: their description for messages.
+        modules: their modules; a class is allowed if the module exports it.
+        kind: the base class, as `module:name`; None: no classes.
     """
 
     words: str
@@ -37,7 +37,7 @@ class Targets:
     kind: str | None = None
 
 
-# Modules of torchmetrics without a metric that loads a network by a name or a path.
+# Modules of torchmetrics without metrics that load a network by name or path.
 _METRICS = (
     *("aggregation", "classification", "clustering", "detection", "nominal", "regression"),
     *("retrieval", "segmentation", "shape", "audio.sdr", "audio.snr", "text.perplexity"),
@@ -59,7 +59,7 @@ TARGETS: dict[str, Targets] = {
         "torch.optim.lr_scheduler:LRScheduler",
     ),
     "trainer.metrics": Targets(
-        "a metric of torchmetrics that loads no network",
+        "a metric of torchmetrics that does not load a network",
         ("torchmetrics", *(f"torchmetrics.{name}" for name in _METRICS)),
         "torchmetrics:Metric",
     ),
@@ -79,17 +79,17 @@ TARGETS: dict[str, Targets] = {
         "hybridtrain.loop.callbacks:Callback",
     ),
     "data.tokenizer": Targets(
-        "a tokenizer of torchtext by its name, or with a slash a file or folder (./tokenizer.json)"
+        "a tokenizer of torchtext by name, or a file or folder with a slash (./tokenizer.json)"
     ),
 }
 
 
 def _exported(module: Any, name: str) -> list[object]:
-    """Returns the object that a package exports by this name; the others are not imported."""
+    """Returns the object that a package exports under this name, without importing others."""
     return [getattr(module, name)] if name in module.__all__ else []
 
 
-# The functions of a module that a config may call; of some modules, the one of that name.
+# The functions of a module that a config may call; for some modules, the function of that name.
 _FUNCTIONS: dict[str, Callable[[Any, str], Iterable[object]]] = {
     "torchvision.models": lambda module, _: map(module.get_model_builder, module.list_models()),
     "hybridtrain.models": _exported,
@@ -103,7 +103,7 @@ _FUNCTIONS: dict[str, Callable[[Any, str], Iterable[object]]] = {
 }
 
 
-# Packages whose objects take plain values, so that each error of theirs is about such a value.
+# Packages with objects that take plain values, so that their errors are about these values.
 VALUES_ONLY = ("torch.optim", "torchmetrics")
 
 
@@ -111,8 +111,8 @@ def resolve(key: str, path: object, allow: Sequence[str] = ()) -> Callable[..., 
     """Returns the class or function that `path`, the value of `<key>._target_`, names.
 
     Args:
-        key: of the config.
-        path: a class or function of those in `TARGETS`, or anything of a package in `allow`.
+        key: the config key.
+        path: a class or function in `TARGETS`, or any object of a package in `allow`.
         allow: the user's own packages.
 
     Raises:
@@ -122,16 +122,16 @@ def resolve(key: str, path: object, allow: Sequence[str] = ()) -> Callable[..., 
     where = f"{key}={path}" if key == "data.tokenizer" else f"{key}._target_={path}"
     refusal = ConfigError(
         f"{where} is not allowed: {key} may name {targets.words}; to use your own package, set "
-        f"allow_targets=[its.name], also in [tool.hybridtrain] of your pyproject.toml"
+        f"allow_targets=[its.name] on the command line or in [tool.hybridtrain] of pyproject.toml"
     )
     if not isinstance(path, str):
         raise refusal
     is_allowed = _within(path, allow)
-    # refused before anything is imported
+    # rejected before anything is imported
     if not is_allowed and (not _within(path, targets.modules) or "._" in path):
         raise refusal
     module, names = _imported(where, path)
-    if not is_allowed and len(names) > 1:  # an attribute of an object: a method, say
+    if not is_allowed and len(names) > 1:  # an attribute of an object, such as a method
         raise refusal
     target = _attribute(where, module, names)
     if not callable(target) or inspect.ismodule(target):
@@ -139,11 +139,11 @@ def resolve(key: str, path: object, allow: Sequence[str] = ()) -> Callable[..., 
     if not _is_listed(targets, target):
         if not is_allowed:
             raise refusal
-        # What the user's module has only imported is not the user's. An object without a name, such
-        # as a loss that was made there, has its class's origin.
+        # Objects that the user's module only imported are not the user's. For an object without a
+        # name, such as a loss created there, the module of its class counts.
         imported = hasattr(target, "__name__") or len(names) > 1
         if imported and not _within(f"{getattr(target, '__module__', '')}.", allow):
-            raise ConfigError(f"{where} is not allowed: it comes from {target.__module__}")
+            raise ConfigError(f"{where} is not allowed: it is imported from {target.__module__}")
     return cast(Callable[..., Any], target)
 
 
@@ -157,15 +157,15 @@ def build(
     defaults: Mapping[str, Any] | None = None,
     ignore: Sequence[str] = (),
 ) -> T:
-    """Calls the target of `config`, which makes a `kind`, with `positional` and the other keys.
+    """Calls the target of `config`, which returns a `kind`, with `positional` and the other keys.
 
-    A key that is null takes its value from `defaults`, and is left out if the target does not take
-    it. A parameter of the target without a key takes its value from `defaults` too. Keys in
-    `ignore` are known but not passed on.
+    A null key takes its value from `defaults`, and is dropped if the target does not accept it. A
+    parameter of the target without a key also takes its value from `defaults`. Keys in `ignore` are
+    known but not passed on.
 
     Raises:
-        ConfigError: a key is unknown or missing, or the target makes something else.
-        UserError: the target's own, with config keys in the place of its arguments' names.
+        ConfigError: a key is unknown or missing, or the target returns another kind of object.
+        UserError: an error of the target, with config keys instead of argument names.
     """
     defaults = defaults or {}
     target, arguments = check(
@@ -206,7 +206,7 @@ def check(
     defaults: Mapping[str, Any] = {},
     ignore: Sequence[str] = (),
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Checks what `build` can check without a call; returns the target and the keys' arguments.
+    """Does the checks of `build` without a call; returns the target and its arguments.
 
     Raises:
         ConfigError: the target is not allowed, or a key is unknown or of a wrong type.
@@ -234,7 +234,7 @@ def check(
 def not_taken(
     key: str, config: Mapping[str, Any], names: Sequence[str], allow: Sequence[str] = ()
 ) -> list[str]:
-    """Returns those of `names` that are not arguments of the target of `config`."""
+    """Returns the `names` that are not arguments of the target of `config`."""
     if not names:
         return []
     parameters = inspect.signature(resolve(key, config.get("_target_"), allow)).parameters
@@ -244,7 +244,7 @@ def not_taken(
 
 
 def _targets(key: str) -> Targets:
-    """Returns the targets of `key`, or of the group that it is an entry of."""
+    """Returns the targets of `key`, or of its group."""
     while key not in TARGETS:
         key = key.rpartition(".")[0]
     return TARGETS[key]
@@ -261,7 +261,7 @@ def _is_listed(targets: Targets, target: Any) -> bool:
             own_name = getattr(target, "__name__", "")
             listed = _FUNCTIONS[name](module, own_name) if name in _FUNCTIONS else ()
         elif targets.kind is not None and issubclass(target, pkgutil.resolve_name(targets.kind)):
-            # the attribute too, which the module may import on first use
+            # also the attribute, which the module may import on first use
             listed = (getattr(module, target.__name__, None), *vars(module).values())
         if any(target is one for one in listed):
             return True
@@ -269,7 +269,7 @@ def _is_listed(targets: Targets, target: Any) -> bool:
 
 
 def _check_type(key: str, value: object, parameter: inspect.Parameter) -> None:
-    """Refuses a text or a single number where the target expects another kind of value."""
+    """Rejects a string or a single number if the target expects another kind of value."""
     default, annotation = parameter.default, str(parameter.annotation)
     numeric = annotation in ("<class 'int'>", "<class 'float'>", "int", "float")
     if isinstance(value, str) and (isinstance(default, int | float) or numeric):
@@ -285,7 +285,7 @@ def _check_type(key: str, value: object, parameter: inspect.Parameter) -> None:
 
 
 def _refused_values(key: str, arguments: Mapping[str, Any], error: Exception) -> str:
-    """Returns the message for values that a target does not accept; names the one, if it can."""
+    """Returns the message for values that a target rejects; names the wrong one if possible."""
     last = str(error).rpartition(":")[2].strip()
     suspects = [
         name
@@ -302,7 +302,7 @@ def _refused_values(key: str, arguments: Mapping[str, Any], error: Exception) ->
 
 def _another_kind(key: str, config: Mapping[str, Any], kind: type, found: type) -> str:
     expected = f"{kind.__module__}.{kind.__name__}"
-    return f"{key}._target_={config['_target_']} must give a {expected}, not {found.__name__}"
+    return f"{key}._target_={config['_target_']} must return a {expected}, not {found.__name__}"
 
 
 def _within(path: str, packages: Sequence[str]) -> bool:
@@ -310,7 +310,7 @@ def _within(path: str, packages: Sequence[str]) -> bool:
 
 
 def _imported(where: str, path: str) -> tuple[ModuleType, list[str]]:
-    """Returns the module that `path` begins with, and the names after it."""
+    """Returns the module at the start of `path`, and the names after it."""
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:cut])

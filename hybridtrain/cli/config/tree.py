@@ -1,4 +1,4 @@
-"""A `Config` as plain dicts and as YAML, and back."""
+"""Converts a `Config` to plain dicts and YAML, and back."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def to_tree(config: Config) -> dict[str, Any]:
 def to_yaml(
     config: Config, texts: Mapping[tuple[str | int, ...], str] = {}, mask: bool = False
 ) -> str:
-    """Returns a config as written to the run directory.
+    """Returns the YAML of a config, as in the run directory.
 
     Args:
-        config: with its interpolations resolved.
-        texts: by path, interpolations to write in the place of the values (`from_environment`).
-        mask: for people: without what looks like a secret.
+        config: the config, with interpolations resolved.
+        texts: by path, interpolations to write instead of the values (`from_environment`).
+        mask: hide values that look like secrets, for display.
     """
     tree = to_tree(config)
     for path, text in texts.items():
@@ -53,7 +53,7 @@ def to_yaml(
 
 
 def _put(tree: Any, path: tuple[str | int, ...], value: Any) -> None:
-    """Sets the value at `path` of nested dicts and lists, if it is still there."""
+    """Sets the value at `path` of nested dicts and lists, if it still exists."""
     *above, leaf = path
     try:
         for key in above:
@@ -65,7 +65,7 @@ def _put(tree: Any, path: tuple[str | int, ...], value: Any) -> None:
 
 
 def flat_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields every dotted key of a nested mapping, inner nodes too."""
+    """Yields every dotted key of a nested mapping, including inner nodes."""
     for key, value in tree.items():
         yield f"{prefix}{key}"
         if isinstance(value, Mapping):

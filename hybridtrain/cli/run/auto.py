@@ -1,10 +1,10 @@
-"""The keys of a config that are `auto`, chosen when a run begins.
+"""Chooses values for `auto` keys when a run begins.
 
-`pipeline.nb_part`, `pipeline.chunks` and `pipeline.schedule` are chosen by the predicted time of a
-step among those that fit into memory, `data.batch_size` by its memory. `schedule=auto` chooses the
-stages per device, recomputation and micro-batches too, unless they are set: less memory costs time,
-and which way is the cheapest depends on the model. A run that is resumed keeps the values that were
-chosen when it began, so that its steps stay the same: its config has them.
+`pipeline.nb_part`, `pipeline.chunks` and `pipeline.schedule` get the values with the shortest
+predicted step that fit into memory, `data.batch_size` the largest that fits. `schedule=auto` also
+chooses the stages per device, recomputation and micro-batches unless they are set: saving memory
+costs time, and the cheapest way depends on the model. A resumed run keeps the values in its config,
+so that its steps stay the same.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
 
-# What chooses the number of stages by itself; a list, a plan or marks give it.
+# Splits that choose the number of stages; a list, a plan or marks define it.
 _SPLITS = ("uniform", "size", "time", "memory", "balanced")
 
-# The keys that `schedule=auto` chooses as well, where nobody has set them.
+# The keys that `schedule=auto` also chooses unless they are set.
 _WITH_SCHEDULE = ("stages_per_device", "recompute", "chunks")
 
 
 def without_auto(settings: Settings) -> Config:
-    """Returns the config with defaults in the place of `auto`.
+    """Returns the config with defaults in place of `auto`.
 
     Raises:
-        ConfigError: `pipeline.nb_part` is `auto`, and another key decides it.
+        ConfigError: `pipeline.nb_part` is `auto`, but another key determines it.
     """
     config = settings.config
     defaults = PipelineConfig()
@@ -77,25 +77,27 @@ def without_auto(settings: Settings) -> Config:
         split, devices = config.pipeline.split, config.world.devices
         if split not in _SPLITS:
             raise ConfigError(
-                f"pipeline.nb_part=auto chooses the number of stages, and pipeline.split={split} "
-                f"gives it: set pipeline.nb_part= to that number, or pipeline.split=balanced"
+                f"pipeline.nb_part=auto chooses the number of stages, but pipeline.split={split} "
+                f"already fixes it: set pipeline.nb_part= to that number, or "
+                f"pipeline.split=balanced"
             )
         for key in ("device_speeds", "memory_limit_gib"):
             values = getattr(config.pipeline, key)
             if is_per_device(values):
                 raise ConfigError(
-                    f"pipeline.nb_part=auto chooses the number of devices, and "
-                    f"pipeline.{key}={list(values)} gives it: set pipeline.nb_part={len(values)}"
+                    f"pipeline.nb_part=auto chooses the number of devices, but "
+                    f"pipeline.{key}={list(values)} already fixes it: set "
+                    f"pipeline.nb_part={len(values)}"
                 )
         if isinstance(devices, list):
             raise ConfigError(
-                f"pipeline.nb_part=auto chooses the number of devices, and world.devices={devices} "
-                f"gives it: set pipeline.nb_part= to that number, or world.devices=cuda"
+                f"pipeline.nb_part=auto chooses the number of devices, but world.devices={devices} "
+                f"already fixes it: set pipeline.nb_part= to that number, or world.devices=cuda"
             )
     if (keys := auto_keys(config.pipeline)) and config.data.get("batch_size") == AUTO:
         raise ConfigError(
-            f"data.batch_size=auto and pipeline.{keys[0]}=auto depend on each other: give one "
-            f"of them a number"
+            f"data.batch_size=auto and pipeline.{keys[0]}=auto depend on each other: set one of "
+            f"them to a fixed value"
         )
     if config.data.get("batch_size") == AUTO:  # until `with_auto_chosen` has chosen
         config = replace(config, data={**config.data, "batch_size": SAMPLES})
@@ -108,19 +110,19 @@ def with_auto_chosen(
     """Returns `config` with the best values for the keys that are `auto`.
 
     Rank 0 chooses, and logs its choice and the reason in one line; a collective call if a key is
-    `auto`. The fastest values are chosen for keys of `pipeline`, and for `data.batch_size` the
-    largest batch that should fit.
+    `auto`. It chooses the fastest values for keys of `pipeline`, and the largest batch that should
+    fit for `data.batch_size`.
 
     Args:
-        settings: of the command, where keys are `auto`.
-        config: with values in their place, see `without_auto`.
-        data: of the run.
+        settings: the command's settings, with `auto` keys.
+        config: the config with defaults in their place, see `without_auto`.
+        data: the data of the run.
         world: its processes.
-        options: as `config` has them.
+        options: the options of `config`.
 
     Raises:
         ConfigError, SplitError: there is nothing to choose from (see `find_layouts`), the memory of
-            a device is not known, or one sample per micro-batch does not fit.
+            a device is unknown, or one sample per micro-batch does not fit.
     """
     if keys := _chosen_keys(settings):
         sizes = _pipeline_sizes(config, world) if "nb_part" in keys else [world.nb_part]
@@ -141,10 +143,10 @@ def with_auto_chosen(
 
 
 def _chosen_keys(settings: Settings) -> list[str]:
-    """Returns the keys of `pipeline` that are chosen: those that are `auto`, and with the schedule.
+    """Returns the keys of `pipeline` to choose: the `auto` keys, and those chosen with a schedule.
 
-    Beside `schedule=auto`, what the command line sets is kept, and so is what a recipe sets to
-    something other than the default. A split by hand gives the number of stages.
+    With `schedule=auto`, keys keep values from the command line, and values in a recipe other than
+    the default. A manual split fixes the number of stages.
     """
     pipeline, defaults = settings.config.pipeline, PipelineConfig()
     keys, set_keys = auto_keys(pipeline), given_keys(settings.overrides)
@@ -157,23 +159,23 @@ def _chosen_keys(settings: Settings) -> list[str]:
 
 
 def _largest_batch(config: Config, data: DataSplits, world: World, options: RunOptions) -> int:
-    """Returns the samples of the largest batch that should fit.
+    """Returns the number of samples of the largest batch that should fit.
 
-    It doubles the samples of a micro-batch, from one on, while the memory of a step as the run cuts
-    the model fits and the training split has as many.
+    It doubles the samples of a micro-batch, starting from one, while a step with the run's split
+    fits into memory and the training split has enough samples.
     """
     device, pipeline = world.devices[0], options.pipeline
     if world.fixed_replicas is not None:
         raise ConfigError(
-            "data.batch_size=auto depends on the number of processes, and world.replicas= is to "
-            "keep the run the same on any: set a number of samples"
+            "data.batch_size=auto depends on the number of processes, but world.replicas= keeps "
+            "the run the same on any number: set data.batch_size= to a number of samples"
         )
     if (reason := why_not_priced(pipeline)) is not None:
         raise ConfigError(f"data.batch_size=auto: {reason}: set a number of samples")
     memory_is_set = config.hardware is not None or config.pipeline.memory_limit_gib is not None
     if device.type not in ("cpu", "cuda") and not memory_is_set:
         raise ConfigError(
-            f"data.batch_size=auto: the memory of {device} is not known: set "
+            f"data.batch_size=auto: the memory of {device} is unknown: set "
             f"pipeline.memory_limit_gib="
         )
     hardware = hardware_of_run(config, device, world.nb_part * world.data_parallel_size)
@@ -181,7 +183,7 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
     net = construct_on_meta(lambda: build_model(config, data))
     loss_fn = resolve(options.loss_fn, net).function
     least, most = world.logical_replicas * pipeline.chunks, length_of(data.train)
-    size, fits, limit = least, 0, "the training split has no more"
+    size, fits, limit = least, 0, "the training split has no more samples"
     while size <= (most or size):
         share = max(world.samples_by_replica(size))
         example = example_batch(data.train, share, data.collate)
@@ -194,16 +196,16 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
         assert prediction.memory_bytes is not None
         most_bytes = max(prediction.memory_bytes)
         if any(map(gt, prediction.memory_bytes, limits)):
-            limit = f"{size} would take {with_unit(most_bytes)}"
+            limit = f"{size} would need {with_unit(most_bytes)}"
             break
         fits, memory, size = size, most_bytes, 2 * size
     usable = with_unit(round(max(limits)))
     if not fits:
         raise SplitError(
-            f"data.batch_size=auto: {limit} of the {usable} that may be used"
+            f"data.batch_size=auto: {limit} of {usable} usable memory"
             if size <= (most or size)
-            else f"data.batch_size=auto: a sample for each of {least} micro-batches is more than "
-            f"the {most} of the training split: lower pipeline.chunks="
+            else f"data.batch_size=auto: the training split has {most} samples, fewer than the "
+            f"{least} micro-batches: lower pipeline.chunks="
         )
     _log.info(
         "data.batch_size=%d: %s per micro-batch, %s of %s predicted per device; %s",
@@ -217,17 +219,17 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
 
 
 def _pipeline_sizes(config: Config, world: World) -> list[int]:
-    """Returns the numbers of devices that a pipeline may have; a collective call.
+    """Returns the possible numbers of devices of a pipeline; a collective call.
 
-    All processes of a pipeline share them with `engine=distributed`; otherwise each process may
-    use an equal share of its node's, and a divisor of that.
+    With `engine=distributed`, they are spread over the pipeline's processes. Otherwise each process
+    may use an equal share of its node's devices, or a divisor of that.
     """
     if world.engine == "distributed":
         return divisors(world.size)
     launch = detect(os.environ)
     if world.devices[0].type == "cuda":
         there = torch.cuda.device_count()
-        if launch.local_size * there <= launch.node_gpus:  # Slurm shows each task its own alone
+        if launch.local_size * there <= launch.node_gpus:  # Slurm shows each task only its own GPUs
             there *= launch.local_size
     elif config.hardware is not None and config.hardware.device == "cpu":
         there = config.hardware.devices_per_node
@@ -247,12 +249,12 @@ def _choose(
     """Returns the fastest values of `keys` that fit, with pipelines of one of `sizes` devices.
 
     Args:
-        keys: of `pipeline`.
+        keys: keys of `pipeline`.
         sizes: numbers of devices.
-        config: of the run.
-        data: of the run.
+        config: the config of the run.
+        data: the data of the run.
         world: its processes.
-        options: as `config` has them.
+        options: the options of `config`.
     """
     run = model_of_run(config, data)
     distributed = world.engine == "distributed"
@@ -301,9 +303,9 @@ def _choose(
 def _without_a_choice(
     problems: Sequence[ConfigError | SplitError], config: Config
 ) -> ConfigError | SplitError:
-    """Returns the error that nothing can be chosen, from the problem of each size of a pipeline.
+    """Returns the error to raise when no size of a pipeline works, from the problem of each size.
 
-    Where the memory is too small for all, it is that of the size which needs the least.
+    If none fits into memory, it is the error of the size that needs the least.
     """
     too_large = [problem for problem in problems if isinstance(problem, DoesNotFit)]
     if not too_large:
@@ -315,7 +317,7 @@ def _without_a_choice(
 def _choices(
     keys: list[str], nb_part: int, share: int, config: Config, options: PipelineOptions
 ) -> Choices:
-    """Returns what a search may choose from; `share` is a replica's part of a batch."""
+    """Returns the search space; `share` is a replica's part of a batch."""
     pipeline, free = config.pipeline, Choices()
     given_mode = priced_mode(pipeline.recompute)
     if given_mode == "layers":  # a search would choose others; whole stages cost about as much
@@ -324,7 +326,7 @@ def _choices(
     modes = [
         mode
         for mode in free.recompute
-        # the planner, which limits the memory of such a split, does not know single layers
+        # the planner, which limits memory for such a split, does not handle single layers
         if mode != "layers" or options.split not in MEASURED_SPLITS
     ]
     return Choices(

@@ -1,9 +1,9 @@
-"""Builds a run from the settings of a command, one stage after the other.
+"""Builds a run from the settings of a command, stage by stage.
 
-    settings -> options -> PreparedRun: processes, data, keys that are `auto` -> RunContext: model
+    settings -> options -> PreparedRun: processes, data, `auto` keys -> RunContext: model
 
-A mistake ends the command at the first stage that can see it: in the options before the processes
-meet, in the paths before the data is loaded.
+The first stage that can detect an error raises it: errors in options before the processes join,
+errors in paths before the data is loaded.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 
 def build_options(config: Config) -> RunOptions:
-    """Builds what needs neither processes nor data.
+    """Builds the objects that need neither processes nor data.
 
     Raises:
         UserError: a value of the config is wrong.
@@ -80,7 +80,7 @@ def build_options(config: Config) -> RunOptions:
 
 
 def check_choices(config: Config) -> None:
-    """Checks the keys that no options of the library check.
+    """Checks the keys that no option class of the library checks.
 
     Raises:
         UserError: a value is wrong.
@@ -115,9 +115,9 @@ def loader_options(config: Config) -> LoaderOptions:
 
 
 def join_processes(config: Config) -> World:
-    """Joins the other processes, those that the launcher has announced."""
+    """Joins the other processes that the launcher started."""
     if config.trainer.deterministic:
-        # cuBLAS reads it with its first matrix product, and repeats its results with it alone
+        # cuBLAS reads it at its first matrix product, and is deterministic only with it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return World.from_env(
         config.pipeline.nb_part,
@@ -142,14 +142,14 @@ def prepare_run(
 ) -> PreparedRun:
     """Checks the config, joins the other processes and loads the data.
 
-    Nothing is written, but the logs of a run directory that exists.
+    It writes nothing except logs, if the run directory exists.
 
     Args:
         settings: the settings of the command.
         join: returns the processes of the run.
-        writes: the command is going to write to the run directory (`writing`).
-        unlabelled: the command is going to predict `data.predict_path`, for which training data is
-            loaded only if it must be.
+        writes: the command will write to the run directory (`writing`).
+        unlabelled: the command will predict `data.predict_path`; training data is loaded only if
+            necessary.
         make_options: `build_options`, or a function that builds more, such as the trackers.
 
     Raises:
@@ -205,8 +205,8 @@ def build_run(
 
     Args:
         settings: the settings of the command.
-        writes: the command is going to write to the run directory (`writing`).
-        reuse_plan: cut a resumed run by its own plan if that was made with the same settings.
+        writes: the command will write to the run directory (`writing`).
+        reuse_plan: split a resumed run by its own plan if its settings are the same.
         unlabelled: see `prepare_run`.
         make_options: `build_options`, or a function that builds more, such as the trackers.
 
@@ -226,14 +226,14 @@ def build_run(
         replace(options.pipeline, split=split),
         example_inputs=prepared.example_inputs,
     )
-    model.resolve_loss(options.loss_fn)  # refuses what cannot be weighted
+    model.resolve_loss(options.loss_fn)  # raises if the loss cannot be weighted
     if isinstance(options.loss_fn, nn.Module):
         options.loss_fn.to(model.pipeline.output_device)
     return RunContext(**vars(prepared), model=model)
 
 
 def set_numerics(deterministic: bool, tf32: bool) -> None:
-    """Sets how PyTorch computes in this process: the same bits each time, or with TF32."""
+    """Sets PyTorch's deterministic mode and TF32 for this process."""
     torch.use_deterministic_algorithms(deterministic)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32  # PyTorch's own default is True
@@ -242,10 +242,10 @@ def set_numerics(deterministic: bool, tf32: bool) -> None:
 def _open_directory(
     settings: Settings, config: Config, world: World, writes: bool
 ) -> tuple[RunDirectory, CheckpointStore]:
-    """Returns the run directory and its checkpoints; logs, stalls and signals go there from now.
+    """Returns the run directory and its checkpoints; logs and stall reports go there from now on.
 
     Raises:
-        UserError: the directory cannot be written to, or there are no weights at `init_from`.
+        UserError: the directory is not writable, or there are no weights at `init_from`.
     """
     directory = RunDirectory(config)
     world.watch(directory.path / "stalls")
@@ -270,28 +270,27 @@ def _open_directory(
 def _describe_data(data: DataSplits) -> None:
     _log.info("%s", data)
     if data.without_samples:
-        _log.warning("no training sample has the class %s", ", ".join(data.without_samples[:8]))
+        _log.warning("no training samples for class %s", ", ".join(data.without_samples[:8]))
 
 
 def example_of_run(config: Config, data: DataSplits, world: World) -> tuple[Any, Any]:
-    """Returns inputs and targets of a replica's batch, the same samples on every replica."""
+    """Returns inputs and targets of a replica's batch, with the same samples on every replica."""
     share = max(world.samples_by_replica(config.data["batch_size"]))
     if share < config.pipeline.chunks:
         _log.warning(
-            "pipeline.chunks=%d, but a replica's batch has %d samples: it is cut into %d "
-            "micro-batches",
+            "pipeline.chunks=%d, but a replica's batch has only %d samples: using %d micro-batches",
             config.pipeline.chunks,
             share,
             share,
         )
     draws = default_generators()
     example = _example_batch(data, share)
-    rewind(draws)  # transforms may draw, and the model draws its values first
+    rewind(draws)  # transforms may draw random numbers, but the model must draw first
     return example[0], example[1]
 
 
 def _example_batch(data: DataSplits, samples: int) -> Any:
-    """Returns a batch of training samples, or of those to predict if there are no others."""
+    """Returns a batch of training samples, or of samples to predict if there are no others."""
     if data.predict is None or length_of(data.train) != 0:
         return example_batch(data.train, samples, data.collate)
     inputs: Any = data.predict
@@ -315,13 +314,13 @@ def register_schedules(config: Config) -> None:
             import_module(package)
         except ImportError as error:
             raise ConfigError(
-                f"pipeline.schedule={name} needs the schedules of allow_targets={package}, which "
-                f"cannot be imported: {error}"
+                f"pipeline.schedule={name}: cannot import allow_targets={package}, which may "
+                f"register it: {error}"
             ) from error
     if packages and name not in (AUTO, *schedule_names()):
         raise ConfigError(
-            f"pipeline.schedule={name} is unknown, and importing {', '.join(packages)} does not "
-            f"register it (@hybridtrain.schedule.schedule): {did_you_mean(name, schedule_names())}"
+            f"pipeline.schedule={name} is unknown, and {', '.join(packages)} does not register it "
+            f"(@hybridtrain.schedule.schedule): {did_you_mean(name, schedule_names())}"
         )
 
 
@@ -335,7 +334,7 @@ def _split_or_plan(prepared: PreparedRun) -> Any:
         return split
     for change in settings.changes:
         if change.key.startswith(("model.", "pipeline.")):
-            _log.info("measured again: %s has changed since the plan was made", change.key)
+            _log.info("measuring layers again: %s has changed since the plan was made", change.key)
             return split
-    _log.info("cut as in %s", plan)
+    _log.info("split as in %s", plan)
     return str(plan)

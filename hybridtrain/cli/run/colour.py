@@ -1,7 +1,7 @@
 """Colour on a terminal: `error:` in red, and the result of a run in bold.
 
-The variable NO_COLOR, set to anything but the empty text, turns it off (https://no-color.org), and
-so does TERM=dumb. Files and pipes get plain text.
+A non-empty NO_COLOR (https://no-color.org) or TERM=dumb turns it off. Files and pipes get plain
+text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ERROR = "error:"
 
 
 def takes_colour(stream: Any) -> bool:
-    """Returns whether a stream is a terminal whose user has not turned colour off."""
+    """Returns whether a stream is a terminal and colour is on."""
     off = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return not off and stream.isatty()
 
@@ -27,7 +27,7 @@ def bold(text: str, stream: Any) -> str:
 
 
 def with_red_error(text: str, stream: Any) -> str:
-    """Returns `text` with its first word `error:` in red for a terminal, if it begins so."""
+    """Returns `text` with a leading `error:` in red, for a terminal."""
     if text.startswith(_ERROR) and takes_colour(stream):
         return f"{_RED}{_ERROR}{_RESET}{text.removeprefix(_ERROR)}"
     return text

@@ -1,4 +1,4 @@
-"""Builds what a config names: model, loss, metrics, optimizer, learning rates and callbacks."""
+"""Builds the model, loss, metrics, optimizer, schedule and callbacks that a config names."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ from hybridtrain.step import (
     take_step,
 )
 
-# Settings of PyTorch's losses that are tensors, one number for each class.
+# Arguments of PyTorch's losses that are tensors with one number per class.
 _TENSORS = ("weight", "pos_weight")
 
 
 def build_model(config: Config, data: DataSplits) -> nn.Module:
-    """Returns the model, with what the data know for those of its arguments that have no key.
+    """Returns the model; arguments without a key take their values from the data.
 
     Raises:
-        ConfigError: the target is not allowed or gives no module, a key does not fit it, or a size
-            that a key sets is too small for the data.
+        ConfigError: the target is not allowed or does not return a module, it does not accept a
+            key, or a size is too small for the data.
     """
     for name in ("num_classes", "vocab_size", "max_len", "seq_len", "pad_index"):
         value, of_data = config.model.get(name), data.metadata.get(name)
@@ -66,7 +66,7 @@ def build_model(config: Config, data: DataSplits) -> nn.Module:
             raise ConfigError(
                 f"model.{name}={value} does not fit the data, which "
                 + (f"is padded with {of_data}" if is_padding else f"needs {of_data}")
-                + f": leave model.{name}= out to take it from the data"
+                + f": remove model.{name}= to take it from the data"
             )
     net = instantiate.build(
         "model",
@@ -83,10 +83,10 @@ def build_model(config: Config, data: DataSplits) -> nn.Module:
 
 
 def _wrapped(net: nn.Module, key: str, wrap: Callable[..., nn.Module], chosen: Any) -> nn.Module:
-    """Returns what a wrapper makes of a model.
+    """Returns the wrapped model.
 
     Raises:
-        ConfigError: a setting is unknown, or the wrapper refuses it.
+        ConfigError: a setting is unknown, or the wrapper rejects it.
     """
     names = list(inspect.signature(wrap).parameters)[1:]
     if chosen is not True and not isinstance(chosen, Mapping):
@@ -94,7 +94,7 @@ def _wrapped(net: nn.Module, key: str, wrap: Callable[..., nn.Module], chosen: A
     settings: Mapping[str, Any] = {} if chosen is True else chosen
     for name in settings:
         if name not in names:
-            raise ConfigError(unknown_key(f"{key}.{name}", [f"{key}.{each}" for each in names]))
+            raise ConfigError(unknown_key(f"{key}.{name}", [f"{key}.{known}" for known in names]))
     with naming({name: f"{key}.{name}" for name in names}):
         return wrap(net, **settings)
 
@@ -102,14 +102,14 @@ def _wrapped(net: nn.Module, key: str, wrap: Callable[..., nn.Module], chosen: A
 def build_loss(config: Config, data: DataSplits | None = None) -> LossFn:
     """Returns the loss function that `trainer.loss` names or describes.
 
-    Without one it is the loss for what the model returns, see `hybridtrain.models.returns`.
-    `trainer.label_smoothing` and `trainer.class_weights` are settings of a loss by its name.
-    A `_target_` is a class, such as `torch.nn.CrossEntropyLoss`; a function that makes a loss
-    function; or itself a `loss_fn(output, targets)`, whose other arguments are the other keys.
+    The default depends on the model's output, see `hybridtrain.models.returns`.
+    `trainer.label_smoothing` and `trainer.class_weights` apply to losses given by name. A
+    `_target_` is a class, such as `torch.nn.CrossEntropyLoss`; a function that returns a loss
+    function; or a `loss_fn(output, targets)` that takes the other keys as further arguments.
 
     Raises:
-        ConfigError: the name is unknown, or the target is not allowed or does not fit its keys; or
-            the loss has no such setting, or the weights do not fit the data.
+        ConfigError: the name is unknown, the target is not allowed or does not accept a key, the
+            loss does not support a setting, or the weights do not fit the data.
     """
     chosen = config.trainer.loss
     if chosen is None:
@@ -121,8 +121,8 @@ def build_loss(config: Config, data: DataSplits | None = None) -> LossFn:
     for key in ("label_smoothing", "class_weights"):
         if getattr(config.trainer, key):
             raise ConfigError(
-                f"trainer.{key} is for a loss by its name, and trainer.loss has a _target_: give "
-                f"it there, among its arguments"
+                f"trainer.{key} applies only to a loss given by name, but trainer.loss has a "
+                f"_target_: set it among the arguments of trainer.loss"
             )
     settings = {
         key: torch.tensor(value, dtype=torch.float32)
@@ -132,7 +132,7 @@ def build_loss(config: Config, data: DataSplits | None = None) -> LossFn:
     }
     target = instantiate.resolve("trainer.loss", settings.get("_target_"), config.allow_targets)
     if not isinstance(target, type) and callable(getattr(target, "count", None)):
-        return target  # a loss that counts, not what makes one
+        return target  # a loss function itself, not a factory
     positional = [] if isinstance(target, type) else _output_and_targets(target, settings)
     if positional:
         _, arguments = instantiate.check(
@@ -142,7 +142,7 @@ def build_loss(config: Config, data: DataSplits | None = None) -> LossFn:
     made: Any = instantiate.build("trainer.loss", settings, object, config.allow_targets)
     if not callable(made):
         raise ConfigError(
-            f"trainer.loss._target_={settings['_target_']} must give a loss function, not "
+            f"trainer.loss._target_={settings['_target_']} must return a loss function, not "
             f"{type(made).__name__}"
         )
     loss_fn: LossFn = made
@@ -150,7 +150,7 @@ def build_loss(config: Config, data: DataSplits | None = None) -> LossFn:
 
 
 def _with_settings(name: str, config: Config, data: DataSplits | None) -> LossFn:
-    """Returns a loss by its name, with the smoothing of its labels and the weights of classes."""
+    """Returns a loss by name, with label smoothing and class weights."""
     loss_fn = LOSSES[name]
     arguments: dict[str, Any] = {}
     if config.trainer.label_smoothing:
@@ -165,36 +165,37 @@ def _with_settings(name: str, config: Config, data: DataSplits | None) -> LossFn
             isinstance(weights, list) and all(isinstance(w, int | float) for w in weights)
         ):
             raise ConfigError(
-                f"trainer.class_weights={weights} must be auto, or a number for each class"
+                f"trainer.class_weights={weights} must be auto, or one number per class"
             )
         arguments["weight"] = None if data is None else _class_weights(weights, data)
     takes = inspect.signature(loss_fn).parameters
     for key, argument in (("label_smoothing",) * 2, ("weight", "class_weights")):
         if key in arguments and key not in takes:
-            raise ConfigError(f"trainer.loss={name} has no trainer.{argument}: leave it out")
+            raise ConfigError(f"trainer.loss={name} does not support trainer.{argument}: remove it")
     return partial(loss_fn, **arguments) if arguments else loss_fn
 
 
 def _class_weights(weights: Any, data: DataSplits) -> Tensor:
-    """Returns a weight for each class: as given, or by their frequency in the training samples."""
+    """Returns one weight per class: the given ones, or the inverse of each class's frequency."""
     classes = data.metadata.get("num_classes")
     if weights != AUTO:
         if isinstance(classes, int) and len(weights) != classes:
             raise ConfigError(
-                f"trainer.class_weights has {len(weights)} numbers, and the data {classes} classes"
+                f"trainer.class_weights has {len(weights)} numbers, but the data has {classes} "
+                f"classes"
             )
         return torch.tensor(weights, dtype=torch.float32)
     labels = getattr(data.train, "labels", None)
     if labels is None or not isinstance(classes, int):
         raise ConfigError(
-            "trainer.class_weights=auto needs a data set that knows its labels without reading its "
-            "samples (a method labels()), and this one does not: give a list"
+            "trainer.class_weights=auto needs a data set with a method labels(), and this one has "
+            "none: set trainer.class_weights= to a list"
         )
     return balanced_weights(labels(), classes)
 
 
 def _output_and_targets(target: Any, settings: Mapping[str, Any]) -> list[str]:
-    """Returns the two arguments that a loss function itself needs besides its settings."""
+    """Returns the two positional arguments of a loss function, in addition to its settings."""
     needed = [
         name
         for name, parameter in inspect.signature(target).parameters.items()
@@ -211,12 +212,12 @@ _log = logging.getLogger(__name__)
 def build_metrics(
     config: Config, loss_fn: LossFn, metadata: Mapping[str, Any] = {}
 ) -> dict[str, Any]:
-    """Returns the metrics that `trainer.metrics` names; by default those that fit the loss.
+    """Returns the metrics that `trainer.metrics` names; the default depends on the loss.
 
-    `metadata` is the data's, which has the number of classes.
+    `metadata` comes from the data and includes the number of classes.
 
     Raises:
-        ConfigError: a name is unknown, or the target is not allowed or does not fit its keys.
+        ConfigError: a name is unknown, or the target is not allowed or does not accept a key.
     """
     chosen = config.trainer.metrics
     if chosen is None:
@@ -229,7 +230,7 @@ def build_metrics(
             continue
         if "." in str(metric):
             raise ConfigError(
-                f"trainer.metrics={metric} names a class, which goes with a _target_: "
+                f"trainer.metrics={metric} is a class and needs a _target_: "
                 f"trainer.metrics={{{str(name).rpartition('.')[2]}: {{_target_: {metric}}}}}"
             )
         check_metric("trainer.metrics", metric)
@@ -242,7 +243,7 @@ def build_metrics(
 
 
 def _metric_by_name(name: str, metadata: Mapping[str, Any]) -> Any:
-    """Returns a metric, with what the data says of its classes if it takes that."""
+    """Returns a metric; it gets class information from the data if it accepts that."""
     facts = {
         "num_classes": metadata.get("num_classes"),
         "several": metadata.get("task") == "multilabel",
@@ -254,12 +255,12 @@ def _metric_by_name(name: str, metadata: Mapping[str, Any]) -> Any:
 def direction_of(
     key: str, value: str, mode: str | None, metrics: Any, allow: Sequence[str] = ()
 ) -> str:
-    """Returns `min` or `max` for a value of the evaluation, by the metrics that a config has.
+    """Returns `min` or `max` for a value of the evaluation, from the metrics of a config.
 
     Args:
-        key: of `mode`, for the message.
+        key: the key of `mode`, for messages.
         value: `loss`, or the name of a metric.
-        mode: of the config.
+        mode: the configured mode.
         metrics: `trainer.metrics` of the config.
         allow: see `instantiate.build`.
 
@@ -283,14 +284,14 @@ def build_model_optimizer(
 ) -> Optimizer:
     """Returns the optimizer of `model` that `config` describes, with its parameter groups.
 
-    It is one for the model's `shard`.
+    It is sharded if the model's `shard` says so.
 
-    Each of `config["groups"]` has `match`, patterns for names, and the settings of its group; with
-    a `_target_` it is an optimizer by itself, with all its settings. `layer_decay` is that of
-    `parameter_groups`.
+    Each entry of `config["groups"]` has `match`, patterns for parameter names, and the settings of
+    its group; with a `_target_`, it is a separate optimizer with its own settings. For
+    `layer_decay`, see `parameter_groups`.
 
     Raises:
-        ConfigError: a target is not an optimizer, a key does not fit it, or a pattern matches no
+        ConfigError: a target is not an optimizer, it does not accept a key, or a pattern matches no
             parameter.
     """
     plain = {key: value for key, value in config.items() if key not in GROUP_KEYS}
@@ -316,13 +317,13 @@ def build_model_optimizer(
         number = group.pop("rule", None)
         settings = {} if number is None else dict(passed[number])
         settings.pop("match", None)
-        if "lr" in group and "lr" in settings:  # of layer_decay: in the same proportion
+        if "lr" in group and "lr" in settings:  # layer_decay scales the group's rate too
             settings["lr"] *= group["lr"] / plain["lr"]
         alone.get(number, rest).append({**group, **settings})
     if sharded and apart:
         raise ConfigError(
-            "optim.groups has a _target_, which makes several optimizers, and "
-            "world.shard=optimizer spreads one: leave it out, or set world.shard=none"
+            "optim.groups with a _target_ makes several optimizers, but world.shard=optimizer "
+            "supports only one: remove the _target_, or set world.shard=none"
         )
     if sharded:
         return ShardedOptimizer(model, make, rest)
@@ -336,10 +337,10 @@ def build_model_optimizer(
 def _check_rules(
     config: Mapping[str, Any], rules: Sequence[Mapping[str, Any]], allow: Sequence[str]
 ) -> None:
-    """Checks the keys of groups that are not an optimizer by themselves.
+    """Checks the keys of groups that have no optimizer of their own.
 
     Raises:
-        ConfigError: the optimizer has no such setting for a group.
+        ConfigError: the optimizer does not support a setting for a group.
     """
     settings = build_optimizer(config, [Parameter(torch.zeros(1))], allow).defaults
     for number, rule in enumerate(rules):
@@ -365,16 +366,16 @@ def build_optimizer(
     """Returns the optimizer that `config["_target_"]` names, over the trainable `parameters`.
 
     Args:
-        config: its keys but those of `GROUP_KEYS` are the optimizer's arguments.
-        parameters: or parameter groups, of which none is left out.
+        config: all keys except `GROUP_KEYS` are the optimizer's arguments.
+        parameters: parameters, or parameter groups, which are all kept.
         allow: see `instantiate.build`.
-        key: of `config`, for messages.
+        key: the config key of `config`, for messages.
 
     Raises:
-        ConfigError: the target is not an optimizer, or a key does not fit it.
+        ConfigError: the target is not an optimizer, or it does not accept a key.
     """
     trained = [each for each in parameters if isinstance(each, dict) or each.requires_grad]
-    # a process of a pipeline may have frozen ones only, and an optimizer wants one at least
+    # a pipeline process may have only frozen parameters, but an optimizer needs at least one
     trained = trained or [Parameter(torch.empty(0))]
     optimizer = instantiate.build(
         key, config, Optimizer, allow, positional=[trained], ignore=GROUP_KEYS
@@ -384,10 +385,10 @@ def build_optimizer(
 
 
 def optimizer_tensors_per_param(config: Mapping[str, Any], allow: Sequence[str] = ()) -> int:
-    """Returns how many tensors of a parameter's size the optimizer of `config` keeps for it."""
+    """Returns the number of parameter-sized tensors that the optimizer keeps per parameter."""
     parameter = Parameter(torch.zeros(2, 3))
     optimizer = build_optimizer(config, [parameter], allow)
-    optimizer.param_groups[0]["capturable"] = False  # which is for parameters on a GPU
+    optimizer.param_groups[0]["capturable"] = False  # valid only for parameters on a GPU
     parameter.grad = torch.zeros_like(parameter)
     try:
         show_weights(optimizer, training=True)
@@ -396,7 +397,7 @@ def optimizer_tensors_per_param(config: Mapping[str, Any], allow: Sequence[str] 
         raise
     except Exception as error:  # for sparse gradients only, say
         raise ConfigError(
-            f"optim._target_={config['_target_']} fails at a step: {error}"
+            f"optim._target_={config['_target_']} failed in an optimizer step: {error}"
         ) from error
     tensors = optimizer.state[parameter].values()
     return sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in tensors)
@@ -407,20 +408,20 @@ def build_lr_schedule(
 ) -> LRScheduler:
     """Returns the schedule that `config["_target_"]` names, stepped once per optimizer step.
 
-    `warmup_steps` come first: the learning rate rises linearly from its
-    `1 / (warmup_steps + 1)`th part. A null `T_max`, `total_iters` or `total_steps` becomes the
-    number of steps after the warm-up.
+    During the first `warmup_steps`, the learning rate rises linearly from `1 / (warmup_steps + 1)`
+    of its value. A null `T_max`, `total_iters` or `total_steps` becomes the number of steps after
+    the warm-up.
 
     Raises:
-        ConfigError: the target is not a schedule, or a key does not fit it.
+        ConfigError: the target is not a schedule, or it does not accept a key.
     """
     warmup = config.get("warmup_steps") or 0
     if type(warmup) is not int or warmup < 0:
         raise ConfigError(f"lr_schedule.warmup_steps={warmup} must be a number of steps, 0 or more")
     if warmup >= total_steps:
         _log.warning(
-            "lr_schedule.warmup_steps=%d is not less than the %d steps of the run: the learning "
-            "rate only rises, and never reaches its value",
+            "lr_schedule.warmup_steps=%d is not less than the %d steps of the run: the run ends "
+            "before the learning rate reaches its full value",
             warmup,
             total_steps,
         )
@@ -428,7 +429,7 @@ def build_lr_schedule(
     lengths = {"T_max": left, "total_iters": left, "total_steps": left}
     if "total_iters" not in config:  # it has a default
         del lengths["total_iters"]
-    if "epochs" in config:  # the other way to tell OneCycleLR its length
+    if "epochs" in config:  # the other way to set OneCycleLR's length
         del lengths["total_steps"]
     schedule = instantiate.build(
         "lr_schedule",
@@ -449,11 +450,12 @@ def build_lr_schedule(
 def build_callbacks(config: Config, directory: RunDirectory) -> list[Callback]:
     """Returns the callbacks that `callbacks` names, in its order.
 
-    It is a list of names, or a mapping of names to their arguments; with a `_target_` the name is
-    free. A `directory` that is not given is a folder of that name in the run directory.
+    It is a list of names, or a mapping from names to arguments; with a `_target_`, the name is
+    free. The default of an argument `directory` is a folder in the run directory, named after the
+    callback.
 
     Raises:
-        ConfigError: a name is unknown, or a key does not fit.
+        ConfigError: a name is unknown, or the callback does not accept a key.
     """
     chosen = config.callbacks or {}
     if not isinstance(chosen, Mapping):
@@ -479,17 +481,17 @@ def build_callbacks(config: Config, directory: RunDirectory) -> list[Callback]:
 def build_trackers(
     config: Config, directory: RunDirectory, *, quiet: bool = False, dry_run: bool = False
 ) -> list[Callback]:
-    """Returns the trackers that `monitor` names, and the profile, for all processes.
+    """Returns the trackers that `monitor` names, and the profiler, for all processes.
 
     Args:
-        config: of the run.
-        directory: of the run.
+        config: the config of the run.
+        directory: the run directory.
         quiet: leave out the progress on the terminal.
-        dry_run: leave out all other trackers, the user's too, after a check of their keys. They are
-            not called, since some would report a run as soon as they are made.
+        dry_run: check the keys of all other trackers, user-defined ones too, but do not construct
+            them, because some report a run on construction.
 
     Raises:
-        ConfigError: a name is unknown, a key does not fit, or a package is not installed.
+        ConfigError: a name is unknown, a tracker does not accept a key, or a package is missing.
     """
     if config.monitor.report:
         observe.check_installed()
@@ -526,7 +528,7 @@ def _makes_tracker(
 
 
 def _refuse_nameless(key: str, what: str, chosen: Mapping[str, Any]) -> None:
-    """Refuses a `_target_` in the place where a mapping has names."""
+    """Rejects a `_target_` where the mapping must have names."""
     if (target := chosen.get("_target_")) is not None:
         raise ConfigError(
             f"{key}._target_={target}: give the {what} a name, such as "
@@ -535,12 +537,12 @@ def _refuse_nameless(key: str, what: str, chosen: Mapping[str, Any]) -> None:
 
 
 def _with_target(key: str, settings: Any, named: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the arguments of a callback, with the `_target_` of the name in `key` if it has none.
+    """Returns the arguments of a callback, with the `_target_` for the name in `key` by default.
 
     Args:
         key: the group and the name.
         settings: the arguments; None: no arguments.
-        named: the callbacks of the group by name, as `module:class`.
+        named: the group's callbacks by name, as `module:class`.
     """
     if settings is not None and not isinstance(settings, Mapping):
         switch = "true, false or " if key.startswith("monitor.") else ""

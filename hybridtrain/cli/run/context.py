@@ -1,4 +1,4 @@
-"""The objects of a run, by the stage of its construction: options, prepared run, context."""
+"""The objects of a run at each stage of construction: options, prepared run, context."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class RunOptions:
         trainer: the options of the trainer.
         loader: the options of the loaders.
         loss_fn: the loss of `trainer.loss`.
-        metrics: of an evaluation, by name.
-        callbacks: those of the group `callbacks`.
-        trackers: those of the group `monitor`; none for a command that does not train.
+        metrics: the evaluation metrics, by name.
+        callbacks: the callbacks of the group `callbacks`.
+        trackers: the trackers of the group `monitor`; none for commands that do not train.
     """
 
     pipeline: PipelineOptions
@@ -48,16 +48,16 @@ class PreparedRun:
     """The objects of a run before its model.
 
     Attributes:
-        settings: of the command.
-        config: rank 0's, with a value for every key that was `auto`.
-        directory: of the run.
-        store: of its checkpoints.
+        settings: the settings of the command.
+        config: rank 0's config, with values for `auto` keys.
+        directory: the run directory.
+        store: the run's checkpoints.
         world: its processes.
         data: its data set.
-        build: makes the model.
-        example_inputs: of a batch of one replica.
-        example_targets: of the same batch.
-        options: as `config` has them.
+        build: builds the model.
+        example_inputs: the inputs of one replica's batch.
+        example_targets: the targets of the same batch.
+        options: the options of `config`.
     """
 
     settings: Settings
@@ -74,7 +74,7 @@ class PreparedRun:
 
 @dataclass(frozen=True)
 class RunContext(PreparedRun):
-    """The objects of a run with its model, which is what most commands work with."""
+    """The objects of a run with its model; most commands use this."""
 
     model: HybridModel
 
@@ -85,7 +85,7 @@ class RunContext(PreparedRun):
         return kind(self.data.train, size, self.world, seed=seed, options=options)
 
     def predict_loader(self) -> EvalLoader | None:
-        """Returns the loader of inputs without targets; without these, the evaluation's."""
+        """Returns the loader of unlabelled inputs, or the evaluation's loader if there are none."""
         if self.data.predict is None:
             return self.eval_loader()
         size, options = self.config.data["batch_size"], self.options.loader

@@ -1,16 +1,16 @@
 """The run directory: its files, and who writes them.
 
     <output_dir>/<run_name>/
-        config.yaml     the resolved config        overrides.yaml  the command line's
+        config.yaml     the resolved config        overrides.yaml  the command line
         metrics.jsonl   a line per logged step     summary.json    written at the end
         events.out.*    for TensorBoard            checkpoints/    see `checkpoint.directory`
         logs/           rank_000.log, ...          export/         see the command `export`
         plan.yaml       stages and their costs     timeline.*      see `observe.timeline`
         run.lock        see `run_lock`             evaluations.jsonl   a line per `evaluate`
         predictions/    see the command `predict`  profile/        see `loop.callbacks`
-        metrics.csv     of `monitor.csv`           wandb/, *.id    see `observe.trackers`
+        metrics.csv     from `monitor.csv`         wandb/, *.id    see `observe.trackers`
 
-Its path depends on names only, not on the clock, so that a restarted run finds its checkpoints
+Its path depends on names only, not on the time, so that a restarted run finds its checkpoints
 (`checkpoint_to_resume`). One process at a time may write to it (`run_lock`).
 """
 
@@ -48,29 +48,28 @@ if TYPE_CHECKING:
     from hybridtrain.cli.run.context import RunContext
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-# Lines that are in the file only: the terminal has them from `Progress`.
+# Lines for the log file only: `Progress` prints them on the terminal.
 _FILE_ONLY = "hybridtrain.progress"
 
 
 def _use_own_lock() -> None:
-    """Gives tqdm, through which the terminal's lines go, a lock of this process alone.
+    """Gives tqdm, which prints the terminal's lines, a lock private to this process.
 
-    Its own one is shared with forked processes: a worker of a DataLoader that is killed while it
-    holds it would stop this process at the next line of its log.
+    Forked processes share tqdm's default lock: a DataLoader worker that is killed while it holds
+    the lock would block this process at its next log line.
     """
     tqdm.set_lock(threading.RLock())
 
 
 _use_own_lock()
-os.register_at_fork(after_in_child=_use_own_lock)  # another thread may hold the parent's
+os.register_at_fork(after_in_child=_use_own_lock)  # another thread may hold the parent's lock
 
 
 class RunLog:
-    """Sends the log of this process to `folder`, once it is there, and on rank 0 to the terminal.
+    """Sends the log of this process to `folder`, once it exists, and on rank 0 to the terminal.
 
-    What is logged before is kept, so that a run that fails early leaves no folder, and the log of
-    another has its first lines too. With `quiet` the terminal has only warnings and the lines that
-    are logged with `RESULT`.
+    Earlier lines are buffered until then, so that a run that fails early leaves no folder. With
+    `quiet`, the terminal shows only warnings and the lines logged with `RESULT`.
     """
 
     def __init__(self, folder: Path, rank: int, quiet: bool = False) -> None:
@@ -97,7 +96,7 @@ class RunLog:
             self.begin_file()
 
     def begin_file(self) -> None:
-        """Begins to write the file; a folder that cannot be written to is only a warning."""
+        """Starts the log file; if the folder is not writable, this only warns."""
         root, early = logging.getLogger(), self._early
         if early is None:
             return
@@ -106,7 +105,7 @@ class RunLog:
         try:
             file = _LogFile(self._path, encoding="utf-8")
         except OSError as error:
-            logging.getLogger(__name__).warning("no log file: %s", error)
+            logging.getLogger(__name__).warning("cannot write a log file: %s", error)
             return
         file.setFormatter(logging.Formatter(_FORMAT))
         file.addFilter(_escape)
@@ -117,11 +116,11 @@ class RunLog:
 
 
 RESULT = {"result": True}
-"""The `extra` of the last line of a run, its result, which a quiet run shows too."""
+"""The `extra` of a run's last log line, its result; a quiet run shows it too."""
 
 
 class _OnTerminal(logging.Formatter):
-    """Sets the result of a run apart from the lines before it, unless the terminal is quiet."""
+    """Sets the result of a run apart from the lines above it, unless the terminal is quiet."""
 
     def __init__(self, quiet: bool) -> None:
         super().__init__()
@@ -137,7 +136,7 @@ def _is_result(record: logging.LogRecord) -> bool:
 
 
 def _escape(record: logging.LogRecord) -> bool:
-    """Escapes control characters, which the names in a config may have; as a filter."""
+    """A filter that escapes control characters, which names in a config may contain."""
     if record.name.startswith("hybridtrain") and isinstance(record.args, tuple):
         record.args = tuple(map(in_log, record.args))
     text = record.getMessage()
@@ -147,7 +146,7 @@ def _escape(record: logging.LogRecord) -> bool:
 
 
 class LogLines(io.TextIOBase):
-    """A text stream whose lines go to the log file, and not to the terminal."""
+    """A text stream that writes its lines to the log file, not to the terminal."""
 
     def write(self, text: str) -> int:
         """Logs the lines of `text`."""
@@ -158,7 +157,7 @@ class LogLines(io.TextIOBase):
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that says once that it cannot be written, and not with a traceback each line."""
+    """A log file that reports a write error once, without a traceback for each line."""
 
     _failed = False
 
@@ -169,7 +168,7 @@ class _LogFile(logging.FileHandler):
         if not self._failed:
             self._failed = True
             error = sys.exc_info()[1]
-            print(f"the log {self.baseFilename} cannot be written: {error}", file=sys.stderr)
+            print(f"cannot write the log {self.baseFilename}: {error}", file=sys.stderr)
 
 
 _log = logging.getLogger(__name__)
@@ -181,7 +180,7 @@ class RunDirectory:
     Attributes:
         path: the directory itself.
         checkpoints: the folder of the checkpoints.
-        plan: the plan that the run is cut by.
+        plan: the plan of the run.
     """
 
     def __init__(self, config: Config) -> None:
@@ -191,15 +190,15 @@ class RunDirectory:
         self._log_file: RunLog | None = None
 
     def plan_to_write(self) -> Path:
-        """Returns the file for a new plan; a run that has begun keeps the one that it is cut by."""
+        """Returns the file for a new plan; a run that has begun keeps its plan."""
         begun = CheckpointStore(self.checkpoints).steps()
         return self.plan.with_stem("plan.new" if begun else "plan")
 
     def check_writable(self) -> None:
-        """Raises the error of `create` early, where it can be foreseen; makes nothing.
+        """Raises the error of `create` early, if it is foreseeable, and creates nothing.
 
         Raises:
-            ConfigError: the directory cannot be made or written to.
+            ConfigError: the directory cannot be created or is not writable.
         """
         existing = next(path for path in (self.path, *self.path.parents) if path.exists())
         if not existing.is_dir():
@@ -208,10 +207,10 @@ class RunDirectory:
             raise self._unwritable("Permission denied")
 
     def create(self) -> None:
-        """Makes the directory; every process calls it, since each has a log in it.
+        """Creates the directory; every process calls it, because each has a log in it.
 
         Raises:
-            ConfigError: it cannot be made or written to.
+            ConfigError: the directory cannot be created or is not writable.
         """
         try:
             (self.path / "logs").mkdir(parents=True, exist_ok=True)
@@ -231,21 +230,21 @@ class RunDirectory:
         self._write("overrides.yaml", OmegaConf.to_yaml(list(overrides)))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Writes `summary.json`; NaN and the infinities are null."""
+        """Writes `summary.json`; NaN and infinities become null."""
         self._write("summary.json", json.dumps(finite(summary), indent=1, allow_nan=False) + "\n")
 
     def add_evaluation(self, result: Mapping[str, Any]) -> None:
-        """Appends a line to `evaluations.jsonl`; only warns if that fails."""
+        """Appends a line to `evaluations.jsonl`; warns if that fails."""
         try:
             with open_to_append(self.path / "evaluations.jsonl") as file:
                 file.write(json_line(result) + "\n")
         except OSError as error:
-            _log.warning("the evaluation is not in evaluations.jsonl: %s", error)
+            _log.warning("cannot write the evaluation to evaluations.jsonl: %s", error)
 
     def log_to_files(self, rank: int, quiet: bool = False) -> None:
         """Sends the log of this process to its own file and, on rank 0, to the terminal too.
 
-        The file is there once the directory is.
+        The file is created when the directory exists.
         """
         self._log_file = RunLog(self.path / "logs", rank, quiet)
 
@@ -254,31 +253,31 @@ class RunDirectory:
             write_atomically(self.path / name, text)
         except OSError as error:
             raise UserError(
-                f"cannot write {self.path / name}: {error.strerror or error}; free some space, or "
+                f"cannot write {self.path / name}: {error.strerror or error}; free disk space, or "
                 f"set another output_dir="
             ) from error
 
     def _unwritable(self, reason: str) -> ConfigError:
         return ConfigError(
-            f"cannot write to the run directory {self.path}: {reason}; set output_dir or run_name"
+            f"cannot write to the run directory {self.path}: {reason}; set output_dir= or run_name="
         )
 
 
-# Set to the number of restarts by torchrun, and by Slurm for a job that was requeued.
+# torchrun, and Slurm for a requeued job, set these to the number of restarts.
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 def checkpoint_to_resume(context: RunContext) -> Path | None:
-    """Returns the checkpoint that rank 0 finds for training to resume from; None: a new run.
+    """Returns the checkpoint to resume training from, as rank 0 sees it; None: a new run.
 
     Raises:
-        ConfigError: training would write among later checkpoints.
-        CheckpointError: there is no such checkpoint, or none is intact.
+        ConfigError: training would mix new checkpoints with later ones.
+        CheckpointError: the checkpoint does not exist, or none is intact.
     """
     resume, store, world = context.config.resume, context.store, context.world
     of_run = context.settings.of_run
     restarts = max(int(os.environ.get(name) or 0) for name in _RESTARTS)
-    # torchrun's agents count by themselves, and each host may have another disk
+    # torchrun's agents count independently, and each host may have its own disk
     everyones = world.gather((restarts, max(store.steps(), default=-1), socket.gethostname()))
     restarts = max(each[0] for each in everyones)
 
@@ -287,31 +286,31 @@ def checkpoint_to_resume(context: RunContext) -> Path | None:
             _check_others_steps(everyones, store)
         if restarts and not store.steps():
             _log.warning(
-                "the job was restarted, but there is no checkpoint in %s: it starts over "
+                "the job was restarted, but there is no checkpoint in %s: starting over "
                 "(checkpoint.every_steps=%s)",
                 store.root,
                 context.config.checkpoint.every_steps,
             )
         if store.steps() and restarts:
-            return store.newest()  # the job has been started again: continue where it was
+            return store.newest()  # a restarted job continues from its newest checkpoint
         is_path = resume not in (None, "auto", "last", "best")
         if store.steps() and of_run is not None and is_path and resume == of_run.resume:
-            _log.info("the run has begun at resume=%s, and goes on from its own checkpoint", resume)
+            _log.info("the run started from resume=%s; resuming from its own checkpoint", resume)
             return store.newest()
         checkpoint = None if resume is None else _named_or_newest(resume, store)
         begin = -1 if checkpoint is None else step_of(checkpoint)
         later = [step for step in store.steps() if step > begin]
         if later and resume not in ("auto", "last"):
             raise ConfigError(
-                f"resume={resume or 'null'} would mix new checkpoints with the later ones in "
+                f"resume={resume or 'null'} would mix new checkpoints with the existing ones in "
                 f"{store.root}, up to step {later[-1]}: set resume=auto to continue that run, or "
-                f"another run_name"
+                f"another run_name="
             )
         trained = context.directory.path / "metrics.jsonl"
         if checkpoint is None and not store.steps() and trained.exists():
             _log.warning(
                 "this run has trained before (%s), but there are no checkpoints in %s: they were "
-                "removed, renamed or never saved. It starts from scratch",
+                "removed, renamed or never saved. Starting from scratch",
                 trained,
                 store.root,
             )
@@ -323,15 +322,15 @@ def checkpoint_to_resume(context: RunContext) -> Path | None:
 def _check_others_steps(everyones: Sequence[tuple[int, int, str]], store: CheckpointStore) -> None:
     """Raises a CheckpointError if another process sees a later checkpoint than rank 0.
 
-    `everyones`: of each rank, the restarts, the step of its newest checkpoint and its host.
+    `everyones` has the restarts, newest checkpoint's step and host of each rank.
     """
     newest, host = everyones[0][1:]
     rank = max(range(len(everyones)), key=lambda rank: everyones[rank][1])
     _, step, other = everyones[rank]
     if step > newest:
         raise CheckpointError(
-            f"rank {rank} on {other} has a checkpoint of step {step} in {store.root}, and rank 0 "
-            f"on {host}, which reads and writes them, has "
+            f"rank {rank} on {other} has a checkpoint of step {step} in {store.root}, but rank 0 "
+            f"on {host}, which reads and writes checkpoints, has "
             f"{f'step {newest}' if newest >= 0 else 'none'}: "
             f"set output_dir= to a folder that all nodes share, start rank 0 on {other}, or copy "
             f"that checkpoint to {host}"
@@ -342,32 +341,32 @@ def checkpoint_to_read(resume: str | None, store: CheckpointStore, world: World)
     """Returns the checkpoint that `resume` names, for a command that does not train.
 
     Args:
-        resume: of the config.
+        resume: the config key.
         store: the checkpoints of the run.
-        world: the processes; rank 0 looks.
+        world: the processes; rank 0 reads the directory.
 
     Raises:
-        ConfigError: `resume` names none.
-        CheckpointError: it does not exist.
+        ConfigError: `resume` is null.
+        CheckpointError: the checkpoint does not exist.
     """
     if resume is None:
-        raise ConfigError("resume=null: set it to auto, or to the path of a checkpoint")
+        raise ConfigError("resume=null: set resume=auto, or resume=<path of a checkpoint>")
     checkpoint = world.from_main(lambda: _best_or_named(resume, store))
     if checkpoint is None:
         raise CheckpointError(
-            f"there is no checkpoint in {store.root}: train first, or set run_name or "
+            f"there is no checkpoint in {store.root}: train first, or set run_name= or "
             f"resume=<path of a checkpoint>"
         )
     return checkpoint
 
 
 def _best_or_named(resume: str, store: CheckpointStore) -> Path | None:
-    """Returns the best checkpoint for `auto`, if one is marked; else see `_named_or_newest`."""
+    """Returns the best checkpoint for `auto`, if one is marked; else calls `_named_or_newest`."""
     mark = store.best_mark() if resume == "auto" else None
     best = None if mark is None else store.best()
     if best is None:
         return _named_or_newest(resume, store)
-    _log.info("checkpoint: %s, the best of the run (resume=last: the newest)", best)
+    _log.info("using the best checkpoint, %s (resume=last selects the newest)", best)
     return best
 
 
@@ -379,11 +378,11 @@ def _named_or_newest(resume: str, store: CheckpointStore) -> Path | None:
         checkpoint = store.newest() if resume == "last" else store.best()
         if checkpoint is None and resume == "best":
             raise CheckpointError(
-                f"resume=best: no checkpoint in {store.root} is marked as the best; "
-                f"checkpoint.best=loss marks it while a run trains. resume=last is the newest"
+                f"resume=best: no checkpoint in {store.root} is marked as the best; train with "
+                f"checkpoint.best=loss to mark one, or use the newest with resume=last"
             )
         if checkpoint is None:
-            raise CheckpointError(f"resume={resume}: there is no such checkpoint in {store.root}")
+            raise CheckpointError(f"resume={resume}: there is no checkpoint in {store.root}")
         return checkpoint
     if not (path := Path(resume)).is_dir():
         raise CheckpointError(f"resume={resume}: there is no such checkpoint directory")
@@ -394,7 +393,7 @@ def _named_or_newest(resume: str, store: CheckpointStore) -> Path | None:
 
 
 def environment(world: World) -> dict[str, str]:
-    """Returns what a run has run on: versions, and the host and devices of this process."""
+    """Returns versions, and the host and devices of this process, for the record of a run."""
     gpus = [device for device in world.devices if device.type == "cuda"]
     names = {torch.cuda.get_device_name(device) for device in gpus}
     cores = f"CPU, {os.cpu_count()} cores"

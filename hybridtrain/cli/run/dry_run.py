@@ -1,4 +1,4 @@
-"""The trial of `train --dry-run`: a short run whose directory is removed at its end."""
+"""The short run of `train --dry-run`, which leaves no directory behind."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hybridtrain.launch import detect
 
 
 def run_dry(overrides: Sequence[str], config_dir: str | None, run: RunCommand) -> int:
-    """Trains two steps, evaluates two batches and saves, in a folder that is removed again.
+    """Trains two steps, evaluates two batches and saves, in a temporary folder.
 
     Args:
-        overrides: of the command `train`.
+        overrides: the overrides of the command `train`.
         config_dir: a folder with more groups and options.
         run: runs one command with its settings.
     """
@@ -32,7 +32,7 @@ def run_dry(overrides: Sequence[str], config_dir: str | None, run: RunCommand) -
     is_main = detect(os.environ).rank == 0
     try:
         if is_main:
-            shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
+            shutil.rmtree(folder, ignore_errors=True)  # left by a killed dry run
         settings = resolve_settings("train", with_later(overrides, short), config_dir)
         settings.dry_run = True
         evaluated = run("train", settings).keys() - {"step"}
@@ -42,14 +42,14 @@ def run_dry(overrides: Sequence[str], config_dir: str | None, run: RunCommand) -
     if is_main:
         tried = ["two steps"]
         tried += ["an evaluation"] if evaluated else []
-        tried += ["a save"] if settings.config.checkpoint.every_steps != 0 else []
+        tried += ["a checkpoint"] if settings.config.checkpoint.every_steps != 0 else []
         parts = " and ".join([*([", ".join(tried[:-1])] if tried[1:] else []), tried[-1]])
-        print(f"dry run: {parts} went well; nothing is kept", file=sys.stderr, flush=True)
+        print(f"dry run: {parts} succeeded; nothing was kept", file=sys.stderr, flush=True)
     return 0
 
 
 def dry_run_name(environ: Mapping[str, str]) -> str:
-    """Returns the name of a dry run's folder: one for all processes of a launch, and no other."""
+    """Returns the name of a dry run's folder, which only the processes of one launch share."""
     launch = detect(environ)
     words = [launch.run, environ.get("TORCHELASTIC_RUN_ID", "")]
     words += map(str, launch.master or [os.getpid()])

@@ -1,11 +1,11 @@
-"""The words of a command on stdout and stderr: its result, and the error that ends it.
+"""A command's result on stdout, and the error that ends it on stderr.
 
-An error is reported once for all ranks, short, with what the user needs: the first process that
-fails reports it; the others, which fail of the same mistake or of a broken connection, are quiet. A
-mistake of the user's is one line. Any other exception is shown with the frames of the user's files
-alone; the log of the rank has all of them.
+All ranks together report an error once, briefly: the first process that fails reports it; the
+others, which fail with the same error or a broken connection, stay quiet. A user error is one line.
+Any other exception is shown with the frames of the user's files only; the rank's log has all
+frames.
 
-A result is one line of JSON. Where nobody reads the two streams any more, a run goes on
+A result is one line of JSON. A run continues when nobody reads the two streams any more
 (`lasting_streams`).
 """
 
@@ -53,10 +53,10 @@ from hybridtrain.launch import (
     write_error_file,
 )
 
-# Before the processes have met, rank 0 speaks at once and the others after this time, if the
-# launcher has not ended them by then: the mistake is theirs alone.
+# Before the processes have joined, rank 0 reports at once. The others report after this time if the
+# launcher has not ended them by then, because rank 0 then did not fail.
 _WAIT_FOR_RANK_0_S = 4.0
-# How long rank 0 of an interrupted run stays for the others to end.
+# How long rank 0 of an interrupted run waits for the others to end.
 _WAIT_FOR_ENDS_S = 2.0
 
 _PACKAGE = Path(__file__).parents[2]
@@ -65,10 +65,10 @@ _FOLDED = ("torch", "hydra", "omegaconf", "safetensors")
 
 
 def report(error: BaseException) -> int:
-    """Prints the error that ends this command, unless another rank has, and returns the exit code.
+    """Prints the error that ends this command, unless another rank did, and returns the exit code.
 
-    With several processes it does not return, but ends this one: its other threads may wait for
-    processes that have ended.
+    With several processes, it ends this one instead of returning, because other threads may be
+    waiting for processes that have ended.
     """
     ignore_signals()
     text, line, code = describe(error)
@@ -94,33 +94,33 @@ def report(error: BaseException) -> int:
             os._exit(code)  # the sooner the launcher sees it, the sooner it ends the others
         return code
     if threading.current_thread() is threading.main_thread():
-        # the launcher's, as another process has ended: that is about to be said
+        # the launcher sends it because another process ended, which we are about to report
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     watchdog.exit_code = code
     _write_to_log(error)
     name = f"rank {rank}"
-    with suppress(RuntimeError):  # the store has ended
+    with suppress(RuntimeError):  # the store is gone
         name = watchdog.short_name(watchdog.store, rank)
     if isinstance(error, DataError) and copied_problem(error) is None:
-        # a file may be missing on one node alone
+        # a file may be missing on one node only
         text, line = f"{text}, on {name}", f"{line}, on {name}"
     failure = Failure(rank, line if isinstance(error, UserError) else f"{name}: {line}", code)
     try:
         first = find_cause(error, watchdog) or watchdog.store.claim(failure)
-    except RuntimeError:  # the launcher or rank 0 has ended, and the store with it
+    except RuntimeError:  # the store is gone because the launcher or rank 0 ended
         if rank != 0 and isinstance(error, UserError):
-            end_process(code)  # rank 0 says the same
+            end_process(code)  # rank 0 reports the same error
         first = store_gone(failure, error, watchdog)
         if first is not failure:
             failure, text = first, f"error: {first.line}"
     if first is failure or first == failure:
         _say(text, failure.line, failure.time, on=f"on {name}")
-    elif first.rank == rank:  # found out by this process, of another one
+    elif first.rank == rank:  # this process detected a failure of another one
         _say(f"error: {first.line}", first.line, first.time)
     else:
         write_error_file(first.line, first.time + 1)
     if isinstance(error, KeyboardInterrupt) and first is not failure:
-        # ended by the launcher as the other has ended: srun returns the largest code of all
+        # the launcher ended this process because another failed; srun returns the largest code
         watchdog.exit_code = code = first.exit_code
     _keep_code(code)
     if first.exit_code == 4:
@@ -133,7 +133,7 @@ def report(error: BaseException) -> int:
 
 
 def report_and_go_on(error: BaseException) -> int:
-    """Prints the error of one run of several; returns the exit code that it has."""
+    """Prints the error of one of several runs; returns its exit code."""
     text, _, code = describe(error)
     _write_to_log(error)
     print(with_red_error(printable(text), sys.stderr), file=sys.stderr, flush=True)
@@ -141,10 +141,10 @@ def report_and_go_on(error: BaseException) -> int:
 
 
 def _report_before_meeting(launch: Launch, text: str, line: str, at: float) -> None:
-    """Prints an error that this process found before it met the others, unless rank 0 does.
+    """Prints an error from before this process joined the others, unless rank 0 does.
 
-    torchrun ends all processes when one has failed. Slurm does so only when it is told to, so there
-    the others are told.
+    torchrun ends all processes when one fails. Slurm does not by default, so under Slurm this
+    process notifies the others.
     """
     if launch.rank == 0:
         _say(text, line, at)
@@ -158,15 +158,15 @@ def _report_before_meeting(launch: Launch, text: str, line: str, at: float) -> N
 
 
 def _keep_code(code: int) -> None:
-    """Makes the exit code be `code` also if the launcher ends this process meanwhile."""
+    """Makes this process exit with `code` even if the launcher ends it in the meantime."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(code))
 
 
 def describe(error: BaseException) -> tuple[str, str, int]:
-    """Returns an error as a text, in one line, and the exit code that it ends a command with."""
+    """Returns an error as text, as one line, and the exit code for it."""
     line, code = in_one_line(error), exit_code(error)
-    if isinstance(error, Interrupted):  # as somebody has wanted it: no error
+    if isinstance(error, Interrupted):  # requested, so not an error
         return line, line, code
     if isinstance(error, (UserError, KeyboardInterrupt)):
         return f"error: {line}", line, code
@@ -174,15 +174,15 @@ def describe(error: BaseException) -> tuple[str, str, int]:
 
 
 def _short_traceback(error: BaseException) -> str:
-    """Returns the traceback of the user's own frames; all of them, if none is the user's."""
+    """Returns the traceback of the user's own frames, or of all frames if there are none."""
     log = _log_file()
     frames = traceback.extract_tb(error.__traceback__)
     users_frames = [frame for frame in frames if _is_the_users(frame.filename)]
     if any(note.startswith("in layer") for note in getattr(error, "__notes__", [])):
-        users_frames = users_frames or [frames[-1]]  # a module of PyTorch, which the notes name
+        users_frames = users_frames or [frames[-1]]  # the notes name a PyTorch module
     if not users_frames or log is None:
         return "".join(traceback.format_exception(error)).rstrip()
-    lines = [f"Traceback of your files (all frames are in {log}):"]
+    lines = [f"Traceback in your files (full traceback in {log}):"]
     lines += [part.rstrip() for part in traceback.format_list(users_frames)]
     lines += [part.rstrip() for part in traceback.format_exception_only(error)]
     return "\n".join(lines)
@@ -201,7 +201,7 @@ def _is_the_users(path: str) -> bool:
 
 
 def _say(text: str, line: str, at: float, on: str = "") -> None:
-    """Prints the text last, and leaves the line for torchrun."""
+    """Prints the text last, and writes the line to torchrun's error file."""
     write_error_file(line, at)
     one_line = text == line or text.startswith("error: ")
     shown = printable(text if one_line or not on else f"{text}\n{on}")
@@ -212,7 +212,7 @@ def _say(text: str, line: str, at: float, on: str = "") -> None:
 def _launch() -> Launch | None:
     try:
         return detect(os.environ)
-    except WorldError:  # perhaps the error that is reported
+    except WorldError:  # possibly the reported error itself
         return None
 
 
@@ -225,7 +225,7 @@ def _log_file() -> str | None:
 
 
 def _write_to_log(error: BaseException) -> None:
-    """Writes the whole traceback to the log file of this rank, and not to the terminal."""
+    """Writes the full traceback to the log file of this rank, not to the terminal."""
     details: tuple[type[BaseException], BaseException, TracebackType | None]
     details = type(error), error, error.__traceback__
     record = logging.LogRecord(__name__, logging.ERROR, __file__, 0, "ended by", None, details)
@@ -235,9 +235,9 @@ def _write_to_log(error: BaseException) -> None:
 
 
 class LastingStream:
-    """A text stream that goes silent when nobody reads it any more, and does not raise.
+    """A text stream that goes silent instead of raising when nobody reads it any more.
 
-    A run whose terminal is closed, or whose `| head` has seen enough, trains on.
+    A run continues when its terminal closes or `| head` exits.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -264,18 +264,18 @@ class LastingStream:
                 self.broken = True
 
     def isatty(self) -> bool:
-        """Returns whether a terminal is there."""
+        """Returns whether the stream is a terminal."""
         return not self.broken and self._stream.isatty()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_stream":  # asked for by copy, of an empty object
+        if name.startswith("__") or name == "_stream":  # `copy` asks an empty object for it
             raise AttributeError(f"'LastingStream' object has no attribute {name!r}")
         return getattr(self._stream, name)
 
 
 @contextmanager
 def lasting_streams() -> Iterator[None]:
-    """Makes `LastingStream`s of stdout and stderr, until the end of the block."""
+    """Replaces stdout and stderr by `LastingStream`s until the end of the block."""
     before = sys.stdout, sys.stderr
     streams = LastingStream(before[0]), LastingStream(before[1])
     sys.stdout, sys.stderr = streams
@@ -290,7 +290,7 @@ def lasting_streams() -> Iterator[None]:
 
 
 def print_result(values: Mapping[str, Any]) -> None:
-    """Prints one line of JSON to stdout, where nothing else is printed; NaN is `null`."""
+    """Prints one line of JSON, the only output on stdout; NaN is `null`."""
     print(json_line(values), flush=True)
 
 
@@ -300,7 +300,7 @@ def json_line(values: Mapping[str, Any]) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Returns a tree with None for NaN and the infinities, which JSON does not have."""
+    """Returns a tree with None for NaN and infinities, which JSON does not have."""
     if isinstance(value, Mapping):
         return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -309,17 +309,17 @@ def finite(value: Any) -> Any:
 
 
 def _lead_nowhere(stream: LastingStream) -> None:
-    """Lets the interpreter flush at its exit what could not be written, without an error."""
+    """Keeps the interpreter from failing at exit when it flushes a broken stream."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
     except (OSError, ValueError):
-        pass  # there is no file below it
+        pass  # the stream has no file descriptor
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that a report of a problem needs, by name."""
+    """Returns the versions needed in a bug report, by name."""
     python = ".".join(map(str, sys.version_info[:3]))
     others = {name: version(name) for name in ("torch", "hydra-core")}
     return {"hybridtrain": __version__, **others, "Python": python}

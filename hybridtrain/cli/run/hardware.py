@@ -1,4 +1,4 @@
-"""The hardware of a run: of the config, as `measure-machine` measured it, or as PyTorch sees it."""
+"""The hardware of a run: from the config, from `measure-machine`, or as PyTorch reports it."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def hardware_of(config: HardwareConfig) -> Hardware:
 
 
 def hardware_of_run(config: Config, device: torch.device, devices: int) -> Hardware:
-    """Returns the hardware of a config, or this machine, with as many devices as a run has.
+    """Returns the hardware of a config, or of this machine, with as many devices as a run has.
 
-    This machine has the rates that `measure-machine` measured, if it was called here.
+    The rates of this machine come from `measure-machine` if it has run here.
 
     Args:
         config: the run.
         device: one of its devices.
-        devices: how many it has, in all pipelines.
+        devices: the number of devices in all pipelines.
 
     Raises:
-        ConfigError: a value is out of its range, or what was measured cannot be read.
+        ConfigError: a value is out of its range, or the measurements cannot be read.
     """
     if config.hardware is not None:
         hardware = hardware_of(config.hardware)
@@ -60,22 +60,22 @@ def hardware_of_run(config: Config, device: torch.device, devices: int) -> Hardw
 
 
 def arrangement_of_run(hardware: Hardware, world: World) -> Arrangement:
-    """Returns the places of the devices of a run, which are in order."""
+    """Returns the positions of a run's devices, in order."""
     copies = world.data_parallel_size
     return next(arrangements(hardware, world.nb_part, copies, world.replica_shares or [1] * copies))
 
 
 def with_limit(hardware: Hardware, config: Config) -> Hardware:
-    """Returns the hardware with what `pipeline` says about the devices, where that is set.
+    """Returns the hardware with `pipeline.memory_limit_gib` and `pipeline.device_speeds` applied.
 
-    These are `memory_limit_gib` and `device_speeds`; a list of them is for each pipeline.
+    A list applies to each pipeline.
     """
     limit = config.pipeline.memory_limit_gib
     if isinstance(limit, int | float):
         hardware = replace(hardware, memory_gib=limit, reserved_gib=0.0, device_memory_gib=None)
     given = {"device_memory_gib": limit, "device_speeds": config.pipeline.device_speeds}
     for name, values in given.items():
-        # the planner refuses a list of another length than the pipeline's
+        # the planner rejects a list with a different length than the pipeline
         if not is_per_device(values) or hardware.devices % len(values):
             continue
         if hardware.devices_per_node % len(values):  # a pipeline over several nodes
@@ -84,25 +84,25 @@ def with_limit(hardware: Hardware, config: Config) -> Hardware:
         changes: dict[str, Any] = {name: repeated}
         if name == "device_memory_gib":
             changes |= {"memory_gib": max(values), "reserved_gib": 0.0}
-        else:  # costs are those on the first device
+        else:  # costs refer to the first device
             changes[name] = [speed / values[0] for speed in repeated]
         hardware = replace(hardware, **changes)
     return hardware
 
 
 def why_too_large(error: DoesNotFit, config: Config) -> str:
-    """Returns why nothing fits, with the key that limits the memory and the least that would do."""
+    """Returns why nothing fits, with the key that limits memory and the least sufficient value."""
     limit = config.pipeline.memory_limit_gib
     if not isinstance(limit, int | float):
         return str(error)
     return (
-        f"no plan fits: pipeline.memory_limit_gib={limit:g} is too small; the smallest that would "
-        f"do is pipeline.memory_limit_gib={error.memory_gib:g} ({error.in_words})"
+        f"no plan fits: pipeline.memory_limit_gib={limit:g} is too small; it needs at least "
+        f"pipeline.memory_limit_gib={error.memory_gib:g} ({error.in_words})"
     )
 
 
 def this_machine() -> Hardware | None:
-    """Returns this machine as `measure-machine` measured it; None: it was not called here.
+    """Returns this machine as `measure-machine` measured it; None: it has not run here.
 
     Raises:
         ConfigError: the file cannot be read.

@@ -1,8 +1,8 @@
-"""A job of a cluster: its processes, nodes and GPUs, and the text that starts them.
+"""A cluster job: its processes, nodes and GPUs, and the script that starts them.
 
-`layout_of` finds out of a config how many processes there are and where; `batch_script`,
-`torchrun_lines` and `kubernetes_manifest` say how they are started. The templates are meant to be
-read, and so are their results: whoever needs more takes the script as a beginning.
+`layout_of` derives the number and place of processes from a config; `batch_script`,
+`torchrun_lines` and `kubernetes_manifest` write the text that starts them. The templates and their
+results are meant to be read: a user who needs more can edit the script.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hybridtrain.options import seconds
 
 TARGETS = ("slurm", "torchrun", "kubernetes")
 RUNTIMES = ("pyxis", "apptainer", "singularity", "charliecloud", "shifter", "podman-hpc")
-# The argument with which a runtime shows a process the GPUs of this vendor. Pyxis takes the GPUs
-# from Slurm, and Charliecloud images are prepared once by ch-fromhost.
+# The runtime's argument that makes a vendor's GPUs visible to a process. Pyxis gets the GPUs from
+# Slurm, and users prepare Charliecloud images once with ch-fromhost.
 GPU_ARGUMENTS = {
     "apptainer": {"nvidia": "--nv", "amd": "--rocm"},
     "singularity": {"nvidia": "--nv", "amd": "--rocm"},
@@ -38,12 +38,12 @@ GPU_VENDORS = ("nvidia", "amd", "none")
 
 @dataclass(frozen=True)
 class Container:
-    """The image that the processes of a job run in: the keys of `submit.container`.
+    """The container of a job's processes: the keys of `submit.container`.
 
     Attributes:
-        image: as the runtime names it, a path or an address with a tag.
+        image: in the runtime's format, a path or an address with a tag.
         runtime: one of `RUNTIMES`; None for Kubernetes, which has its own.
-        gpus: whose GPUs the processes see, one of `GPU_VENDORS`; `none` adds no argument for them.
+        gpus: the vendor of the GPUs, one of `GPU_VENDORS`; `none` adds no argument.
         mounts: folders to mount in addition to the working directory, in the runtime's syntax:
             `/data:/in`.
         args: more arguments of the runtime, verbatim.
@@ -61,12 +61,12 @@ class JobLayout:
     """The processes of a job.
 
     Attributes:
-        nodes: of the job.
-        processes_per_node: of each node, as Slurm's tasks.
-        gpus_per_node: 0: none.
+        nodes: the number of nodes.
+        processes_per_node: the number of processes (Slurm tasks) per node.
+        gpus_per_node: the number of GPUs per node, or 0.
         nb_part: the devices of a pipeline.
-        processes_per_replica: of one pipeline.
-        time_s: the time limit in seconds; None: as the cluster has it.
+        processes_per_replica: the processes of one pipeline.
+        time_s: the time limit in seconds; None: the cluster's default.
     """
 
     nodes: int
@@ -101,16 +101,16 @@ class JobLayout:
 
 
 def layout_of(config: Config) -> JobLayout:
-    """Returns the layout that the groups `submit`, `pipeline` and `world` ask for.
+    """Returns the layout that the groups `submit`, `pipeline` and `world` describe.
 
     Raises:
-        ConfigError: the numbers do not fit together; the message names the keys.
+        ConfigError: the numbers are inconsistent; the message names the keys.
     """
     submit, nb_part = config.submit, config.pipeline.nb_part
     if nb_part == AUTO:
         raise ConfigError(
-            "pipeline.nb_part=auto is chosen by the processes of a run, and a job has to say how "
-            "many these are: `hybridtrain plan hardware=...` finds a number for pipeline.nb_part="
+            "pipeline.nb_part=auto cannot be used in a job, which needs the number of processes in "
+            "advance: `hybridtrain plan hardware=...` suggests a value for pipeline.nb_part="
         )
     check_nb_part(nb_part)
     _check_values(submit)
@@ -124,16 +124,16 @@ def layout_of(config: Config) -> JobLayout:
     if processes is None:
         if gpus % per_process:
             raise ConfigError(
-                f"submit.gpus_per_node={gpus} cannot be shared by processes of "
-                f"pipeline.nb_part={nb_part} GPUs each: set another pipeline.nb_part, or "
-                f"submit.processes_per_node={gpus // per_process or 1} with GPUs for it"
+                f"submit.gpus_per_node={gpus} is not a multiple of pipeline.nb_part={nb_part}, the "
+                f"GPUs of a process: change pipeline.nb_part=, or set "
+                f"submit.processes_per_node={gpus // per_process or 1} and enough GPUs for it"
             )
         processes = gpus // per_process or (nb_part if distributed else 1)
     elif gpus and processes * per_process > gpus:
         need = "1 GPU" if distributed else f"pipeline.nb_part={nb_part}"
         raise ConfigError(
             f"submit.processes_per_node={processes} x {need} need {processes * per_process} GPUs "
-            f"on a node, and submit.gpus_per_node={gpus}: set one of them to fit"
+            f"per node, but submit.gpus_per_node={gpus}: change one of them"
         )
     layout = JobLayout(
         nodes=submit.nodes,
@@ -145,10 +145,9 @@ def layout_of(config: Config) -> JobLayout:
     )
     if layout.processes % layout.processes_per_replica:
         raise ConfigError(
-            f"submit.nodes={submit.nodes} x {counted(processes, 'process', 'es')} are "
-            f"{layout.processes}, which cannot be shared by pipelines of "
-            f"pipeline.nb_part={nb_part} processes: set submit.nodes, "
-            f"submit.processes_per_node or submit.gpus_per_node for a multiple of {nb_part}"
+            f"submit.nodes={submit.nodes} x {counted(processes, 'process', 'es')} = "
+            f"{layout.processes}, which is not a multiple of pipeline.nb_part={nb_part}: change "
+            f"submit.nodes=, submit.processes_per_node= or submit.gpus_per_node="
         )
     return layout
 
@@ -174,7 +173,7 @@ def container_of(submit: SubmitConfig) -> Container | None:
             raise ConfigError(
                 f"submit.container.{key}={value} must be a list"
                 if key in ("mounts", "args")
-                else f"submit.container.{key}={value} must be a text"
+                else f"submit.container.{key}={value} must be a string"
             )
     lists = {key: tuple(map(str, container[key])) for key in ("mounts", "args") if key in container}
     gpus = container.get("gpus", "nvidia")
@@ -183,14 +182,14 @@ def container_of(submit: SubmitConfig) -> Container | None:
 
 
 def cpus_of_a_process(submit: SubmitConfig, layout: JobLayout) -> int | None:
-    """Returns the CPUs that the job asks for, for each process; None: the cluster's default."""
+    """Returns the CPUs per process that the job requests; None: the cluster's default."""
     if submit.cpus_per_task is not None or submit.cpus_per_gpu is None:
         return submit.cpus_per_task
     return submit.cpus_per_gpu * layout.gpus_of_a_process or None
 
 
 def slurm_time(seconds: int) -> str:
-    """Returns a time as Slurm writes it.
+    """Returns a time in Slurm's format.
 
     >>> slurm_time(4 * 3600), slurm_time(36 * 3600 + 90)
     ('4:00:00', '1-12:01:30')
@@ -225,22 +224,24 @@ def _check_values(submit: SubmitConfig) -> None:
         if arguments is not None and container.gpus not in (*arguments, "none"):
             raise ConfigError(
                 f"submit.container.gpus={container.gpus}: {container.runtime} has no argument for "
-                f"these; set submit.container.gpus=none, and what your centre says in "
-                f"submit.container.args"
+                f"these GPUs; set submit.container.gpus=none, and the arguments that your centre "
+                f"documents in submit.container.args="
             )
     if submit.to == "torchrun" and container.runtime == "pyxis":
-        raise ConfigError("submit.container.runtime=pyxis is a part of Slurm: use apptainer")
+        raise ConfigError(
+            "submit.container.runtime=pyxis needs Slurm: set submit.container.runtime=apptainer"
+        )
     if submit.to == "kubernetes":
         for mount in container.mounts:
             if ":" not in mount:
                 raise ConfigError(
-                    f"submit.container.mounts={mount}: for Kubernetes each is the name of a "
-                    f"persistent volume claim and its folder, as in my-claim:/data"
+                    f"submit.container.mounts={mount}: with Kubernetes, each mount is a persistent "
+                    f"volume claim and its folder, as in my-claim:/data"
                 )
 
 
 def _full_time(time: object) -> object:
-    """Writes out Slurm's short forms: `10:00` is minutes:seconds, `1-12` days-hours."""
+    """Expands Slurm's short forms: `10:00` is minutes:seconds, `1-12` days-hours."""
     if short := re.fullmatch(r"(\d+):(\d\d)", str(time).strip()):
         minutes, rest = map(int, short.groups())
         return slurm_time(60 * minutes + rest)
@@ -256,15 +257,15 @@ def _time_s(submit: SubmitConfig) -> int | None:
         return None
     if submit.to == "slurm" and time_s <= submit.signal_s:
         raise ConfigError(
-            f"submit.time={submit.time} is {time_s:g} s, and the run is asked to save "
-            f"submit.signal_s={submit.signal_s} s before its end: raise submit.time (90m and "
-            f"1:30:00 are 90 minutes), or lower submit.signal_s"
+            f"submit.time={submit.time} is {time_s:g} s, but Slurm signals the run "
+            f"submit.signal_s={submit.signal_s} s before the limit: raise submit.time= (90m and "
+            f"1:30:00 are 90 minutes), or lower submit.signal_s="
         )
     return round(time_s)
 
 
 PORT = 29500
-"""The port where rank 0 meets the others, without Slurm; torchrun's default."""
+"""The port of the rendezvous without Slurm; torchrun's default."""
 
 
 @dataclass(frozen=True)
@@ -272,12 +273,12 @@ class JobRun:
     """The run, or the runs, that a job trains.
 
     Attributes:
-        name: of the run or of the sweep.
-        folder: of the run or of the sweep; the script and the job's output are in `slurm` there.
-        overrides: the command line's; for a sweep, what comes before those of its file.
+        name: the name of the run or sweep.
+        folder: its folder; the script and the job's output are in its subfolder `slurm`.
+        overrides: the command line; for a sweep, the overrides that all runs share.
         config_dir: a folder with more groups and options.
-        array: for a sweep, which lines of its file to train, from 1 on.
-        sweep_file: for a sweep, the file whose lines are the overrides.
+        array: for a sweep, the lines of its file to train, starting from 1.
+        sweep_file: for a sweep, a file with one line of overrides per run.
 
     Raises:
         ConfigError: the name has a line break, and would end a comment.
@@ -305,8 +306,8 @@ SLURM = """\
 rc=0
 {command} || rc=$?
 
-# {stopped}: the run was asked to stop, and has saved. It is queued again while its job is running:
-# one that was cancelled is not. SLURM_JOB_ID may be that of a whole array.
+# Exit code {stopped}: the run has saved after a request to stop. Requeue it if its job is running,
+# but not if the job was cancelled. SLURM_JOB_ID may be the id of a whole array.
 id=$SLURM_JOB_ID
 if [ -n "${{SLURM_ARRAY_JOB_ID:-}}" ]; then id=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID; fi
 if [ $rc = {stopped} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_requeues} ] &&
@@ -323,7 +324,7 @@ kind: Service
 metadata:
   name: {name}
 spec:
-  clusterIP: None # headless: the pods have names, and {name}-0.{name} is that of rank 0
+  clusterIP: None # headless: pods have names, and rank 0 is {name}-0.{name}
   publishNotReadyAddresses: true
   selector:
     job-name: {name}
@@ -336,7 +337,7 @@ spec:
   completionMode: Indexed
   completions: {nodes}
   parallelism: {nodes}
-  backoffLimit: {backoff} # pods that may fail; a run goes on from its newest checkpoint
+  backoffLimit: {backoff} # pods that may fail; the run resumes from its newest checkpoint
 {deadline}\
   template:
     spec:
@@ -358,16 +359,16 @@ spec:
 
 
 def batch_script(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> str:
-    """Returns the script that `sbatch` takes.
+    """Returns the script for `sbatch`.
 
     Raises:
         ConfigError: a value has a line break.
     """
-    # the one name that every image has
+    # the only name that exists in every image
     python = "python3" if submit.container is not None else Path(sys.executable).name
     words = ["srun --kill-on-bad-exit=1"]
     cpus = cpus_of_a_process(submit, layout)
-    if cpus is not None:  # which srun does not take over from sbatch
+    if cpus is not None:  # srun does not inherit it from sbatch
         words.append(f"--cpus-per-task={cpus}")
     words += [*submit.srun_args, *_container(container_of(submit), layout)]
     train = f'{python} -m hybridtrain train{_config_dir(run)} "${{overrides[@]}}"'
@@ -384,7 +385,7 @@ def batch_script(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> str:
 
 
 def torchrun_lines(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> str:
-    """Returns what a user types on each node."""
+    """Returns the commands to run on each node."""
     words = [*_container(container_of(submit), layout), "torchrun"]
     if layout.nodes == 1:
         words.append("--standalone")
@@ -392,7 +393,7 @@ def torchrun_lines(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> str:
     else:
         words += [f"--nnodes {layout.nodes}", f"--rdzv-id {shlex.quote(run.name)}"]
         words += ["--rdzv-backend c10d", f'--rdzv-endpoint "$FIRST_NODE:{PORT}"']
-        where = f"On each of the {layout.nodes} nodes, with the name of one of them in FIRST_NODE"
+        where = f"On each of the {layout.nodes} nodes, with FIRST_NODE set to the name of one node"
     words.append(f"--nproc-per-node {layout.processes_per_node}")
     overrides = " ".join(map(shlex.quote, run.overrides))
     lines = [f"# {run.name}: {layout}", f"# {where}:", f"cd {shlex.quote(str(Path.cwd()))}"]
@@ -405,7 +406,7 @@ def torchrun_lines(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> str:
 def kubernetes_manifest(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> str:
     """Returns a headless service and an indexed job with one pod for each node."""
     container = container_of(submit)
-    assert container is not None  # `layout_of` has seen it
+    assert container is not None  # `layout_of` checked it
     name = re.sub(r"[^a-z0-9]+", "-", run.name.lower()).strip("-")[:50].strip("-") or "run"
     name = name if name[0].isalpha() else f"run-{name}"
     words = ["torchrun", f"--nnodes={layout.nodes}"]
@@ -455,13 +456,13 @@ def kubernetes_manifest(run: JobRun, submit: SubmitConfig, layout: JobLayout) ->
 
 
 def _yaml(text: str) -> str:
-    """Returns a text as YAML reads it back on one line; JSON differs beyond 16 bits."""
+    """Returns a string as a one-line YAML scalar; JSON differs beyond 16 bits."""
     quoted: str = yaml.safe_dump(text, default_style='"', width=float("inf"))
     return quoted.rstrip("\n")
 
 
 def _directives(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> Iterator[str]:
-    """Yields the lines that sbatch reads; a folder may have spaces, and Slurm's own sign `%`."""
+    """Yields the #SBATCH lines; a folder may contain spaces and `%`, which Slurm expands."""
     log = str(run.folder / "slurm").replace("%", "%%") + ("/%A_%a.out" if run.array else "/%j.out")
     parallel = "" if submit.array_parallelism is None else f"%{submit.array_parallelism}"
     values = {
@@ -477,7 +478,7 @@ def _directives(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> Iterato
         "qos": submit.qos,
         "constraint": submit.constraint,
         "time": None if layout.time_s is None else slurm_time(layout.time_s),
-        # to the processes, not to this script
+        # sent to the processes, not to this script
         "signal": f"USR1@{submit.signal_s}" if submit.signal_s else None,
         "chdir": Path.cwd(),
         "output": log,
@@ -486,14 +487,14 @@ def _directives(run: JobRun, submit: SubmitConfig, layout: JobLayout) -> Iterato
     for option, value in values.items():
         if value is not None:
             if "\n" in str(value):
-                raise ConfigError(f"{option}={value!r} has a line break, which sbatch cannot take")
+                raise ConfigError(f"{option}={value!r} has a line break, which sbatch rejects")
             yield f"#SBATCH --{option}={shlex.quote(str(value))}"
     yield "#SBATCH --requeue"
     yield from (f"#SBATCH {argument}" for argument in submit.sbatch_args)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Returns sorted numbers as Slurm writes them.
+    """Returns sorted numbers in Slurm's format.
 
     >>> _ranges([1, 2, 3, 7, 9, 10])
     '1-3,7,9-10'
@@ -508,7 +509,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _before_run(submit: SubmitConfig) -> list[str]:
-    """Returns the lines of bash that the user has for the script, before the command."""
+    """Returns the user's shell lines, which run before the command."""
     load = ["module load " + " ".join(map(shlex.quote, submit.modules))] if submit.modules else []
     return [*load, *submit.setup]
 
@@ -517,7 +518,7 @@ def _setup(submit: SubmitConfig) -> str:
     lines = _before_run(submit)
     if (
         submit.container is None
-    ):  # the Python that has sent the job, unless the lines choose another
+    ):  # the Python that submitted the job, unless these lines select another
         lines.insert(0, f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH")
     return "".join(f"{line}\n" for line in lines)
 
@@ -526,7 +527,7 @@ def _overrides(run: JobRun) -> str:
     if run.sweep_file is not None:
         file = shlex.quote(str(run.sweep_file))
         line = f'line=$(sed -n "${{SLURM_ARRAY_TASK_ID}}p" {file})'
-        # without its overrides a run would train with other settings
+        # without its overrides, a run would train with the wrong settings
         missing = f'echo "error: no line $SLURM_ARRAY_TASK_ID in" {file} >&2'
         check = f'if [ -z "$line" ]; then {missing}; exit 2; fi'
         of_all = " ".join(map(shlex.quote, run.overrides))
@@ -535,7 +536,7 @@ def _overrides(run: JobRun) -> str:
 
 
 def _container(container: Container | None, layout: JobLayout) -> Sequence[str]:
-    """Returns what comes before the command, so that it runs in the image, in this directory."""
+    """Returns the words before the command that run it in the image, in this directory."""
     if container is None:
         return []
     here = str(Path.cwd())
@@ -547,13 +548,13 @@ def _container(container: Container | None, layout: JobLayout) -> Sequence[str]:
         return [*options, f"--container-workdir={here}", *container.args]
     gpus = GPU_ARGUMENTS.get(str(container.runtime), {}).get(container.gpus)
     shown = [gpus] if gpus and layout.gpus_per_node else []
-    if container.runtime == "shifter":  # which mounts the folders of a user by itself
+    if container.runtime == "shifter":  # mounts the user's folders automatically
         volumes = [f"--volume={shlex.quote(mount)}" for mount in container.mounts]
         where = [f"--image={image}", f"--workdir={here}"]
         return ["shifter", *shown, *where, *volumes, *container.args]
     if container.runtime == "podman-hpc":
         volumes = [f"--volume {shlex.quote(m if ':' in m else f'{m}:{m}')}" for m in mounts]
-        # of srun, and of a user's setup lines
+        # variables set by srun and by the user's setup lines
         passed = [f"--env '{names}'" for names in ("SLURM_*", "NCCL_*", "HYBRIDTRAIN_*")]
         options = ["--rm", "--net host", *shown, f"--workdir {here}", *volumes, *passed]
         return ["podman-hpc run", *options, *container.args, image]

@@ -1,18 +1,18 @@
-"""The lock of a run directory: one writer at a time, which is named, and known when it is dead.
+"""The lock of a run directory: allows one writer, names it, and detects when it is dead.
 
     <run directory>/run.lock      a line of JSON: host, process, time, job
 
-The file is made by an exclusive `link`, which is atomic on NFS too. Its owner touches it every
+An exclusive `link`, which is atomic on NFS too, creates the file. Its owner touches it every
 `BEAT_S` seconds. An owner is dead if
 
-- it was on this host, and its process is gone or began at another time; or
-- the file has not been touched for `STALE_S` seconds; or
-- it was an earlier attempt of the same job, which torchrun or Slurm has started again.
+- it was on this host, and its process is gone or has another start time; or
+- nobody has touched the file for `STALE_S` seconds; or
+- it was an earlier attempt of the same job, which torchrun or Slurm has restarted.
 
 Only the process that holds its guard may replace or remove a lock file. The guard is a second lock
 file next to it, named after the current owner. If several processes find the owner dead, only one
-of them gets the lock, and none removes the file of a new owner. A guard whose holder is dead is
-taken over in the same way.
+of them gets the lock, and none removes the file of a new owner. If the holder of a guard is dead,
+another process takes over the guard in the same way.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ _held: set[str] = set()
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that holds a lock, as it is written to the file.
+    """The process that holds a lock, as stored in the file.
 
     Attributes:
-        host, pid, began, namespace: see `ProcessId`, whose `started` is `began`.
-        job: of Slurm or torchrun, and which attempt of it; "" and 0 without.
-        since: the time of the lock.
+        host, pid, began, namespace: see `ProcessId`; `began` is its `started`.
+        job: the Slurm or torchrun job, or "".
+        attempt: the attempt of that job, or 0.
+        since: the time when the process took the lock.
         key: unique for each lock.
     """
 
@@ -71,7 +72,7 @@ class Owner:
 
     def __str__(self) -> str:
         if not self.key:
-            return "an unknown process: the lock is damaged"
+            return "an unknown process (the lock is damaged)"
         job = f", {self.job}" if self.job else ""
         return f"process {self.pid} on {self.host}{job}, since {self.since}"
 
@@ -79,20 +80,8 @@ class Owner:
 class RunLock:
     """The right to write to the run directory `folder`; a context manager.
 
-    Rank 0 of a run acquires it. Threads and processes that it starts do not.
-
-    The lock is the file `run.lock`, a line of JSON that names its owner. It is made by an exclusive
-    `link`, which is atomic on NFS too, and its owner touches it every `BEAT_S` seconds. An owner is
-    dead if
-
-    - it was on this host, and its process is gone or began at another time; or
-    - the file has not been touched for `STALE_S` seconds; or
-    - it was an earlier attempt of the same job, which torchrun or Slurm has started again.
-
-    Only the process that holds its guard may replace or remove a lock file. The guard is a second
-    lock file next to it, named after the current owner. If several processes find the owner dead,
-    only one of them gets the lock, and none removes the file of a new owner. A guard whose holder
-    is dead is taken over in the same way.
+    Rank 0 of a run acquires it. Threads and processes that it starts do not. The module's docstring
+    describes the protocol.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -112,7 +101,7 @@ class RunLock:
             raise UserError(self._refusal(holder))
 
     def acquire(self) -> None:
-        """Takes the lock; also that of a dead owner, with a line in the log.
+        """Takes the lock, also from a dead owner, which it logs.
 
         Raises:
             UserError: another process holds the lock; the message names it.
@@ -131,14 +120,14 @@ class RunLock:
         threading.Thread(target=self._keep_fresh, name="run-lock", daemon=True).start()
 
     def release(self) -> None:
-        """Gives the lock back; it may be called without a lock, and more than once."""
+        """Releases the lock, if this object holds it."""
         self._released.set()
         owner, self._owner = self._owner, None
         if owner is None:
             return
         guard = _guard(self.path, owner)
         try:
-            # a guard that exists is of a process that has found this one dead and takes over
+            # if the guard exists, another process found this one dead and is taking over
             if self._create(guard, owner):
                 if _is_of(self.path, owner):
                     self.path.unlink()
@@ -155,15 +144,15 @@ class RunLock:
         self.release()
 
     def _take(self, path: Path, owner: Owner) -> None:
-        """Makes `owner` the one of the lock file `path`; also if its owner is dead.
+        """Makes `owner` the owner of the lock file `path`, replacing a dead one.
 
         Raises:
-            UserError: the owner may be writing.
+            UserError: the current owner may be writing.
         """
         while not self._create(path, owner):
             holder = _read(path)
             if holder is None:
-                continue  # released in between
+                continue  # released in the meantime
             reason = self._reason_to_take_over(path, holder)
             if reason is None:
                 raise UserError(self._refusal(holder))
@@ -180,7 +169,7 @@ class RunLock:
                 guard.unlink(missing_ok=True)
 
     def _create(self, path: Path, owner: Owner) -> bool:
-        """Makes the file with its content in one step; returns whether there was none."""
+        """Creates the file and its content atomically; returns False if it exists."""
         temporary = self._beside()
         try:
             temporary.write_text(_to_text(owner))
@@ -188,7 +177,7 @@ class RunLock:
                 os.link(temporary, path)
             except FileExistsError:
                 return False
-            except OSError:  # a file system without links
+            except OSError:  # a file system without hard links
                 with open(path, "x") as file:
                     file.write(_to_text(owner))
             return True
@@ -198,7 +187,7 @@ class RunLock:
             temporary.unlink(missing_ok=True)
 
     def _reason_to_take_over(self, path: Path, holder: Owner) -> str | None:
-        """Returns why `holder` no longer writes; None: it may."""
+        """Returns why `holder` can no longer be writing; None: it may be."""
         here = _this_owner()
         if holder.process == here.process:
             return None if holder.key in _held else "this process has ended that run"
@@ -210,10 +199,10 @@ class RunLock:
             untouched = self._now() - path.stat().st_mtime
         except OSError:
             return None
-        return f"it has given no sign for {untouched:.0f} s" if untouched > STALE_S else None
+        return f"no heartbeat for {untouched:.0f} s" if untouched > STALE_S else None
 
     def _now(self) -> float:
-        """Returns the time of the file system, whose clock may differ from this host's."""
+        """Returns the file system's time, which may differ from this host's clock."""
         probe = self._beside()
         try:
             probe.touch()
@@ -226,13 +215,13 @@ class RunLock:
     def _refusal(self, holder: Owner) -> str:
         if not holder.key:
             return (
-                f"{self.path} is damaged, and does not say whether another run writes there: if "
-                f"none does, remove it, or wait {STALE_S:.0f} s; or set another run_name="
+                f"{self.path} is damaged, so another run may be writing there: if none is, remove "
+                f"it or wait {STALE_S:.0f} s; otherwise set another run_name="
             )
         elsewhere = holder.host != socket.gethostname()
-        wait = f" (if that one is dead, wait {STALE_S:.0f} s, or remove {self.path})"
+        wait = f" (if that process is dead, wait {STALE_S:.0f} s, or remove {self.path})"
         return (
-            f"{self.folder} is being written by another run: {holder}. Wait for its end, or set "
+            f"another run is writing to {self.folder}: {holder}. Wait until it ends, or set "
             f"another run_name={wait if elsewhere else ''}"
         )
 
@@ -245,7 +234,9 @@ class RunLock:
             if owner is None:
                 return
             if holder is not None and holder.key != owner.key:
-                _log.error("%s was taken over by %s: end one of the two", self.folder, holder)
+                _log.error(
+                    "%s took over %s from this process: end one of them", holder, self.folder
+                )
                 return
             try:
                 os.utime(self.path)
@@ -254,7 +245,7 @@ class RunLock:
 
 
 def _guard(path: Path, holder: Owner) -> Path:
-    """Returns the lock file whose owner may replace or remove `path` while it is of `holder`."""
+    """Returns the guard: its owner may replace or remove `path` while `holder` owns it."""
     return path.with_name(f".{path.name.lstrip('.')}.after-{holder.key or 'damaged'}")
 
 
@@ -268,14 +259,14 @@ def _to_text(owner: Owner) -> str:
 
 
 def _read(path: Path) -> Owner | None:
-    """Returns the owner in the file; None: there is no file, or it is being written."""
+    """Returns the owner in the file; None: there is no file, or a process is writing it."""
     try:
         content = json.loads(path.read_text())
         return Owner(**{field.name: content[field.name] for field in fields(Owner)})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError):
-        # damaged, by a full disk or a person: nobody's
+        # damaged, by a full disk or a person: no known owner
         return Owner("?", -1, "", "?", "", 0, "?", "")
 
 
@@ -285,10 +276,10 @@ def _this_owner() -> Owner:
 
 
 def _job(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Returns the job of this process and its attempt; torchrun's, which may run in Slurm's."""
+    """Returns the job of this process and its attempt; torchrun's if it runs within Slurm's."""
     restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     requeues = int(environ.get("SLURM_RESTART_COUNT") or 0)
-    # torchrun's id is "none" if nobody has chosen one
+    # torchrun's default id is "none"
     if (
         run := environ.get("TORCHELASTIC_RUN_ID", "none")
     ) != "none" and "SLURM_JOB_ID" not in environ:
@@ -300,11 +291,11 @@ def _job(environ: Mapping[str, str]) -> tuple[str, int]:
 
 @contextmanager
 def writing(directory: RunDirectory, world: World) -> Iterator[None]:
-    """Makes the run directory, and keeps it from other writers until the end of the block.
+    """Creates the run directory and locks it until the end of the block.
 
     Raises:
-        ConfigError: it cannot be written to.
-        UserError: another process writes to it.
+        ConfigError: the directory is not writable.
+        UserError: another process holds the lock.
     """
     directory.create()
     lock = RunLock(directory.path)

@@ -1,4 +1,4 @@
-"""Loads the base of an adapter's checkpoint from `init_from`, where it was moved."""
+"""Loads the moved base of an adapter's checkpoint from `init_from`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hybridtrain.cli.run.context import RunContext
 
 
 def place_of_base(config: Config) -> str | None:
-    """Returns where `init_from` says that the base is, or None."""
+    """Returns the location of the base in `init_from`, or None."""
     arguments = parse_init_from(config.init_from)
     return None if arguments is None else str(arguments["source"])
 
 
 def load_moved_base(context: RunContext, checkpoint: Path) -> None:
-    """Loads the base of a checkpoint into the model, if it is not where it was; a collective call.
+    """Loads the base of a checkpoint into the model if it was moved; a collective call.
 
-    `restore_checkpoint` then looks for it at the same place.
+    `restore_checkpoint` then reads it from the same place.
 
     Raises:
         CheckpointError: there are no weights that fit the model.

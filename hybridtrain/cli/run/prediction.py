@@ -1,4 +1,4 @@
-"""The prediction of a run's step, before it runs and compared with what was measured."""
+"""The prediction of a run's step, and its comparison with the measured step."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _log = logging.getLogger(__name__)
 
 
 def predict_run(context: RunContext) -> Prediction:
-    """Returns what a step of the run should take, before it runs; rank 0 alone needs it.
+    """Returns the predicted time and memory of a step; only rank 0 needs it.
 
-    From the costs that were measured for the split, or else from FLOPs and bytes. Nothing that goes
-    wrong here ends the run.
+    It uses the costs measured for the split, or else FLOPs and bytes. An error here does not end
+    the run.
     """
     if (reason := why_not_priced(context.model.options)) is not None:
         return Prediction(reason=reason)
     try:
         with without_errors_of_fake_tensors():
             return _prediction_of(context)
-    except Exception as error:  # of the user's layers too, which run on fake tensors
+    except Exception as error:  # also from the user's layers, which run on fake tensors
         _log.debug("no prediction", exc_info=True)
         message = str(error).partition("\n")[0]
         return Prediction(reason=f"{type(error).__name__}: {message}")
@@ -54,7 +54,7 @@ def predict_run(context: RunContext) -> Prediction:
 def _prediction_of(context: RunContext) -> Prediction:
     model, samples = context.model, context.config.data["batch_size"]
     if there := length_of(context.data.train):
-        samples = min(samples, there)  # a data set that is smaller is one batch
+        samples = min(samples, there)  # a smaller data set is one batch
     return predict_step_of_run(
         context.config,
         context.world,
@@ -113,12 +113,12 @@ def predict_step_of_run(
 
 
 def _measured_costs(context: RunContext) -> list[LayerCost] | None:
-    """Returns the plan's costs if they were measured for micro-batches like those of the run."""
+    """Returns the plan's costs if they were measured for the run's micro-batch size."""
     plan = context.model.plan
     split = context.model.options.split
     if plan.costs_from != "measured":
         return None
-    if isinstance(split, str) and split.endswith((".yaml", ".yml")):  # of another run, or before
+    if isinstance(split, str) and split.endswith((".yaml", ".yml")):  # an earlier plan
         batch_has_changed = any(c.key == "data.batch_size" for c in context.settings.changes)
         if batch_has_changed or Plan.read(split).chunks != plan.chunks:
             return None
@@ -127,7 +127,7 @@ def _measured_costs(context: RunContext) -> list[LayerCost] | None:
 
 @contextmanager
 def without_errors_of_fake_tensors() -> Iterator[None]:
-    """Silences the log of fake tensors: a layer that fails raises its error when it runs."""
+    """Silences the log of fake tensors: a layer that fails raises its error at run time."""
     fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled = fake_tensors.disabled
     fake_tensors.disabled = True
@@ -143,9 +143,9 @@ def beside_measured(
     """Returns `predicted` and `measured` with the same keys, for `summary.json`.
 
     Args:
-        prediction: of a step.
-        summary: of the run.
-        table: the schedule of a whole batch.
+        prediction: the prediction of a step.
+        summary: the summary of the run.
+        table: the schedule of a full batch.
     """
     measured = {
         "step_ms": summary["step_ms"]["p50"],
@@ -158,9 +158,8 @@ def beside_measured(
 def _by_device(summary: Mapping[str, Any], table: Schedule) -> list[int]:
     """Returns the peak bytes of each device.
 
-    For CPU stages the bytes are counted, each stage at its own peak; the stages of a device peak at
-    different times, which the table takes into account. All stages of a GPU have the allocator's
-    peak.
+    For CPU stages, the summary counts bytes at each stage's own peak; the table accounts for the
+    stages of a device peaking at different times. All stages of a GPU report the allocator's peak.
     """
     in_flight, peak_bytes = peak_in_flight(table), []
     for device, moments in enumerate(fullest_moments(table)):
@@ -179,7 +178,7 @@ def _by_device(summary: Mapping[str, Any], table: Schedule) -> list[int]:
 
 
 def prediction_in_words(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
-    """Returns both in one line."""
+    """Returns prediction and measurement in one line."""
     parts = []
     pairs = {key: (predicted[key], measured[key]) for key in measured}
     if None not in (steps := pairs["step_ms"]):
@@ -193,6 +192,6 @@ def prediction_in_words(predicted: Mapping[str, Any], measured: Mapping[str, Any
     if predicted["costs_from"] is not None:
         parts.append(f"from {predicted['costs_from']} costs")
     if predicted["reason"] is not None:
-        missing = "no prediction" if not parts else "no prediction of the time"
+        missing = "no prediction" if not parts else "no prediction of the step time"
         parts.append(f"{missing}: {predicted['reason']}")
     return "; ".join(parts)

@@ -1,11 +1,11 @@
-"""The data of a run: loaded, equal on all ranks, and the same again when the run is resumed.
+"""The data of a run: loads it, compares it across ranks, and checks it when a run resumes.
 
 load      `load_data`: on rank 0 first, then on the others
-compare   between the ranks: hosts may have their own copies of a data set, and their own package
-          versions; the facts travel in one exchange before anything is built of the data
-record    `record_of`, saved in `state.json` of each checkpoint under `dataset`, with which later
-          commands compare: class numbers mean nothing without the names, and a position in an
-          epoch means nothing when samples were added
+compare   across ranks: hosts may have their own copies of a data set and their own package
+          versions; one exchange compares them before anything is built from the data
+record    `record_of`, saved in `state.json` of each checkpoint under `dataset`; later commands
+          compare with it, because class numbers mean nothing without their names, and a position
+          in an epoch means nothing after samples were added
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
 
-# Keys of a data set that say where it is, in the order in which they are shown.
+# Keys with the location of a data set, in the order of messages.
 _PLACES = ("root", "path", "file", "files", "folder", "data_dir", "eval_path")
 
-# Packages whose versions decide results, beside Python and hybridtrain.
+# Packages, in addition to Python and hybridtrain, whose versions affect results.
 _PACKAGES = ("torch", "torchvision", "transformers", "datasets", "peft", "timm", "numpy")
 
-# Names of that many classes are in a message.
+# The maximum number of class names in a message.
 _MOST_CLASSES = 8
 
 _SAME = {
@@ -53,9 +53,9 @@ _SAME = {
 
 
 def check_tokenizer(config: Config) -> None:
-    """Refuses a tokenizer that is the path of a function which may not be called."""
+    """Rejects a tokenizer that is the path of a function that the config may not call."""
     tokenizer = str(config.data.get("tokenizer", ""))
-    # not one of torchtext's names, and with a slash the place of a tokenizer, which is data
+    # not one of torchtext's names; a value with a slash is the location of a tokenizer
     if "/" not in tokenizer and ("." in tokenizer or ":" in tokenizer):
         targets.resolve("data.tokenizer", tokenizer.replace(":", "."), config.allow_targets)
 
@@ -63,13 +63,13 @@ def check_tokenizer(config: Config) -> None:
 def load_data(config: Config, world: World) -> DataSplits:
     """Loads the data set, first on rank 0, then on the others.
 
-    With `data.download`, rank 0 fetches it first, then the first process of each other node if it
-    is not there, since nodes may have their own disks.
+    With `data.download`, rank 0 downloads it first, then the first process of each other node if
+    the node does not have it, because nodes may have their own disks.
 
-    All processes compare what they have loaded, and warn of other versions of packages.
+    All processes compare their data and warn about different package versions.
 
     Raises:
-        DataError: a process cannot load it, or has loaded other data; names ranks and hosts.
+        DataError: a process cannot load the data, or loaded different data; names ranks and hosts.
     """
 
     def load(download: bool) -> DataSplits:
@@ -84,7 +84,7 @@ def load_data(config: Config, world: World) -> DataSplits:
         except FileNotFoundError as error:
             where = _place_of_data(config)
             raise DataError(
-                f"the data set {config.data['_target_']} is not there: {error}"
+                f"the data set {config.data['_target_']} was not found: {error}"
                 + (f" ({where})" if where else "")
             ) from error
 
@@ -99,7 +99,7 @@ def load_data(config: Config, world: World) -> DataSplits:
         except UserError as error:
             raise DataError(f"rank {world.rank} on {socket.gethostname()}: {error}") from error
 
-    # with a download, the first process of each node loads before the others of it
+    # with a download, the first process of each node loads before the node's other processes
     for loads in (first_of_node, not first_of_node) if download else (True,):
         if world.is_main or not loads:
             world.on_all(lambda: None)
@@ -114,15 +114,15 @@ def load_data(config: Config, world: World) -> DataSplits:
 def load_for_trained(
     settings: Settings, world: World, checkpoint: Path, *, samples: bool
 ) -> DataSplits:
-    """Returns what a trained model needs of its data, without the training data if possible.
+    """Returns the data that a trained model needs, without the training data if possible.
 
-    That needs a checkpoint that has the metadata of its data, and a data function
-    `for_trained_models`. Otherwise, this is `load_data`.
+    This is possible if the checkpoint contains the metadata of its data and the data function
+    supports `for_trained_models`. Otherwise, it calls `load_data`.
 
     Args:
-        settings: of the command.
+        settings: the settings of the command.
         world: the processes.
-        checkpoint: the one that is read.
+        checkpoint: the checkpoint that the command reads.
         samples: the command reads the samples in `data.predict_path`.
     """
     config, of_run = settings.config, settings.of_run
@@ -152,8 +152,8 @@ def load_for_trained(
 def _check_standard_input(config: Config, world: World) -> None:
     if config.data.get("predict_path") == STANDARD_INPUT and world.size > 1:
         raise ConfigError(
-            f"data.predict_path=- is read by one process, and there are {world.size}: start one, "
-            f"or set data.predict_path= to a file that all of them read"
+            f"data.predict_path=- (standard input) needs a single process, but there are "
+            f"{world.size}: start one, or set data.predict_path= to a file that all can read"
         )
 
 
@@ -164,7 +164,7 @@ def _place_of_data(config: Config) -> str:
 
 
 def _facts_of(config: Config, data: DataSplits | None) -> RankFacts:
-    """Returns what this process has loaded, and the versions that it runs."""
+    """Returns facts about this process's data, and its package versions."""
     loaded: dict[str, Any] = {}
     if isinstance(data, DataSplits):
         loaded = record_of(data) | {
@@ -177,7 +177,7 @@ def _facts_of(config: Config, data: DataSplits | None) -> RankFacts:
 
 
 def _check_facts(facts_by_rank: Sequence[RankFacts], config: Config) -> None:
-    """Refuses processes that have loaded different data; warns of different versions.
+    """Rejects different data on the processes; warns about different versions.
 
     Raises:
         DataError: names both values with their ranks and hosts.
@@ -187,21 +187,21 @@ def _check_facts(facts_by_rank: Sequence[RankFacts], config: Config) -> None:
         if fact in _SAME:
             where = f" for {place}" if (place := _place_of_data(config)) else ""
             raise DataError(
-                f"{_SAME[fact]} differ{'s' * (fact not in ('classes', 'digest'))} between the "
-                f"ranks: {values}. Copy the same files to all of these hosts, or use a folder that "
-                f"they share{where}"
+                f"{_SAME[fact]} differ{'s' * (fact not in ('classes', 'digest'))} across ranks: "
+                f"{values}. Copy the same files to all of these hosts, or use a folder that they "
+                f"share{where}"
             )
         versions.append(f"{fact} {values}")
     if versions:
         _log.warning(
-            "the ranks run different versions: %s. This may change results: install the same "
+            "the ranks run different versions: %s. This may change results; install the same "
             "versions on all hosts",
             "; ".join(versions),
         )
 
 
 def _classes(names: Any) -> str | None:
-    """Returns a short text that differs, most probably, for different names of classes."""
+    """Returns a short description of class names that almost surely differs for other names."""
     if names is None:
         return None
     names = [str(name) for name in names]
@@ -212,7 +212,7 @@ def _classes(names: Any) -> str | None:
 
 
 def _versions(config: Config) -> dict[str, str | None]:
-    """Returns the versions of packages that are imported, or that the model's name mentions."""
+    """Returns the versions of packages that are imported, or named by the model's target."""
     model = str(config.model.get("_target_"))
     versions: dict[str, str | None] = {
         "Python": platform.python_version(),
@@ -232,7 +232,7 @@ def _versions(config: Config) -> dict[str, str | None]:
 
 
 def record_of(data: DataSplits) -> dict[str, Any]:
-    """Returns the record of a data set, in JSON's types."""
+    """Returns the record of a data set, in JSON types."""
     return {
         "classes": data.metadata.get("classes"),
         "train": length_of(data.train),
@@ -244,7 +244,7 @@ def record_of(data: DataSplits) -> dict[str, Any]:
 
 
 def _in_json(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns metadata in JSON's types; None if JSON has no type for a value."""
+    """Returns metadata in JSON types; None if a value has no JSON type."""
     try:
         saved: dict[str, Any] = json.loads(json.dumps(dict(metadata), allow_nan=False))
     except (TypeError, ValueError):
@@ -253,9 +253,9 @@ def _in_json(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def metadata_of(checkpoint: Path) -> tuple[dict[str, Any] | None, bool]:
-    """Returns the metadata of the data that a checkpoint was trained on, and if it has a tokenizer.
+    """Returns the metadata of a checkpoint's training data, and whether it has a tokenizer.
 
-    The metadata is None if the checkpoint does not have it.
+    The metadata is None if the checkpoint does not contain it.
     """
     saved = _saved(checkpoint)
     metadata = saved.get("metadata")
@@ -266,67 +266,67 @@ def metadata_of(checkpoint: Path) -> tuple[dict[str, Any] | None, bool]:
 
 
 def classes_of(checkpoint: Path) -> list[str] | None:
-    """Returns the names of the classes that a checkpoint was trained on; None: numbers alone."""
+    """Returns the class names that a checkpoint was trained on; None: it has only numbers."""
     names = _saved(checkpoint).get("classes")
     return None if names is None else [*map(str, names)]
 
 
 def check_same_classes(checkpoint: Path, data: DataSplits) -> None:
-    """Checks that numbers of classes stand for the same names in a checkpoint and in the data.
+    """Checks that class numbers mean the same names in a checkpoint and in the data.
 
     Raises:
-        DataError: they do not; it has both lists.
+        DataError: they do not; the message has both lists.
     """
     before, now = _saved(checkpoint).get("classes"), data.metadata.get("classes")
     if before is not None and now is not None and list(before) != list(now):
         raise DataError(
-            f"{checkpoint} was trained on the classes {', '.join(before)}, and the data has the "
+            f"{checkpoint} was trained on the classes {', '.join(before)}, but the data has the "
             f"classes {', '.join(now)}: use data with the same classes"
         )
 
 
 def say_other_data(checkpoint: Path, data: DataSplits) -> None:
-    """Logs how the data differs from the data that the checkpoint was trained on."""
+    """Logs differences between the data and the checkpoint's training data."""
     if difference := _difference(_saved(checkpoint), record_of(data)):
         _log.info("the data has changed since %s was saved: %s", checkpoint.name, difference)
 
 
 def refuse_other_data(checkpoint: Path, data: DataSplits, allow_changes: bool) -> None:
-    """Checks that a run goes on with the samples that it began with.
+    """Checks that a run resumes with the samples that it began with.
 
     Raises:
-        DataError: samples or files differ, and `allow_changes` is False; it has both numbers.
+        DataError: samples or files differ, and `allow_changes` is False; has both numbers.
     """
     check_same_classes(checkpoint, data)
     difference = _difference(_saved(checkpoint), record_of(data))
     if difference and not allow_changes:
         raise DataError(
-            f"the data has changed since {checkpoint} was saved: {difference}. Their order and the "
-            f"samples that are held out would be others: restore the data; or begin a run with "
-            f"init_from={checkpoint} and another run_name=; or set allow_changes=true"
+            f"the data has changed since {checkpoint} was saved: {difference}. This changes the "
+            f"order of the samples and the held-out split: restore the data, start a new run with "
+            f"init_from={checkpoint} and another run_name=, or set allow_changes=true"
         )
     if difference:
         _log.warning("the data has changed since %s was saved: %s", checkpoint.name, difference)
 
 
 def _saved(checkpoint: Path) -> Mapping[str, Any]:
-    """Returns the record in a checkpoint; empty if it was not saved by the command `train`."""
+    """Returns the record in a checkpoint; empty if the command `train` did not save it."""
     state = read_tree(checkpoint, "state", read_manifest(checkpoint)["files"])
     return state.get("dataset") or {}
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Returns what differs between two records; empty if nothing does."""
+    """Returns the difference between two records; empty if there is none."""
     numbers = [
-        f"{before.get(key):,} then and {now[key]:,} now, to {purpose}"
-        for key, purpose in (("train", "train on"), ("eval", "evaluate on"))
+        f"{before.get(key):,} {purpose} samples then, {now[key]:,} now"
+        for key, purpose in (("train", "training"), ("eval", "evaluation"))
         if None not in (before.get(key), now[key]) and before[key] != now[key]
     ]
     if numbers:
-        return "samples: " + "; ".join(numbers)
+        return "; ".join(numbers)
     if None not in (before.get("digest"), now["digest"]) and before["digest"] != now["digest"]:
         return (
-            f"its files have other names, sizes or contents, with {now['train']:,} samples as "
-            f"before"
+            f"its files have different names, sizes or contents, with the same number of samples "
+            f"({now['train']:,})"
         )
     return ""

@@ -1,4 +1,4 @@
-"""The model of a run without values, and a batch of its data: what a price needs."""
+"""The model of a run on meta tensors, and a batch of its data: the inputs of a prediction."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hybridtrain.partitioning import LossOfStep
 from hybridtrain.price import StepWork
 
 SAMPLES = 16
-"""Samples of a micro-batch that layers are priced with, and that are loaded to time the data."""
+"""Samples in the micro-batch used to estimate layer costs and to time data loading."""
 
 
 @dataclass(frozen=True)
 class RunModel:
-    """The parts of a run that a price needs.
+    """The parts of a run that a prediction needs.
 
     Attributes:
-        net: the model without values.
-        inputs: of a micro-batch that layers are looked at with.
-        load_ms: of a sample.
-        loss: on the targets of that micro-batch.
+        net: the model on meta tensors.
+        inputs: the inputs of a micro-batch.
+        load_ms: the time to load one sample.
+        loss: the loss on the targets of that micro-batch.
     """
 
     net: nn.Module
@@ -38,7 +38,7 @@ class RunModel:
     loss: LossOfStep
 
     def work(self, config: Config, tensors: int) -> StepWork:
-        """Returns the work of a step, with so many tensors of the optimizer for a parameter."""
+        """Returns the work of a step, with this number of optimizer tensors per parameter."""
         batch = Batch(self.inputs, None, 1, 1)
         return StepWork(
             config.data["batch_size"],
@@ -50,15 +50,15 @@ class RunModel:
 
 
 def model_of_run(config: Config, data: DataSplits) -> RunModel:
-    """Returns the model of a run, without values, and a batch of its data.
+    """Returns the model of a run on meta tensors, and a batch of its data.
 
     Raises:
         ConfigError: a batch has one sample.
     """
     count = min(SAMPLES, config.data["batch_size"])
     if count < 2:
-        raise ConfigError("data.batch_size=1 leaves nothing to plan: it needs at least 2 samples")
-    example_batch(data.train, count, data.collate)  # the first time opens files
+        raise ConfigError("data.batch_size=1: planning needs a batch of at least 2 samples")
+    example_batch(data.train, count, data.collate)  # untimed, because the first call opens files
     begin = time.perf_counter()
     example = example_batch(data.train, count, data.collate)
     load_ms = (time.perf_counter() - begin) / count * 1e3

@@ -1,4 +1,4 @@
-"""Runs as their directories tell of them, in a table: the settings that differ, and the results."""
+"""A table of runs, read from their directories: the settings that differ, and the results."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.observe import RunSettings, that_differ
 
 SWEEP_FILE = Path("slurm") / "sweep.txt"
-"""In the folder of a sweep that was submitted: the overrides of each run, one run a line."""
+"""The file in a submitted sweep's folder with the overrides of each run, one run per line."""
 
 OUTPUT_DIR = "outputs"
-"""The folder in which runs are looked up by their names."""
+"""The folder in which commands look up runs by name."""
 
 _COMPARISONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 
 
-# Keys that let a command run code, or others than the run's own.
+# Keys that let a command run code, or act outside the run.
 _GRANTS = (
     "allow_targets",
     "hydra.",
@@ -43,14 +43,14 @@ _GRANTS = (
 
 @dataclass
 class Run:
-    """A run, as its directory tells of it.
+    """A run, read from its directory.
 
     Attributes:
-        path: the run directory; that of a submitted run may not be there yet.
-        name: below the folder that was named.
-        overrides: those that it was started with.
-        reached: its state, its step and its latest evaluation.
-        config: as it was saved; empty for a run that has not begun.
+        path: the run directory; it may not exist yet for a submitted run.
+        name: its name, relative to the folder on the command line.
+        overrides: the overrides that started it.
+        reached: its state, step and latest evaluation.
+        config: the saved config; empty for a run that has not begun.
     """
 
     path: Path
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def settings(self) -> RunSettings:
-        """The settings of the run, to compare with other runs."""
+        """The settings of the run, for comparison with other runs."""
         return RunSettings(self.config, self.overrides)
 
 
@@ -76,13 +76,13 @@ def runs_of(arguments: Iterable[str]) -> list[Run]:
         found = (list(_runs(folder)) for folder in _folders(argument))
         runs = next(filter(None, found), [])
         if not runs:
-            raise ConfigError(f"{argument} has no runs: a run is a folder with a file config.yaml")
+            raise ConfigError(f"{argument} contains no runs (folders with a file config.yaml)")
         by_path |= {run.path: run for run in runs}
     return list(by_path.values())
 
 
 def lines_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Returns a line of the table for each run: its name, the settings that differ, its results."""
+    """Returns one table row per run: its name, the settings that differ, its results."""
     differ = that_differ([run.settings for run in runs])
     return [
         {"run": run.name, **{key: run.settings.get(key) for key in differ}, **run.reached}
@@ -91,12 +91,12 @@ def lines_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def table_of(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a text table of `lines`, with the keys of all as columns."""
+    """Returns a text table of `lines`, with all their keys as columns."""
     return "\n".join(text_table(_cells(lines), 0))
 
 
 def write_table(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Writes the table as Markdown or CSV, and says so, or why not, on stderr."""
+    """Writes the table as Markdown or CSV, and reports success or failure on stderr."""
     if path.suffix not in (".csv", ".md"):
         raise ConfigError(f"output={path} must end in .csv or .md")
     file = io.StringIO()
@@ -117,12 +117,11 @@ def write_table(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
 def best_run(
     runs: Sequence[Run], order: str | None = None, config_dir: str | None = None
 ) -> str | None:
-    """Returns the name, value and command of the best of several runs; None: it is not known.
+    """Returns the name, value and command of the best of several runs; None: unknown.
 
-    The best is the one by `order`, such as `-accuracy`, if that is a result; or by
-    `checkpoint.best`; or the one with the smallest loss. Whether the largest or the smallest value
-    is best is up to the value; `order` decides for a metric that does not say it. The command has
-    the folder of options `config_dir`.
+    It compares runs by `order`, such as `-accuracy`, if that is a result; else by
+    `checkpoint.best`; else by loss. The metric defines whether larger or smaller is better; `order`
+    decides for metrics that do not. The command includes the folder `config_dir`.
     """
     from hybridtrain.cli.run.components import direction_of  # with torch
 
@@ -141,13 +140,13 @@ def best_run(
     mode = options.get("best_mode") if key == best else None
     try:
         mode = direction_of("checkpoint.best_mode", key, mode, trainer.get("metrics"))
-    except ConfigError:  # a metric of the user's own, or a setting that was sorted by
+    except ConfigError:  # a user-defined metric, or a setting to sort by
         if order is None:
             return None
         mode = "max" if order.startswith("-") else "min"
     wanted = "-" * (mode == "max") + key
     run = sorted_runs(compared, wanted)[0]
-    # the command is for pasting, and words of a run directory never grant
+    # users paste the command, and a run directory must never grant permissions
     left_out = [o for o in run.overrides if o.lstrip("+~").startswith(_GRANTS)]
     words = [
         o
@@ -161,12 +160,12 @@ def best_run(
         words += ["--config-dir", config_dir]
     said = f"best by {key}: {run.name}, {_text(run.reached[key])}"
     keys = ", ".join(o.partition("=")[0] for o in left_out)
-    note = f"\n  (without {keys}, which only you can grant)" if keys else ""
+    note = f"\n  (without {keys}: add it yourself if you trust the run)" if keys else ""
     return in_one_line(said) + f"\n  hybridtrain {in_one_line(shlex.join(words))}{note}"
 
 
 def runs_where(runs: Sequence[Run], column: str, sign: str, value: str) -> list[Run]:
-    """Returns the runs whose value in a column is equal to `value`, below it, or as `sign` says.
+    """Returns the runs where a column compares with `value` as `sign` says.
 
     Raises:
         ConfigError: no run has the column.
@@ -185,23 +184,23 @@ def runs_where(runs: Sequence[Run], column: str, sign: str, value: str) -> list[
 
 
 def read_sweep(path: Path) -> list[list[str]]:
-    """Returns the overrides of each line of a sweep's file; none if there is no file."""
+    """Returns the overrides in each line of a sweep's file; none if there is no file."""
     if not path.is_file():
         return []
     return [shlex.split(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def _folders(argument: str) -> list[Path]:
-    """Returns the folders that an argument of the command may stand for, such as data and a run."""
+    """Returns the folders that an argument may refer to, such as a data folder and a run."""
     places = (Path(argument), Path(OUTPUT_DIR) / argument)
     # resolved, because "." has neither a name nor a parent
     if folders := [folder.resolve() for folder in places if folder.is_dir()]:
         return folders
-    raise ConfigError(f"there is neither a folder {argument} nor a run {OUTPUT_DIR}/{argument}")
+    raise ConfigError(f"there is no folder {argument} and no run {OUTPUT_DIR}/{argument}")
 
 
 def _runs(folder: Path) -> Iterator[Run]:
-    """Yields the runs of a folder: the folder itself, the runs in it, the runs of its sweeps."""
+    """Yields the runs of a folder: the folder itself, runs in it, and runs of its sweeps."""
     if (folder / "config.yaml").is_file():
         yield _run(folder, folder.name)
         return
@@ -222,7 +221,7 @@ def _runs(folder: Path) -> Iterator[Run]:
 
 
 def _run(path: Path, name: str) -> Run:
-    """Reads a run. Its line names a file that is damaged, which hides no other run."""
+    """Reads a run. If a file is damaged, its table row names it; other runs still appear."""
     try:
         return Run(path, name, read_overrides(path), _reached(path), _config(path / "config.yaml"))
     except DataError as error:
@@ -235,12 +234,12 @@ def _config(path: Path) -> dict[str, Any]:
     with reading(path):
         config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         if not isinstance(config, dict):
-            raise TypeError("it is not a mapping")
+            raise TypeError("not a mapping")
     return config
 
 
 def _reached(run: Path) -> dict[str, Any]:
-    """Returns what a run has come to: its state, its step and its latest evaluation."""
+    """Returns a run's state, step and latest evaluation."""
     lines = list(json_lines(run / "metrics.jsonl"))
     step = max((line["step"] for line in lines), default=0)
     summary = read_json(run / "summary.json")
@@ -257,7 +256,7 @@ def _reached(run: Path) -> dict[str, Any]:
 
 
 def _value(run: Run, column: str) -> Any:
-    """Returns what a run has in a column, or for a setting that is in none."""
+    """Returns a run's value in a column, or of a setting without a column."""
     cells = {"run": run.name, **run.reached}
     return cells[column] if column in cells else run.settings.get(column)
 
@@ -270,8 +269,8 @@ def _known_column(runs: Sequence[Run], column: str) -> str:
     """
     if all(_value(run, column) is None for run in runs):
         raise ConfigError(
-            f"no run has {column}: sort and choose by a column of the table, {_names(runs)}, or "
-            f"by a key such as optim.lr"
+            f"no run has {column}: sort and select by a column of the table ({_names(runs)}) or a "
+            f"key such as optim.lr"
         )
     return column
 
@@ -281,7 +280,7 @@ def _names(runs: Sequence[Run]) -> str:
 
 
 def sorted_runs(runs: Sequence[Run], order: str) -> list[Run]:
-    """Returns the runs by a column, or `-column` for the largest first; those without it last.
+    """Returns the runs sorted by a column (`-column`: largest first), runs without it last.
 
     Raises:
         ConfigError: no run has the column.
@@ -300,7 +299,7 @@ def sorted_runs(runs: Sequence[Run], order: str) -> list[Run]:
 
 
 def _number(value: Any) -> Any:
-    """Returns a number as a float, also `1e-3`, which YAML reads as a text; others as a text."""
+    """Returns numbers as floats, also `1e-3`, which YAML reads as a string; others as strings."""
     try:
         return None if value is None else float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,9 +1,9 @@
-"""The sweep of `--multirun`: a command for each combination, one after the other, in one folder.
+"""The sweep of `--multirun`: one command per combination, in sequence, in one folder.
 
 <output_dir>/digits-lr-chunks/
-    lr_0.001-chunks_4/      a run, whose name is digits-lr-chunks/lr_0.001-chunks_4
-    results.csv             the table that is printed at the end
-    slurm/sweep.txt         of one that was submitted: the overrides of each run
+    lr_0.001-chunks_4/      a run, named digits-lr-chunks/lr_0.001-chunks_4
+    results.csv             the table printed at the end
+    slurm/sweep.txt         in submitted sweeps: the overrides of each run
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class SweepPoint:
     """One combination of a sweep.
 
     Attributes:
-        overrides: all of this run's, without its name.
-        swept: those of them that are not the same in all runs.
+        overrides: all overrides of this run except its name.
+        swept: the overrides that differ across runs.
         run_name: the run's own name, with its values.
     """
 
@@ -44,7 +44,7 @@ class SweepPoint:
 
     @property
     def values(self) -> dict[str, str]:
-        """The keys that are swept over, with their values as text."""
+        """The swept keys, with their values as text."""
         return dict(o.lstrip("+").split("=", 1) for o in self.swept if "=" in o)
 
 
@@ -53,8 +53,8 @@ class Sweep:
     """The combinations of a `--multirun`.
 
     Attributes:
-        points: one for each run.
-        path: the folder of what belongs to all runs, and of runs that have no name.
+        points: one per run.
+        path: the folder of the sweep's files, and of runs without a name of their own.
     """
 
     points: list[SweepPoint]
@@ -62,10 +62,10 @@ class Sweep:
 
 
 def sweep_of(overrides: Sequence[str], config_dir: str | None = None) -> Sweep:
-    """Returns the combinations that `overrides`, with several values for some keys, stand for.
+    """Returns the combinations of `overrides` with several values for some keys.
 
     Raises:
-        ConfigError: a combination is wrong, or two would have one name.
+        ConfigError: a combination is wrong, or two would have the same name.
     """
     choices = sweep_choices(overrides, config_dir)
     configs = [compose_settings(choice, config_dir).config for choice in choices]
@@ -79,23 +79,23 @@ def sweep_of(overrides: Sequence[str], config_dir: str | None = None) -> Sweep:
 
 
 def names_of(base_names: Sequence[str], swept: Sequence[Sequence[str]]) -> tuple[str, list[str]]:
-    """Returns the name of a sweep's folder, and those of its runs.
+    """Returns the names of a sweep's folder and of its runs.
 
-    A run is named after its values, so that another sweep does not resume it. Runs whose names
-    differ anyway, such as those of `run_name=a,b` or of two recipes, keep them. Names that would be
-    too long for a folder end in a digest.
+    A run is named after its values, so that another sweep does not resume it. Runs keep names that
+    already differ, as with `run_name=a,b` or two recipes. Names too long for a folder end in a
+    digest.
 
     Args:
         base_names: the name of each run without a sweep.
-        swept: the overrides of each run that are not the same in all.
+        swept: for each run, the overrides that differ across runs.
 
     Raises:
-        ConfigError: two runs would have one name.
+        ConfigError: two runs would have the same name.
     """
     bases = list(dict.fromkeys(base_names))
     in_name = ("run_name",) if len(bases) == 1 else ("run_name", "recipe")
     keys = _short(key for words in swept for key in given_keys(words) if key not in in_name)
-    # A name may be group/name, and those of the runs have two parts as well.
+    # A name may be group/name, and run names have two parts as well.
     folder = shortened("-".join([*bases, *(keys.values() or ["sweep"])]).replace("/", "-"))
     if len(set(base_names)) == len(base_names):
         return folder, list(base_names)
@@ -104,20 +104,20 @@ def names_of(base_names: Sequence[str], swept: Sequence[Sequence[str]]) -> tuple
         parts = [base.replace("/", "-")] if len(bases) > 1 else []
         for key, word in zip(given_keys(words), words, strict=True):
             if key in keys:
-                # Only what a command line takes without quotes.
+                # Only characters that a shell accepts without quotes.
                 value = re.sub(r"[^\w.+-]+", "_", word.partition("=")[2]).strip("._")
                 parts.append(f"{keys[key]}_{value}".strip("_"))
         names.append("-".join(parts))
     if len(set(names)) < len(names):
         raise ConfigError(
-            f"several runs of the sweep have the name {max(names, key=names.count)}: give each its "
-            f"own, such as run_name='lr_${{optim.lr}}'"
+            f"several runs of the sweep have the name {max(names, key=names.count)}: set distinct "
+            f"names, such as run_name='lr_${{optim.lr}}'"
         )
     return folder, [f"{folder}/{shortened(name)}" for name in names]
 
 
 def _short(keys: Iterable[str]) -> dict[str, str]:
-    """Returns the last word of each key, or the whole key where two have the same."""
+    """Returns the last part of each key, or the whole key if two share it."""
     whole = list(dict.fromkeys(keys))
     last = [key.rpartition(".")[2] for key in whole]
     return {
@@ -132,27 +132,28 @@ RunCommand = Callable[[str, Any], dict[str, Any]]
 def run_sweep(
     command: str, overrides: Sequence[str], config_dir: str | None, run: RunCommand
 ) -> int:
-    """Runs every combination of a `--multirun`; returns 0 if all have ended well.
+    """Runs every combination of a `--multirun`; returns 0 if all succeeded.
 
-    One that fails is reported, and the others go on. A table at the end and the file `results.csv`
-    in the sweep's folder have the results.
+    If a run fails, it is reported and the others continue. A table at the end and the file
+    `results.csv` in the sweep's folder have the results.
 
     Args:
         command: such as train, evaluate or export.
-        overrides: with several values for some of the keys.
+        overrides: overrides with several values for some keys.
         config_dir: a folder with more groups and options.
         run: runs one command with its settings.
 
     Raises:
-        ConfigError: a combination is wrong; none has begun.
+        ConfigError: a combination is wrong; no run has started.
     """
     launch = detect(os.environ)
     if launch.problem is not None:
         raise ConfigError(launch.problem)
     if launch.size > 1:
         raise ConfigError(
-            "--multirun does not work under torchrun or srun: every process would sweep. Start one "
-            "torchrun for each combination, or an array of jobs with hybridtrain submit --multirun"
+            "--multirun does not work under torchrun or srun, where every process would run the "
+            "sweep: start one torchrun per combination, or submit an array of jobs with "
+            "hybridtrain submit --multirun"
         )
     sweep = sweep_of(overrides, config_dir)
     points = sweep.points
@@ -166,12 +167,12 @@ def run_sweep(
             settings = resolve_settings(command, point.overrides, config_dir, point.run_name)
             if command == "train" and settings.config.monitor.group is None:
                 settings.config.monitor.group = sweep.path.name
-            settings.quiet = command == "train"  # one line for each run; its log has the others
+            settings.quiet = command == "train"  # one line per run; its log has the rest
             result = run(command, settings)
         except Exception as error:
             code = report_and_go_on(error)
         finally:
-            if (watchdog := current()) is not None:  # of a run that has failed
+            if (watchdog := current()) is not None:  # left by a failed run
                 watchdog.close()
         results.append({"run": point.run_name, **point.values, "exit code": code, **result})
         codes.append(code)

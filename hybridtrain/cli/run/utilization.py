@@ -1,4 +1,4 @@
-"""The model FLOPs utilization (MFU) of a run, which its log shows."""
+"""The model FLOPs utilization (MFU) in a run's log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class _MfuByTokens(Mfu):
-    """Logs the MFU of batches that may differ in length, by the FLOPs per token."""
+    """Logs the MFU from FLOPs per token, since batches may differ in length."""
 
     def on_log(self, trainer: Trainer, values: dict[str, float]) -> None:
         """Adds the utilization."""
@@ -31,12 +31,12 @@ class _MfuByTokens(Mfu):
 
 
 def utilization(context: RunContext) -> list[Callback]:
-    """Returns what logs the MFU of a run with a `hardware`, on rank 0; elsewhere nothing.
+    """Returns the callbacks that log the MFU of a run with `hardware=`, on rank 0 only.
 
-    The FLOPs are counted on fake tensors, for the first micro-batch, and those of a backward are
-    twice the forward's, or less where weights are frozen. Where samples have a length, they count
-    per token, since batches that are padded to their longest sample differ in it. Nothing that goes
-    wrong here ends the run.
+    FLOPs are counted on fake tensors for the first micro-batch; a backward pass counts twice the
+    forward, or less if weights are frozen. If samples have a length, FLOPs are counted per token,
+    because batches padded to their longest sample differ in length. An error here does not end the
+    run.
     """
     hardware, options = context.config.hardware, context.model.options
     if hardware is None or not context.world.is_main:
@@ -46,7 +46,7 @@ def utilization(context: RunContext) -> list[Callback]:
     peak = hardware_of(hardware).flops_per_s.get(precision)
     reason = None
     if hardware.device != device:
-        reason = f"hardware.device={hardware.device}, and the run is on {device}"
+        reason = f"hardware.device={hardware.device}, but the run uses {device}"
     elif peak is None:
         reason = f"set hardware.flops_per_s.{precision}="
     else:
@@ -60,7 +60,7 @@ def utilization(context: RunContext) -> list[Callback]:
             if tokens := Batch(microbatch, None, sizes[0], sizes[0]).tokens:
                 return [_MfuByTokens(flops / tokens, peak)]
             return [Mfu(flops / sizes[0], peak)]
-        except Exception as error:  # of the user's layers, which run on fake tensors
+        except Exception as error:  # also from the user's layers, which run on fake tensors
             _log.debug("no FLOPs", exc_info=True)
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     _log.info("train/mfu is not logged: %s", reason)
