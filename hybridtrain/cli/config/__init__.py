@@ -13,6 +13,7 @@ tree, secrets   a config as dicts and as YAML; what is not written or shown
 show            the text of `--cfg job`
 run_name        the name of a run, and the run that a command is about
 saved_run       the config that a run began with
+moved_base      the new place of a moved base model, for every key that names it
 changes         the differences between two configs
 resolve         the settings of a command: those of the run, with the command line's on top
 check           values that no object of the library checks
