@@ -28,7 +28,8 @@ from hybridtrain.errors import SplitError
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
 from hybridtrain.pipeline.transfer import move
 
-# The values that travel over one link for one micro-batch, and their gradients.
+# The part of one link in what crosses a border for one micro-batch (`links`): its values, or their
+# gradients.
 Message = tuple[Any, ...]
 Gradients = list[Tensor | None]
 

@@ -200,12 +200,12 @@ class StageReducer:
         """
         for parameter, place in self._in_buckets:
             if parameter.grad is None:
-                parameter.grad = place.zero_()  # 1
+                parameter.grad = place.zero_()  # [1]
 
     def prepare_for_backward(self, roots: Sequence[Any]) -> None:
         """Has the next backward, which starts at `roots`, reduce the gradients."""
         if self._ddp is not None:
-            private.ddp_prepare_for_backward(self._ddp, roots if self._find_unused else [])  # 2
+            private.ddp_prepare_for_backward(self._ddp, roots if self._find_unused else [])  # [2]
 
     @contextmanager
     def noting_computed(self, device: torch.device) -> Iterator[list[Mark]]:
@@ -219,7 +219,7 @@ class StageReducer:
             yield found
             return
         own = self._names.values()
-        with private.before_ddp_waits(own, lambda: found.append(mark(device))):  # 4
+        with private.before_ddp_waits(own, lambda: found.append(mark(device))):  # [4]
             yield found
 
     def reset(self) -> None:
@@ -238,7 +238,7 @@ class StageReducer:
         if self._ddp is None:
             return
         try:
-            private.ddp_check_reduced(self._ddp)  # 3
+            private.ddp_check_reduced(self._ddp)  # [3]
         except RuntimeError as error:
             without = [
                 name

@@ -69,7 +69,7 @@ class ReplicaStates:
         if previous == self._share:
             return
         if previous is None or self._first is None:
-            self._first = self._state.copied(None, _CHANGED_BY_FORWARDS)  # 1
+            self._first = self._state.copied(None, _CHANGED_BY_FORWARDS)  # [1]
             return
         for collector in self._collectors:
             collector.commit()
@@ -77,7 +77,7 @@ class ReplicaStates:
         if previous[0] == replica:
             return
         if previous[0] == 0:
-            self._kept = self._state.copied(None, _CHANGED_BY_FORWARDS)  # 2
+            self._kept = self._state.copied(None, _CHANGED_BY_FORWARDS)  # [2]
         self._state.put_back(self._first)
 
     def finish(self) -> None:
@@ -89,7 +89,7 @@ class ReplicaStates:
         kept, self._kept = self._kept, None
         self._share = self._first = None
         if kept is not None:
-            self._state.put_back(kept)  # 3
+            self._state.put_back(kept)  # [3]
 
 
 class GradientSums:
@@ -176,7 +176,7 @@ class GradientSums:
     def _set_aside(self, replica: int) -> None:
         """Sets the gradients of a complete replica aside, and adds what they complete."""
         node = (replica, replica + 1)
-        sums = self._taken()  # 4
+        sums = self._taken()  # [4]
         while self._waiting and (parent := self._parents.get((self._waiting[-1][0], node))):
             _, left = self._waiting.pop()
             _add(left, sums)
@@ -285,7 +285,7 @@ class GradientSums:
         Every process adds up a slice, which all have sent it, and sends it to all: the bytes of a
         ring. The order of the additions is that of the tree, not that of a ring.
         """
-        # 5
+        # [5]
         n = len(self._nodes)
         size = -(-buffer.numel() // n)
         sums = torch.stack([*left, buffer]) if left else buffer.unsqueeze(0)

@@ -78,7 +78,7 @@ class QueueWire:
     def send(self, to: Action, message: list[Any]) -> None:
         """Puts the message into a queue; begins the copy if it goes to another device."""
         queue, between = self._lines[to.kind, to.stage]
-        queue.put(message if between is None else transfer.send(message, *between))  # 2
+        queue.put(message if between is None else transfer.send(message, *between))  # [2]
 
     def receive(self, action: Action, doing: LaneActivity) -> list[Any]:
         """Takes the next message out of a queue.
@@ -89,7 +89,7 @@ class QueueWire:
         queue, between = self._lines[action.kind, action.stage]
         if queue.empty():
             doing.wait(True)
-            message = queue.get()  # 3
+            message = queue.get()  # [3]
             doing.wait(False)
         else:
             message = queue.get()
@@ -166,8 +166,8 @@ class ThreadEngine:
             # the threads' streams wait for what the caller has queued, such as the optimizer's step
             sync_streams(self._gpus, before=True)
         try:
-            self._dispatch(run, modes)  # 1
-            run.join()  # 4
+            self._dispatch(run, modes)  # [1]
+            run.join()  # [4]
         except BaseException as interrupt:  # Ctrl-C between two lanes: all must still end
             if run.runner.stopped:
                 raise
@@ -288,7 +288,7 @@ class _StepRun:
         with self._lock:  # two threads may fail at one time
             if not self.runner.stopped:
                 self.failure = error
-            self.runner.stopped = True  # 5: before a thread is woken, or it would go on
+            self.runner.stopped = True  # [5]: before a thread is woken, or it would go on
         self._wire.abort()
         if self._free is not None:
             self._free.put(None)
