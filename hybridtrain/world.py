@@ -18,8 +18,8 @@ that run the same stage in different replicas do:
 
 Code outside this module must not assume that a process is a replica. It uses the property it needs:
 `data_parallel_rank` and `data_parallel_size` (which copy of the model), `owned_replicas` and
-`logical_replicas` (data shards and dropout masks), `is_main` (the process that writes),
-`stage_owners` (which process owns which stage).
+`logical_replicas` (data shards and dropout masks), `is_main` (rank 0, which writes what is written
+once), `stage_owners` (which process owns which stage).
 """
 
 from __future__ import annotations
@@ -383,7 +383,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, the only process that writes to disk and to the terminal."""
+        """True on rank 0, which writes what is written once; all may write a checkpoint."""
         return self.rank == 0
 
     def new_stage_group(self, pipeline_rank: int) -> dist.ProcessGroup | None:

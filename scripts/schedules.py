@@ -1,6 +1,8 @@
 """Draws the schedules of docs/schedules.md, predicted and measured, and writes the page's tables.
 
-    python -m scripts.schedules --measure   run each schedule on emulated devices, and record a step
+    python -m scripts.schedules --measure   run the sections without a recorded step on emulated
+                                            devices, and record one
+    python -m scripts.schedules --measure zb-h1 v-min        the same for these sections
     python -m scripts.schedules             draw what was recorded, and write the tables
     python -m scripts.schedules --check     fail where a picture or a table is not current
 
@@ -71,8 +73,8 @@ def predicted(name: str) -> Spans:
     return Durations.of(*times).spans(table_of(name))
 
 
-def measure() -> None:
-    """Records the median step of each schedule."""
+def measure(names: Sequence[str]) -> None:
+    """Records the median step of the schedules of these sections."""
     import torch
 
     from scripts.bench import schedule_efficiency as emulated
@@ -81,8 +83,9 @@ def measure() -> None:
     torch.set_num_threads(1)
     emulated.sleeps.factor = FORWARD_S / emulated.FORWARD
     emulated.calibrate()
-    record = {}
-    for name, (schedule, per_device) in SCHEDULES.items():
+    record = _record()
+    for name in names:
+        schedule, per_device = SCHEDULES[name]
         model = emulated.model_of(DEVICES, CHUNKS, schedule, per_device)
         x = emulated.samples(CHUNKS)
         steps = []
@@ -94,7 +97,7 @@ def measure() -> None:
         typical = median_low([length(spans) for spans in steps])
         record[name] = _recorded(next(spans for spans in steps if length(spans) == typical))
         print(f"{name}: {typical * 1e3:.1f} ms, the median of {STEPS} steps")
-    lines = [f'"{name}": {json.dumps(lanes)}' for name, lanes in record.items()]
+    lines = [f'"{name}": {json.dumps(record[name])}' for name in SCHEDULES if name in record]
     RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
@@ -110,23 +113,35 @@ def _recorded(spans: Spans) -> list[list[tuple[str, int, int]]]:
     ]
 
 
+def _record() -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return record
+
+
+def recorded() -> dict[str, Spans]:
+    """Returns the recorded steps of the sections whose schedules have the recorded tables."""
+    record, steps = _record(), {}
+    for name in SCHEDULES:
+        spans = [
+            [Span(_action(text), start / 1e6, end / 1e6) for text, start, end in lane]
+            for lane in record.get(name, [])
+        ]
+        if [[span.action for span in lane] for lane in spans] == [*map(list, table_of(name).lanes)]:
+            steps[name] = spans
+    return steps
+
+
 def measured() -> dict[str, Spans]:
-    """Returns the recorded steps.
+    """Returns the recorded step of each section.
 
     Raises:
-        SystemExit: a schedule has another table than the recorded one.
+        SystemExit: a section has none, or one of another table than its schedule has now.
     """
-    found = {}
-    for name, lanes in json.loads(RECORD.read_text()).items():
-        found[name] = [
-            [Span(_action(text), start / 1e6, end / 1e6) for text, start, end in lane]
-            for lane in lanes
-        ]
+    steps = recorded()
     for name in SCHEDULES:
-        ran = [[span.action for span in lane] for lane in found.get(name, [])]
-        if ran != list(map(list, table_of(name).lanes)):
-            sys.exit(f"{name} is not what was measured: python -m scripts.schedules --measure")
-    return found
+        if name not in steps:
+            sys.exit(f"{name} has no recorded step: python -m scripts.schedules --measure")
+    return steps
 
 
 def _action(text: str) -> Action:
@@ -167,12 +182,29 @@ def page() -> str:
     """Returns the page with its tables as they should be."""
     steps, text = measured(), PAGE.read_text()
     for name, rows in {"summary": _summary(steps), **{n: _memory(n) for n in SCHEDULES}}.items():
-        begin, end = f"<!-- {name}: made by scripts/schedules.py -->\n", "<!-- end -->"
+        begin, end = _marks(name)
         pattern = re.escape(begin) + r".*?" + re.escape(end)
-        text, count = re.subn(pattern, lambda _, t=begin + rows + end: t, text, flags=re.S)  # type: ignore[misc]
-        if count != 1:
-            sys.exit(f"{PAGE} lacks the place of {name}")
+        text = re.sub(pattern, lambda _, t=begin + rows + end: t, text, flags=re.S)  # type: ignore[misc]
     return text
+
+
+def check_marks() -> None:
+    """Checks that the page has a place for each table.
+
+    Raises:
+        SystemExit: the page lacks one; the message has the lines to add to its section.
+    """
+    text = PAGE.read_text()
+    for name in ("summary", *SCHEDULES):
+        begin, end = _marks(name)
+        if text.count(begin) != 1 or end not in text.split(begin)[1]:
+            where = PAGE.relative_to(DOCS.parent)
+            sys.exit(f"{where} needs these two lines once, in the section {name}:\n{begin}{end}")
+
+
+def _marks(name: str) -> tuple[str, str]:
+    """Returns the lines before and after the table of a section."""
+    return f"<!-- {name}: made by scripts/schedules.py -->\n", "<!-- end -->"
 
 
 def _summary(steps: Mapping[str, Spans]) -> str:
@@ -209,11 +241,12 @@ def _memory(name: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, writes or checks; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--measure", nargs="*", metavar="SECTION", choices=SCHEDULES)
     parser.add_argument("--check", action="store_true")
     options: Any = parser.parse_args(arguments)
-    if options.measure:
-        measure()
+    check_marks()
+    if options.measure is not None:
+        measure(options.measure or [name for name in SCHEDULES if name not in recorded()])
     stale = [PAGE] if page() != PAGE.read_text() else []
     for path, picture in pictures():
         if not path.exists() or _differ(path, picture):

@@ -1,15 +1,23 @@
 """Small modules that all other packages use; they import only each other and `errors`.
 
 accelerator      streams, events and memory of a device: CUDA, or none
+adapter          trained tensors in a model with frozen weights from another source
 codec            a closed binary format for values exchanged between processes
 construction     constructs a model without values, or a part of a model
 devices          chooses a process's devices and backend
 files            files that are complete or absent, opened without following links
+hardware         the hardware that costs are predicted for: devices, nodes and links
 joining, values  checks for merging outputs, and the kinds of values in outputs
 microbatch       cuts a batch into micro-batches
 objects          sends values between processes, encoded by the codec
 precision        autocast, and the thread-local state that engine threads inherit
+problem          an error of one process, sent to the others so that all raise it
+rank_differences compares facts that must be equal on all ranks
+registry         packages whose modules are imported when one of their names is first used
+replica_shares   the samples of each replica in a batch, in proportion to the replicas' shares
+shares           a batch made of shares, one for each logical replica of a process
 skip             `stash` and `pop`: tensors that skip layers of a sequential model
+summation_tree   the order in which the gradients of logical replicas are summed
 tensors          storages and sizes of tensors
 text_table       text tables
 torch_private    every private API of PyTorch that the library uses

@@ -1,7 +1,13 @@
 """Saving by all processes of a run: a failure in one of them ends the run everywhere.
 
-`CheckpointStore(writers=...)` selects who writes, as an assignment in the table of the state
-(`state_table`): `alone`, `gathered` or `joint`.
+`CheckpointStore(writers=...)` says who may write. A save then has one of three forms, by which the
+table of the state (`state_table`) assigns tensors to processes:
+
+    writers   form
+    "auto"    alone if rank 0 has the whole state, else joint if all processes see the directory,
+              else gathered
+    "all"     joint, or alone in a single process
+    "rank0"   alone if rank 0 has the whole state, else gathered: rank 0 requests the rest
 """
 
 from __future__ import annotations

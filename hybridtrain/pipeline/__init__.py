@@ -10,6 +10,7 @@ split_backward         a backward in two parts: for the input, and for the weigh
 layer_runner           runs the layers: seeded, recomputed, compiled, with errors that name them
 layer_rng              the random numbers of a layer
 layer_state            state that the forwards of a stage change
+replicas               logical replicas in a process: their state, and the sum of gradients
 recomputation_proof    compares recomputations with their forwards
 tensor_digest          a digest of a tensor's bits
 recompute              recomputation of activations in the backward

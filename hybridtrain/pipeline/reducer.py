@@ -199,12 +199,12 @@ class StageReducer:
         """
         for parameter, place in self._in_buckets:
             if parameter.grad is None:
-                parameter.grad = place.zero_()  # 1
+                parameter.grad = place.zero_()  # [1]
 
     def prepare_for_backward(self, roots: Sequence[Any]) -> None:
         """Makes the next backward, which starts at `roots`, reduce the gradients."""
         if self._ddp is not None:
-            private.ddp_prepare_for_backward(self._ddp, roots if self._find_unused else [])  # 2
+            private.ddp_prepare_for_backward(self._ddp, roots if self._find_unused else [])  # [2]
 
     @contextmanager
     def noting_computed(self, device: torch.device) -> Iterator[list[Mark]]:
@@ -218,7 +218,7 @@ class StageReducer:
             yield marks
             return
         parameters = self._names.values()
-        with private.before_ddp_waits(parameters, lambda: marks.append(mark(device))):  # 4
+        with private.before_ddp_waits(parameters, lambda: marks.append(mark(device))):  # [4]
             yield marks
 
     def reset(self) -> None:
@@ -237,7 +237,7 @@ class StageReducer:
         if self._ddp is None:
             return
         try:
-            private.ddp_check_reduced(self._ddp)  # 3
+            private.ddp_check_reduced(self._ddp)  # [3]
         except RuntimeError as error:
             without = [
                 name

@@ -71,7 +71,7 @@ class ReplicaStates:
         if previous == self._share:
             return
         if previous is None or self._first is None:
-            self._first = self._state.copied(None, _CHANGED_BY_FORWARDS)  # 1
+            self._first = self._state.copied(None, _CHANGED_BY_FORWARDS)  # [1]
             return
         for collector in self._collectors:
             collector.commit()
@@ -79,7 +79,7 @@ class ReplicaStates:
         if previous[0] == replica:
             return
         if previous[0] == 0:
-            self._kept = self._state.copied(None, _CHANGED_BY_FORWARDS)  # 2
+            self._kept = self._state.copied(None, _CHANGED_BY_FORWARDS)  # [2]
         self._state.put_back(self._first)
 
     def finish(self) -> None:
@@ -91,7 +91,7 @@ class ReplicaStates:
         state, self._kept = self._kept, None
         self._share = self._first = None
         if state is not None:
-            self._state.put_back(state)  # 3
+            self._state.put_back(state)  # [3]
 
 
 class GradientSums:
@@ -178,7 +178,7 @@ class GradientSums:
     def _set_aside(self, replica: int) -> None:
         """Stores the gradients of a complete replica, and adds the subtrees that they complete."""
         node = (replica, replica + 1)
-        sums = self._taken()  # 4
+        sums = self._taken()  # [4]
         while self._waiting and (parent := self._parents.get((self._waiting[-1][0], node))):
             _, left = self._waiting.pop()
             _add(left, sums)
@@ -287,7 +287,7 @@ class GradientSums:
         Every process receives one slice from all processes, sums it, and sends the sum to all. This
         transfers as many bytes as a ring, but adds in the order of the tree.
         """
-        # 5
+        # [5]
         n = len(self._nodes)
         size = -(-buffer.numel() // n)
         sums = torch.stack([*left, buffer]) if left else buffer.unsqueeze(0)

@@ -5,7 +5,8 @@
     [2] leaves -> layers -> output                     [5] roots -> autograd -> leaf.grad
     [3] messages <- output boundary <- output          [6] gradients of received values <- leaf.grad
 
-`engines/actions` receives and sends the messages; the numbers here are 3 and 7 there.
+`engines/actions` receives and sends the messages: `forward` is step [3] there, and `backward` step
+[7].
 
 A backward runs as a whole, or in two parts: `backward_to_input`, which the previous stage waits
 for, and `backward_to_weights` later (see `split_backward`).
@@ -206,16 +207,16 @@ class Stage:
         if self.replica_states is not None and self._places is not None:
             place = self._places[microbatch]
             self.replica_states.enter(place.replica, place.ahead)
-        values, inputs = self._input.enter(messages)  # 1
+        values, inputs = self._input.enter(messages)  # [1]
         value = values.pop(PRIMARY_OUTPUT)
         run = self._runner.run_recomputed if recompute else self._runner.run
         counts = self.saved_bytes is None and torch.is_grad_enabled()
         with self._counting_saved((value, values)) if counts else _NONE:
-            output, skipped = run(microbatch, value, values)  # 2
+            output, skipped = run(microbatch, value, values)  # [2]
             if head is not None:
                 result, root, gradient = head(microbatch, output)
         if head is None:
-            sent, roots = self._output.leave(output, skipped)  # 3
+            sent, roots = self._output.leave(output, skipped)  # [3]
             gradient = None
         else:
             sent, roots = [result], [] if root is None else [[root]]
@@ -267,8 +268,8 @@ class Stage:
         # popped, so that the micro-batch's data is freed after the backward
         begun = self._in_flight.pop(microbatch)
         starts = _starts(begun, gradients)
-        self._backward(microbatch, starts, reduce)  # 4, 5
-        return self._gradients_of_inputs(begun.inputs, starts)  # 6
+        self._backward(microbatch, starts, reduce)  # [4], [5]
+        return self._gradients_of_inputs(begun.inputs, starts)  # [6]
 
     def _gradients_of_inputs(
         self, inputs: StageInputs, starts: Sequence[tuple[Root, Tensor]]

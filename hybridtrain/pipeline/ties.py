@@ -73,7 +73,7 @@ class Alias:
         # the same when a fused optimizer writes (AdamW(fused=True), PyTorch 2.15), or through .data
         if self.alias.data_ptr() != self.parameter.data_ptr():
             with torch.no_grad():
-                self.alias.copy_(self.parameter, non_blocking=True)  # 1
+                self.alias.copy_(self.parameter, non_blocking=True)  # [1]
 
     def accumulate_into_owner(self) -> None:
         """Adds the alias's gradient to the parameter's and drops it."""
@@ -82,7 +82,7 @@ class Alias:
             here = gradient.to(self.parameter.device, non_blocking=True)
             if here is gradient and self.parameter.grad is None:
                 here = gradient.clone()  # DDP keeps the memory of a gradient
-            _add_gradient(self.parameter, here)  # 2, 3
+            _add_gradient(self.parameter, here)  # [2], [3]
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ class AliasElsewhere:
         """Sends the parameter's value."""
         refuse_hooks(self.parameter)
         value = self.parameter.detach().to(self.world.wire_device).contiguous()
-        _wait(begin_send([value], self.world, self.peer))  # 1
+        _wait(begin_send([value], self.world, self.peer))  # [1]
 
     def accumulate_into_owner(self) -> None:
         """Receives the alias's gradient, if any, and adds it to the parameter's."""
-        there = torch.zeros(1, dtype=torch.uint8)  # 2, 3: a flag first, since it may have none
+        there = torch.zeros(1, dtype=torch.uint8)  # [2], [3]: a flag first, since it may have none
         _wait(begin_receive([there], self.world, self.peer))
         if not there:
             return

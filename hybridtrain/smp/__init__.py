@@ -3,7 +3,6 @@
     import hybridtrain.smp as smp  # was: import smdistributed.modelparallel.torch as smp
 
 Scripts run under torchrun, on CPUs and GPUs. docs/smp-names.md lists all names and parameters.
-Scripts run under torchrun, on CPUs and GPUs. docs/smp-names.md has every name and parameter.
 
 config             the configuration of smp 1.x, and the torchrun line of a `distribution`
 runtime            the state that `init` has set up in this process

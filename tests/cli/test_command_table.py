@@ -29,7 +29,7 @@ from hybridtrain.errors import ConfigError
 SCRIPT = Path(sys.executable).with_name("hybridtrain")
 
 # What a user types after the name of the command, in a folder with the run `digits`, and a part of
-# the answer; a name that is missing here fails.
+# the answer.
 TYPED = {
     "train": ([*SMALL, "run_name=digits", "trainer.steps=6"], "the run is complete at step 6"),
     "plan": ([*SMALL, "run_name=planned"], "wrote outputs/planned/plan.yaml"),
@@ -37,6 +37,7 @@ TYPED = {
     "evaluate": (["run_name=digits"], '"samples": 355'),
     "predict": (["run_name=digits", "output=here.jsonl"], '"file": "here.jsonl"'),
     "export": (["run_name=digits", "format=torch"], "export/step_00000006.pth"),
+    "find-lr": ([*SMALL, "run_name=other"], '"lr": '),
     "search": (
         [*SMALL, "trainer.steps=1", "optim.lr=0.1,0.2", "search.trials=1"],
         "digits-search/trial_000",
@@ -99,6 +100,10 @@ def typed(driver: subprocess.Popen[str], tmp_path: Path) -> Typed:
         return int(driver.stdout.readline()), output.read_text()
 
     return run
+
+
+def test_every_command_has_a_line_that_a_user_types() -> None:
+    assert set(TYPED) == set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -29,6 +29,7 @@ from hybridtrain.schedule import registered
 
 from .compare import micro_batches
 from .nets import CASES, Case
+from .schedules import BUILT_IN
 
 STEPS = 3
 SEED = 5
@@ -62,7 +63,7 @@ AXES: list[list[Any]] = [
     [1, 2, 3, 4],
     [1, 2],
     [1, 4, 7],
-    ["gpipe", "1f1b", "zb-h1", "zb-v", "v-half", "v-min"],
+    list(BUILT_IN),
     [None, 2],
     ["never", "except_last", "always", "every-2"],
     list(AUTOCAST),

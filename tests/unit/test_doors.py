@@ -4,6 +4,7 @@ Tests use the doors too, except for the imports that `INSIDE` lists.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -177,6 +178,10 @@ class Import(NamedTuple):
     of_types: bool
 
 
+# Packages of many small modules of one kind, which their docstrings describe together.
+OF_ONE_KIND = {"datasets", "models", "cli/commands", "loop/callbacks"}
+
+
 @cache
 def imports() -> list[Import]:
     return list(_imports())
@@ -226,6 +231,18 @@ def test_what_stands_in_a_door_is_what_others_may_use():
     for package in sorted(PACKAGES - {"cli", "_base", "models", "configs", "recipes"}):
         used = {name for i in imports() if i.target == package for name in i.names}
         assert used <= exported(ROOT / package), package
+
+
+def test_the_docstring_of_a_package_lists_its_modules():
+    for init in ROOT.glob("*/**/__init__.py"):
+        package = init.parent
+        if str(package.relative_to(ROOT)) in OF_ONE_KIND:
+            continue
+        docstring = ast.get_docstring(ast.parse(init.read_text())) or ""
+        parts = {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"}
+        parts |= {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+        missing = {name for name in parts if not re.search(rf"(?<!\w){name}(?!\w)", docstring)}
+        assert not missing, init
 
 
 def test_arrows_point_down():

@@ -13,6 +13,7 @@ tree, secrets   a config as dicts and as YAML; secrets, which are not written or
 show            the text of `--cfg job`
 run_name        the name of a run, and the run of a command
 saved_run       the config that a run started with
+moved_base      the new location of a base model that was moved, for every key that names it
 changes         the differences between two configs
 resolve         the settings of a command: the run's config and the command line
 check           values that no object of the library checks

@@ -7,6 +7,7 @@ prediction   the step time and memory of a run before it runs;  utilization  its
 run_model    the model of a run on meta tensors, for predictions
 directory    a run's files, logs and starting checkpoint;  lock  one writer at a time
 run_data     loads the data, compares it across ranks, records it in checkpoints
+moved_base   loads the moved base model of an adapter's checkpoint
 run_table    the table of runs
 job, sweep   many processes on a cluster, and many runs;  dry_run  a short trial run
 errors       a command's result and error on the terminal;  colour

@@ -154,21 +154,21 @@ class ActionRunner:
         if index == 0:
             inputs = [(self._take(microbatch),)]
         else:
-            inputs = message = self._wire.receive(action, doing)  # 1
+            inputs = message = self._wire.receive(action, doing)  # [1]
             if index in self._routes:
-                inputs, passing = self._routes[index].own_values(message)  # 2
+                inputs, passing = self._routes[index].own_values(message)  # [2]
         head = step.head if index == self._last else None
         start = mark(stage.device) if step.timeline else 0.0
         # autocast only around each forward: a backward runs without it
         with step.thread_state.autocast():
-            sent = stage.forward(microbatch, inputs, head, microbatch in step.recomputed)  # 3
+            sent = stage.forward(microbatch, inputs, head, microbatch in step.recomputed)  # [3]
         if step.timeline:
             step.timeline.record(lane, action, start, mark(stage.device))
         if self._run_ahead is not None:
             self._run_ahead.after(action)
         if head is None:
             # in this order: `links.crossing` puts the links that start at a later stage first
-            self._wire.send(Action("F", index + 1, microbatch), sent + passing)  # 4
+            self._wire.send(Action("F", index + 1, microbatch), sent + passing)  # [4]
         else:
             (self.values[microbatch],) = sent
 
@@ -179,9 +179,9 @@ class ActionRunner:
         gradients: Sequence[Any] = ()
         passing: Sequence[Any] = ()
         if kind != "W" and index != self._last:
-            gradients = message = self._wire.receive(action, doing)  # 5
+            gradients = message = self._wire.receive(action, doing)  # [5]
             if index in self._routes:
-                gradients, passing = self._routes[index].own_gradients(message)  # 6
+                gradients, passing = self._routes[index].own_gradients(message)  # [6]
         # the last micro-batch of a stage comes last, see `schedule.validate`
         reduce = step.reduce and microbatch + 1 == step.schedule.chunks
         sent: list[Any] = []
@@ -190,7 +190,7 @@ class ActionRunner:
         if reduce and step.timeline and stage.reducer is not None:
             noting = stage.reducer.noting_computed(stage.device)
         with noting as computed:
-            if kind == "B":  # 7
+            if kind == "B":  # [7]
                 sent = stage.backward(microbatch, gradients, reduce)
             elif kind == "I":
                 sent = stage.backward_to_input(microbatch, gradients, reduce)
@@ -204,7 +204,7 @@ class ActionRunner:
         if kind != "W" and index:
             if index in self._routes:
                 sent = self._routes[index].gradients_before(sent, passing)
-            self._wire.send(Action("B", index - 1, microbatch), sent)  # 8
+            self._wire.send(Action("B", index - 1, microbatch), sent)  # [8]
 
 
 class RunAhead:

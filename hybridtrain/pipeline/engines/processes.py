@@ -178,7 +178,7 @@ class MessageWire:
             draws = torch.tensor(stage.draws_before_next(to.microbatch), dtype=torch.int64)
             message = [*message, draws]
         expected = self._formats.get(to)
-        form, tensors = pack(message, to.kind == "F", expected)  # 1
+        form, tensors = pack(message, to.kind == "F", expected)  # [1]
         works: list[Any] = []
         held: list[Tensor] = []
         if expected is None:
@@ -234,7 +234,7 @@ class MessageWire:
             # a wait, in the one order of all processes: the sender is at this message or before it
             self._formats[action] = self._receive_format(sender)
         form = self._formats[action]
-        with self._beside_compute():  # 2
+        with self._beside_compute():  # [2]
             tensors = [empty(tensor_format, self._wire_device) for tensor_format in form.tensors]
             parts = [
                 flat(t, tensor_format)
@@ -259,7 +259,7 @@ class MessageWire:
             # the side stream's memory, which this stream reads
             keep_until(self._accelerator.current_stream(self._device), tensors, self._device)
         draws: Tensor | None = tensors[-1] if action.kind == "F" else None
-        message: list[Any] = unpack(form, tensors, self._device)  # 3
+        message: list[Any] = unpack(form, tensors, self._device)  # [3]
         if draws is not None:
             message.pop()
             if draws.numel():

@@ -77,7 +77,7 @@ class QueueWire:
     def send(self, to: Action, message: list[Any]) -> None:
         """Puts the message into a queue; starts the copy if it goes to another device."""
         queue, between = self._lines[to.kind, to.stage]
-        queue.put(message if between is None else transfer.send(message, *between))  # 2
+        queue.put(message if between is None else transfer.send(message, *between))  # [2]
 
     def receive(self, action: Action, doing: LaneActivity) -> list[Any]:
         """Takes the next message out of a queue.
@@ -88,7 +88,7 @@ class QueueWire:
         queue, between = self._lines[action.kind, action.stage]
         if queue.empty():
             doing.wait(True)
-            message = queue.get()  # 3
+            message = queue.get()  # [3]
             doing.wait(False)
         else:
             message = queue.get()
@@ -165,8 +165,8 @@ class ThreadEngine:
             # the threads' streams wait for what the caller has queued, such as the optimizer's step
             sync_streams(self._gpus, before=True)
         try:
-            self._dispatch(run, modes)  # 1
-            run.join()  # 4
+            self._dispatch(run, modes)  # [1]
+            run.join()  # [4]
         except BaseException as interrupt:  # Ctrl-C between two lanes: all must still end
             if run.runner.stopped:
                 raise
@@ -287,7 +287,7 @@ class _StepRun:
         with self._lock:  # two threads may fail at once
             if not self.runner.stopped:
                 self.failure = error
-            self.runner.stopped = True  # 5: before waking a thread, or it would continue
+            self.runner.stopped = True  # [5]: before waking a thread, or it would continue
         self._wire.abort()
         if self._free is not None:
             self._free.put(None)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.compare import assert_same_gradients, floats_and_classes, hybrid, plain_step
+from support.schedules import BUILT_IN
 from torch import nn
 from torch.nn import functional as F
 
@@ -13,8 +14,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_intra_op_thread"),
     pytest.mark.filterwarnings("ignore:.*(nested tensors|Sparse CSR)"),
 ]
-
-SCHEDULES = ["gpipe", "1f1b", "zb-h1", "zb-v", "v-half", "v-min"]
 
 
 def assert_steps_equal_the_plain_module(make, batch=None, steps=3, schedule="1f1b", **options):
@@ -40,7 +39,7 @@ class Spreading(torch.Tensor):
     """A subclass that what is computed from it has as well, as MONAI's MetaTensor."""
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", BUILT_IN)
 @pytest.mark.quick_cases(2)
 def test_a_batch_of_a_tensor_subclass_trains_all_stages(schedule):
     inputs, targets = floats_and_classes()
@@ -67,7 +66,7 @@ class Hooked(nn.Module):
         return torch.tanh(self.inner(x))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", BUILT_IN)
 @pytest.mark.parametrize("transposes", [False, True])
 @pytest.mark.quick_cases(3)
 def test_a_hook_on_the_input_of_a_stages_first_layer_changes_what_is_sent_back(

@@ -8,6 +8,7 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.schedules import BUILT_IN
 
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.options import PipelineOptions
@@ -35,7 +36,6 @@ from hybridtrain.schedule import (
 )
 
 MIB = 2**20
-NAMES = ("1f1b", "gpipe", "zb-h1", "zb-v", "v-half", "v-min")
 MODES = ("never", "except_last", "always")
 TIMES, KEPT, SENT = (2.0, 3.0, 1.0, 2.5), (5, 1, 8, 3), (3, 1, 2, 1)
 
@@ -101,7 +101,7 @@ def peaks_by_hand(layout, kept, received, temporary):
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from(NAMES),
+    st.sampled_from(BUILT_IN),
     st.sampled_from(MODES),
     st.integers(1, 5),
     st.integers(1, 24),
@@ -158,7 +158,7 @@ def every_price(table, hardware, work, choices):
 
 @pytest.mark.parametrize("mib", [10_000, 36, 30, 26, 24])
 def test_the_choice_is_the_one_of_all_combinations_that_fit(mib):
-    choices = Choices(nb_part=[2], engine=["local"], schedule=NAMES, recompute=MODES)
+    choices = Choices(nb_part=[2], engine=["local"], schedule=BUILT_IN, recompute=MODES)
     hardware, work = machine(mib / 1024), StepWork(8)
     expected = every_price(table_of(), hardware, work, choices)
     found = find_layouts(table_of(), hardware, work, choices)
@@ -168,7 +168,7 @@ def test_the_choice_is_the_one_of_all_combinations_that_fit(mib):
 
 
 def test_less_memory_is_paid_for_with_time_and_never_refunded():
-    choices = Choices(nb_part=[2], engine=["local"], schedule=NAMES)
+    choices = Choices(nb_part=[2], engine=["local"], schedule=BUILT_IN)
     steps, chosen = [], set()
     for mib in (10_000, 36, 32, 24, 22):
         best = find_layouts(table_of(), machine(mib / 1024), StepWork(8), choices)[0]
@@ -187,7 +187,7 @@ def test_a_run_that_cuts_its_model_by_a_rule_is_priced_with_that_cut(split):
         assert one.counts == ((3, 1) if split == "time" else (2, 2))
 
 
-@pytest.mark.parametrize("schedules", [NAMES, ["1f1b"], ["v-min"]])
+@pytest.mark.parametrize("schedules", [BUILT_IN, ["1f1b"], ["v-min"]])
 def test_a_limit_that_is_too_small_is_an_error_with_the_smallest_that_would_do(schedules):
     choices = Choices(nb_part=[2], engine=["local"], schedule=schedules)
     with pytest.raises(DoesNotFit, match="no plan fits: ") as caught:
@@ -247,7 +247,7 @@ def test_a_schedule_without_a_table_for_these_devices_is_left_out(backwards_firs
 
 
 def test_one_line_says_what_was_chosen_and_what_the_next_two_would_have_cost():
-    choices = Choices(nb_part=[2], engine=["local"], schedule=NAMES)
+    choices = Choices(nb_part=[2], engine=["local"], schedule=BUILT_IN)
     found = find_layouts(table_of(), machine(36 / 1024), StepWork(8), choices)
     line = choice_in_words(found, ["schedule", "recompute", "chunks"], "measured")
     best, others = found[0], found[1:]

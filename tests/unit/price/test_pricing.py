@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
+from support.schedules import BUILT_IN
 
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.cli.config.schema import HardwareConfig
@@ -43,7 +44,6 @@ from hybridtrain.schedule import (
 )
 
 # Other tests register schedules, some for a few devices only.
-BUILT_IN = ("1f1b", "gpipe", "zb-h1", "zb-v", "v-half", "v-min")
 EVERY = Choices(schedule=BUILT_IN)
 
 few = settings(max_examples=8, suppress_health_check=list(HealthCheck))
