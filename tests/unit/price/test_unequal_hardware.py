@@ -9,11 +9,15 @@ from hypothesis import strategies as st
 
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.cli.commands import measure_machine
+from hybridtrain.cli.config.schema import Config, HardwareConfig, PipelineConfig, WorldConfig
+from hybridtrain.cli.run.hardware import arrangement_of_run, hardware_of_run
 from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.launch import Launch
 from hybridtrain.partitioning import LayerCost, LayerSize, every_cut, given_costs
 from hybridtrain.price import Choices, StepWork, arrangements, find_layouts
 from hybridtrain.price.layout import layouts
 from hybridtrain.price.price import price
+from hybridtrain.world import World
 
 MIB = 2**20
 
@@ -97,6 +101,63 @@ def test_fast_and_slow_devices_share_a_pipeline_or_have_their_own():
 def test_equal_devices_have_one_arrangement():
     (equal,) = arrangements(node(devices_per_node=4), 2, 2)
     assert equal == type(equal)()
+
+
+def arrangement_of(processes, nb_part, world=None, **pipeline):
+    """Returns the arrangement of a run on a node of two fast, large GPUs and two others."""
+    hardware = HardwareConfig(
+        devices_per_node=4,
+        memory_gib=48.0,
+        reserved_gib=0.0,
+        device_speeds=[2, 2, 1, 1],
+        device_memory_gib=[48, 48, 16, 16],
+    )
+    config = Config(
+        hardware=hardware, world=WorldConfig(**world or {}), pipeline=PipelineConfig(**pipeline)
+    )
+    group = config.world
+    worlds = [
+        World.of_launch(
+            Launch("torchrun", rank, processes, rank, processes, None),
+            4, nb_part, group.devices, "gloo", group.engine, group.inner,
+        )
+        for rank in range(processes)
+    ]  # fmt: skip
+    world, width = worlds[0], len(worlds[0].devices)
+    devices = [worlds[world.rank_of(0, place // width)] for place in range(nb_part)]
+    names = [str(each.devices[place % width]) for place, each in enumerate(devices)]
+    found = hardware_of_run(config, world.devices[0], processes * width)
+    return names, arrangement_of_run(found, world)
+
+
+@pytest.mark.parametrize(
+    ("processes", "nb_part", "world", "names", "speeds", "memory"),
+    [
+        (1, 2, {"devices": ["cuda:0", "cuda:2"]}, ["cuda:0", "cuda:2"], (2, 1), (48, 16)),
+        (1, 2, {"devices": ["cuda:2", "cuda:3"]}, ["cuda:2", "cuda:3"], (1, 1), (16, 16)),
+        (1, 1, {"devices": "cuda:2"}, ["cuda:2"], (1,), (16,)),
+        (2, 2, {"devices": [0, 2, 1, 3]}, ["cuda:0", "cuda:2"], (2, 1), (48, 16)),
+        (2, 2, {"devices": "cuda"}, ["cuda:0", "cuda:1"], (1, 1), (16, 16)),
+        (4, 2, {"engine": "distributed", "inner": "dp", "devices": "cuda"},
+         ["cuda:0", "cuda:2"], (2, 1), (48, 16)),
+    ],
+    ids=["in turns", "the small ones", "one", "two processes", "in order", "inner=dp"],
+)  # fmt: skip
+def test_a_run_is_priced_on_the_devices_that_it_uses(
+    processes, nb_part, world, names, speeds, memory
+):
+    found, arrangement = arrangement_of(processes, nb_part, world)
+    assert found == names
+    assert arrangement.device_speeds == speeds
+    assert arrangement.device_memory_gib == memory
+
+
+def test_a_list_of_a_pipeline_is_by_place_for_either_order_of_ranks():
+    for inner in ("pp", "dp"):
+        world = {"engine": "distributed", "inner": inner, "devices": "cuda"}
+        _, arrangement = arrangement_of(4, 2, world, device_speeds=[1, 3], memory_limit_gib=[5, 9])
+        assert arrangement.device_speeds == (1, 3)
+        assert arrangement.device_memory_gib == (5, 9)
 
 
 @given(
