@@ -103,6 +103,15 @@ def test_equal_devices_have_one_arrangement():
     assert equal == type(equal)()
 
 
+def test_lists_of_equal_values_are_the_rates_and_the_memory_of_every_device():
+    rates = {"flops_per_s": {"fp32": 1e13}, "memory_bytes_per_s": 1e12}
+    lists = {"device_memory_gib": [80, 80], "device_speeds": [2, 2]}
+    found = Hardware(devices_per_node=2, memory_gib=0.5, **rates, **lists)
+    twice = {"flops_per_s": {"fp32": 2e13}, "memory_bytes_per_s": 2e12}
+    assert found == Hardware(devices_per_node=2, memory_gib=80, **twice)
+    assert found.mean_speed == 1
+
+
 def arrangement_of(processes, nb_part, world=None, **pipeline):
     """Returns the arrangement of a run on a node of two fast, large GPUs and two others."""
     hardware = HardwareConfig(
