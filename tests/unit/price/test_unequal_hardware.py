@@ -13,6 +13,7 @@ from hybridtrain.cli.config.schema import Config, HardwareConfig, PipelineConfig
 from hybridtrain.cli.run.hardware import arrangement_of_run, hardware_of_run
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.launch import Launch
+from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import LayerCost, LayerSize, every_cut, given_costs
 from hybridtrain.price import Choices, StepWork, arrangements, find_layouts
 from hybridtrain.price.layout import layouts
@@ -169,6 +170,23 @@ def test_a_list_of_a_pipeline_is_by_place_for_either_order_of_ranks():
         assert arrangement.device_memory_gib == (5, 9)
 
 
+def test_a_limit_per_device_follows_the_placement_of_each_schedule():
+    options = PipelineOptions(
+        split="time", chunks=4, stages_per_device=2, memory_limit_gib=[1.0, 3.0]
+    )
+    hardware = node(devices_per_node=2, memory_gib=8.0)
+    choices = Choices(
+        nb_part=[2], engine=["local"], chunks=[4], schedule=["zb-v"], stages_per_device=[2],
+        recompute=["never"], options=options,
+    )  # fmt: skip
+    # the first and the last of the four stages are on device 0
+    table = table_of([1.0] * 16, weights=40 * MIB)
+    (best,) = find_layouts(table, hardware, StepWork(4), choices, best=1)
+    assert best.layout.devices == (0, 1, 1, 0)
+    first, second, third, last = best.counts
+    assert max(first, last) < min(second, third)
+
+
 @given(
     st.lists(st.integers(1, 5), min_size=2, max_size=6),
     st.lists(st.sampled_from([1, 2, 3]), min_size=2, max_size=2),
@@ -201,7 +219,8 @@ def test_measure_machine_measures_one_device_of_each_kind(monkeypatch):
         flops, bandwidth, memory = found[kinds[device.index]]
         return {
             "memory_gib": memory,
-            "flops_per_s": {"bf16": flops},
+            # one of the two emulates bf16
+            "flops_per_s": {"fp16": flops, "bf16": 1e13 if memory == 16 else flops},
             "memory_bytes_per_s": bandwidth,
             "node_bytes_per_s": 1e10 * (1 + device.index),
             "operator_s": 1e-5,
@@ -209,6 +228,9 @@ def test_measure_machine_measures_one_device_of_each_kind(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
     monkeypatch.setattr(torch.cuda, "get_device_name", kinds.__getitem__)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda index: (7 if kinds[index] == "V100" else 8, 0)
+    )
     monkeypatch.setattr(measure_machine, "measured_device", measured_device)
     written = measure_machine.measured(0.0)
     assert measured == [0, 1]
