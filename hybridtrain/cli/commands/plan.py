@@ -155,7 +155,8 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
         with atomic_file(path.with_suffix(".png")) as file:
             _picture(plans, choices).save(file, format="PNG")
     _log.info("wrote %s, and %s next to it", path, path.with_suffix(".png").name)
-    keys = [f"pipeline.split={path}", *overrides_of(best.layout, plans.recompute())]
+    recompute = plans.recompute()
+    keys = [f"pipeline.split={path}", *overrides_of(best.layout, recompute, hardware.device)]
     _log.info("to train with it:\n  %s", _command(settings, hardware, best.layout, keys))
     return {"step_ms": round(best.step_ms, 3), "memory_bytes": best.peak_bytes}
 
@@ -220,8 +221,13 @@ def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
     return NodesPoint(nodes, price.step_ms, f"{layout.replicas} x {layout.nb_part}")
 
 
-def overrides_of(layout: ParallelLayout, recompute: str | list[str]) -> list[str]:
-    """Returns the overrides that a run of this layout needs in addition to the split."""
+def overrides_of(
+    layout: ParallelLayout, recompute: str | list[str], device: str = "cuda"
+) -> list[str]:
+    """Returns the overrides that a run of this layout needs in addition to the split.
+
+    The order of GPUs is one of them; CPU devices have no numbers.
+    """
     if not isinstance(recompute, str):
         recompute = f"[{','.join(map(hydra_quoted, recompute))}]"
     values = {
@@ -236,7 +242,7 @@ def overrides_of(layout: ParallelLayout, recompute: str | list[str]) -> list[str
         values["world.shard"] = layout.shard
     if layout.arrangement.replica_shares:
         values["world.replica_shares"] = _list(layout.arrangement.replica_shares)
-    if layout.arrangement.device_order:
+    if layout.arrangement.device_order and device == "cuda":
         devices = [f"cuda:{number}" for number in layout.arrangement.device_order]
         values["world.devices"] = _list(devices)
     return [f"{key}={value}" for key, value in values.items()]
