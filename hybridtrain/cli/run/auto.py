@@ -14,7 +14,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from operator import gt
 from typing import Any
 
 import torch
@@ -181,7 +180,7 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
     net = construct_on_meta(lambda: build_model(config, data))
     loss_fn = resolve(options.loss_fn, net).function
     least, most = world.logical_replicas * pipeline.chunks, length_of(data.train)
-    size, fits, limit = least, 0, "the training split has no more"
+    size, fits, usable, limit = least, 0, "", "the training split has no more"
     while size <= (most or size):
         share = max(world.samples_by_replica(size))
         example = example_batch(data.train, share, data.collate)
@@ -192,12 +191,13 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
                 config, world, pipeline, data, stages, example, size, loss_fn
             )
         assert prediction.memory_bytes is not None
-        most_bytes = max(prediction.memory_bytes)
-        if any(map(gt, prediction.memory_bytes, limits)):
-            limit = f"{size} would take {with_unit(most_bytes)}"
+        needs = zip(prediction.memory_bytes, limits, strict=True)
+        nbytes, most_bytes = max(needs, key=lambda need: need[0] / need[1])
+        usable = with_unit(round(most_bytes))  # on the fullest device
+        if nbytes > most_bytes:
+            limit = f"{size} would take {with_unit(nbytes)}"
             break
-        fits, memory, size = size, most_bytes, 2 * size
-    usable = with_unit(round(max(limits)))
+        fits, memory, size = size, nbytes, 2 * size
     if not fits:
         raise SplitError(
             f"data.batch_size=auto: {limit} of the {usable} that may be used"
