@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from hybridtrain.cli.run.build import (
 )
 from hybridtrain.cli.run.context import PreparedRun, RunOptions
 from hybridtrain.cli.run.directory import RunDirectory
-from hybridtrain.cli.run.hardware import hardware_of, why_too_large, with_limit
+from hybridtrain.cli.run.hardware import hardware_of, in_order_of, why_too_large, with_limit
 from hybridtrain.cli.run.lock import writing
 from hybridtrain.cli.run.run_data import load_data
 from hybridtrain.cli.run.run_model import model_of_run
@@ -41,10 +42,12 @@ from hybridtrain.observe import NodesPoint, draw_plan, in_ms
 from hybridtrain.partitioning import Plan, Planner, StageOwners, priced_mode
 from hybridtrain.pipeline import plan_without_values
 from hybridtrain.price import (
+    Arrangement,
     Choices,
     DoesNotFit,
     ParallelLayout,
     PricedPlans,
+    arrangements,
     choice_in_words,
     find_layouts,
     find_plans,
@@ -111,7 +114,9 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
         raise ConfigError("plan with a hardware= needs one process: start it without torchrun")
     assert config.hardware is not None
     options = build_options(config)
-    hardware = with_limit(hardware_of(config.hardware), config)
+    hardware = hardware_of(config.hardware)
+    hardware = in_order_of(config.world.devices, hardware, hardware.devices)
+    hardware = with_limit(hardware, config)
     directory = RunDirectory(config)
     directory.check_writable()
     directory.log_to_files(0)
@@ -265,7 +270,19 @@ def _fixed(settings: Settings) -> Choices:
             f"pipeline.recompute={values['recompute'][0]} is not priced: use never, except_last "
             f"or always, or leave it to the search"
         )
-    return replace(Choices(), **values)
+    return replace(Choices(), **values, arrange=partial(_arrange, settings.config))
+
+
+def _arrange(
+    config: Config, hardware: Hardware, nb_part: int, replicas: int
+) -> Iterator[Arrangement]:
+    """Yields the arrangements with the shares and the order of devices that the config gives."""
+    shares = config.world.replica_shares
+    if shares is not None and len(shares) != replicas:
+        return
+    for arrangement in arrangements(hardware, nb_part, replicas, shares):
+        if not (arrangement.device_order and isinstance(config.world.devices, list)):
+            yield arrangement
 
 
 def other_processes_are_missing(config: Config) -> bool:

@@ -275,15 +275,29 @@ def _choose(
     problems: list[ConfigError | SplitError] = []
     for nb_part in sizes:
         replicas = world.size // nb_part if distributed else world.size
-        share = -(-config.data["batch_size"] // replicas)
+        size, shares = config.data["batch_size"], world.replica_shares
+        if shares is not None and len(shares) != replicas:
+            problems.append(_other_replicas(shares, nb_part, replicas))
+            continue
+        share = -(-size // replicas)
         tensors = options.optimizer_tensors_per_param
-        work = StepWork(share * replicas, config.trainer.accumulate, tensors, run.load_ms)
+        work = StepWork(
+            size if shares else share * replicas, config.trainer.accumulate, tensors, run.load_ms
+        )
         hardware = hardware_of_run(config, device, nb_part * replicas)
         # CPU stages of a process share its threads
         sharing = 1 if distributed or device.type == "cuda" else nb_part
         try:
             table = costs(sharing)
-            choices = _choices(keys, nb_part, share, config, options)
+            # all other arrangements need other keys of `world`, which the run has
+            devices = world.devices[:1] * (1 if distributed else nb_part)
+            processes = nb_part if distributed else 1
+            divided = replace(world, devices=devices, processes_per_replica=processes)
+            placed = arrangement_of_run(hardware, divided)
+            choices = replace(
+                _choices(keys, nb_part, share, config, options),
+                arrange=lambda *_, placed=placed: [placed],
+            )
             priced += find_layouts(table, hardware, work, choices)
         except (ConfigError, SplitError) as error:
             problems.append(error)
@@ -296,6 +310,14 @@ def _choose(
     prices = [best, *(price for price in priced if price is not best)]
     _log.info("%s", choice_in_words(prices, keys, table.costs_from))
     return values
+
+
+def _other_replicas(shares: Sequence[float], nb_part: int, replicas: int) -> ConfigError:
+    return ConfigError(
+        f"world.replica_shares={list(shares)} has {len(shares)} values, and pipelines of "
+        f"{counted(nb_part, 'device')} would be {counted(replicas, 'replica')}: set "
+        f"pipeline.nb_part="
+    )
 
 
 def _without_a_choice(

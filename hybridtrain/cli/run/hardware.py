@@ -89,6 +89,8 @@ def in_order_of(devices: Any, hardware: Hardware, number: int) -> Hardware:
 
 def arrangement_of_run(hardware: Hardware, world: World) -> Arrangement:
     """Returns the places of a run's devices: `hardware` has them in the order of the ranks."""
+    if not hardware.is_unequal and world.replica_shares is None:
+        return Arrangement()
     width, copies = len(world.devices), range(world.data_parallel_size)
     devices = [
         [

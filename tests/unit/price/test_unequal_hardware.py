@@ -1,6 +1,7 @@
 """The price and the search on devices of unequal speed and memory."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -99,6 +100,15 @@ def test_fast_and_slow_devices_share_a_pipeline_or_have_their_own():
     assert in_turns.device_order == (0, 2, 1, 3)
 
 
+def test_a_search_prices_only_the_given_shares():
+    hardware = node(devices_per_node=2)
+    shares = partial(arrangements, shares=[1, 7])
+    choices = replace(pipeline(2, nb_part=[1]), arrange=shares)
+    (best,) = find_layouts(table_of([1.0] * 4), hardware, StepWork(16), choices, best=1)
+    # 14 of 16 samples, of 4 layers that take 3 ms each
+    assert best.compute_ms == pytest.approx(14 * 4 * 3)
+
+
 def test_equal_devices_have_one_arrangement():
     (equal,) = arrangements(node(devices_per_node=4), 2, 2)
     assert equal == type(equal)()
@@ -114,7 +124,7 @@ def test_lists_of_equal_values_are_the_rates_and_the_memory_of_every_device():
 
 
 def arrangement_of(processes, nb_part, world=None, **pipeline):
-    """Returns the arrangement of a run on a node of two fast, large GPUs and two others."""
+    """Returns devices, speeds and GiB by place, on a node with two fast and two slow GPUs."""
     hardware = HardwareConfig(
         devices_per_node=4,
         memory_gib=48.0,
@@ -137,7 +147,9 @@ def arrangement_of(processes, nb_part, world=None, **pipeline):
     devices = [worlds[world.rank_of(0, place // width)] for place in range(nb_part)]
     names = [str(each.devices[place % width]) for place, each in enumerate(devices)]
     found = hardware_of_run(config, world.devices[0], processes * width)
-    return names, arrangement_of_run(found, world)
+    arrangement = arrangement_of_run(found, world)
+    usable = [nbytes / 2**30 for nbytes in arrangement.usable_bytes(found, nb_part)]
+    return names, arrangement.device_speeds or (1,) * nb_part, tuple(usable)
 
 
 @pytest.mark.parametrize(
@@ -156,18 +168,14 @@ def arrangement_of(processes, nb_part, world=None, **pipeline):
 def test_a_run_is_priced_on_the_devices_that_it_uses(
     processes, nb_part, world, names, speeds, memory
 ):
-    found, arrangement = arrangement_of(processes, nb_part, world)
-    assert found == names
-    assert arrangement.device_speeds == speeds
-    assert arrangement.device_memory_gib == memory
+    assert arrangement_of(processes, nb_part, world) == (names, speeds, memory)
 
 
 def test_a_list_of_a_pipeline_is_by_place_for_either_order_of_ranks():
     for inner in ("pp", "dp"):
         world = {"engine": "distributed", "inner": inner, "devices": "cuda"}
-        _, arrangement = arrangement_of(4, 2, world, device_speeds=[1, 3], memory_limit_gib=[5, 9])
-        assert arrangement.device_speeds == (1, 3)
-        assert arrangement.device_memory_gib == (5, 9)
+        found = arrangement_of(4, 2, world, device_speeds=[1, 3], memory_limit_gib=[5, 9])
+        assert found[1:] == ((1, 3), (5, 9))
 
 
 def test_a_limit_per_device_follows_the_placement_of_each_schedule():
