@@ -164,7 +164,7 @@ class PipelineOptions:
             )
         _check_positive("memory_limit_gib", self.memory_limit_gib)
         if self.device_speeds != AUTO:
-            if isinstance(self.device_speeds, int | float):
+            if isinstance(self.device_speeds, int | float | str):
                 raise ConfigError(
                     f"{setting('device_speeds', self.device_speeds)} must be a list with a speed "
                     f"for each device of a pipeline, or {AUTO!r}"
@@ -308,7 +308,9 @@ def _check_positive(name: str, values: Any) -> None:
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
         if not is_number or not 0 < number < math.inf:
             shown = list(values) if is_per_device(values) else values
-            raise ConfigError(f"{setting(name, shown, repr)}: {number!r} must be a positive number")
+            problem = f"{setting(name, shown, repr)}: {number!r} must be a positive number"
+            is_limit = name == "memory_limit_gib" and not is_per_device(values)
+            raise ConfigError(problem + f"; for no limit, leave out {argument(name)}" * is_limit)
 
 
 def _check_split(split: Any) -> None:

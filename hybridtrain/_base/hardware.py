@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from hybridtrain.errors import ConfigError, argument, check_choice
@@ -122,6 +123,7 @@ class Hardware:
             for value in values:
                 if not _is_number(value) or not value > 0:
                     raise ConfigError(f"hardware.{name}: {value!r} must be a positive number")
+        self._take_equal_lists()
         smallest = min(self.device_memory_gib or [self.memory_gib])
         if self.device_memory_gib is not None and self.reserved_gib >= smallest:
             raise ConfigError(
@@ -133,6 +135,19 @@ class Hardware:
                 f"hardware.reserved_gib={self.reserved_gib:g} must be less than "
                 f"hardware.memory_gib={self.memory_gib:g}"
             )
+
+    def _take_equal_lists(self) -> None:
+        """Replaces a list of equal values by the rates and the memory of every device."""
+        change = partial(object.__setattr__, self)
+        if self.device_memory_gib is not None:
+            change("memory_gib", max(self.device_memory_gib))
+            if min(self.device_memory_gib) == self.memory_gib:
+                change("device_memory_gib", None)
+        speeds = self.device_speeds
+        if speeds is not None and len(set(speeds)) == 1:
+            change("flops_per_s", {name: r * speeds[0] for name, r in self.flops_per_s.items()})
+            change("memory_bytes_per_s", self.memory_bytes_per_s * speeds[0])
+            change("device_speeds", None)
 
     @property
     def devices(self) -> int:
@@ -151,8 +166,7 @@ class Hardware:
     @property
     def is_unequal(self) -> bool:
         """True if the devices of a node differ."""
-        lists = self.device_speeds, self.device_memory_gib
-        return any(values is not None and len(set(values)) > 1 for values in lists)
+        return self.device_speeds is not None or self.device_memory_gib is not None
 
     @property
     def mean_speed(self) -> float:

@@ -17,11 +17,13 @@ from hybridtrain._base.text_table import with_unit
 from hybridtrain.errors import setting
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import (
+    LayerCost,
     Objective,
     Plan,
     balances,
     cut_by_costs,
     find_cut,
+    recompute_policy,
     stage_costs,
 )
 from hybridtrain.schedule import (
@@ -152,8 +154,10 @@ def _even_stages(step: RecordedStep) -> Proposal | None:
     slow = max(range(len(times)), key=times.__getitem__)
     wanted, at_best = [mean] * len(times), "at best "
     if all(cost.forward_ms > 0 for cost in plan.costs):
-        planned = [stage.forward_ms + stage.backward_ms for stage in plan.stage_costs()]
-        if (unequal := _unequal_devices(step, times, planned)) is not None:
+        with_recompute = _with_recomputation(step)
+        stages = stage_costs(with_recompute, plan.counts, plan.in_flight, speeds=plan.speeds)
+        planned = [stage.forward_ms + stage.backward_ms for stage in stages]
+        if (unequal := _unequal_devices(step, times, planned, with_recompute)) is not None:
             return unequal
         factors = [time * 1e3 / ms for time, ms in zip(times, planned, strict=True)]
         layers = [
@@ -181,27 +185,50 @@ def _even_stages(step: RecordedStep) -> Proposal | None:
     )
 
 
+def _with_recomputation(step: RecordedStep) -> list[LayerCost]:
+    """Returns the plan's costs with backwards that include recomputed forwards."""
+    costs, chunks = step.plan.costs, step.schedule.chunks
+    policy = recompute_policy(step.plan.recompute, [cost.name for cost in costs])
+    shares = policy.shares([[cost.forward_ms] for cost in costs], chunks)
+    return [
+        replace(cost, backward_ms=cost.backward_ms + cost.forward_ms * sum(share) / chunks)
+        for cost, share in zip(costs, shares, strict=True)
+    ]
+
+
 def _unequal_devices(
-    step: RecordedStep, times: Sequence[float], planned: Sequence[float]
+    step: RecordedStep,
+    times: Sequence[float],
+    planned: Sequence[float],
+    layers: Sequence[LayerCost],
 ) -> Proposal | None:
     """Suggests device speeds, where one device takes longer than another for the same layers.
+
+    The last stage also computes the loss, which the plan does not include. So its device is not
+    called slow for that stage.
 
     Args:
         step: the recorded step.
         times: the seconds of each stage for a micro-batch.
         planned: its milliseconds by the plan, from layers that were measured on one device.
+        layers: the costs of the layers for `planned`.
     """
     plan, lane_of = step.plan, step.schedule.lane_of
-    devices = range(len(step.schedule.lanes))
-    rates = []
+    if plan.costs_from not in ("measured", "given"):
+        return None
+    devices, last = range(len(step.schedule.lanes)), len(times) - 1
+    rates, assumed = [], []
     for device in devices:
-        own = [stage for stage in range(len(times)) if lane_of[stage] == device]
-        speed = plan.speeds[own[0]]
-        rates.append(
-            speed * sum(planned[stage] for stage in own) / sum(times[stage] for stage in own)
-        )
-    assumed = [plan.speeds[min(s for s in lane_of if lane_of[s] == device)] for device in devices]
+        stages = [stage for stage in range(len(times)) if lane_of[stage] == device]
+        assumed.append(plan.speeds[stages[0]])
+        stages = [stage for stage in stages if stage != last] or [last]
+        seconds = sum(times[stage] for stage in stages)
+        rates.append(assumed[device] * sum(planned[stage] for stage in stages) / seconds)
     errors = [rate / speed for rate, speed in zip(rates, assumed, strict=True)]
+    of_loss = lane_of[last]
+    if list(lane_of.values()).count(of_loss) == 1:  # at least this fast
+        errors[of_loss] = max(errors)
+        rates[of_loss] = max(rates[of_loss], assumed[of_loss] * errors[of_loss])
     if max(errors) < _UNEQUAL * min(errors):
         return None
     speeds = [round(rate / min(rates), 1) for rate in rates]
@@ -210,10 +237,12 @@ def _unequal_devices(
     if counts is None:  # the fast device has too little memory
         return None
     by_stage = [speeds[lane_of[stage]] for stage in range(len(times))]
-    cut = stage_costs(plan.costs, counts, plan.in_flight, speeds=by_stage)
+    cut = stage_costs(layers, counts, plan.in_flight, speeds=by_stage)
     # the rate of a device of speed 1, in planned milliseconds per second
     unit = min(rates)
     wanted = [(stage.forward_ms + stage.backward_ms) / unit for stage in cut]
+    loss = times[last] - planned[last] * assumed[of_loss] / rates[of_loss]
+    wanted[last] += max(0.0, loss)
     seconds = _with(step, step.schedule, _scaled(step.costs, wanted))
     fast, slow = (choose(devices, key=rates.__getitem__) for choose in (max, min))
     by_time = "" if step.options.split == "time" else f" {setting('split', 'time')}"

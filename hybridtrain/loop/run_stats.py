@@ -343,7 +343,8 @@ class RunStats:
             self._advice = []
             try:
                 world = self._model.world
-                is_fixed = world.fixed_replicas or isinstance(self._train, OwnLoader)
+                own = isinstance(self._train, OwnLoader)
+                is_fixed = world.fixed_replicas or own or self._train.options.divided
                 shares = None if is_fixed else world.shares
                 slow = slow_replica(self._means(), shares)
                 sentences = [proposal.text for proposal in advise(typical)]

@@ -29,7 +29,7 @@ from hybridtrain.price.price import (
     why_not_priced,
 )
 from hybridtrain.price.stage_needs import DeviceMemory
-from hybridtrain.price.unequal import Arrangement, arrangements
+from hybridtrain.price.unequal import Arrangement, arranged, arrangements
 
 __all__ = [
     "Arrangement",
@@ -42,6 +42,7 @@ __all__ = [
     "Price",
     "PricedPlans",
     "StepWork",
+    "arranged",
     "arrangements",
     "choice_in_words",
     "divisors",

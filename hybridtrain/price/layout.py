@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -132,6 +132,7 @@ class Choices:
     Attributes:
         options: pipeline options that determine the cut (`split`); None: the search also chooses
             the cut.
+        arrange: yields the ways to place pipelines on the devices.
     """
 
     nb_part: Sequence[int] | None = None
@@ -142,6 +143,7 @@ class Choices:
     recompute: Sequence[str] = ("never", "layers", "except_last", "always")
     shard: Sequence[str] = SHARD_MODES
     options: PipelineOptions | None = None
+    arrange: Callable[[Hardware, int, int], Iterable[Arrangement]] = arrangements
 
 
 def layouts(
@@ -179,7 +181,7 @@ def _all(
         whole_nodes = nb_part % in_node == 0 or in_node % nb_part == 0
         if remainder or nb_part > layers or not whole_nodes:
             continue
-        for arrangement in arrangements(hardware, nb_part, replicas):
+        for arrangement in choices.arrange(hardware, nb_part, replicas):
             placed = ParallelLayout(nb_part, replicas, arrangement=arrangement)
             if placed.has_unequal_shares or work.samples % replicas == 0:
                 yield from _placed(placed, hardware, work, layers, choices)

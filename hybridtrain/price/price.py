@@ -710,7 +710,12 @@ class _Search:
     def _cut_of_run(self, options: PipelineOptions, layout: ParallelLayout) -> list[int] | None:
         """Returns the cut that `options` determine for this layout, without a search."""
         recompute = "never" if layout.recompute == "layers" else layout.recompute
-        of_run = replace(options, stages_per_device=layout.stages_per_device, recompute=recompute)
+        of_run = replace(
+            options,
+            schedule=layout.schedule,
+            stages_per_device=layout.stages_per_device,
+            recompute=recompute,
+        )
         costs = self._weighed_at(layout.samples(self._work), layout.replicas, layout.shard, False)
         goal = replace(Objective.of(of_run), speeds=layout.stage_speeds)
         return find_cut(costs, most_in_flight(layout), goal, self._table.no_cut_before)

@@ -62,19 +62,26 @@ def arrangements(
     in_node = max(1, number // nb_part)
     places = range(nb_part)
     devices = [[(r * nb_part + p) % number for p in places] for r in range(replicas)]
-    in_order = _arranged(hardware, devices, shares)
+    in_order = arranged(hardware, devices, shares)
     yield in_order
     if 1 < nb_part < number and number % nb_part == 0:
         devices = [[r % in_node + p * in_node for p in places] for r in range(replicas)]
-        in_turns = _arranged(hardware, devices, shares)
+        in_turns = arranged(hardware, devices, shares)
         if in_turns != in_order:
             order = tuple(device for replica in devices[:in_node] for device in replica)
             yield replace(in_turns, device_order=order)
 
 
-def _arranged(
+def arranged(
     hardware: Hardware, devices: Sequence[Sequence[int]], shares: Sequence[float] | None
 ) -> Arrangement:
+    """Returns the places of pipelines over these devices.
+
+    Args:
+        hardware: the devices.
+        devices: for each replica, the numbers of its devices in their node, by place.
+        shares: see `arrangements`.
+    """
     speeds = [[hardware.speed_of(device) for device in replica] for replica in devices]
     memory = [[hardware.memory_of(device) for device in replica] for replica in devices]
     of_replica = list(map(sum, speeds)) if shares is None else list(shares)

@@ -50,19 +50,44 @@ def test_a_wrong_value_is_one_error_that_names_the_key(keys, names, capfd):
         assert name in told
 
 
-@pytest.mark.thorough
-def test_a_plan_for_unequal_gpus_is_trained_by_its_command(tmp_path, capfd):
-    (tmp_path / "mixed.yaml").write_text(
-        "device: cuda\ndevices_per_node: 4\nmemory_gib: 48\nflops_per_s: {fp32: 1.0e+13}\n"
-        "device_speeds: [2, 2, 1, 1]\ndevice_memory_gib: [48, 48, 16, 16]\n"
+MIXED = (
+    "costs: estimated\ndevice: {device}\ndevices_per_node: 4\nmemory_gib: 48\n"
+    "flops_per_s: {{fp32: 1.0e+13}}\ndevice_speeds: [2, 2, 1, 1]\n"
+    "device_memory_gib: [48, 48, 16, 16]\n"
+)
+
+
+def plan_of_mixed(tmp_path, capfd, *keys, device="cuda"):
+    """Returns the words of the command that `plan` prints for a node of unequal devices."""
+    (tmp_path / "mixed.yaml").write_text(MIXED.format(device=device))
+    told = succeed(
+        capfd, "plan", *SMALL, "hardware=mixed.yaml", "pipeline.nb_part=2", *keys, "run_name=priced"
     )
-    keys = ["hardware=mixed.yaml", "run_name=priced", "pipeline.nb_part=2"]
-    told = succeed(capfd, "plan", *SMALL, *keys)
-    assert "unequal" in told
-    assert "world.replica_shares=[2,1]" in told or "world.devices=[cuda:0,cuda:2" in told
+    return told.rpartition("to train with it:")[2].split()
 
 
 @pytest.mark.thorough
-def test_shares_of_two_processes_are_in_their_logs(tmp_path):
-    told = forked_command(2, ["train", *SMALL, "world.replica_shares=[1,3]"], tmp_path / "run")
+def test_a_plan_for_unequal_devices_prints_how_to_place_them(tmp_path, capfd):
+    def placed(words):
+        keys = "world.replica_shares=[", "world.devices=["
+        return [word for word in words if word.strip("'").startswith(keys)]
+
+    assert len(placed(plan_of_mixed(tmp_path, capfd))) == 1
+    on_cpu = plan_of_mixed(tmp_path, capfd, device="cpu")
+    assert not any("cuda" in word for word in on_cpu)
+
+
+def test_a_plan_keeps_the_given_shares(tmp_path, capfd):
+    words = plan_of_mixed(tmp_path, capfd, "world.replica_shares=[1,3]")
+    given = [word for word in words if "replica_shares" in word]
+    assert [word.strip("'") for word in given] in (
+        ["world.replica_shares=[1,3]"], ["world.replica_shares=[1.0,3.0]"],
+    )  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_a_run_with_unequal_shares_chooses_its_micro_batches_and_ends(tmp_path):
+    shares = ["world.replica_shares=[1,7]", "data.batch_size=16", "pipeline.chunks=auto"]
+    told = forked_command(2, ["train", *SMALL, *shares], tmp_path / "run")
     assert "done: " in told
+    assert "pipeline.chunks=" in told

@@ -208,14 +208,14 @@ def memory(
         raise NotCheckedError(f"layer {error.layer!r} cannot run on fake tensors") from error
     memory = prediction.memory_bytes
     assert memory is not None
-    fullest = max(range(len(memory)), key=memory.__getitem__)
+    hardware = hardware_of_run(priced, world.devices[0], world.nb_part * world.data_parallel_size)
+    limits = arrangement_of_run(hardware, world).usable_bytes(hardware, world.nb_part)
+    fullest = max(range(len(memory)), key=lambda device: memory[device] / limits[device])
     text = f"{with_unit(memory[fullest])} on device {fullest}, the most loaded one"
     if not is_known:
         raise NotCheckedError(
             f"{text}; its limit is unknown: set hardware=, or pipeline.memory_limit_gib="
         )
-    hardware = hardware_of_run(priced, world.devices[0], world.nb_part * world.data_parallel_size)
-    limits = arrangement_of_run(hardware, world).usable_bytes(hardware, world.nb_part)
     if over := [number for number, limit in enumerate(limits) if memory[number] > limit]:
         shown = ", ".join(f"device {n} needs {with_unit(memory[n])}" for n in over)
         source = "this machine" if config.hardware is None else "hardware="

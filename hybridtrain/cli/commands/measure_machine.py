@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from statistics import geometric_mean, median
 from time import perf_counter
@@ -20,6 +20,9 @@ from hybridtrain.cli.config.option_files import THIS_MACHINE, measured_file
 from hybridtrain.errors import ConfigError
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# The compute capability from which NVIDIA GPUs have instructions for bf16; older ones emulate it.
+_BF16_FROM = (8, 0)
 
 _SECONDS = 3.0  # the duration of each measurement
 
@@ -72,6 +75,10 @@ def measured(seconds: float = _SECONDS) -> dict[str, Any]:
         kind: measured_device(torch.device("cuda", kinds.index(kind)), seconds)
         for kind in dict.fromkeys(kinds)
     }
+    unequal = {}
+    if len(of_kind) > 1:
+        precisions = _precisions_in_hardware([kinds.index(kind) for kind in of_kind])
+        unequal = _unequal([of_kind[kind] for kind in kinds], precisions)
     first = of_kind[kinds[0]] if gpus else measured_device(torch.device("cpu"), seconds)
     return {
         "costs": "measured",
@@ -79,7 +86,7 @@ def measured(seconds: float = _SECONDS) -> dict[str, Any]:
         "nodes": 1,
         "devices_per_node": gpus or os.cpu_count() or 1,
         "memory_gib": first["memory_gib"],
-        **(_unequal([of_kind[kind] for kind in kinds]) if len(of_kind) > 1 else {}),
+        **unequal,
         "reserved_gib": 1.0 if gpus else 0.0,
         "flops_per_s": first["flops_per_s"],
         "flops_reached": 1.0,
@@ -90,16 +97,30 @@ def measured(seconds: float = _SECONDS) -> dict[str, Any]:
     }
 
 
-def _unequal(devices: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+def _precisions_in_hardware(gpus: Sequence[int]) -> set[str]:
+    """Returns the precisions that none of these GPUs emulates."""
+    lacks_bf16 = torch.version.hip is None and any(
+        torch.cuda.get_device_capability(index) < _BF16_FROM for index in gpus
+    )
+    return set(_PRECISIONS) - ({"bf16"} if lacks_bf16 else set())
+
+
+def _unequal(
+    devices: Sequence[Mapping[str, Any]], precisions: Collection[str]
+) -> dict[str, list[float]]:
     """Returns the relative speed and the memory of each device.
 
-    The speed is the geometric mean over the precisions and the memory bandwidth, because each of
+    The speed is the geometric mean over these precisions and the memory bandwidth, because each of
     them limits some parts of a model's layers.
     """
 
     def ratio(device: Mapping[str, Any]) -> float:
         first = devices[0]
-        flops = [rate / first["flops_per_s"][name] for name, rate in device["flops_per_s"].items()]
+        flops = [
+            rate / first["flops_per_s"][name]
+            for name, rate in device["flops_per_s"].items()
+            if name in precisions
+        ]
         bandwidth = device["memory_bytes_per_s"] / first["memory_bytes_per_s"]
         return geometric_mean([geometric_mean(flops), bandwidth])
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from hybridtrain.cli.run.build import (
 )
 from hybridtrain.cli.run.context import PreparedRun, RunOptions
 from hybridtrain.cli.run.directory import RunDirectory
-from hybridtrain.cli.run.hardware import hardware_of, why_too_large, with_limit
+from hybridtrain.cli.run.hardware import hardware_of, in_order_of, why_too_large, with_limit
 from hybridtrain.cli.run.lock import writing
 from hybridtrain.cli.run.run_data import load_data
 from hybridtrain.cli.run.run_model import model_of_run
@@ -41,10 +42,12 @@ from hybridtrain.observe import NodesPoint, draw_plan, in_ms
 from hybridtrain.partitioning import Plan, Planner, StageOwners, priced_mode
 from hybridtrain.pipeline import plan_without_values
 from hybridtrain.price import (
+    Arrangement,
     Choices,
     DoesNotFit,
     ParallelLayout,
     PricedPlans,
+    arrangements,
     choice_in_words,
     find_layouts,
     find_plans,
@@ -114,7 +117,9 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
         raise ConfigError("plan hardware=... runs in one process: start it without torchrun")
     assert config.hardware is not None
     options = build_options(config)
-    hardware = with_limit(hardware_of(config.hardware), config)
+    hardware = hardware_of(config.hardware)
+    hardware = in_order_of(config.world.devices, hardware, hardware.devices)
+    hardware = with_limit(hardware, config)
     directory = RunDirectory(config)
     directory.check_writable()
     directory.log_to_files(0)
@@ -158,7 +163,8 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
         with atomic_file(path.with_suffix(".png")) as file:
             _picture(plans, choices).save(file, format="PNG")
     _log.info("wrote %s, and %s next to it", path, path.with_suffix(".png").name)
-    keys = [f"pipeline.split={path}", *overrides_of(best.layout, plans.recompute())]
+    recompute = plans.recompute()
+    keys = [f"pipeline.split={path}", *overrides_of(best.layout, recompute, hardware.device)]
     _log.info("to train with it:\n  %s", _command(settings, hardware, best.layout, keys))
     return {"step_ms": round(best.step_ms, 3), "memory_bytes": best.peak_bytes}
 
@@ -223,8 +229,13 @@ def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
     return NodesPoint(nodes, price.step_ms, f"{layout.replicas} x {layout.nb_part}")
 
 
-def overrides_of(layout: ParallelLayout, recompute: str | list[str]) -> list[str]:
-    """Returns the overrides that a run with this layout needs in addition to the split."""
+def overrides_of(
+    layout: ParallelLayout, recompute: str | list[str], device: str = "cuda"
+) -> list[str]:
+    """Returns the overrides that a run of this layout needs in addition to the split.
+
+    The order of GPUs is one of them; CPU devices have no numbers.
+    """
     if not isinstance(recompute, str):
         recompute = f"[{','.join(map(hydra_quoted, recompute))}]"
     values = {
@@ -239,7 +250,7 @@ def overrides_of(layout: ParallelLayout, recompute: str | list[str]) -> list[str
         values["world.shard"] = layout.shard
     if layout.arrangement.replica_shares:
         values["world.replica_shares"] = _list(layout.arrangement.replica_shares)
-    if layout.arrangement.device_order:
+    if layout.arrangement.device_order and device == "cuda":
         devices = [f"cuda:{number}" for number in layout.arrangement.device_order]
         values["world.devices"] = _list(devices)
     return [f"{key}={value}" for key, value in values.items()]
@@ -262,7 +273,19 @@ def _fixed(settings: Settings) -> Choices:
             f"plan hardware=... does not support pipeline.recompute={values['recompute'][0]}: use "
             f"never, except_last or always, or remove it to search all three"
         )
-    return replace(Choices(), **values)
+    return replace(Choices(), **values, arrange=partial(_arrange, settings.config))
+
+
+def _arrange(
+    config: Config, hardware: Hardware, nb_part: int, replicas: int
+) -> Iterator[Arrangement]:
+    """Yields the arrangements with the shares and the order of devices that the config gives."""
+    shares = config.world.replica_shares
+    if shares is not None and len(shares) != replicas:
+        return
+    for arrangement in arrangements(hardware, nb_part, replicas, shares):
+        if not (arrangement.device_order and isinstance(config.world.devices, list)):
+            yield arrangement
 
 
 def other_processes_are_missing(config: Config) -> bool:

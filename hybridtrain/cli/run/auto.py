@@ -14,7 +14,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from operator import gt
 from typing import Any
 
 import torch
@@ -183,7 +182,7 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
     net = construct_on_meta(lambda: build_model(config, data))
     loss_fn = resolve(options.loss_fn, net).function
     least, most = world.logical_replicas * pipeline.chunks, length_of(data.train)
-    size, fits, limit = least, 0, "the training split has no more samples"
+    size, fits, usable, limit = least, 0, "", "the training split has no more samples"
     while size <= (most or size):
         share = max(world.samples_by_replica(size))
         example = example_batch(data.train, share, data.collate)
@@ -194,12 +193,13 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
                 config, world, pipeline, data, stages, example, size, loss_fn
             )
         assert prediction.memory_bytes is not None
-        most_bytes = max(prediction.memory_bytes)
-        if any(map(gt, prediction.memory_bytes, limits)):
-            limit = f"{size} would need {with_unit(most_bytes)}"
+        needs = zip(prediction.memory_bytes, limits, strict=True)
+        nbytes, most_bytes = max(needs, key=lambda need: need[0] / need[1])
+        usable = with_unit(round(most_bytes))  # of the most loaded device
+        if nbytes > most_bytes:
+            limit = f"{size} would need {with_unit(nbytes)}"
             break
-        fits, memory, size = size, most_bytes, 2 * size
-    usable = with_unit(round(max(limits)))
+        fits, memory, size = size, nbytes, 2 * size
     if not fits:
         raise SplitError(
             f"data.batch_size=auto: {limit} of {usable} usable memory"
@@ -277,15 +277,29 @@ def _choose(
     problems: list[ConfigError | SplitError] = []
     for nb_part in sizes:
         replicas = world.size // nb_part if distributed else world.size
-        share = -(-config.data["batch_size"] // replicas)
+        size, shares = config.data["batch_size"], world.replica_shares
+        if shares is not None and len(shares) != replicas:
+            problems.append(_other_replicas(shares, nb_part, replicas))
+            continue
+        share = -(-size // replicas)
         tensors = options.optimizer_tensors_per_param
-        work = StepWork(share * replicas, config.trainer.accumulate, tensors, run.load_ms)
+        work = StepWork(
+            size if shares else share * replicas, config.trainer.accumulate, tensors, run.load_ms
+        )
         hardware = hardware_of_run(config, device, nb_part * replicas)
         # CPU stages of a process share its threads
         sharing = 1 if distributed or device.type == "cuda" else nb_part
         try:
             table = costs(sharing)
-            choices = _choices(keys, nb_part, share, config, options)
+            # all other arrangements need other keys of `world`, which the run has
+            devices = world.devices[:1] * (1 if distributed else nb_part)
+            processes = nb_part if distributed else 1
+            divided = replace(world, devices=devices, processes_per_replica=processes)
+            placed = arrangement_of_run(hardware, divided)
+            choices = replace(
+                _choices(keys, nb_part, share, config, options),
+                arrange=lambda *_, placed=placed: [placed],
+            )
             priced += find_layouts(table, hardware, work, choices)
         except (ConfigError, SplitError) as error:
             problems.append(error)
@@ -298,6 +312,14 @@ def _choose(
     prices = [best, *(price for price in priced if price is not best)]
     _log.info("%s", choice_in_words(prices, keys, table.costs_from))
     return values
+
+
+def _other_replicas(shares: Sequence[float], nb_part: int, replicas: int) -> ConfigError:
+    return ConfigError(
+        f"world.replica_shares={list(shares)} has {len(shares)} values, and pipelines of "
+        f"{counted(nb_part, 'device')} would be {counted(replicas, 'replica')}: set "
+        f"pipeline.nb_part="
+    )
 
 
 def _without_a_choice(

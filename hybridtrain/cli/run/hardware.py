@@ -13,7 +13,7 @@ from hybridtrain.cli.config.option_files import measured_file
 from hybridtrain.cli.config.schema import Config, HardwareConfig
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import is_per_device
-from hybridtrain.price import Arrangement, DoesNotFit, arrangements
+from hybridtrain.price import Arrangement, DoesNotFit, arranged
 from hybridtrain.world import World
 
 
@@ -48,6 +48,7 @@ def hardware_of_run(config: Config, device: torch.device, devices: int) -> Hardw
         hardware = Hardware(memory_gib=gib)
     else:
         hardware = Hardware(device="cpu", reserved_gib=0.0)
+    hardware = in_order_of(config.world.devices, hardware, devices)
     if device.type == "cpu" and config.hardware is None:  # all devices share the host's memory
         gib = host_memory() / GIB
         hardware = replace(hardware, memory_gib=gib / devices)
@@ -59,10 +60,47 @@ def hardware_of_run(config: Config, device: torch.device, devices: int) -> Hardw
     return with_limit(hardware, config)
 
 
+def in_order_of(devices: Any, hardware: Hardware, number: int) -> Hardware:
+    """Returns the hardware with the unequal devices of a node in the order of `world.devices`.
+
+    Args:
+        devices: the value of `world.devices`. Only a list of GPUs of a node changes the order.
+        hardware: the devices of a node by their index.
+        number: the devices of the run. A shorter list that begins with the first GPU may be for
+            processes that see only their own GPUs, and changes nothing.
+    """
+    if not hardware.is_unequal or devices in (None, "auto", "cpu", "cuda"):
+        return hardware
+    listed = [devices] if isinstance(devices, str) else devices
+    chosen = [
+        torch.device("cuda", it) if isinstance(it, int) else torch.device(it) for it in listed
+    ]
+    indices = [device.index or 0 for device in chosen]
+    is_of_process = max(indices) < len(indices) < min(number, hardware.devices_per_node)
+    if chosen[0].type != "cuda" or is_of_process or max(indices) >= hardware.devices_per_node:
+        return hardware
+    lists: dict[str, Any] = {
+        name: [values[index] for index in indices]
+        for name in ("device_speeds", "device_memory_gib")
+        if (values := getattr(hardware, name)) is not None
+    }
+    return replace(hardware, devices_per_node=len(indices), **lists)
+
+
 def arrangement_of_run(hardware: Hardware, world: World) -> Arrangement:
-    """Returns the positions of a run's devices, in order."""
-    copies = world.data_parallel_size
-    return next(arrangements(hardware, world.nb_part, copies, world.replica_shares or [1] * copies))
+    """Returns the positions of a run's devices; `hardware` lists them in the order of ranks."""
+    if not hardware.is_unequal and world.replica_shares is None:
+        return Arrangement()
+    width, copies = len(world.devices), range(world.data_parallel_size)
+    devices = [
+        [
+            (world.rank_of(copy, place // width) * width + place % width)
+            % hardware.devices_per_node
+            for place in range(world.nb_part)
+        ]
+        for copy in copies
+    ]
+    return arranged(hardware, devices, world.replica_shares or [1] * len(copies))
 
 
 def with_limit(hardware: Hardware, config: Config) -> Hardware:
@@ -78,9 +116,15 @@ def with_limit(hardware: Hardware, config: Config) -> Hardware:
         # the planner rejects a list with a different length than the pipeline
         if not is_per_device(values) or hardware.devices % len(values):
             continue
-        if hardware.devices_per_node % len(values):  # a pipeline over several nodes
+        # with `inner=dp`, the devices of the same place have consecutive numbers
+        by_place = config.world.engine == "distributed" and config.world.inner == "dp"
+        # a pipeline over several nodes
+        if hardware.devices_per_node % len(values) or (by_place and hardware.nodes > 1):
             hardware = hardware.with_devices(hardware.devices)
-        repeated = [*values] * (hardware.devices_per_node // len(values))
+        copies = range(hardware.devices_per_node // len(values))
+        repeated = (
+            [value for value in values for _ in copies] if by_place else [*values] * len(copies)
+        )
         changes: dict[str, Any] = {name: repeated}
         if name == "device_memory_gib":
             changes |= {"memory_gib": max(values), "reserved_gib": 0.0}

@@ -13,8 +13,12 @@ from hybridtrain.schedule import Account, account_of, make_schedule, mean_costs,
 CHUNKS = 32
 
 
-def recorded(rates, per_device=1, **options):
-    """Returns a step over devices with these speeds, of 12 layers that cost the same."""
+def recorded(rates, per_device=1, recomputed=0, loss=0.0, **options):
+    """Returns a step over devices with these speeds, of 12 layers that cost the same.
+
+    The first stage runs `recomputed` layers again, and the last one takes longer by the share
+    `loss`.
+    """
     devices = len(rates)
     options = {"split": "time", "chunks": CHUNKS, "stages_per_device": per_device} | options
     options = PipelineOptions(**options)
@@ -29,7 +33,10 @@ def recorded(rates, per_device=1, **options):
     schedule = make_schedule("1f1b", devices, CHUNKS, per_device)
     at = [rates[schedule.lane_of[stage]] for stage in range(schedule.stages)]
     forward = [n * 1e-3 / rate for n, rate in zip(found.counts, at, strict=True)]
-    spans = simulate(schedule, forward, [2 * seconds for seconds in forward])
+    backward = [2 * seconds for seconds in forward]
+    backward[0] += recomputed * 1e-3 / at[0]
+    forward[-1], backward[-1] = forward[-1] * (1 + loss), backward[-1] * (1 + loss)
+    spans = simulate(schedule, forward, backward)
     account = Account.mean(account_of(schedule, spans))
     costs = mean_costs(spans, schedule.stages)
     return RecordedStep(account, schedule, spans, 1, 1, found, options, None, costs)
@@ -56,6 +63,19 @@ def test_wrong_speeds_are_corrected():
 def test_devices_as_the_plan_has_them_need_no_advice():
     assert advise(recorded([1, 2], device_speeds=[1, 2])) == []
     assert advise(recorded([1, 1.1])) == []
+
+
+def test_recomputed_layers_and_the_loss_do_not_make_a_device_slow():
+    first_half = [str(layer) for layer in range(6)]
+    assert advise(recorded([1, 1], recompute=first_half, recomputed=6)) == []
+    assert advise(recorded([1, 1], loss=0.5)) == []
+    assert advise(recorded([1, 1, 1], loss=0.5)) == []
+    assert advise(recorded([1, 1], per_device=2, loss=0.5)) == []
+
+
+def test_a_slow_device_is_found_next_to_a_loss():
+    (proposal,) = advise(recorded([1, 2], per_device=2, loss=0.5))
+    assert "device_speeds=[1.0, 2.0]" in proposal.text
 
 
 def of_replicas(*accounts):

@@ -156,6 +156,10 @@ def test_there_is_one_value_per_device(key):
 def test_one_speed_is_no_list():
     with pytest.raises(ConfigError, match="device_speeds=2"):
         PipelineOptions(device_speeds=2)
+    with pytest.raises(ConfigError, match=r"device_speeds=.*fast.*auto"):
+        PipelineOptions(device_speeds="fast")
+    with pytest.raises(ConfigError, match=r"memory_limit_gib=0.*no limit.*memory_limit_gib"):
+        PipelineOptions(memory_limit_gib=0)
 
 
 def test_the_error_for_too_little_memory_gives_a_list_that_is_enough():
