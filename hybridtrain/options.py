@@ -162,14 +162,15 @@ class PipelineOptions:
                 f"{setting('memory_weight', self.memory_weight)} must be between 0 (time only) and "
                 "1 (memory only)"
             )
-        _check_positive("memory_limit_gib", self.memory_limit_gib)
+        no_limit = f" ({setting('memory_limit_gib', None)}: no limit)"
+        _check_positive("memory_limit_gib", self.memory_limit_gib, no_limit)
         if self.device_speeds != AUTO:
             if isinstance(self.device_speeds, int | float | str):
                 raise ConfigError(
                     f"{setting('device_speeds', self.device_speeds)} must be a list with a speed "
                     f"for each device of a pipeline, or {AUTO!r}"
                 )
-            _check_positive("device_speeds", self.device_speeds)
+            _check_positive("device_speeds", self.device_speeds, f", or use {AUTO!r}")
         if (self.default_partition or 0) < 0:
             raise ConfigError(f"{argument('default_partition')} must be a stage index (0, 1, ...)")
         if not -(2**63) <= self.seed < 2**63:
@@ -297,8 +298,14 @@ def is_per_device(values: Any) -> bool:
     return isinstance(values, Sequence) and not isinstance(values, str)
 
 
-def _check_positive(name: str, values: Any) -> None:
-    """Raises a ConfigError unless `values` is None, a positive number or a list of these."""
+def _check_positive(name: str, values: Any, instead: str) -> None:
+    """Raises a ConfigError unless `values` is None, a positive number or a list of these.
+
+    Args:
+        name: the option.
+        values: its value.
+        instead: what else the option may be, for the message.
+    """
     if values is None:
         return
     numbers = values if is_per_device(values) else [values]
@@ -308,9 +315,9 @@ def _check_positive(name: str, values: Any) -> None:
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
         if not is_number or not 0 < number < math.inf:
             shown = list(values) if is_per_device(values) else values
-            problem = f"{setting(name, shown, repr)}: {number!r} must be a positive number"
-            is_limit = name == "memory_limit_gib" and not is_per_device(values)
-            raise ConfigError(problem + f"; for no limit, leave out {argument(name)}" * is_limit)
+            raise ConfigError(
+                f"{setting(name, shown, repr)}: {number!r} must be a positive number{instead}"
+            )
 
 
 def _check_split(split: Any) -> None:

@@ -619,8 +619,11 @@ def check_replica_shares(
             f"run the same on any number of them: leave one of the two out"
         )
     if len(shares) != copies:
+        are = "is 1 replica" if copies == 1 else f"are {copies} replicas"
+        values = f"{len(shares)} value{'s' * (len(shares) != 1)}"
         raise WorldError(
-            f"{shown} has {len(shares)} values, and there are {copies} replicas: give one for each"
+            f"{shown} has {values}, and there {are}: give one for each, or set "
+            f"{setting('replica_shares', None)} for equal shares"
         )
 
 

@@ -367,7 +367,8 @@ def _too_large(
 ) -> set[str]:
     """Returns the layers whose size prevents a better cut than `counts`, or any cut."""
     tables = stage_tables(costs.layers, in_flight, goal, chain.no_cut_before)
-    equal = replace(goal, speeds=(), memory_limit=max(goal.stage_limits(len(in_flight))))
+    largest_limit = max(goal.stage_limits(len(in_flight))) * goal.stages_per_device
+    equal = replace(goal, speeds=(), memory_limit=largest_limit)
     equal_tables = stage_tables(costs.layers, in_flight, equal, chain.no_cut_before)
     sizes = equal_tables[0].diagonal(1).tolist()
     mean = sum(sizes) / len(in_flight)

@@ -53,14 +53,15 @@ class BatchCheck:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._batch: tuple[Any, Any] | None = None
         self._found: Tensor | None = None
-        self._work: Any = None
+        self._work: dist.Work | None = None
         self._has_targets: bool | None = None
         self._is_first = True
 
     def begin(self, inputs: Any, targets: Any) -> None:
-        """Takes the batch of a step; compares the first batch immediately, before it runs.
+        """Reads the batch of a step; compares the first batch immediately, before it runs.
+
+        It reads the batch here because a layer or loss of the step may change its inputs in place.
 
         Raises:
             BatchError: see `finish`.
@@ -68,7 +69,12 @@ class BatchCheck:
         if self._world.pipeline_group is None:
             return
         self._has_targets = None
-        self._batch = inputs, targets
+        if isinstance(first_share(inputs), Unread):
+            self._found = torch.full((3,), -_MOST)
+        else:
+            digest = batch_digest((inputs, targets))
+            self._found = torch.tensor([digest, -digest, int(targets is not None)])
+        self._work = None
         if self._is_first:
             self.finish()
             self._is_first = False
@@ -78,14 +84,8 @@ class BatchCheck:
 
         `finish` starts it at the latest. After the first action of a step it delays nobody.
         """
-        if self._batch is None:
+        if self._found is None or self._work is not None:
             return
-        (inputs, targets), self._batch = self._batch, None
-        if isinstance(first_share(inputs), Unread):
-            self._found = torch.full((3,), -_MOST)
-        else:
-            digest = batch_digest((inputs, targets))
-            self._found = torch.tensor([digest, -digest, int(targets is not None)])
         group = self._world.pipeline_group
         self._work = dist.all_reduce(self._found, dist.ReduceOp.MAX, group=group, async_op=True)
 
@@ -108,11 +108,12 @@ class BatchCheck:
             BatchError: the processes received different batches.
         """
         self.compare()
-        if self._found is None:
+        if self._found is None or self._work is None:
             return
         self._work.wait()
         largest, minus_smallest, has_targets = self._found.tolist()
-        self._found, self._has_targets = None, bool(has_targets)
+        self._found = self._work = None
+        self._has_targets = bool(has_targets)
         if largest != -minus_smallest:
             world = self._world
             places = range(world.processes_per_replica)

@@ -223,6 +223,22 @@ def test_the_key_that_named_a_base_says_where_it_was_moved(capfd):
 
 
 @pytest.mark.thorough
+def test_a_key_that_named_a_base_still_in_its_place_changes_the_run_like_any_other(capfd):
+    write_gpt2(Path("llama"))
+    short = [*RUN, "pipeline.nb_part=1"]
+    succeed(capfd, *short, "trainer.steps=1")
+    write_gpt2(Path("other"))
+    weights = load_file("other/model.safetensors")
+    save_file({name: value + 1 for name, value in weights.items()}, "other/model.safetensors")
+    for key in ("data.tokenizer", "model.source"):
+        keys = [f"{key}=./other", "trainer.steps=2"]
+        said = fail(capfd, *short, *keys)
+        assert all(name in said for name in (key, "./llama", "./other"))
+    said = fail(capfd, "evaluate", "run_name=sft_chat", "model.source=./other")
+    assert all(name in said for name in ("model.source", "./llama", "./other"))
+
+
+@pytest.mark.thorough
 def test_a_run_goes_on_with_its_moved_base_and_names_the_new_place_from_then_on(capfd):
     write_gpt2(Path("llama"))
     short = [*RUN, "pipeline.nb_part=1"]

@@ -40,8 +40,28 @@ def test_a_run_over_unequal_devices_shows_and_keeps_their_speeds(tmp_path, capfd
             ["pipeline.nb_part=auto", "pipeline.device_speeds=[1,2]"],
             ["pipeline.device_speeds", "pipeline.nb_part=2"],
         ),
+        (
+            ["pipeline.nb_part=auto", "world.engine=distributed", "world.replica_shares=[1,2]"],
+            ["pipeline.nb_part=auto", "world.engine=distributed", "world.replica_shares=[1, 2]"],
+        ),
+        (["pipeline.device_speeds=fast"], ["pipeline.device_speeds='fast'", "'auto'"]),
+        (
+            ["pipeline.memory_limit_gib=0"],
+            ["pipeline.memory_limit_gib=0", "pipeline.memory_limit_gib=null"],
+        ),
     ],
-    ids=["length", "zero", "negative", "replicas", "share of zero", "with world.replicas", "auto"],
+    ids=[
+        "length",
+        "zero",
+        "negative",
+        "replicas",
+        "share of zero",
+        "with world.replicas",
+        "auto",
+        "auto replicas",
+        "a word",
+        "a limit of zero",
+    ],
 )  # fmt: skip
 def test_a_wrong_value_is_one_error_that_names_the_key(keys, names, capfd):
     told = fail(capfd, "train", *SMALL, "pipeline.nb_part=2", *keys)
@@ -83,6 +103,19 @@ def test_a_plan_keeps_the_given_shares(tmp_path, capfd):
     assert [word.strip("'") for word in given] in (
         ["world.replica_shares=[1,3]"], ["world.replica_shares=[1.0,3.0]"],
     )  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_a_run_with_unequal_shares_is_evaluated_and_resumed_on_another_number_of_processes(
+    tmp_path, capfd
+):
+    shares = ["run_name=unequal", f"output_dir={tmp_path}/outputs", "world.replica_shares=[1,3]"]
+    forked_command(2, ["train", *SMALL, *shares], tmp_path / "run")
+    succeed(capfd, "evaluate", "run_name=unequal")
+    said = fail(capfd, "train", "run_name=unequal", "trainer.steps=8")
+    assert "world.replica_shares=[1, 3]" in said
+    assert "world.replica_shares=null" in said
+    succeed(capfd, "train", "run_name=unequal", "trainer.steps=8", "world.replica_shares=null")
 
 
 @pytest.mark.thorough

@@ -86,10 +86,15 @@ def fit_to_devices(settings: Settings) -> None:
     Args:
         settings: the settings of a command that evaluates; this may change their config.
     """
-    if settings.of_run is None or settings.config.pipeline.nb_part == AUTO:
+    if settings.of_run is None:
         return
     config, set_keys = settings.config, set(given_keys(settings.overrides))
     launch = detect(os.environ)
+    if "world.replica_shares" not in set_keys:  # of the replicas that it was trained on
+        config = replace(config, world=replace(config.world, replica_shares=None))
+        settings.config = config
+    if config.pipeline.nb_part == AUTO:
+        return
     world, pipeline = replace(config.world), replace(config.pipeline)
     gpus = torch.cuda.device_count()
     if "world.devices" not in set_keys and world.devices not in (None, "auto", "cpu"):

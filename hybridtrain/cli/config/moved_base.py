@@ -28,12 +28,16 @@ def follow_moved_base(
         keys: the keys on the command line.
 
     Returns:
-        the keys that name the base, or none if the command line does not move it.
+        the keys that name the base; none if the command line does not move it, or the base is still
+            at its recorded location: these keys then change the run like any other.
     """
     initial = _other_source(config, of_run, keys)
     if not initial and not any(key.startswith(_GROUPS) for key in keys):
         return set()
-    source = _source(checkpoints)
+    from hybridtrain.checkpoint import is_moved, source_of_base  # imports torch
+
+    newest = _newest_adapter(checkpoints)
+    source = None if newest is None else source_of_base(newest)
     named = [
         (group, name)
         for group in _GROUPS
@@ -42,7 +46,7 @@ def follow_moved_base(
     ]
     given = [initial, *(getattr(config, g).get(n) for g, n in named if f"{g}.{n}" in keys)]
     now = next((place for place in given if isinstance(place, str) and place != source), None)
-    if source is None or now is None:
+    if newest is None or now is None or not is_moved(newest, now):
         return set()
     for group, name in named:
         if f"{group}.{name}" not in keys:
@@ -65,8 +69,8 @@ def _other_source(config: Config, of_run: Config, keys: Collection[str]) -> str 
     return str(arguments["source"])
 
 
-def _source(checkpoints: Path) -> str | None:
-    """Returns the recorded location of the newest checkpoint's base; None: it has no base."""
+def _newest_adapter(checkpoints: Path) -> Path | None:
+    """Returns the newest checkpoint if it has a base, else None."""
     from hybridtrain.checkpoint import CheckpointStore, source_of_base  # imports torch
 
     store = CheckpointStore(checkpoints)
@@ -74,6 +78,6 @@ def _source(checkpoints: Path) -> str | None:
         return None
     try:
         newest = store.newest_up_to(store.steps()[-1])
-        return None if newest is None else source_of_base(newest)
+        return None if newest is None or source_of_base(newest) is None else newest
     except CheckpointError:  # damaged; loading it reports that
         return None

@@ -88,6 +88,12 @@ def without_auto(settings: Settings) -> Config:
                     f"pipeline.{key}={list(values)} already fixes it: set "
                     f"pipeline.nb_part={len(values)}"
                 )
+        if config.world.engine == "distributed" and config.world.replica_shares is not None:
+            raise ConfigError(
+                f"pipeline.nb_part=auto with world.engine=distributed chooses the number of "
+                f"replicas, and world.replica_shares={config.world.replica_shares} gives it: set "
+                f"pipeline.nb_part= to a number, or world.replica_shares=null"
+            )
         if isinstance(devices, list):
             raise ConfigError(
                 f"pipeline.nb_part=auto chooses the number of devices, but world.devices={devices} "

@@ -20,6 +20,7 @@ from support.nets import (
     CLASSES,
     TanhLinear,
     classification,
+    floats,
     nested_net,
     pytree_net,
     skip_chain,
@@ -245,6 +246,7 @@ add_equal(
     "a block with draws that is cut in its middle",
     Blocks,
     classification,
+    floats,
     F.cross_entropy,
     split=["block.second.linear"],
     thorough=True,
@@ -403,6 +405,22 @@ def _batches(world):
         call(classification(4))
         with refused:
             call(classification(4, seed=world.rank))
+
+
+@cells.add("a layer and a loss may change the batch in place, in every step")
+def _in_place(world):
+    def loss(output, target):
+        return (output - target.mul_(2)).square().mean()
+
+    def measure(output, target):
+        return loss(output, target).item()
+
+    ours, _ = both(lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), TanhLinear()))
+    for step in range(3):
+        train, measured, run = ((floats(8, 6, seed=step + i), floats(8, 6)) for i in range(3))
+        ours.train_step(*train, loss)
+        ours.map_outputs(*measured, measure)
+        ours(run[0])
 
 
 @cells.add("an evaluation that one process stops ends in both after the same batch")

@@ -2,8 +2,10 @@
 
 import sys
 import tempfile
+from itertools import count
 from pathlib import Path
 
+import pytest
 import torch
 from support.compare import CLOSE, assert_same, assert_same_on_all_ranks
 from support.launch import Cells
@@ -139,12 +141,18 @@ def _(world):
     torch.testing.assert_close(result["loss"], float(F.cross_entropy(outputs, targets)))
 
 
-@cells.add("measured speeds of equal devices need not be given")
+@cells.add("measured speeds are the same in all processes, and none if the devices are equal")
 def _(world):
-    model = model_of(World.from_env(2, "cpu"), device_speeds="auto")
-    # the same thread runs all devices of a process in turn
-    assert model.options.device_speeds is None
-    assert model.plan.speeds == [1, 1]
+    across = World.from_env(2, "cpu", timeout_s=60, engine="distributed")
+    for slowdown, speeds in ((1, None), (2, [2, 1])):
+        ticks = count(step=0.002 * (slowdown if world.rank else 1))
+        with pytest.MonkeyPatch.context() as patch:  # each process has a clock of its own
+            patch.setattr(
+                "hybridtrain.pipeline.device_speeds.perf_counter", lambda ticks=ticks: next(ticks)
+            )
+            model = model_of(across, device_speeds="auto")
+        assert model.options.device_speeds == speeds
+        assert model.plan.counts == ([3, 2] if speeds is None else [4, 1])
 
 
 if __name__ == "__main__":

@@ -302,6 +302,32 @@ def test_a_block_is_cut_inside_only_if_the_stages_would_be_uneven(costs):
     assert planned(even, 2, samples(), costs, split="time").expand == []
 
 
+def test_a_slow_layer_is_cut_inside_under_a_memory_limit_with_several_stages_per_device():
+    def costs(layers, _):
+        def cost(name):
+            is_block, is_part = name == "1", name.startswith("1.")
+            times_ms = 9 if is_block else 3 if is_part else 1
+            gib = 3 if is_block else 1
+            return LayerCost(name, 20, times_ms / 3, times_ms * 2 / 3, gib * 2**30)
+
+        return [cost(layer.name) for layer in layers]
+
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.p, self.q, self.r = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            return self.r(self.q(self.p(x)))
+
+    net = nn.Sequential(nn.Linear(8, 8), Parts(), *(nn.Linear(8, 8) for _ in range(4)))
+    options = {"split": "time", "stages_per_device": 2}
+    free = planned(net, 2, samples(), costs, **options)
+    limited = planned(net, 2, samples(), costs, **options, memory_limit_gib=8)
+    assert free.expand == limited.expand == ["1"]
+    assert free.counts == limited.counts
+
+
 @pytest.fixture
 def careful(monkeypatch):
     """The measurements that were repeated; all their layers then cost 7 ms forward."""
