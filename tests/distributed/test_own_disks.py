@@ -31,19 +31,18 @@ def error_of(tmp_path: Path, *arguments: str) -> str:
 def test_another_number_of_images_on_one_host_is_an_error(tmp_path, disks):
     for disk, images in zip(disks, (4, 3), strict=True):
         write_images(disk, {"train": images})
-    assert error_of(tmp_path, *IMAGES).startswith(
-        "error: the number of samples to train on differs between the ranks: 12 on rank 0 (host0), "
-        "9 on rank 1 (host1). "
-    )
+    error = error_of(tmp_path, *IMAGES)
+    assert "samples to train on" in error
+    assert "12 on rank 0 (host0), 9 on rank 1 (host1)" in error
 
 
 @pytest.mark.thorough
 def test_another_number_of_images_to_evaluate_on_is_an_error(tmp_path, disks):
     for disk, images in zip(disks, (2, 3), strict=True):
         write_images(disk, {"train": 4, "val": images})
-    assert "samples to evaluate on differs between the ranks: 6 on rank 0 (host0), 9 on" in (
-        error_of(tmp_path, *IMAGES)
-    )
+    error = error_of(tmp_path, *IMAGES)
+    assert "samples to evaluate on" in error
+    assert "6 on rank 0 (host0), 9 on rank 1" in error
 
 
 @pytest.mark.thorough
@@ -51,10 +50,9 @@ def test_other_names_of_classes_on_one_host_are_an_error(tmp_path, disks):
     for disk in disks:
         write_images(disk, {"train": 4})
     (disks[1] / "train" / "red").rename(disks[1] / "train" / "crimson")
-    assert error_of(tmp_path, *IMAGES).startswith(
-        "error: the classes of the data differ between the ranks: ['blue', 'green', 'red'] on "
-        "rank 0 (host0), ['blue', 'crimson', 'green'] on rank 1 (host1). "
-    )
+    assert (
+        "['blue', 'green', 'red'] on rank 0 (host0), ['blue', 'crimson', 'green'] on rank 1 (host1)"
+    ) in error_of(tmp_path, *IMAGES)
 
 
 def test_other_images_of_equal_number_are_an_error(tmp_path, disks):
@@ -62,9 +60,7 @@ def test_other_images_of_equal_number_are_an_error(tmp_path, disks):
         write_images(disk, {"train": 4})
     (disks[1] / "train" / "red" / "3.png").rename(disks[1] / "train" / "red" / "4.png")
     error = error_of(tmp_path, *IMAGES)
-    assert error.startswith(
-        "error: the names, sizes or contents of the data files differ between the ranks: "
-    )
+    assert "data files" in error
     assert "on rank 0 (host0)" in error
     assert "on rank 1 (host1)" in error
     assert "use a folder that they share for data.root=data" in error
@@ -82,7 +78,7 @@ def test_another_tokenizer_with_as_many_tokens_is_an_error(tmp_path, disks):
     vocabulary["film"], vocabulary["movie"] = vocabulary["movie"], vocabulary["film"]
     other.write_text(json.dumps(described))
     error = error_of(tmp_path, *TEXTS, "data.tokenizer=./tokenizer.json", "data.seq_len=8")
-    assert error.startswith("error: the vocabulary of the tokenizer differs between the ranks: ")
+    assert "the vocabulary of the tokenizer" in error
 
 
 @pytest.mark.thorough
@@ -91,9 +87,7 @@ def test_other_texts_of_equal_length_are_an_error(tmp_path, disks):
         write_texts(disk)
     (disks[1] / "0.txt").rename(disks[1] / "9.txt")  # read last
     error = error_of(tmp_path, *TEXTS, "data.seq_len=16")
-    assert error.startswith(
-        "error: the names, sizes or contents of the data files differ between the ranks: "
-    )
+    assert "data files" in error
 
 
 @pytest.mark.thorough
@@ -102,9 +96,7 @@ def test_a_cut_token_file_with_as_many_windows_is_an_error(tmp_path, disks):
         disk.mkdir(parents=True)
         np.save(disk / "a.npy", np.arange(tokens, dtype=np.uint16) % 50)
     error = error_of(tmp_path, *TOKENS, "data.vocab_size=50", "data.seq_len=16")
-    assert error.startswith(
-        "error: the names, sizes or contents of the data files differ between the ranks: "
-    )
+    assert "data files" in error
 
 
 def test_another_version_of_a_package_is_one_warning_and_the_run_goes_on(tmp_path, disks):

@@ -213,7 +213,7 @@ def _(world):
     with chdir(tempfile.mkdtemp()):
         if world.rank == 0:
             write_csv(make_schedule("1f1b", 1, 4), "there.csv")
-        told = "schedule=there.csv is not the same on all ranks: .*there.csv: .* on rank 1"
+        told = "schedule=there.csv .* on rank 0 .*there.csv: .* on rank 1"
         with pytest.raises(ConfigError, match=told):
             HybridModel(nn.Linear(4, 4), world, chunks=4, schedule="there.csv")
 
