@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from hybridtrain._base.construction import default_generators, rewind
+from hybridtrain._base.text_table import counted
 from hybridtrain.checkpoint import CheckpointStore, find_weights, parse_init_from
 from hybridtrain.cli.config.agreement import agreed
 from hybridtrain.cli.config.check import check_config
@@ -275,13 +276,23 @@ def _describe_data(data: DataSplits) -> None:
 
 def example_of_run(config: Config, data: DataSplits, world: World) -> tuple[Any, Any]:
     """Returns inputs and targets of a replica's batch, with the same samples on every replica."""
-    share = max(world.samples_by_replica(config.data["batch_size"]))
+    size, replicas = config.data["batch_size"], world.logical_replicas
+    share = max(world.samples_by_replica(size))
+    if size < replicas:
+        _log.warning(
+            "data.batch_size=%d is less than one sample for each of %d replicas: set "
+            "data.batch_size=%d or more",
+            size,
+            replicas,
+            replicas,
+        )
     if share < config.pipeline.chunks:
         _log.warning(
-            "pipeline.chunks=%d, but a replica's batch has only %d samples: using %d micro-batches",
+            "a replica's batch has %s, so there %s %s instead of pipeline.chunks=%d",
+            counted(share, "sample"),
+            "is" if share == 1 else "are",
+            counted(share, "micro-batch", "es"),
             config.pipeline.chunks,
-            share,
-            share,
         )
     draws = default_generators()
     example = _example_batch(data, share)
