@@ -206,6 +206,14 @@ def test_what_has_no_effect_is_refused(
     assert not Path("outputs").exists()
 
 
+def test_a_word_without_its_key_gets_one(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "recipe=digits" in fail(capfd, "digits")
+    assert "recipe=digits" in fail(capfd, "evaluate", "digits")
+    Path("outputs/digits").mkdir(parents=True)
+    Path("outputs/digits/config.yaml").touch()
+    assert "run_name=digits" in fail(capfd, "evaluate", "digits")
+
+
 def test_a_command_may_stand_anywhere(capfd: pytest.CaptureFixture[str]) -> None:
     Path("mine").mkdir()
     for words in (

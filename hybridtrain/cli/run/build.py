@@ -37,7 +37,7 @@ from hybridtrain.cli.run.components import (
     optimizer_tensors_per_param,
 )
 from hybridtrain.cli.run.context import PreparedRun, RunContext, RunOptions
-from hybridtrain.cli.run.directory import RunDirectory, checkpoint_to_read
+from hybridtrain.cli.run.directory import RunDirectory, check_trained, checkpoint_to_read
 from hybridtrain.cli.run.lock import RunLock
 from hybridtrain.cli.run.run_data import load_data, load_for_trained
 from hybridtrain.data import (
@@ -138,6 +138,7 @@ def prepare_run(
     *,
     join: Callable[[Config], World] = join_processes,
     writes: bool = False,
+    trained: bool = False,
     unlabelled: bool = False,
     make_options: Callable[[Config], RunOptions] = build_options,
 ) -> PreparedRun:
@@ -149,6 +150,7 @@ def prepare_run(
         settings: the settings of the command.
         join: returns the processes of the run.
         writes: the command will write to the run directory (`writing`).
+        trained: the command needs a checkpoint.
         unlabelled: the command will predict `data.predict_path`; training data is loaded only if
             necessary.
         make_options: `build_options`, or a function that builds more, such as the trackers.
@@ -167,6 +169,8 @@ def prepare_run(
     agreed_options = local_options if is_same else make_options(agreed_config)
 
     directory, store = _open_directory(settings, agreed_config, joined, writes)
+    if trained:
+        check_trained(agreed_config.resume, store, joined)
     if unlabelled and agreed_config.data.get("predict_path") is not None:
         checkpoint = checkpoint_to_read(agreed_config.resume, store, joined)
         data = load_for_trained(settings, joined, checkpoint, samples=True)
@@ -199,6 +203,7 @@ def build_run(
     *,
     writes: bool = False,
     reuse_plan: bool = True,
+    trained: bool = False,
     unlabelled: bool = False,
     make_options: Callable[[Config], RunOptions] = build_options,
 ) -> RunContext:
@@ -208,6 +213,7 @@ def build_run(
         settings: the settings of the command.
         writes: the command will write to the run directory (`writing`).
         reuse_plan: split a resumed run by its own plan if its settings are the same.
+        trained: see `prepare_run`.
         unlabelled: see `prepare_run`.
         make_options: `build_options`, or a function that builds more, such as the trackers.
 
@@ -215,7 +221,11 @@ def build_run(
         UserError: a value of the config is wrong, or the run directory cannot be written to.
     """
     prepared = prepare_run(
-        settings, writes=writes, unlabelled=unlabelled, make_options=make_options
+        settings,
+        writes=writes,
+        trained=trained,
+        unlabelled=unlabelled,
+        make_options=make_options,
     )
     world, options = prepared.world, prepared.options
     split: Any = options.pipeline.split
