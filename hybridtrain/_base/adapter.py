@@ -6,7 +6,7 @@ base weights by their names without the adapter, and checkpoints omit them and r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +24,12 @@ class Adapter(Protocol):
 
         Several tensors may have the same base name. None if the base does not have the tensor.
         """
+
+    def is_replaced(self, name: str) -> bool:
+        """Returns whether the forward pass uses a trained copy of a tensor instead of it."""
+
+    def train_whole(self, layers: Sequence[str]) -> str:
+        """Returns the setting that also trains `layers`, named as in the base, as a whole."""
 
     def follow_base(self, net: nn.Module) -> None:
         """Sets initial values that depend on the base weights, after these are loaded."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hybridtrain._base.adapter import BaseWeights, adapter_of
+from hybridtrain._base.adapter import Adapter, BaseWeights, adapter_of
 from hybridtrain.checkpoint.base import digest_of, open_source
 from hybridtrain.checkpoint.read import CheckpointReader
 from hybridtrain.checkpoint.tensor_files import without_aliases
@@ -190,18 +190,42 @@ def base_of(
     Raises:
         CheckpointError: the source lacks a frozen parameter.
     """
-    if adapter_of(net) is None:
+    adapter = adapter_of(net)
+    if adapter is None:
         return None
     _, report = match_weights(net, weights, source)
-    state = net.state_dict(keep_vars=True)
-    for name in (*report.missing, *(text.partition(" ")[0] for text in report.reshaped)):
-        if isinstance(state[name], nn.Parameter) and not state[name].requires_grad:
-            raise CheckpointError(
-                f"init_from={source} has no weights for the frozen parameter {name}: train it, by "
-                f"adding its module's name to modules_to_save of the adapter"
-            )
+    if layers := _frozen_layers(net, adapter, report):
+        raise CheckpointError(
+            f"init_from={source} has no weights for the frozen "
+            f"{'layer' if len(layers) == 1 else 'layers'} {', '.join(layers)}: train "
+            f"{'it' if len(layers) == 1 else 'them'} with {adapter.train_whole(layers)}"
+        )
     names = frozenset(under_all_names(net, weights))
     return BaseWeights(source, digest_of(weights), names, prefix)
+
+
+def _frozen_layers(net: nn.Module, adapter: Adapter, report: InitReport) -> list[str]:
+    """Returns the largest frozen layers that the source lacks, named as in the base.
+
+    If the source has a part of a layer, only the other parts are returned.
+    """
+    state = net.state_dict(keep_vars=True)
+    names = {name: adapter.base_name(name) for name in state if not adapter.is_replaced(name)}
+    lacking: set[str] = set()
+    for name in (*report.missing, *(text.partition(" ")[0] for text in report.reshaped)):
+        tensor, base_name = state[name], names.get(name)
+        if base_name and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            lacking.add(base_name)
+    others = {name for name in names.values() if name} - lacking
+    layers: dict[str, None] = {}
+    for name in sorted(lacking):
+        layer = name.rpartition(".")[0]
+        while (parent := layer.rpartition(".")[0]) and not any(
+            other.startswith(f"{parent}.") for other in others
+        ):
+            layer = parent
+        layers[layer] = None
+    return [*layers]
 
 
 def under_all_names(net: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -236,12 +260,13 @@ def match_weights(
     base = getattr(net, "base_model_prefix", "")  # transformers: the prefix of the headless model
     tensors = {name: value for name, value in split_state(state)[0].items() if _is_weight(name)}
     plain_own: dict[str, list[str]] = {}
-    optional = set()  # the adapter's tensors, which start fresh if the source has none
+    # the adapter's tensors, which start fresh if the source has none, and unused copies
+    optional = set()
     for name in tensors:
         base_name = name if adapter is None else adapter.base_name(name)
-        if base_name is None:
+        if base_name is None or (adapter is not None and adapter.is_replaced(name)):
             optional.add(name)
-        else:
+        if base_name is not None:
             plain_own.setdefault(_plain(base_name), []).append(name)
     chosen: dict[str, Tensor] = {}
     reshaped: dict[str, str] = {}

@@ -14,13 +14,14 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
+from pathlib import Path
 from typing import Any
 
 from hybridtrain.cli.command_table import COMMANDS, check_keys
 from hybridtrain.cli.commands.help import help_of, overview
 from hybridtrain.cli.config.compose import CONFIG_MODULE, compose_config, compose_settings
 from hybridtrain.cli.config.keys import NAMING
-from hybridtrain.cli.config.option_files import register, register_file
+from hybridtrain.cli.config.option_files import recipe_names, register, register_file
 from hybridtrain.cli.config.overrides import given_keys
 from hybridtrain.cli.config.project import with_project
 from hybridtrain.cli.config.resolve import Settings, resolve_settings
@@ -141,13 +142,24 @@ def _command(words: Sequence[str]) -> tuple[str, list[str]]:
     for word in commands:
         if word not in COMMANDS:
             raise ConfigError(
-                f"there is no command {word!r}: {did_you_mean(word, COMMANDS, 'commands')} "
+                f"there is no command {word!r}: {_meant(word, len(commands) > 1)} "
                 f"(overrides have the form key=value)"
             )
     if len(commands) > 1:
         raise ConfigError(f"give only one command, not {' and '.join(commands)}")
     overrides = [word for word in words if word not in commands]
     return (commands or ["train"])[0], overrides
+
+
+def _meant(word: str, has_command: bool) -> str:
+    """Returns a suggestion for a word that is not a command: a run, a recipe or a command."""
+    keys = {
+        "run_name": (Path("outputs") / word / "config.yaml").is_file(),
+        "recipe": word in recipe_names(),
+    }
+    order = ("run_name", "recipe") if has_command else ("recipe", "run_name")
+    key = next((key for key in order if keys[key]), None)
+    return f"did you mean {key}={word}?" if key else did_you_mean(word, COMMANDS, "commands")
 
 
 def _refuse_what_has_no_effect(parsed: argparse.Namespace, overrides: Sequence[str]) -> None:

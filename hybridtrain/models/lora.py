@@ -131,6 +131,15 @@ class LoraAdapter:
         """Returns the name of a tensor in the plain base, or None for an adapter tensor."""
         return None if _ADDED.search(f".{name}") else _WRAPPED.sub("", f".{name}")[1:]
 
+    def is_replaced(self, name: str) -> bool:
+        """Returns whether a tensor is PEFT's unused copy of a module in `modules_to_save`."""
+        return ".original_module." in f".{name}"
+
+    def train_whole(self, layers: Sequence[str]) -> str:
+        """Returns the setting that also trains `layers` as a whole."""
+        names = [*layers, *(self.config.modules_to_save or ())]
+        return f"{argument('modules_to_save', 'lora')}[{','.join(names)}]"
+
     @torch.no_grad()
     def follow_base(self, net: nn.Module) -> None:
         """Sets DoRA's magnitudes to those of the base's weights."""

@@ -206,6 +206,14 @@ def test_what_has_no_effect_is_refused(
     assert not Path("outputs").exists()
 
 
+def test_a_word_without_its_key_gets_one(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "recipe=digits" in fail(capfd, "digits")
+    assert "recipe=digits" in fail(capfd, "evaluate", "digits")
+    Path("outputs/digits").mkdir(parents=True)
+    Path("outputs/digits/config.yaml").touch()
+    assert "run_name=digits" in fail(capfd, "evaluate", "digits")
+
+
 def test_a_command_may_stand_anywhere(capfd: pytest.CaptureFixture[str]) -> None:
     Path("mine").mkdir()
     for words in (
@@ -362,8 +370,17 @@ def test_a_value_that_a_target_cannot_take_is_one_line_and_leaves_no_directory(
 
 def test_settings_that_can_have_no_effect_are_said(capfd: pytest.CaptureFixture[str]) -> None:
     said = succeed(capfd, *QUICK, "pipeline.chunks=1000", "data.batch_size=16")
-    assert "pipeline.chunks=1000, but a replica's batch has only 16 samples" in said
+    assert "16 micro-batches instead of pipeline.chunks=1000" in said
     assert "lr_schedule.warmup_steps=20 is not less than the 2 steps of the run" in said
+
+
+def test_a_batch_without_a_sample_for_each_replica_is_a_warning(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    said = succeed(capfd, *QUICK, "data.batch_size=1", "world.replicas=2")
+    assert "data.batch_size=1 " in said
+    assert "data.batch_size=2 or more" in said
+    assert "1 sample, so there is 1 micro-batch " in said
 
 
 def test_a_config_that_cannot_be_written_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:

@@ -265,8 +265,11 @@ def test_a_new_plan_does_not_replace_that_of_a_run_with_checkpoints(
 def test_a_command_without_its_checkpoint_says_where_it_looked(
     command: str, copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    message = fail(capfd, command, *SMALL, "run_name=other")
-    assert "there is no checkpoint in outputs/other/checkpoints: train first" in message
+    # the data, which does not exist, would be read next
+    data = ["data=datasets", "data.path=nowhere.csv", "data.task=classification"]
+    message = fail(capfd, command, *SMALL, *data, "run_name=other")
+    assert "outputs/other/checkpoints" in message
+    assert copied.name in message  # a run that exists
     assert not Path("outputs/other").exists()
     assert "resume=null: set resume=auto" in fail(capfd, command, *SMALL, "resume=null")
 

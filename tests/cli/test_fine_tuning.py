@@ -9,7 +9,7 @@ import torch
 from cli_runs import fail, succeed
 from safetensors.torch import load_file, save_file
 from support.launch import SMALL, forked_command
-from support.small_hub import write_chats, write_gpt2, write_llama
+from support.small_hub import write_bert, write_chats, write_gpt2, write_llama, write_reviews
 
 from hybridtrain import World
 from hybridtrain.cli import main
@@ -286,3 +286,20 @@ def test_a_run_without_an_adapter_has_none_to_export(capfd):
     assert "format=peft writes the adapter of model.lora" in fail(
         capfd, "export", "run_name=sft_chat", "format=peft"
     )
+
+
+def test_an_adapter_trains_on_a_base_that_was_saved_without_its_head(capfd):
+    from transformers import BertModel
+
+    write_bert(Path("bert"), layers=1)
+    write_reviews(Path("reviews.jsonl"), 16)
+    BertModel.from_pretrained("bert", add_pooling_layer=False).save_pretrained("bert")
+    words = ["recipe=bert_classifier", "model.source=./bert", "data.path=reviews.jsonl"]
+    words += ["model.lora.rank=2", "model.lora.targets=[query,value]", "data.batch_size=8"]
+    words += ["data.max_len=8", "trainer.epochs=null", "trainer.steps=1", "world.devices=cpu"]
+    words += ["lr_schedule.warmup_steps=0"]
+    said = fail(capfd, *words)
+    assert "init_from=./bert" in said
+    setting = "model.lora.modules_to_save=[bert.pooler,classifier]"
+    assert setting in said
+    assert "done: 1 steps" in succeed(capfd, *words, setting)

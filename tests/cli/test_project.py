@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cli_runs import fail
 
 from hybridtrain.cli import main
 
@@ -34,6 +35,18 @@ def test_a_new_project_trains_evaluates_and_keeps_its_promise_by_its_own_command
     assert main(["model=mlp", "data=spirals", "--cfg", "job"]) == 0
     own = subprocess.run([sys.executable, "-m", "pytest", "-q"], capture_output=True, text=True)
     assert own.returncode == 0, own.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [("model.widht=3", "model.width"), ("model=mpl", "mlp")],
+)
+def test_a_typo_gets_the_key_or_option_of_the_project(
+    override: str, meant: str, project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = fail(capfd, "recipe=recipes/first.yaml", override)
+    assert override.partition("=")[0] in said
+    assert meant in said
 
 
 def test_an_editor_knows_every_key_of_its_recipe_and_of_the_packages(project: Path) -> None:

@@ -419,6 +419,15 @@ def test_numbers_that_do_not_fit_are_one_error(config: Config, message: str) -> 
     with pytest.raises(ConfigError) as error:
         layout_of(config)
     assert str(error.value).startswith(message)
+
+
+def test_a_pipeline_larger_than_a_node_is_offered_processes_on_several() -> None:
+    for processes in (None, 1):
+        with pytest.raises(ConfigError) as error:
+            layout_of(config_of(8, "local", nodes=2, gpus_per_node=4, processes_per_node=processes))
+        said = str(error.value)
+        names = ("submit.gpus_per_node=4", "pipeline.nb_part=8", "world.engine=distributed")
+        assert all(name in said for name in names)
     assert "\n" not in str(error.value)
 
 

@@ -62,7 +62,7 @@ def load_trained_run(
         CheckpointError: the checkpoint does not exist.
     """
     fit_to_devices(settings)
-    context = build_run(settings, unlabelled=unlabelled)
+    context = build_run(settings, trained=True, unlabelled=unlabelled)
     config = context.config
     loader = loader_of(context)
     if loader is None:

@@ -28,7 +28,10 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
     for cause in causes:
         if isinstance(cause, MissingConfigException):
             group, _, chosen = (cause.missing_cfg_file or "").lstrip("/").rpartition("/")
-            options = GlobalHydra.instance().config_loader().get_group_options(group)
+            # `options` includes a project's
+            options = cause.options or GlobalHydra.instance().config_loader().get_group_options(
+                group
+            )
             return f"{group}={chosen} is unknown: {did_you_mean(chosen, options)}"
     machine = [override for override in overrides if override.startswith("hardware.")]
     if machine and "NoneType" in str(error):  # the group is null
@@ -97,6 +100,7 @@ def _wrong_value(causes: Sequence[BaseException]) -> str | None:
 def _known_keys(overrides: Sequence[str]) -> list[str]:
     """Returns the config's keys and groups, composed from the overrides that select options."""
     groups = [group for group in _groups() if group != "schema"]
+    groups.append("hydra.searchpath")  # a project's options
     choices = [o for o in overrides if o.partition("=")[0].lstrip("+") in groups]
     try:
         composed = compose("config", overrides=choices)

@@ -34,7 +34,12 @@ def _yaml(name: str, value: object) -> str:
 
 
 NAMING = Naming(
-    {**KEYS, "loader.timeout_s": "data.timeout_s", "loss_fn": "trainer.loss"},
+    {
+        **KEYS,
+        "loader.timeout_s": "data.timeout_s",
+        "lora.modules_to_save": "model.lora.modules_to_save",
+        "loss_fn": "trainer.loss",
+    },
     value=_yaml,
     phrases={
         "start a new run": "set another run_name",

@@ -45,6 +45,12 @@ def register() -> None:
     )
 
 
+def recipe_names() -> list[str]:
+    """Returns the names of the package's recipes."""
+    names = (file.name for file in files("hybridtrain.recipes").iterdir())
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+
+
 class _Recipes(dict[str, ConfigNode]):
     """Recipes by file name; a recipe is parsed only when used."""
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from hybridtrain._base.construction import default_generators, rewind
+from hybridtrain._base.text_table import counted
 from hybridtrain.checkpoint import CheckpointStore, find_weights, parse_init_from
 from hybridtrain.cli.config.agreement import agreed
 from hybridtrain.cli.config.check import check_config
@@ -36,7 +37,7 @@ from hybridtrain.cli.run.components import (
     optimizer_tensors_per_param,
 )
 from hybridtrain.cli.run.context import PreparedRun, RunContext, RunOptions
-from hybridtrain.cli.run.directory import RunDirectory, checkpoint_to_read
+from hybridtrain.cli.run.directory import RunDirectory, check_trained, checkpoint_to_read
 from hybridtrain.cli.run.lock import RunLock
 from hybridtrain.cli.run.run_data import load_data, load_for_trained
 from hybridtrain.data import (
@@ -137,6 +138,7 @@ def prepare_run(
     *,
     join: Callable[[Config], World] = join_processes,
     writes: bool = False,
+    trained: bool = False,
     unlabelled: bool = False,
     make_options: Callable[[Config], RunOptions] = build_options,
 ) -> PreparedRun:
@@ -148,6 +150,7 @@ def prepare_run(
         settings: the settings of the command.
         join: returns the processes of the run.
         writes: the command will write to the run directory (`writing`).
+        trained: the command needs a checkpoint.
         unlabelled: the command will predict `data.predict_path`; training data is loaded only if
             necessary.
         make_options: `build_options`, or a function that builds more, such as the trackers.
@@ -166,6 +169,8 @@ def prepare_run(
     agreed_options = local_options if is_same else make_options(agreed_config)
 
     directory, store = _open_directory(settings, agreed_config, joined, writes)
+    if trained:
+        check_trained(agreed_config.resume, store, joined)
     if unlabelled and agreed_config.data.get("predict_path") is not None:
         checkpoint = checkpoint_to_read(agreed_config.resume, store, joined)
         data = load_for_trained(settings, joined, checkpoint, samples=True)
@@ -198,6 +203,7 @@ def build_run(
     *,
     writes: bool = False,
     reuse_plan: bool = True,
+    trained: bool = False,
     unlabelled: bool = False,
     make_options: Callable[[Config], RunOptions] = build_options,
 ) -> RunContext:
@@ -207,6 +213,7 @@ def build_run(
         settings: the settings of the command.
         writes: the command will write to the run directory (`writing`).
         reuse_plan: split a resumed run by its own plan if its settings are the same.
+        trained: see `prepare_run`.
         unlabelled: see `prepare_run`.
         make_options: `build_options`, or a function that builds more, such as the trackers.
 
@@ -214,7 +221,11 @@ def build_run(
         UserError: a value of the config is wrong, or the run directory cannot be written to.
     """
     prepared = prepare_run(
-        settings, writes=writes, unlabelled=unlabelled, make_options=make_options
+        settings,
+        writes=writes,
+        trained=trained,
+        unlabelled=unlabelled,
+        make_options=make_options,
     )
     world, options = prepared.world, prepared.options
     split: Any = options.pipeline.split
@@ -275,13 +286,23 @@ def _describe_data(data: DataSplits) -> None:
 
 def example_of_run(config: Config, data: DataSplits, world: World) -> tuple[Any, Any]:
     """Returns inputs and targets of a replica's batch, with the same samples on every replica."""
-    share = max(world.samples_by_replica(config.data["batch_size"]))
+    size, replicas = config.data["batch_size"], world.logical_replicas
+    share = max(world.samples_by_replica(size))
+    if size < replicas:
+        _log.warning(
+            "data.batch_size=%d is less than one sample for each of %d replicas: set "
+            "data.batch_size=%d or more",
+            size,
+            replicas,
+            replicas,
+        )
     if share < config.pipeline.chunks:
         _log.warning(
-            "pipeline.chunks=%d, but a replica's batch has only %d samples: using %d micro-batches",
+            "a replica's batch has %s, so there %s %s instead of pipeline.chunks=%d",
+            counted(share, "sample"),
+            "is" if share == 1 else "are",
+            counted(share, "micro-batch", "es"),
             config.pipeline.chunks,
-            share,
-            share,
         )
     draws = default_generators()
     example = _example_batch(data, share)

@@ -353,11 +353,27 @@ def checkpoint_to_read(resume: str | None, store: CheckpointStore, world: World)
         raise ConfigError("resume=null: set resume=auto, or resume=<path of a checkpoint>")
     checkpoint = world.from_main(lambda: _best_or_named(resume, store))
     if checkpoint is None:
-        raise CheckpointError(
-            f"there is no checkpoint in {store.root}: train first, or set run_name= or "
-            f"resume=<path of a checkpoint>"
-        )
+        raise _no_checkpoint(store)
     return checkpoint
+
+
+def check_trained(resume: str | None, store: CheckpointStore, world: World) -> None:
+    """Rejects a run without checkpoints, before its data is loaded.
+
+    Raises:
+        CheckpointError: `resume` is `auto`, and there is no checkpoint.
+    """
+    if resume == "auto" and not world.from_main(store.steps):
+        raise _no_checkpoint(store)
+
+
+def _no_checkpoint(store: CheckpointStore) -> CheckpointError:
+    others = sorted(path.parent.name for path in store.root.parents[1].glob("*/checkpoints"))
+    runs = f" ({store.root.parents[1]} has {', '.join(others[:8])})" if others else ""
+    return CheckpointError(
+        f"there is no checkpoint in {store.root}: train first, or set run_name={runs} or "
+        f"resume=<path of a checkpoint>"
+    )
 
 
 def _best_or_named(resume: str, store: CheckpointStore) -> Path | None:

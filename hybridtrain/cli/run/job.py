@@ -120,20 +120,22 @@ def layout_of(config: Config) -> JobLayout:
     listed = devices if isinstance(devices, list) else [devices]
     if not gpus and any(str(device).startswith("cuda") for device in listed):
         raise ConfigError(f"world.devices={devices} needs GPUs: set submit.gpus_per_node=")
+    over_nodes = ", or set world.engine=distributed, for a pipeline over several nodes"
+    hint = over_nodes if nb_part > gpus and not distributed else ""
     processes = submit.processes_per_node
     if processes is None:
         if gpus % per_process:
             raise ConfigError(
                 f"submit.gpus_per_node={gpus} is not a multiple of pipeline.nb_part={nb_part}, the "
                 f"GPUs of a process: change pipeline.nb_part=, or set "
-                f"submit.processes_per_node={gpus // per_process or 1} and enough GPUs for it"
+                f"submit.processes_per_node={gpus // per_process or 1} and enough GPUs for it{hint}"
             )
         processes = gpus // per_process or (nb_part if distributed else 1)
     elif gpus and processes * per_process > gpus:
         need = "1 GPU" if distributed else f"pipeline.nb_part={nb_part}"
         raise ConfigError(
             f"submit.processes_per_node={processes} x {need} need {processes * per_process} GPUs "
-            f"per node, but submit.gpus_per_node={gpus}: change one of them"
+            f"per node, but submit.gpus_per_node={gpus}: change one of them{hint}"
         )
     layout = JobLayout(
         nodes=submit.nodes,
