@@ -79,7 +79,7 @@ def _unknown_key(causes: Sequence[BaseException], overrides: Sequence[str]) -> s
             continue  # an argument of the target, which may be added
         hint = ""
         if open_group and not override.startswith("~"):
-            hint = f"; if it is an argument of your own function, write +{override}"
+            hint = f" (If your own function takes this key: +{override})"
         return unknown_key(key, known) + hint
     for cause in causes:
         if isinstance(cause, ConfigKeyError) and cause.full_key:
