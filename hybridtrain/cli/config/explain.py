@@ -28,6 +28,11 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
     for cause in causes:
         if isinstance(cause, MissingConfigException):
             group, _, chosen = (cause.missing_cfg_file or "").lstrip("/").rpartition("/")
+            if group == "submit" and (size := re.fullmatch(r"(\d+)x(\d+)", chosen)):
+                return (
+                    f"submit={chosen} is unknown: for {size[1]} nodes of {size[2]} GPUs, set "
+                    f"submit.nodes={size[1]} submit.gpus_per_node={size[2]}"
+                )
             options = GlobalHydra.instance().config_loader().get_group_options(group)
             return f"{group}={chosen} is unknown: {did_you_mean(chosen, options)}"
     machine = [override for override in overrides if override.startswith("hardware.")]
