@@ -289,7 +289,9 @@ def check_keys(name: str, keys: Sequence[str], by_hand: bool = True) -> None:
             continue
         readers = [other for other, entry in COMMANDS.items() if top in entry.keys]
         close = closest(top, command.keys)
-        hint = f"did you mean {close}=?" if close else f"its own keys are {listed(command.keys)}"
+        hint = (
+            f"did you mean {close}=?" if close else f"remove it, or run `hybridtrain {readers[0]}`"
+        )
         reading = f"{listed(readers)} read{'s' * (len(readers) == 1)} it"
         raise ConfigError(
             f"{name} does not read {key}= ({reading}): {hint}; see `hybridtrain {name} --help`"

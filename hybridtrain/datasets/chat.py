@@ -309,12 +309,15 @@ def _cut(chats: Sequence[Chat], max_len: int, split: str) -> tuple[list[Chat], l
         sum(int(c.learnt.sum()) for c in remaining),
     )
     share = sum(length > max_len + 1 for length in lengths) / len(lengths)
+    truncated = (
+        f"{setting('max_len', max_len)} truncates {share:.1%} of them and removes "
+        f"{1 - learnt / answers:.1%} of the "
+        if share
+        else ""
+    )
     notes = [
         f"conversations {purpose} of {median(lengths):g} tokens (median), {max(lengths)} (longest);"
-        f" {setting('max_len', max_len)} truncates {share:.1%} of them and removes "
-        f"{1 - learnt / answers:.1%} of the {answers:,} learned tokens"
-        if answers
-        else ""
+        f" {truncated}{answers:,} learned tokens"
     ]
     if left_out := len(chats) - len(remaining):
         notes.append(f"{left_out:,} {purpose} left out, because they contain no answer")

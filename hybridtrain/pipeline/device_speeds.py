@@ -26,8 +26,8 @@ def with_device_speeds(options: PipelineOptions, world: World) -> PipelineOption
 
     A collective call if it is set. All processes measure at the same time; each process measures
     its devices one after the other, with matrix products in fp32. The speeds are relative to the
-    slowest device, in tenths, so that equal devices have equal speeds; None if all are equal, or `split`
-    does not balance stages.
+    slowest device, in tenths, so that equal devices have equal speeds; None if all are equal, or
+    `split` does not balance stages.
     """
     if options.device_speeds != AUTO:
         return options

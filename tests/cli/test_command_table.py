@@ -189,7 +189,7 @@ def test_the_keys_of_the_table_are_keys_of_the_config() -> None:
         (["export", "trainer.precision=bf16"], "trainer.precision= has no effect on export "),
         (
             ["search", "--quiet"],
-            "--quiet works with train, evaluate, predict, export, not with search",
+            "--quiet works with train, evaluate, predict, export, find-lr, not with search",
         ),
     ],
 )

@@ -181,6 +181,7 @@ def test_the_yaml_of_a_config_loads_back_as_the_same_config() -> None:
             ("recipe=zzz", "recipe=zzz .*digits, .*imdb_transformer"),
             ("model=basicnt", "model=basicnt is unknown: did you mean 'basicnet'?"),
             ("pipeline=3", "pipeline=3 is unknown: the choices are: default"),
+            ("submit=2x4", "submit=2x4 .* submit.nodes=2 submit.gpus_per_node=4"),
             ("+recipe=digits", r"\+recipe=digits: .* write recipe=digits"),
             ("hydra.sweeep=3", "hydra.sweeep: "),
         ],

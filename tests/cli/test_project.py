@@ -32,6 +32,11 @@ def test_a_new_project_trains_evaluates_and_keeps_its_promise_by_its_own_command
     summary = json.loads((project / "outputs/first/summary.json").read_text())
     assert summary["eval"]["samples"] == 300
     assert main(["evaluate", "run_name=first"]) == 0
+    Path("new.csv").write_text("0.1,0.2\n-0.3,0.4\n")
+    assert main(["predict", "run_name=first", "data.predict_path=new.csv", "output=new.jsonl"]) == 0
+    lines = [json.loads(line) for line in Path("new.jsonl").read_text().splitlines()]
+    assert {line["class"] for line in lines} <= {"spiral 0", "spiral 1", "spiral 2"}
+    assert len(lines) == 2
     assert main(["model=mlp", "data=spirals", "--cfg", "job"]) == 0
     own = subprocess.run([sys.executable, "-m", "pytest", "-q"], capture_output=True, text=True)
     assert own.returncode == 0, own.stdout

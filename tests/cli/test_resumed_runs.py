@@ -1,6 +1,7 @@
 """Runs that resume: from where, with which settings, and when that is refused."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,17 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_from_scratch(
     said = succeed(capfd, *SMALL, "trainer.steps=1")
     assert "this run has trained before" in said
     assert "from scratch" in said
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_says_which_setting_saves_earlier(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(copied / "checkpoints")
+    (copied / "summary.json").unlink()  # as after `kill -9`
+    said = succeed(capfd, *SMALL, "trainer.steps=1", "checkpoint.every_steps=200")
+    assert "checkpoint.every_steps=200" in said
+    assert "from scratch" in said
+    assert "removed" not in said
 
 
 @pytest.mark.thorough

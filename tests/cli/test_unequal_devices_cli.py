@@ -44,7 +44,7 @@ def test_a_run_over_unequal_devices_shows_and_keeps_their_speeds(tmp_path, capfd
             ["pipeline.nb_part=auto", "world.engine=distributed", "world.replica_shares=[1,2]"],
             ["pipeline.nb_part=auto", "world.engine=distributed", "world.replica_shares=[1, 2]"],
         ),
-        (["pipeline.device_speeds=fast"], ["pipeline.device_speeds='fast'", "'auto'"]),
+        (["pipeline.device_speeds=fast"], ["pipeline.device_speeds=fast", "'auto'"]),
         (
             ["pipeline.memory_limit_gib=0"],
             ["pipeline.memory_limit_gib=0", "pipeline.memory_limit_gib=null"],

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from pages import PAGES, ROOT, blocks, name
+from pages import PAGES, ROOT, Block, blocks, name
 
 from hybridtrain.cli import main
 from hybridtrain.cli.command_table import COMMANDS
@@ -32,6 +32,15 @@ def commands(text: str) -> list[list[str]]:
     return [words[1:] if words and words[0] in COMMANDS else words for words in found]
 
 
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def output_below(page: Path, block: Block) -> str | None:
+    """Returns the text block that follows `block` without a sentence in between."""
+    end = block.line + block.text.count("\n") + 3  # the fence, an empty line, the next fence
+    return next((text.text for text in blocks(page, "text") if text.line == end), None)
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name)
 @pytest.mark.quick_cases(
     "docs/callbacks.md",
@@ -54,7 +63,7 @@ def commands(text: str) -> list[list[str]]:
     "docs/export.md",
 )
 def test_the_python_blocks_of_a_page_run_in_order(
-    page: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from_env = World.from_env
 
@@ -67,7 +76,14 @@ def test_the_python_blocks_of_a_page_run_in_order(
         if re.search(r"(import|from) transformers", block.text):
             pytest.importorskip("transformers")
         code = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
+        capsys.readouterr()
         exec(compile(code, str(page), "exec"), namespace)
+        if page.stem == "guide" and (shown := output_below(page, block)):
+            printed = capsys.readouterr().out
+            assert NUMBER.sub("N", printed) == NUMBER.sub("N", shown)
+            assert [float(n) for n in NUMBER.findall(printed)] == pytest.approx(
+                [float(n) for n in NUMBER.findall(shown)], rel=0.01
+            )
 
 
 @pytest.mark.parametrize(

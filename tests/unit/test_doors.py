@@ -67,12 +67,13 @@ INSIDE = """
     cli.commands.search cli/test_search.py
     cli.config.keys unit/test_naming.py
     cli.config.schema unit/launch/test_gpu_faults.py unit/price/test_pricing.py
+    cli.config.schema unit/price/test_unequal_hardware.py
     cli.config.targets support/hostile_config.py
     cli.run.build unit/launch/test_gpu_faults.py
     cli.run.components unit/step/test_param_groups.py
     cli.run.directory unit/observe/test_progress.py
     cli.run.errors unit/launch/test_early_signals.py
-    cli.run.hardware unit/test_bench_grid.py
+    cli.run.hardware unit/price/test_unequal_hardware.py unit/test_bench_grid.py
     cli.run.job cli/test_submit.py
     # data: the order of the samples, and the threads that fetch them
     data.fetch cli/test_keys.py unit/data/test_loader.py

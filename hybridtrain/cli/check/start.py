@@ -60,7 +60,7 @@ def data_set(config: Config) -> tuple[str, DataSplits]:
         if download:
             raise NotCheckedError(f"data.download=true: the job downloads it ({error})") from error
         raise
-    return f"{data}; checked here, not on the nodes", data
+    return f"{str(data).removeprefix('data: ')}; checked here, not on the nodes", data
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,11 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
     for cause in causes:
         if isinstance(cause, MissingConfigException):
             group, _, chosen = (cause.missing_cfg_file or "").lstrip("/").rpartition("/")
+            if group == "submit" and (size := re.fullmatch(r"(\d+)x(\d+)", chosen)):
+                return (
+                    f"submit={chosen} is unknown: for {size[1]} nodes of {size[2]} GPUs, set "
+                    f"submit.nodes={size[1]} submit.gpus_per_node={size[2]}"
+                )
             # `options` includes a project's
             options = cause.options or GlobalHydra.instance().config_loader().get_group_options(
                 group
@@ -82,7 +87,7 @@ def _unknown_key(causes: Sequence[BaseException], overrides: Sequence[str]) -> s
             continue  # an argument of the target, which may be added
         hint = ""
         if open_group and not override.startswith("~"):
-            hint = f"; if it is an argument of your own function, write +{override}"
+            hint = f" (If your own function takes this key: +{override})"
         return unknown_key(key, known) + hint
     for cause in causes:
         if isinstance(cause, ConfigKeyError) and cause.full_key:

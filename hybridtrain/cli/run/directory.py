@@ -34,7 +34,7 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
-from hybridtrain._base.files import open_to_append, write_atomically
+from hybridtrain._base.files import json_lines, open_to_append, write_atomically
 from hybridtrain._base.text_table import in_log, printable
 from hybridtrain.checkpoint import CheckpointStore, step_of
 from hybridtrain.cli.config.schema import Config
@@ -308,15 +308,31 @@ def checkpoint_to_resume(context: RunContext) -> Path | None:
             )
         trained = context.directory.path / "metrics.jsonl"
         if checkpoint is None and not store.steps() and trained.exists():
-            _log.warning(
-                "this run has trained before (%s), but there are no checkpoints in %s: they were "
-                "removed, renamed or never saved. Starting from scratch",
-                trained,
-                store.root,
-            )
+            if _ended_before_first_checkpoint(context):
+                _log.warning(
+                    "this run stopped before its first checkpoint (checkpoint.every_steps=%s): it "
+                    "starts from scratch",
+                    "null" if (every := context.config.checkpoint.every_steps) is None else every,
+                )
+            else:
+                _log.warning(
+                    "this run has trained before (%s), but there are no checkpoints in %s: they "
+                    "were removed, renamed or never saved. Starting from scratch",
+                    trained,
+                    store.root,
+                )
         return checkpoint
 
     return world.from_main(find)
+
+
+def _ended_before_first_checkpoint(context: RunContext) -> bool:
+    """Returns whether the run, which has logged steps, was cut off before a checkpoint was due."""
+    directory, checkpoint = context.directory.path, context.config.checkpoint
+    if (directory / "summary.json").exists() or checkpoint.every_minutes is not None:
+        return False
+    last = max((line["step"] for line in json_lines(directory / "metrics.jsonl")), default=0)
+    return checkpoint.every_steps is None or last < checkpoint.every_steps
 
 
 def _check_others_steps(everyones: Sequence[tuple[int, int, str]], store: CheckpointStore) -> None:
