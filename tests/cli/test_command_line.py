@@ -284,7 +284,7 @@ def test_a_right_key_that_was_added_is_not_blamed_for_another_mistake(
 
 
 def test_a_key_that_a_group_lacks_says_how_to_add_it() -> None:
-    assert refusal("recipe=digits", "model.width=3").endswith("write +model.width=3")
+    assert refusal("recipe=digits", "model.width=3").endswith("+model.width=3)")
 
 
 def test_a_null_key_can_be_removed_and_a_key_that_is_not_there_cannot() -> None:
