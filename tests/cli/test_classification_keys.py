@@ -44,7 +44,7 @@ def test_smoothing_weights_and_metrics_by_name(capfd: pytest.CaptureFixture[str]
     [
         ("trainer.label_smoothing=1.5", "trainer.label_smoothing=1.5 must be from 0 to 1"),
         ("trainer.class_weights=[1,2]", "trainer.class_weights has 2 numbers, but the data has 10"),
-        ("trainer.class_weights=yes", "trainer.class_weights=True must be auto"),
+        ("trainer.class_weights=yes", "trainer.class_weights=yes must be auto"),
         ("trainer.metrics=[recal]", "trainer.metrics=recal is unknown: did you mean 'recall'?"),
     ],
 )

@@ -31,7 +31,7 @@ def test_plan_for_a_cluster_writes_what_train_takes(tmp_path, monkeypatch, capfd
     keys = ["hardware=h100", "hardware.nodes=1", "hardware.devices_per_node=2", "run_name=priced"]
     told = succeed(capfd, "plan", *SMALL, *keys, "pipeline.nb_part=2", "world.engine=local")
     assert "step ms" in told
-    assert "predicted, from estimated costs" in told
+    assert "predicted from estimated costs" in told
     assert "plan.png next to it" in told
     assert Image.open(tmp_path / "outputs/priced/plan.png").format == "PNG"
     trained = succeed(capfd, *words_of(told), "world.devices=cpu", "run_name=run")
@@ -178,11 +178,11 @@ def test_a_batch_size_of_auto_is_the_largest_that_fits_and_a_run_that_goes_on_ke
     config = yaml.safe_load((tmp_path / "outputs/digits/config.yaml").read_text())
     size = config["data"]["batch_size"]
     assert f"data.batch_size={size}: " in told
-    assert f"; {2 * size} would take " in told
+    assert f"; {2 * size} would need " in told
     fits = json.loads((tmp_path / "outputs/digits/summary.json").read_text())
     told = succeed(capfd, "train", *SMALL, *keys, "trainer.steps=2")
     assert "resumed from" in told
-    assert f"; {2 * size} would take " not in told
+    assert f"; {2 * size} would need " not in told
     fixed = [f"data.batch_size={2 * size}", *keys[1:], "run_name=twice", "trainer.steps=1"]
     succeed(capfd, "train", *SMALL, *fixed)
     twice = json.loads((tmp_path / "outputs/twice/summary.json").read_text())
@@ -283,7 +283,7 @@ def test_measure_machine_writes_what_this_machine_reads(tmp_path, monkeypatch, c
     written = yaml.safe_load((tmp_path / "hybridtrain/this-machine.yaml").read_text())
     assert set(written) <= set(vars(HardwareConfig()))
     told = succeed(capfd, "plan", *SMALL, "hardware=this-machine")
-    assert "predicted, from measured costs" in told
+    assert "predicted from measured costs" in told
 
 
 @pytest.mark.thorough

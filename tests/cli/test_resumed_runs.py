@@ -250,7 +250,7 @@ def test_a_new_run_begins_with_the_weights_of_another_and_a_resumed_one_does_not
     assert f"outputs/tuned started from init_from={source} and resumes" in other
     assert "set another run_name=" in other
     head = [*SMALL, "run_name=head", "model.num_classes=17", f"init_from={source}"]
-    assert "fc2.bias is [10] in the checkpoint and [17] in the model" in fail(capfd, *head)
+    assert "fc2.weight is [10, 128] in the source and [17, 128] in the model" in fail(capfd, *head)
     assert "must be a path, or a mapping" in fail(capfd, *head[:-1], "init_from=3")
 
 
