@@ -12,6 +12,7 @@ not trained again. Needs `pip install matplotlib`.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
 import json
@@ -229,7 +230,11 @@ def draw(ours: list[float], plain: list[float], path: Path) -> None:
 
 def main() -> None:
     """Trains both ways, writes and prints the results."""
-    os.chdir(sys.argv[1])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", metavar="FOLDER", type=Path)
+    os.chdir(parser.parse_args().folder)
     prepare()
     make_base()
     ours, evaluation = by_command(ADAPTER, "sft_chat")

@@ -42,7 +42,7 @@ class Hardware:
     """The memory of a device, in GiB."""
     device_speeds: Sequence[float] | None = None
     """The relative speed of each device of a node, where they differ, such as `[1, 1, 2, 2]`; the
-    rates are those of a device of speed 1. null: all are equal."""
+    rates refer to a device of speed 1. null: all are equal."""
     device_memory_gib: Sequence[float] | None = None
     """Memory of each device of a node in GiB, where they differ; null: `memory_gib` each."""
     reserved_gib: float = 1.0

@@ -56,7 +56,7 @@ class Source(NamedTuple):
 
 
 def open_source(located: Path, source: str) -> Source:
-    """Returns the weights at a location, and those of its base if it is a checkpoint with one.
+    """Returns the weights at a location, including its base if it is a checkpoint with one.
 
     Args:
         located: the result of `locate`.
@@ -118,13 +118,13 @@ def open_base(checkpoint: Path, record: Mapping[str, str], now: str | None = Non
     for source in dict.fromkeys([now or record["source"], record["source"]]):
         try:
             place = locate(find_weights(source), False)
-            found = open_source(place, source)
+            opened = open_source(place, source)
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        tensors = (found if found.prefix else found.below(record["prefix"])).base_tensors
+        tensors = (opened if opened.prefix else opened.below(record["prefix"])).base_tensors
         if digest_of(tensors) == record["digest"]:
-            return Base(found.base, place, tensors)
+            return Base(opened.base, place, tensors)
         problems.append(f"init_from={source} contains other weights now")
     raise CheckpointError(
         f"{checkpoint} contains only an adapter, and its base weights {record['source']} are "
@@ -186,7 +186,7 @@ def _is_trained(value: Any) -> bool:
 
 
 def checkpoint_weights(path: Path, files: Mapping[str, Any], now: str | None = None) -> Source:
-    """Returns the weights in a checkpoint, with those of its base as `base_tensors`.
+    """Returns the weights in a checkpoint, with its base as `base_tensors`.
 
     Args:
         path: the directory of the checkpoint, already verified.

@@ -219,7 +219,7 @@ def _frozen_layers(net: nn.Module, adapter: Adapter, report: InitReport) -> list
     others = {name for name in names.values() if name} - lacking
     layers: dict[str, None] = {}
     for name in sorted(lacking):
-        layer = name.rpartition(".")[0]
+        layer = name.rpartition(".")[0] or name  # a parameter of the model itself
         while (parent := layer.rpartition(".")[0]) and not any(
             other.startswith(f"{parent}.") for other in others
         ):

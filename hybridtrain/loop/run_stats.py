@@ -343,8 +343,8 @@ class RunStats:
             self._advice = []
             try:
                 world = self._model.world
-                own = isinstance(self._train, OwnLoader)
-                is_fixed = world.fixed_replicas or own or self._train.options.divided
+                is_custom = isinstance(self._train, OwnLoader)
+                is_fixed = world.fixed_replicas or is_custom or self._train.options.divided
                 shares = None if is_fixed else world.shares
                 slow = slow_replica(self._means(), shares)
                 sentences = [proposal.text for proposal in advise(typical)]

@@ -169,7 +169,8 @@ def stage_tables(
     speeds = goal.relative_speeds(stages)
     if goal.unit == "costs":
         whole_ms = sum(cost.forward_ms + cost.backward_ms for cost in costs) or 1.0
-        times = [_time_ms(costs, speed) / whole_ms for speed in speeds]
+        by_speed = {speed: _time_ms(costs, speed) / whole_ms for speed in set(speeds)}
+        times = [by_speed[speed] for speed in speeds]
         memories = [_memory_bytes(costs, alive, goal.recomputes) for alive in in_flight]
         whole = sum(memory[0, -1].item() for memory in memories) / stages or 1.0
         weight = goal.memory_weight

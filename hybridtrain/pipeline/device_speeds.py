@@ -13,7 +13,7 @@ from hybridtrain.options import AUTO, PipelineOptions
 from hybridtrain.partitioning import balances
 from hybridtrain.world import World
 
-log = logging.getLogger("hybridtrain")
+_log = logging.getLogger("hybridtrain")
 
 # Long enough to cover several periods of a CPU quota (0.1 s), and for GPU clocks to ramp up.
 _SECONDS = 0.5
@@ -45,7 +45,7 @@ def with_device_speeds(options: PipelineOptions, world: World) -> PipelineOption
     ]
     speeds = [round(rate / min(slowest), 1) for rate in slowest]
     if world.is_main:
-        log.info("%s: %s", setting("device_speeds", AUTO), speeds)
+        _log.info("%s: %s", setting("device_speeds", AUTO), speeds)
     return replace(options, device_speeds=None if len(set(speeds)) == 1 else speeds)
 
 

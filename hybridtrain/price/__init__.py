@@ -29,9 +29,10 @@ from hybridtrain.price.price import (
     why_not_priced,
 )
 from hybridtrain.price.stage_needs import DeviceMemory
-from hybridtrain.price.unequal import Arrangement, arranged, arrangements
+from hybridtrain.price.unequal import EQUAL, Arrangement, arranged, arrangements
 
 __all__ = [
+    "EQUAL",
     "Arrangement",
     "Choices",
     "DeviceMemory",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from hybridtrain._base.hardware import Hardware
@@ -112,10 +112,15 @@ class ParallelLayout:
             of_replica = max(self.samples_by_replica(work))
         return -(-of_replica // min(self.chunks, of_replica))
 
-    def samples_by_replica(self, work: StepWork) -> list[int]:
+    def samples_by_replica(self, work: StepWork) -> tuple[int, ...]:
         """Returns the number of samples of a batch that each replica gets."""
         shares = self.arrangement.replica_shares or (1,) * self.replicas
-        return samples_by_replica(work.samples, shares)
+        return _samples_by_replica(work.samples, shares)
+
+
+@lru_cache(maxsize=256)  # many layouts of a search have the same shares
+def _samples_by_replica(total: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+    return tuple(samples_by_replica(total, shares))
 
 
 @lru_cache(maxsize=256)
@@ -196,15 +201,13 @@ def _placed(
     for engine in choices.engine if nb_part > 1 else choices.engine[:1]:
         if engine == "local" and nb_part > hardware.devices_per_node:
             continue
-        for chunks in choices.chunks or _chunks(
-            of_replica, bool(placed.arrangement.replica_shares)
-        ):
+        for chunks in choices.chunks or _chunks(of_replica, placed.has_unequal_shares):
             for schedule, v in _schedules(nb_part, chunks, layers, choices):
                 for recompute in _recompute_modes(chunks, choices):
                     for shard in choices.shard if replicas > 1 else ("none",):
-                        yield ParallelLayout(
-                            nb_part, replicas, engine, chunks, schedule, v, recompute, shard,
-                            placed.arrangement,
+                        yield replace(
+                            placed, engine=engine, chunks=chunks, schedule=schedule,
+                            stages_per_device=v, recompute=recompute, shard=shard,
                         )  # fmt: skip
 
 

@@ -787,11 +787,9 @@ class _Search:
         limits = layout.usable_bytes(self._hardware)
         return [m.total > limit for m, limit in zip(memory, limits, strict=True)]
 
-    def _stage_devices_limits(self, layout: ParallelLayout) -> float | tuple[float, ...]:
-        """Returns the usable bytes of each stage's device, or of any where they are equal."""
+    def _stage_devices_limits(self, layout: ParallelLayout) -> tuple[float, ...]:
+        """Returns the usable bytes of each stage's device."""
         limits = layout.usable_bytes(self._hardware)
-        if len(set(limits)) == 1:
-            return limits[0]
         return tuple(limits[device] for device in layout.devices)
 
     def _weights_fit(self, layout: ParallelLayout) -> bool:

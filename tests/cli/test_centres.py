@@ -94,8 +94,9 @@ def started(script: str, folder: Path, tasks: int) -> tuple[list[str], dict[str,
         path = folder / name
         path.write_text(f"#!/bin/bash\n{answer}\n")
         path.chmod(0o755)
+    of_node = ("CUDA_", "NCCL_", "GLOO_", "MASTER_", "FI_", "MPICH_", "ROCR_", "HIP_")
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if not name.startswith(of_node)},
         "PATH": f"{folder}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "17",
         "SLURM_JOB_NODELIST": "jwb[0001-0002]",

@@ -345,7 +345,7 @@ def test_a_callable_is_given_the_facts_that_it_has_parameters_for(
         (["optim.weight_decay=-1"], "optim.weight_decay=-1: Invalid weight_decay value: -1"),
         (
             ["optim._target_=torch.optim.LBFGS"],
-            "optim._target_=torch.optim.LBFGS: ",
+            "optim._target_=torch.optim.LBFGS: this optimizer recomputes the loss",
         ),
         (["lr_schedule.T_max=foo"], "lr_schedule.T_max=foo must be a number"),
         (

@@ -1,11 +1,12 @@
 """The scripts of CI and of pre-commit: what they run, with a fake Python, pip, uv and tools."""
 
 import ast
-import importlib
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,38 @@ import hybridtrain
 ROOT = Path(__file__).parents[2]
 
 
+def imports_of(script: Path) -> list[tuple[str, str]]:
+    """Returns the module and the name of each import from the library or from other scripts."""
+    return [
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(script.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module
+        if node.module.split(".")[0] in ("hybridtrain", "scripts")
+        for alias in node.names
+    ]
+
+
+SCRIPTS = [path for path in sorted((ROOT / "scripts").rglob("*.py")) if imports_of(path)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_script_imports_is_there(script: Path) -> None:
+    """Most scripts run for minutes, so no test runs them."""
+    for name, imported in imports_of(script):
+        module = importlib.import_module(name)
+        assert hasattr(module, imported) or importlib.util.find_spec(f"{name}.{imported}")
+
+
 @pytest.mark.parametrize(
-    "script", [str(path.relative_to(ROOT)) for path in sorted((ROOT / "scripts").rglob("*.py"))]
+    "words", [["scripts/results_chat.py"], ["-m", "scripts.bench.unequal_devices"]], ids=" ".join
 )
-def test_what_a_script_imports_of_the_library_is_there(script: str) -> None:
-    """Most scripts run for minutes, so that no test runs them."""
-    for node in ast.walk(ast.parse((ROOT / script).read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hybridtrain"):
-            module = importlib.import_module(str(node.module))
-            for alias in node.names:
-                if not hasattr(module, alias.name):  # a module of the package
-                    importlib.import_module(f"{module.__name__}.{alias.name}")
+@pytest.mark.thorough
+def test_a_script_explains_its_arguments(words: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, *words, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("usage: ")
 
 
 def program(path: Path, text: str) -> None:
@@ -202,7 +224,8 @@ class TestRelease:
         path.write_text(path.read_text().replace(version, "9.9.9"))
         result = self.run(release, f"v{version}")
         assert result.returncode == 1
-        assert Path(file).name in result.stderr
+        problem = f"the tag is 'v{version}'" if file.endswith(".py") else Path(file).name
+        assert problem in result.stderr
 
     @pytest.mark.parametrize(
         "workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda p: p.stem

@@ -1,6 +1,7 @@
 """Unequal devices on the command line."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -28,8 +29,8 @@ def test_a_run_over_unequal_devices_shows_and_keeps_their_speeds(tmp_path, capfd
     ("keys", "names"),
     [
         (["pipeline.device_speeds=[1]"], ["pipeline.device_speeds=[1]", "pipeline.nb_part"]),
-        (["pipeline.device_speeds=[1,0]"], ["pipeline.device_speeds", "0"]),
-        (["pipeline.memory_limit_gib=[1,-1]"], ["pipeline.memory_limit_gib", "-1"]),
+        (["pipeline.device_speeds=[1,0]"], ["pipeline.device_speeds=[1, 0]"]),
+        (["pipeline.memory_limit_gib=[1,-1]"], ["pipeline.memory_limit_gib=[1, -1]"]),
         (["world.replica_shares=[1,2]"], ["world.replica_shares=[1, 2]", "1 replica"]),
         (["world.replica_shares=[0]"], ["world.replica_shares=[0]"]),
         (
@@ -94,7 +95,9 @@ def test_a_plan_for_unequal_devices_prints_how_to_place_them(tmp_path, capfd):
 
     assert len(placed(plan_of_mixed(tmp_path, capfd))) == 1
     on_cpu = plan_of_mixed(tmp_path, capfd, device="cpu")
-    assert not any("cuda" in word for word in on_cpu)
+    # CPU devices have no numbers, so only shares even them out
+    (shares,) = placed(on_cpu)
+    assert "world.replica_shares=[" in shares
 
 
 def test_a_plan_keeps_the_given_shares(tmp_path, capfd):
@@ -123,4 +126,4 @@ def test_a_run_with_unequal_shares_chooses_its_micro_batches_and_ends(tmp_path):
     shares = ["world.replica_shares=[1,7]", "data.batch_size=16", "pipeline.chunks=auto"]
     told = forked_command(2, ["train", *SMALL, *shares], tmp_path / "run")
     assert "done: " in told
-    assert "pipeline.chunks=" in told
+    assert re.search(r"pipeline\.chunks=\d+: ", told)

@@ -189,4 +189,5 @@ class OverThreads:
             thread.join(2 * PATIENCE_S)
         if failures:
             raise failures[0]
+        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
         return next(filter(None, values))

@@ -92,7 +92,7 @@ def measured(seconds: float = _SECONDS) -> dict[str, Any]:
         "flops_reached": 1.0,
         "memory_bytes_per_s": first["memory_bytes_per_s"],
         "bandwidth_reached": 1.0,
-        "node_bytes_per_s": min(each["node_bytes_per_s"] for each in of_kind.values() or [first]),
+        "node_bytes_per_s": min(gpu["node_bytes_per_s"] for gpu in of_kind.values() or [first]),
         "operator_s": first["operator_s"],
     }
 

@@ -164,7 +164,7 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
             _picture(plans, choices).save(file, format="PNG")
     _log.info("wrote %s, and %s next to it", path, path.with_suffix(".png").name)
     recompute = plans.recompute()
-    keys = [f"pipeline.split={path}", *overrides_of(best.layout, recompute, hardware.device)]
+    keys = [f"pipeline.split={path}", *overrides_of(best.layout, recompute)]
     _log.info("to train with it:\n  %s", _command(settings, hardware, best.layout, keys))
     return {"step_ms": round(best.step_ms, 3), "memory_bytes": best.peak_bytes}
 
@@ -229,13 +229,8 @@ def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
     return NodesPoint(nodes, price.step_ms, f"{layout.replicas} x {layout.nb_part}")
 
 
-def overrides_of(
-    layout: ParallelLayout, recompute: str | list[str], device: str = "cuda"
-) -> list[str]:
-    """Returns the overrides that a run of this layout needs in addition to the split.
-
-    The order of GPUs is one of them; CPU devices have no numbers.
-    """
+def overrides_of(layout: ParallelLayout, recompute: str | list[str]) -> list[str]:
+    """Returns the overrides that a run of this layout needs in addition to the split."""
     if not isinstance(recompute, str):
         recompute = f"[{','.join(map(hydra_quoted, recompute))}]"
     values = {
@@ -250,7 +245,7 @@ def overrides_of(
         values["world.shard"] = layout.shard
     if layout.arrangement.replica_shares:
         values["world.replica_shares"] = _list(layout.arrangement.replica_shares)
-    if layout.arrangement.device_order and device == "cuda":
+    if layout.arrangement.device_order:
         devices = [f"cuda:{number}" for number in layout.arrangement.device_order]
         values["world.devices"] = _list(devices)
     return [f"{key}={value}" for key, value in values.items()]
@@ -283,8 +278,10 @@ def _arrange(
     shares = config.world.replica_shares
     if shares is not None and len(shares) != replicas:
         return
+    # a given order stays, and CPU devices have no numbers to order them by
+    in_order = hardware.device == "cpu" or isinstance(config.world.devices, list)
     for arrangement in arrangements(hardware, nb_part, replicas, shares):
-        if not (arrangement.device_order and isinstance(config.world.devices, list)):
+        if not (arrangement.device_order and in_order):
             yield arrangement
 
 

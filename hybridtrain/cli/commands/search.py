@@ -395,8 +395,8 @@ def _train(
         raise Interrupted(_INTERRUPTED)
     if pruned or code == DivergedError.exit_code:
         study.tell(trial, state=TrialState.PRUNED)
-        said = "was stopped early: other trials were better" if pruned else "diverged"
-        print(f"{run.name} {said}", file=sys.stderr, flush=True)
+        outcome = "was stopped early: other trials were better" if pruned else "diverged"
+        print(f"{run.name} {outcome}", file=sys.stderr, flush=True)
         return True
     study.tell(trial, state=TrialState.FAIL)
     return False

@@ -34,19 +34,20 @@ def follow_moved_base(
     initial = _other_source(config, of_run, keys)
     if not initial and not any(key.startswith(_GROUPS) for key in keys):
         return set()
-    from hybridtrain.checkpoint import is_moved, source_of_base  # imports torch
+    from hybridtrain.checkpoint import is_moved  # imports torch
 
-    newest = _newest_adapter(checkpoints)
-    source = None if newest is None else source_of_base(newest)
+    if (adapter := _newest_adapter(checkpoints)) is None:
+        return set()
+    newest, source = adapter
     named = [
         (group, name)
         for group in _GROUPS
         for name, value in getattr(of_run, group).items()
-        if source is not None and value == source
+        if value == source
     ]
-    given = [initial, *(getattr(config, g).get(n) for g, n in named if f"{g}.{n}" in keys)]
-    now = next((place for place in given if isinstance(place, str) and place != source), None)
-    if newest is None or now is None or not is_moved(newest, now):
+    places = [initial, *(getattr(config, g).get(n) for g, n in named if f"{g}.{n}" in keys)]
+    now = next((place for place in places if isinstance(place, str) and place != source), None)
+    if now is None or not is_moved(newest, now):
         return set()
     for group, name in named:
         if f"{group}.{name}" not in keys:
@@ -69,8 +70,8 @@ def _other_source(config: Config, of_run: Config, keys: Collection[str]) -> str 
     return str(arguments["source"])
 
 
-def _newest_adapter(checkpoints: Path) -> Path | None:
-    """Returns the newest checkpoint if it has a base, else None."""
+def _newest_adapter(checkpoints: Path) -> tuple[Path, str] | None:
+    """Returns the newest checkpoint and the recorded source of its base; None: it has no base."""
     from hybridtrain.checkpoint import CheckpointStore, source_of_base  # imports torch
 
     store = CheckpointStore(checkpoints)
@@ -78,6 +79,7 @@ def _newest_adapter(checkpoints: Path) -> Path | None:
         return None
     try:
         newest = store.newest_up_to(store.steps()[-1])
-        return None if newest is None or source_of_base(newest) is None else newest
+        source = None if newest is None else source_of_base(newest)
     except CheckpointError:  # damaged; loading it reports that
         return None
+    return None if newest is None or source is None else (newest, source)

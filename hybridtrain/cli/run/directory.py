@@ -329,7 +329,8 @@ def checkpoint_to_resume(context: RunContext) -> Path | None:
 def _ended_before_first_checkpoint(context: RunContext) -> bool:
     """Returns whether the run, which has logged steps, was cut off before a checkpoint was due."""
     directory, checkpoint = context.directory.path, context.config.checkpoint
-    if (directory / "summary.json").exists() or checkpoint.every_minutes is not None:
+    others = checkpoint.every_minutes, checkpoint.every_epochs
+    if (directory / "summary.json").exists() or any(every is not None for every in others):
         return False
     last = max((line["step"] for line in json_lines(directory / "metrics.jsonl")), default=0)
     return checkpoint.every_steps is None or last < checkpoint.every_steps

@@ -13,7 +13,7 @@ from hybridtrain.cli.config.option_files import measured_file
 from hybridtrain.cli.config.schema import Config, HardwareConfig
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import is_per_device
-from hybridtrain.price import Arrangement, DoesNotFit, arranged
+from hybridtrain.price import EQUAL, Arrangement, DoesNotFit, arranged
 from hybridtrain.world import World
 
 
@@ -57,7 +57,9 @@ def hardware_of_run(config: Config, device: torch.device, devices: int) -> Hardw
         hardware = hardware.with_devices(devices)
     else:
         hardware = replace(hardware, nodes=nodes)
-    return with_limit(hardware, config)
+    # with `inner=dp`, the devices of the same place have consecutive ranks
+    by_place = config.world.engine == "distributed" and config.world.inner == "dp"
+    return with_limit(hardware, config, by_place)
 
 
 def in_order_of(devices: Any, hardware: Hardware, number: int) -> Hardware:
@@ -90,7 +92,7 @@ def in_order_of(devices: Any, hardware: Hardware, number: int) -> Hardware:
 def arrangement_of_run(hardware: Hardware, world: World) -> Arrangement:
     """Returns the positions of a run's devices; `hardware` lists them in the order of ranks."""
     if not hardware.is_unequal and world.replica_shares is None:
-        return Arrangement()
+        return EQUAL
     width, copies = len(world.devices), range(world.data_parallel_size)
     devices = [
         [
@@ -103,21 +105,22 @@ def arrangement_of_run(hardware: Hardware, world: World) -> Arrangement:
     return arranged(hardware, devices, world.replica_shares or [1] * len(copies))
 
 
-def with_limit(hardware: Hardware, config: Config) -> Hardware:
+def with_limit(hardware: Hardware, config: Config, by_place: bool = False) -> Hardware:
     """Returns the hardware with `pipeline.memory_limit_gib` and `pipeline.device_speeds` applied.
 
-    A list applies to each pipeline.
+    Args:
+        hardware: the devices.
+        config: the run; a list applies to each of its pipelines.
+        by_place: list the devices of each place of all pipelines, not of each pipeline, in a row.
     """
     limit = config.pipeline.memory_limit_gib
     if isinstance(limit, int | float):
         hardware = replace(hardware, memory_gib=limit, reserved_gib=0.0, device_memory_gib=None)
-    given = {"device_memory_gib": limit, "device_speeds": config.pipeline.device_speeds}
-    for name, values in given.items():
+    per_device = {"device_memory_gib": limit, "device_speeds": config.pipeline.device_speeds}
+    for name, values in per_device.items():
         # the planner rejects a list with a different length than the pipeline
         if not is_per_device(values) or hardware.devices % len(values):
             continue
-        # with `inner=dp`, the devices of the same place have consecutive numbers
-        by_place = config.world.engine == "distributed" and config.world.inner == "dp"
         # a pipeline over several nodes
         if hardware.devices_per_node % len(values) or (by_place and hardware.nodes > 1):
             hardware = hardware.with_devices(hardware.devices)
@@ -127,7 +130,7 @@ def with_limit(hardware: Hardware, config: Config) -> Hardware:
         )
         changes: dict[str, Any] = {name: repeated}
         if name == "device_memory_gib":
-            changes |= {"memory_gib": max(values), "reserved_gib": 0.0}
+            changes["reserved_gib"] = 0.0
         else:  # costs refer to the first device
             changes[name] = [speed / values[0] for speed in repeated]
         hardware = replace(hardware, **changes)

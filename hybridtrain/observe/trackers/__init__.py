@@ -40,8 +40,8 @@ class RegisteredTracker:
 
     Attributes:
         path: of the class, as `module:class`; imported on first use. Its constructor gets the
-            arguments, and those of these that it takes: `directory` and `title`, the run's folder
-            and its name; `group`, of `monitor.group`; `path`, `metrics.<name>` in the folder.
+            arguments, and each of these if its signature has it: `directory` and `title`, the run's
+            folder and name; `group`, of `monitor.group`; `path`, `metrics.<name>` in the folder.
         text: the meaning of the key, for the help and the documentation of the options.
         on: the default of the key.
     """

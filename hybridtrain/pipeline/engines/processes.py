@@ -210,7 +210,7 @@ class MessageWire:
         self._sent.append((works, held + parts))
 
     def begin_receives(self, count: int) -> None:
-        """Starts those of the first `count` receives of the step that have not started."""
+        """Starts the receives among the first `count` of the step that have not started."""
         while self._begun < count:
             self._begin_receive(self._receives[self._begun])
             self._begun += 1

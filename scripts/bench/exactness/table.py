@@ -20,7 +20,7 @@ hide: [toc]  # a wide table
 
 Each system trains the same small models for four optimizer steps (SGD with momentum, float64, CPU,
 gloo). Unless the case says otherwise, there are 2 stages, 2 replicas, and 2 micro-batches per
-replica. Each cell compares all final weights and buffers with those of the unsplit model in plain
+replica. Each cell compares all final weights and buffers with the unsplit model's in plain
 PyTorch. The unsplit model runs the same micro-batches in one process and minimizes the mean over
 everything that the loss counts in a step.
 
