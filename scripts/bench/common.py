@@ -73,13 +73,13 @@ def timed(run: Callable[[], object]) -> Job:
 def interleave(
     jobs: Mapping[str, Job | None], repeats: int, warm_up: int = 1
 ) -> dict[str, list[float]]:
-    """Runs A B C A B C ...: what disturbs the machine for a while disturbs all alike.
+    """Runs A B C C B A A B C ...: what disturbs the machine for a while disturbs all alike.
 
-    A job that is None (a peer that is not installed) gives no results.
+    No job always follows the same other one. A job that is None (a peer that is not installed) gives no results.
     """
     results: dict[str, list[float]] = {name: [] for name in jobs}
     for turn in range(-warm_up, repeats):
-        for name, job in jobs.items():
+        for name, job in list(jobs.items())[:: -1 if turn % 2 else 1]:
             if job is None:
                 continue
             gc.collect()

@@ -1,9 +1,12 @@
 """How close a pipeline comes to its schedule's ideal time, on devices that sleep.
 
 A stage takes 5 ms forward and 10 ms backward, so that any number of "devices" fits on any number
-of cores, and whatever is lost is the engine's. It sleeps for most of it; PyTorch itself, woken up
-with cold caches, needs some 100 us for the rest. So the sleeps are calibrated: a stage on its own,
-called without any engine, takes 5 and 10 ms. The column `alone` shows how well that holds.
+of cores, and whatever is lost is the engine's. It notes when it is called and sleeps until its time
+has passed, so PyTorch's own work inside counts as part of it. Some of a backward lies outside, such
+as entering autograd. It is measured on a stage that is called without any engine, and the sleeps
+are shorter by it. The column `alone` shows how well that holds.
+
+As in training, each measured step follows a step of the same system.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +37,7 @@ from hybridtrain.model import HybridModel
 from hybridtrain.schedule import Durations, make_schedule, registered, schedule_names, stages_at
 from hybridtrain.world import World
 from scripts.bench.common import (
+    Job,
     Processes,
     gpipe_library,
     interleave,
@@ -65,7 +70,7 @@ class Sleeps:
     Attributes:
         factor: how many times 5 and 10 ms a stage takes.
         early: how much too late `time.sleep` wakes up, at best.
-        forward: of a forward's 5 ms, the part that PyTorch takes.
+        forward: of a forward's 5 ms, the part outside of the noted time.
         backward: likewise.
     """
 
@@ -89,7 +94,7 @@ def backward_s() -> float:
 
 
 def calibrate() -> None:
-    """Sets `sleeps`: first what the sleep itself is late by, then what PyTorch takes."""
+    """Sets `sleeps`: how late the sleep itself is, then what a stage takes outside."""
     late = []
     for _ in range(100):
         start = time.perf_counter()
@@ -118,40 +123,79 @@ def stage_alone(microbatches: int) -> tuple[list[float], list[float]]:
 
 
 def pause(seconds: float) -> None:
-    """Sleeps to a deadline: a little less by the clock, the rest in naps of some microseconds."""
-    end = time.perf_counter() + seconds
-    time.sleep(max(0.0, seconds - sleeps.early))
+    """Sleeps for `seconds`, see `pause_until`."""
+    pause_until(time.perf_counter() + seconds)
+
+
+def pause_until(end: float) -> None:
+    """Sleeps until `end`: a little less by the clock, the rest in naps of some microseconds."""
+    time.sleep(max(0.0, end - time.perf_counter() - sleeps.early))
     while time.perf_counter() < end:
         time.sleep(0)
 
 
+class _Clock:
+    """The time at which a part of a stage's backward begins.
+
+    A whole backward runs the output, the weight and the input. In two parts it runs the output and
+    the input, and the weight some time later.
+    """
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+
+    def begin(self) -> None:
+        """The output's part begins."""
+        self._at = time.perf_counter()
+
+    def pause(self, share: float, is_last: bool) -> None:
+        """Pauses to the end of half a backward; `is_last` if nothing follows it directly."""
+        begin = time.perf_counter() if self._at is None else self._at
+        end = begin + (backward_s() * share - sleeps.backward) / 2
+        pause_until(end)
+        self._at = None if is_last else end
+
+
 class _Input(torch.autograd.Function):
-    """The way of the input: a forward, and half a backward."""
+    """The way of the input: half a backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
-        ctx.share = share
-        pause(forward_s() * share - sleeps.forward)
+    def forward(ctx: Any, x: Tensor, share: float, clock: _Clock) -> Tensor:
+        ctx.share, ctx.clock = share, clock
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        pause((backward_s() * ctx.share - sleeps.backward) / 2)
-        return grads[0], None
+        ctx.clock.pause(ctx.share, is_last=True)
+        return grads[0], None, None
 
 
 class _Weight(torch.autograd.Function):
     """The way of the weight: the other half of the backward."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, share: float) -> Tensor:
-        ctx.share = share
+    def forward(ctx: Any, weight: Tensor, share: float, clock: _Clock) -> Tensor:
+        ctx.share, ctx.clock = share, clock
         return weight.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        pause((backward_s() * ctx.share - sleeps.backward) / 2)
-        return torch.zeros(()), None
+        ctx.clock.pause(ctx.share, is_last=False)
+        return torch.zeros(()), None, None
+
+
+class _Output(torch.autograd.Function):
+    """Notes that a backward begins."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, clock: _Clock) -> Tensor:
+        ctx.clock = clock
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.clock.begin()
+        return grads[0], None
 
 
 class Emulated(nn.Module):
@@ -161,10 +205,15 @@ class Emulated(nn.Module):
         super().__init__()
         self.share = share
         self.weight = nn.Parameter(torch.zeros(()))
+        self._clock = _Clock()
 
     def forward(self, x: Tensor) -> Tensor:
         """The same values, later."""
-        result: Tensor = _Input.apply(x, self.share) + _Weight.apply(self.weight, self.share)
+        end = time.perf_counter() + forward_s() * self.share - sleeps.forward
+        part = _Input.apply(x, self.share, self._clock)
+        part = part + _Weight.apply(self.weight, self.share, self._clock)
+        result: Tensor = _Output.apply(part, self._clock)
+        pause_until(end)
         return result
 
 
@@ -293,6 +342,11 @@ def message_s(processes: Processes) -> float:
     return statistics.median(times)
 
 
+def second(job: Job) -> Job:
+    """Returns a job that runs `job` twice, and gives what was measured the second time."""
+    return lambda: (job(), job())[1]
+
+
 def ideal_s(
     schedule: str, devices: int, chunks: int, per_device: int, message_s: float = 0.0
 ) -> float:
@@ -337,10 +391,10 @@ def main() -> None:
         ours = hybrid(devices, chunks, own, per_device)
         jobs = {
             "alone": lambda chunks=chunks: sum(map(sum, stage_alone(chunks))),
-            "hybridtrain": timed(ours),
-            "processes": lambda name=name: processes.seconds(f"ours, {name}"),
-            "torch": (lambda name=name: processes.seconds(name)) if schedule in TORCH else None,
-            "torchgpipe": timed(peer(devices, chunks)) if has_peer else None,
+            "hybridtrain": second(timed(ours)),
+            "processes": second(partial(processes.seconds, f"ours, {name}")),
+            "torch": second(partial(processes.seconds, name)) if schedule in TORCH else None,
+            "torchgpipe": second(timed(peer(devices, chunks))) if has_peer else None,
         }
         times = interleave(jobs, options.repeats)
         messages.append(message_s(processes))
@@ -379,9 +433,8 @@ def main() -> None:
         "processes, PyTorch. Two stages per device for interleaved and in a V. PyTorch's "
         "beside zb-h1 is ScheduleInterleavedZeroBubble. `alone`: "
         "the same for m micro-batches of one stage without any engine, m (5 + 10 ms) over it. "
-        f"Calibration: of a forward, PyTorch itself takes {sleeps.forward * 1e6:.0f} us, of a "
-        f"backward {sleeps.backward * 1e6:.0f}; `time.sleep` wakes up {sleeps.early * 1e6:.0f} us "
-        "late."
+        f"Calibration: {sleeps.forward * 1e6:.0f} us of a forward and {sleeps.backward * 1e6:.0f} "
+        f"us of a backward lie outside; `time.sleep` wakes up {sleeps.early * 1e6:.0f} us late."
     )
 
 
