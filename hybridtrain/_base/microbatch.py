@@ -140,6 +140,8 @@ def batch_size(*batches: Any) -> int:
         if isinstance(batch, Tensor) and batch.dim() and samples in (None, size := batch.size(0)):
             samples = size
             continue
+        if batch is None:
+            continue
         if isinstance(batch, Unread):
             samples = batch.samples
             continue
@@ -263,6 +265,8 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
         return [batch] if len(sizes) == 1 else cut(batch, sizes)
     if isinstance(batch, Unread):
         return [Unread(size) for size in sizes]
+    if batch is None:
+        return [None] * len(sizes)
     batch = as_containers(batch)
     if len(sizes) == 1:
         return [uncut(batch)]

@@ -80,6 +80,8 @@ def leaves_of(tree: Any) -> list[Any]:
 
     Already registered types, such as the outputs of `transformers`, keep their registration.
     """
+    if type(tree) is Tensor:  # the most frequent tree
+        return [tree]
     while True:
         leaves = tree_leaves(tree)
         unknown = {type(leaf) for leaf in leaves if _is_new_dataclass(type(leaf))}

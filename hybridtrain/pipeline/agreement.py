@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from hybridtrain._base.microbatch import Unread, first_share
 from hybridtrain._base.rank_differences import differences, facts_here
+from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import (
     BatchError,
     ConfigError,
@@ -53,7 +54,10 @@ class BatchCheck:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._found: Tensor | None = None
+        self._is_pending = False  # a batch was read, and the result is not known
+        self._sample: BatchSample | None = None  # None for a batch that is not read here
+        self._targets_here = 0
+        self._found = torch.empty(0)
         self._work: dist.Work | None = None
         self._has_targets: bool | None = None
         self._is_first = True
@@ -68,13 +72,11 @@ class BatchCheck:
         """
         if self._world.pipeline_group is None:
             return
+        self._is_pending, self._work = True, None
         self._has_targets = None
-        if isinstance(first_share(inputs), Unread):
-            self._found = torch.full((3,), -_MOST)
-        else:
-            digest = batch_digest((inputs, targets))
-            self._found = torch.tensor([digest, -digest, int(targets is not None)])
-        self._work = None
+        is_unread = isinstance(first_share(inputs), Unread)
+        self._sample = None if is_unread else batch_sample(inputs, targets)
+        self._targets_here = int(targets is not None)
         if self._is_first:
             self.finish()
             self._is_first = False
@@ -82,10 +84,16 @@ class BatchCheck:
     def compare(self) -> None:
         """Starts the comparison unless it has started; all processes call it at the same place.
 
-        `finish` starts it at the latest. After the first action of a step it delays nobody.
+        `finish` starts it at the latest. While this process waits for another, it delays nobody.
         """
-        if self._found is None or self._work is not None:
+        if not self._is_pending or self._work is not None:
             return
+        if self._sample is None:
+            self._found = torch.full((3,), -_MOST)
+        else:
+            digest = _digest_of(self._sample)
+            self._found = torch.tensor([digest, -digest, self._targets_here])
+            self._sample = None
         group = self._world.pipeline_group
         self._work = dist.all_reduce(self._found, dist.ReduceOp.MAX, group=group, async_op=True)
 
@@ -108,11 +116,11 @@ class BatchCheck:
             BatchError: the processes received different batches.
         """
         self.compare()
-        if self._found is None or self._work is None:
+        if self._work is None:
             return
         self._work.wait()
         largest, minus_smallest, has_targets = self._found.tolist()
-        self._found = self._work = None
+        self._is_pending, self._work = False, None
         self._has_targets = bool(has_targets)
         if largest != -minus_smallest:
             world = self._world
@@ -126,17 +134,40 @@ class BatchCheck:
             )
 
 
+BatchSample = list[Any]
+"""What is compared of a batch: per leaf a text, or a shape, a dtype and some numbers."""
+
+
+def batch_sample(*batches: Any) -> BatchSample:
+    """Returns shapes, and copies of some numbers of tensors on the CPU."""
+    sample: BatchSample = []
+    for leaf in chain.from_iterable(map(leaves_of, batches)):
+        if not isinstance(leaf, Tensor):
+            sample.append(type(leaf).__name__)
+            continue
+        numbers = None
+        if leaf.device.type == "cpu" and leaf.numel() and leaf.layout == torch.strided:
+            step = max(1, leaf.numel() // _COMPARED)
+            numbers = leaf.detach().reshape(-1)[::step].clone()
+        sample.append((leaf.shape, leaf.dtype, numbers))
+    return sample
+
+
 def batch_digest(batch: Any) -> int:
     """Returns a 62-bit digest of shapes and of some numbers of tensors on the CPU."""
+    return _digest_of(batch_sample(batch))
+
+
+def _digest_of(sample: BatchSample) -> int:
     digest = hashlib.blake2b(digest_size=8)
-    for leaf in tree_leaves(batch):
-        if not isinstance(leaf, Tensor):
-            digest.update(type(leaf).__name__.encode())
+    for leaf in sample:
+        if isinstance(leaf, str):
+            digest.update(leaf.encode())
             continue
-        digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
-        if leaf.device.type == "cpu" and leaf.numel() and leaf.layout == torch.strided:
-            plain = leaf.detach().reshape(-1)[:: max(1, leaf.numel() // _COMPARED)]
-            plain = plain.resolve_conj().resolve_neg().contiguous()
+        shape, dtype, numbers = leaf
+        digest.update(f"{tuple(shape)} {dtype}".encode())
+        if numbers is not None:
+            plain = numbers.resolve_conj().resolve_neg()
             digest.update(plain.view(torch.uint8).numpy().data)
     return int.from_bytes(digest.digest(), "little") >> 2
 

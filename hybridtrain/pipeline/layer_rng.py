@@ -147,10 +147,16 @@ class LayerRNG:
 
     def draws_before(self, layer: int, microbatch: int) -> tuple[int, ...]:
         """Returns how often each earlier piece of the unit of `layer` has drawn in this step."""
-        if not self.active or layer >= len(self._units):
+        if not (pieces := self.pieces_before(layer)):
             return ()
-        unit, piece = self._units[layer]
-        return tuple(self.counts.get((unit, earlier, microbatch), 0) for earlier in range(piece))
+        unit = self._units[layer][0]
+        return tuple(self.counts.get((unit, earlier, microbatch), 0) for earlier in range(pieces))
+
+    def pieces_before(self, layer: int) -> int:
+        """Returns the number of earlier pieces of the unit of `layer`; 0 if layers do not draw."""
+        if not self.active or layer >= len(self._units):
+            return 0
+        return self._units[layer][1]
 
     def continue_draws(self, layer: int, microbatch: int, counts: Sequence[int]) -> None:
         """Stores the result of `draws_before` of another process, which has these pieces."""

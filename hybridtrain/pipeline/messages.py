@@ -7,12 +7,18 @@ that uses it, in the restricted encoding of `_base/codec`, which cannot execute 
 the receiver can post a receive before the sender sends.
 
     message -> pack -> format, flat tensors  ...  flat tensors, format -> unpack -> message
+
+Most messages are a list with a tuple or list of tensors for each link. `MessageFormat.parts`
+describes these, so that `pack` and `unpack` need not traverse a pytree for each of them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +53,8 @@ class TensorFormat(NamedTuple):
     on_cpu: bool
 
 
-class MessageFormat(NamedTuple):
+@dataclass(frozen=True)
+class MessageFormat:
     """Everything in a message except the numbers in its tensors.
 
     Attributes:
@@ -59,6 +66,40 @@ class MessageFormat(NamedTuple):
     structure: TreeSpec
     leaves: list[Any]
     tensors: list[TensorFormat]
+
+    @cached_property
+    def parts(self) -> list[tuple[type[Any], int]] | None:
+        """The type and length of each part of a list of tuples and lists of distinct tensors.
+
+        None for any other message.
+        """
+        places = [_Place(number) for number in range(len(self.leaves))]
+        if self.structure.type is not list or self.leaves != places:
+            return None
+        parts = self.structure.children()
+        if any(part.type not in (tuple, list) for part in parts):
+            return None
+        if not all(leaf.is_leaf() for part in parts for leaf in part.children()):
+            return None
+        return [(part.type, part.num_children) for part in parts]
+
+    def tensors_in(self, message: Any) -> list[Tensor] | None:
+        """Returns the tensors of a message that has these `parts`; None for any other message.
+
+        The tensors themselves may differ from their formats.
+        """
+        if self.parts is None or type(message) is not list or len(message) != len(self.parts):
+            return None
+        tensors: list[Tensor] = []
+        for part, (kind, length) in zip(message, self.parts, strict=True):
+            if type(part) is not kind or len(part) != length:
+                return None
+            tensors += part
+        return tensors if all(map(_is_plain, tensors)) else None
+
+
+def _is_plain(leaf: Any) -> bool:
+    return type(leaf) is Tensor
 
 
 class _Place(NamedTuple):
@@ -83,6 +124,12 @@ def pack(
     """
     if expected is None:
         leaves_of(message)  # registers dataclasses
+    elif (
+        (plain := expected.tensors_in(message)) is not None
+        and not (unique and len(set(map(id, plain))) < len(plain))
+        and all(map(_has_format, plain, expected.tensors))
+    ):
+        return expected, plain
     leaves, structure = tree_flatten(message)
     tensors: list[Tensor] = []
     number_of: dict[int, int] = {}
@@ -121,12 +168,15 @@ def pack(
 def unpack(form: MessageFormat, tensors: Sequence[Tensor], device: torch.device) -> Any:
     """Returns the message of this format with these tensors, on `device` or in CPU memory."""
     tensors = [
-        t if expected.on_cpu else t.to(device)
+        t if expected.on_cpu or t.device == device else t.to(device)
         for t, expected in zip(tensors, form.tensors, strict=True)
     ]
     for tensor, tensor_format in zip(tensors, form.tensors, strict=True):
         if tensor_format.requires_grad:
             tensor.requires_grad_()
+    if form.parts is not None:
+        rest = iter(tensors)
+        return [kind(islice(rest, length)) for kind, length in form.parts]
     leaves = [tensors[leaf.number] if type(leaf) is _Place else leaf for leaf in form.leaves]
     return tree_unflatten(leaves, form.structure)
 
@@ -203,7 +253,9 @@ def from_bytes(data: Tensor) -> MessageFormat:
 def _is_format(form: Any) -> bool:
     if not isinstance(form, MessageFormat):
         return False
-    structure, leaves, tensors = form
+    if vars(form).keys() != {"structure", "leaves", "tensors"}:
+        return False
+    structure, leaves, tensors = form.structure, form.leaves, form.tensors
     return (
         isinstance(structure, TreeSpec)
         and isinstance(leaves, list)
@@ -287,5 +339,5 @@ def _has_format(tensor: Tensor, form: TensorFormat) -> bool:
         and tensor.dtype is form.dtype
         and tensor.requires_grad is form.requires_grad
         and (tensor.device == _CPU) is form.on_cpu
-        and _dense(tensor) == form.stride
+        and (tensor.stride() == form.stride or _dense(tensor) == form.stride)
     )

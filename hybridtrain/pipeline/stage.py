@@ -393,6 +393,11 @@ class Stage:
         runner = self._runner
         return runner.rng.draws_before(runner.first + len(self.layers), microbatch)
 
+    @property
+    def continues_draws(self) -> bool:
+        """Whether this stage continues a layer of the previous stage, and so its draws."""
+        return self._runner.rng.pieces_before(self._runner.first) > 0
+
     def continue_draws(self, microbatch: int, draws: Sequence[int]) -> None:
         """Stores the draw counts of the previous stage, which is in another process."""
         self._runner.rng.continue_draws(self._runner.first, microbatch, draws)

@@ -75,7 +75,8 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Runs A B C C B A A B C ...: what disturbs the machine for a while disturbs all alike.
 
-    No job always follows the same other one. A job that is None (a peer that is not installed) gives no results.
+    No job always follows the same other one. A job that is None (a peer that is not installed)
+    gives no results.
     """
     results: dict[str, list[float]] = {name: [] for name in jobs}
     for turn in range(-warm_up, repeats):

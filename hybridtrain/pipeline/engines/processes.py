@@ -27,12 +27,12 @@ work that produces its value.
 
 With gloo, which has separate queues for the two directions, a process starts the next few receives
 early, in the same order. A message is sent immediately if its receive has started; otherwise it
-first waits for a handshake between the two processes while both compute. Early receives start after
-a process's first action, so that they do not delay it, and in each wait for a message.
+first waits for a handshake between the two processes while both compute. Starting a receive takes
+about as long as a send, so early receives start where a process waits for a message.
 
 A receiver must know the sizes of a message in advance. They follow from the inputs, which the first
-process has. It numbers the kinds of inputs, and sends the number of the step's kind to the other
-processes before the step. The first step of a kind also sends the formats of its messages
+process has. It numbers the kinds of inputs. Before a step, the number of its kind goes from each
+process to the next. The first step of a kind also sends the formats of its messages
 (`messages`); later steps do not.
 
     process of stage s       [1] send: pack, format if new, numbers
@@ -139,6 +139,7 @@ class MessageWire:
         world: the processes.
         formats: the known message formats; the first step that sends messages fills it.
         doing: notes that a send waits for earlier sends.
+        meanwhile: called once, when the process waits for the first time, or at the end.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class MessageWire:
         world: World,
         formats: Formats,
         doing: LaneActivity,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         self._stages = stages
         self._peers = lane.peers
@@ -155,6 +157,7 @@ class MessageWire:
         self._begun = 0  # the number of started receives
         self._formats = formats
         self._doing = doing
+        self._meanwhile = meanwhile
         self._world = world
         self._group = world.pipeline_group
         self._device = world.devices[0]
@@ -173,10 +176,9 @@ class MessageWire:
             self._here[to] = message
             return
         stage = self._stages[to.stage - 1 if to.kind == "F" else to.stage + 1]
-        if to.kind == "F":
+        if to.kind == "F" and (draws := stage.draws_before_next(to.microbatch)):
             # a tensor, since it may change from step to step
-            draws = torch.tensor(stage.draws_before_next(to.microbatch), dtype=torch.int64)
-            message = [*message, draws]
+            message = [*message, torch.tensor(draws, dtype=torch.int64)]
         expected = self._formats.get(to)
         form, tensors = pack(message, to.kind == "F", expected)  # [1]
         works: list[Any] = []
@@ -215,7 +217,7 @@ class MessageWire:
             self._begin_receive(self._receives[self._begun])
             self._begun += 1
 
-    def begin_ahead(self) -> None:
+    def _begin_ahead(self) -> None:
         """Starts receives before their place in the order."""
         if self._accelerator is not None:  # NCCL needs the exact order, see the module
             return
@@ -249,30 +251,34 @@ class MessageWire:
             action = action._replace(kind="B")
         if action in self._here:
             return self._here.pop(action)
-        self.begin_ahead()
-        form, tensors, _, works = self._coming.pop(action)
         doing.wait(True)
+        self._begin_ahead()
+        self._run_meanwhile()
+        form, tensors, _, works = self._coming.pop(action)
         for work in works:
             work.wait()  # with NCCL, only the current stream waits
         doing.wait(False)
         if self._accelerator is not None:
             # the side stream's memory, which this stream reads
             keep_until(self._accelerator.current_stream(self._device), tensors, self._device)
-        draws: Tensor | None = tensors[-1] if action.kind == "F" else None
         message: list[Any] = unpack(form, tensors, self._device)  # [3]
-        if draws is not None:
-            message.pop()
-            if draws.numel():
-                stage = self._stages[action.stage]
-                stage.continue_draws(action.microbatch, draws.tolist())
+        if action.kind == "F" and (stage := self._stages[action.stage]).continues_draws:
+            draws: Tensor = message.pop()
+            stage.continue_draws(action.microbatch, draws.tolist())
         return message
 
     def finish(self) -> None:
         """Waits until all messages are sent."""
+        self._run_meanwhile()
         self._doing.wait(True)
         while self._sent:
             self._wait_for_oldest()
         self._doing.wait(False)
+
+    def _run_meanwhile(self) -> None:
+        if self._meanwhile is not None:
+            meanwhile, self._meanwhile = self._meanwhile, None
+            meanwhile()
 
     def _wait_for_oldest(self) -> None:
         works, _held = self._sent.popleft()
@@ -334,10 +340,11 @@ class ProcessEngine:
         if lane is None:
             lane = self._lanes[schedule] = Lane.of(schedule, self._world.pipeline_rank)
         (doing,) = activity.begin_step(1)
-        wire = MessageWire(self._stages, lane, self._world, self._formats[kind], doing)
+        formats = self._formats[kind]
+        wire = MessageWire(self._stages, lane, self._world, formats, doing, step.meanwhile)
         runner = ActionRunner(step, self._stages, self._routes, wire)
         try:
-            runner.run_actions(_actions(lane, wire, step.meanwhile), doing)
+            runner.run_actions(_actions(lane, wire), doing)
         except BaseException:  # the others wait for this process; its failure ends them
             for stage in self._stages.values():
                 stage.clear()
@@ -347,45 +354,40 @@ class ProcessEngine:
         return runner.values if schedule.stages - 1 in self._stages else []
 
     def _begin_kind(self, step: Step) -> tuple[int, dist.Work | None]:
-        """Returns the number of the step's kind, and the sends that the first process waits for."""
+        """Returns the number of the step's kind, and its send to the next process, if any.
+
+        Each process passes the number on to the next: for the first one, this takes less time than
+        a broadcast, and the last one needs the number last.
+        """
+        world = self._world
+        rank, group = world.pipeline_rank, world.pipeline_group
         number = torch.zeros(1, dtype=torch.int64)
-        if self._world.pipeline_rank:
-            self._broadcast(number).wait()
-            return int(number), None
-        kind = _kind(step)
+        if rank:
+            dist.recv(number, group=group, group_src=rank - 1)
+        else:
+            number.fill_(self._number_of(_kind(step)))
+        is_last = rank + 1 == world.processes_per_replica
+        sending = None if is_last else dist.isend(number, group=group, group_dst=rank + 1)
+        return int(number), sending
+
+    def _number_of(self, kind: Hashable) -> int:
+        """Returns the number of a kind, in the first process."""
         if kind not in self._numbers:
             if len(self._numbers) == _KINDS:  # its formats are dropped too
                 del self._numbers[next(iter(self._numbers))]
             self._numbers[kind] = self._kinds
             self._kinds += 1
-        number.fill_(self._numbers[kind])
-        return self._numbers[kind], self._broadcast(number)
-
-    def _broadcast(self, number: Tensor) -> dist.Work:
-        """Starts sending the first process's `number` to the others."""
-        group = self._world.pipeline_group
-        assert group is not None
-        # not dist.broadcast, whose checks and logging take longer than the message, in each step
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        return group.broadcast([number], options)
+        return self._numbers[kind]
 
 
-def _actions(
-    lane: Lane, wire: MessageWire, meanwhile: Callable[[], None] | None
-) -> Iterator[tuple[int, Action]]:
+def _actions(lane: Lane, wire: MessageWire) -> Iterator[tuple[int, Action]]:
     """Yields this process's actions; starts the receives between them, and waits for all sends.
 
     The wait is at the end.
     """
-    _, first = lane.actions[0]
     for due, action in lane.actions:
         wire.begin_receives(due)
         yield lane.number, action
-        if action is first:
-            wire.begin_ahead()
-            if meanwhile is not None:
-                meanwhile()
     wire.finish()
 
 

@@ -2,11 +2,11 @@
 
 import enum
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain._base.codec import CodecError, allow, encode
@@ -63,6 +63,17 @@ def test_a_tensor_arrives_with_its_values_and_dense_layout(tensor):
     assert torch.equal(received, tensor)
     assert received.dtype == tensor.dtype
     assert received.stride() == torch.empty_like(tensor).stride()
+
+
+@pytest.mark.parametrize("unique", [True, False])
+def test_tuples_and_lists_of_tensors_arrive_as_such_also_in_a_message_of_a_known_format(unique):
+    message = [(torch.randn(2), torch.randn(3, 1)), [torch.arange(4)], (), [torch.randn(())]]
+    form = pack(message, unique)[0]
+    known, tensors = pack(message, unique, form)
+    assert known is form
+    arrived = unpack(form, tensors, torch.device("cpu"))
+    assert [type(part) for part in arrived] == [tuple, list, tuple, list]
+    assert [list(map(id, part)) for part in arrived] == [list(map(id, part)) for part in message]
 
 
 def test_requires_grad_arrives():
@@ -128,8 +139,16 @@ def test_strides_of_dimensions_of_one_sample_do_not_make_another_format():
         ([torch.ones(2), 1], [torch.ones(2), 2]),
         ([torch.ones(2), None], [torch.ones(2), torch.ones(2)]),
         ([torch.ones(2, 3)], [torch.ones(3, 2).t()]),
+        ([(torch.ones(2),)], [[torch.ones(2)]]),
+        ([(torch.ones(2), torch.ones(2))], [(torch.ones(2),), (torch.ones(2),)]),
+        ([(torch.ones(2), torch.ones(2))], [(torch.ones(2),) * 2]),
+        ([(torch.ones(2),)], [(1,)]),
+        ([(torch.ones(2),)], [(nn.Parameter(torch.ones(2)),)]),
     ],
-    ids=["shape", "dtype", "requires_grad", "value", "None", "strides"],
+    ids=[
+        *("shape", "dtype", "requires_grad", "value", "None", "strides"),
+        *("kind of part", "lengths", "twice", "no tensor", "parameter"),
+    ],
 )
 def test_formats_tell_messages_apart(one, other):
     assert pack(one, True)[0] != pack(other, True)[0]
@@ -159,14 +178,14 @@ def test_a_format_that_does_not_fit_its_own_parts_is_refused():
     form, _ = pack([torch.randn(2, 3), 1], True)
     tensor = form.tensors[0]
     for hostile in (
-        form._replace(tensors=[]),
-        form._replace(leaves=form.leaves[:1]),
-        form._replace(structure=3),
-        form._replace(tensors=[tensor._replace(shape=(1 << 40, 1 << 40), stride=(1 << 40, 1))]),
-        form._replace(tensors=[tensor._replace(stride=(0, 0))]),
-        form._replace(tensors=[tensor._replace(shape=(-2, 3))]),
-        form._replace(tensors=[tensor._replace(shape=(2,))]),
-        form._replace(tensors=["text"]),
+        replace(form, tensors=[]),
+        replace(form, leaves=form.leaves[:1]),
+        replace(form, structure=3),
+        replace(form, tensors=[tensor._replace(shape=(1 << 40, 1 << 40), stride=(1 << 40, 1))]),
+        replace(form, tensors=[tensor._replace(stride=(0, 0))]),
+        replace(form, tensors=[tensor._replace(shape=(-2, 3))]),
+        replace(form, tensors=[tensor._replace(shape=(2,))]),
+        replace(form, tensors=["text"]),
     ):
         with pytest.raises(CodecError, match="not the format"):
             from_bytes(torch.frombuffer(bytearray(encode(hostile)), dtype=torch.uint8))

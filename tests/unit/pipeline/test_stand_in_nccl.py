@@ -40,8 +40,8 @@ class Wires:
     """The wires of two processes with a stage each, which know the formats of their messages."""
 
     def __init__(self, gpus, nccl):
-        stage = SimpleNamespace(draws_before_next=lambda microbatch: [])
-        message = [(on(gpus, SENDER, 0.0),), torch.zeros(0, dtype=torch.int64)]
+        stage = SimpleNamespace(draws_before_next=lambda microbatch: (), continues_draws=False)
+        message = [(on(gpus, SENDER, 0.0),)]
         formats = dict.fromkeys(map(forward, range(4)), pack(message, unique=True)[0])
         schedule = make_schedule("gpipe", len(PEERS), 4)
         self._doing = doing = LaneActivity()
