@@ -3,7 +3,8 @@
 Tensors on GPUs are sent through NCCL in batches. A batch uses the communicator of the pipeline's
 group, which exists from the start of a run. For a single send or receive, NCCL would create another
 communicator for the two processes in the middle of the first step. Tensors in CPU memory are sent
-through gloo, one by one.
+through gloo, one by one. They call the group directly: the checks and lookups of `dist.isend` take
+up to half as long as the send itself.
 """
 
 from __future__ import annotations
@@ -27,15 +28,26 @@ def begin_send(tensors: Sequence[Tensor], world: World, peer: int) -> list[dist.
         peer: the receiver's index in the pipeline.
     """
     batch, single = _divided(tensors)
-    works = _batch(dist.isend, batch, world, peer)
-    return works + [dist.isend(t, group=world.pipeline_group, group_dst=peer) for t in single]
+    group = _group(world)
+    return _batch(dist.isend, batch, group, peer) + [group.send([t], peer, 0) for t in single]
 
 
 def begin_receive(tensors: Sequence[Tensor], world: World, peer: int) -> list[dist.Work]:
     """Starts receiving into `tensors`; see `begin_send`."""
     batch, single = _divided(tensors)
-    works = _batch(dist.irecv, batch, world, peer)
-    return works + [dist.irecv(t, group=world.pipeline_group, group_src=peer) for t in single]
+    group = _group(world)
+    return _batch(dist.irecv, batch, group, peer) + [group.recv([t], peer, 0) for t in single]
+
+
+def wait(works: Sequence[dist.Work]) -> None:
+    """Waits until all sends or receives are done; with NCCL, only the current stream waits."""
+    for work in works:
+        work.wait()
+
+
+def _group(world: World) -> dist.ProcessGroup:
+    assert world.pipeline_group is not None
+    return world.pipeline_group
 
 
 def _divided(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -48,10 +60,11 @@ def _divided(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return batch, single
 
 
-def _batch(operation: Any, tensors: Sequence[Tensor], world: World, peer: int) -> list[Any]:
+def _batch(
+    operation: Any, tensors: Sequence[Tensor], group: dist.ProcessGroup, peer: int
+) -> list[Any]:
     if not tensors:
         return []
-    group = world.pipeline_group
     return dist.batch_isend_irecv(
         [dist.P2POp(operation, tensor, group=group, group_peer=peer) for tensor in tensors]
     )

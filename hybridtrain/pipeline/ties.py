@@ -28,14 +28,13 @@ from functools import partial
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import Parameter
 
 from hybridtrain._base.torch_private import has_gradient_hooks
 from hybridtrain.errors import SplitError, UserError
 from hybridtrain.graph import Segment
-from hybridtrain.pipeline.point_to_point import begin_receive, begin_send
+from hybridtrain.pipeline.point_to_point import begin_receive, begin_send, wait
 from hybridtrain.world import World
 
 
@@ -103,19 +102,19 @@ class AliasElsewhere:
         """Sends the parameter's value."""
         refuse_hooks(self.parameter)
         value = self.parameter.detach().to(self.world.wire_device).contiguous()
-        _wait(begin_send([value], self.world, self.peer))  # [1]
+        wait(begin_send([value], self.world, self.peer))  # [1]
 
     def accumulate_into_owner(self) -> None:
         """Receives the alias's gradient, if any, and adds it to the parameter's."""
         there = torch.zeros(1, dtype=torch.uint8)  # [2], [3]: a flag first, since it may have none
-        _wait(begin_receive([there], self.world, self.peer))
+        wait(begin_receive([there], self.world, self.peer))
         if not there:
             return
         parameter = self.parameter
         gradient = torch.empty(
             parameter.shape, dtype=parameter.dtype, device=self.world.wire_device
         )
-        _wait(begin_receive([gradient], self.world, self.peer))
+        wait(begin_receive([gradient], self.world, self.peer))
         _add_gradient(parameter, gradient.to(parameter.device))
 
 
@@ -137,24 +136,19 @@ class OwnerElsewhere:
         """Receives the parameter's value."""
         alias = self.alias.detach()
         value = torch.empty(alias.shape, dtype=alias.dtype, device=self.world.wire_device)
-        _wait(begin_receive([value], self.world, self.peer))
+        wait(begin_receive([value], self.world, self.peer))
         alias.copy_(value)
 
     def accumulate_into_owner(self) -> None:
         """Sends the alias's gradient, and drops it."""
         gradient, self.alias.grad = self.alias.grad, None
         there = torch.tensor([gradient is not None], dtype=torch.uint8)
-        _wait(begin_send([there], self.world, self.peer))
+        wait(begin_send([there], self.world, self.peer))
         if gradient is not None:
             if gradient.is_sparse:  # the owner does not know its size
                 gradient = gradient.to_dense()
             gradient = gradient.to(self.world.wire_device).contiguous()
-            _wait(begin_send([gradient], self.world, self.peer))
-
-
-def _wait(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
+            wait(begin_send([gradient], self.world, self.peer))
 
 
 def refuse_hooks(parameter: Parameter) -> None:

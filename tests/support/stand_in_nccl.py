@@ -50,18 +50,11 @@ class StandInNCCL:
 
     def __init__(self, gpus: StandInGPUs) -> None:
         self._gpus = gpus
-        self._rank = threading.local()
         self._streams = {device: gpus.new_stream(device) for device in gpus.devices}
         # by sender and receiver: what is on its way, and what has been taken
         self._sent: Any = defaultdict(SimpleQueue)
         self._taken: Any = defaultdict(SimpleQueue)
         self._on_host: Any = defaultdict(SimpleQueue)
-
-    @contextmanager
-    def rank(self, rank: int) -> Iterator[None]:
-        """Makes this thread the process with this rank; a process can have several in turn."""
-        self._rank.here = rank
-        yield
 
     def batch_isend_irecv(self, operations: Sequence[Operation]) -> list[Work]:
         device = operations[0].tensor.device
@@ -87,22 +80,6 @@ class StandInNCCL:
 
         return send if sends else receive
 
-    def isend(self, tensor: Tensor, group: object, group_dst: int) -> Work:
-        assert not isinstance(tensor, DeviceTensor), "NCCL would make a communicator for this pair"
-        self._on_host[self._rank.here, group_dst].put(tensor.clone())
-        return Work()
-
-    def irecv(self, tensor: Tensor, group: object, group_src: int) -> Work:
-        assert not isinstance(tensor, DeviceTensor), "NCCL would make a communicator for this pair"
-        way = self._on_host[group_src, self._rank.here]
-        return Work(lambda: tensor.copy_(way.get(timeout=PATIENCE_S)))
-
-    def send(self, tensor: Tensor, group: object, group_dst: int) -> None:
-        self.isend(tensor, group, group_dst).wait()
-
-    def recv(self, tensor: Tensor, group: object, group_src: int) -> None:
-        self.irecv(tensor, group, group_src).wait()
-
     def world(self, rank: int) -> World:
         """The world of one of as many processes as there are devices, which share a pipeline."""
         size = len(self._gpus.devices)
@@ -113,11 +90,30 @@ class StandInNCCL:
             backend="nccl",
             engine="distributed",
             processes_per_replica=size,
-            pipeline_group=object(),  # each function knows its process
+            pipeline_group=Group(rank, self._on_host),
         )
 
     def stream_of_messages(self, device: int) -> Stream:
         return self._streams[self._gpus.devices[device]]
+
+
+class Group:
+    """The process group of a pipeline, as one of its processes has it."""
+
+    def __init__(self, rank: int, on_host: Any) -> None:
+        self._rank, self._on_host = rank, on_host
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
+        (tensor,) = tensors
+        assert not isinstance(tensor, DeviceTensor), "NCCL would make a communicator for this pair"
+        self._on_host[self._rank, peer].put(tensor.clone())
+        return Work()
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
+        (tensor,) = tensors
+        assert not isinstance(tensor, DeviceTensor), "NCCL would make a communicator for this pair"
+        way = self._on_host[peer, self._rank]
+        return Work(lambda: tensor.copy_(way.get(timeout=PATIENCE_S)))
 
 
 @contextmanager
@@ -127,10 +123,6 @@ def stand_in_nccl(gpus: StandInGPUs) -> Iterator[StandInNCCL]:
     with (
         patch.object(dist, "P2POp", Operation),
         patch.object(dist, "batch_isend_irecv", nccl.batch_isend_irecv),
-        patch.object(dist, "send", nccl.send),
-        patch.object(dist, "recv", nccl.recv),
-        patch.object(dist, "isend", nccl.isend),
-        patch.object(dist, "irecv", nccl.irecv),
     ):
         yield nccl
 
@@ -161,8 +153,7 @@ class OverThreads:
             try:
                 torch.set_num_threads(1)
                 self._gpus.set_device(self._gpus.devices[rank])
-                with self._nccl.rank(rank):
-                    values[rank] = self._engines[rank].run(step)
+                values[rank] = self._engines[rank].run(step)
             except BaseException as error:
                 failures.append(error)
 

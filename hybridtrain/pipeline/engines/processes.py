@@ -69,7 +69,7 @@ from hybridtrain.pipeline.messages import (
     unpack,
     wire_device,
 )
-from hybridtrain.pipeline.point_to_point import begin_receive, begin_send
+from hybridtrain.pipeline.point_to_point import begin_receive, begin_send, wait
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.transfer import keep_until, side_stream
 from hybridtrain.schedule import Action, Schedule, receiver_of
@@ -159,7 +159,6 @@ class MessageWire:
         self._doing = doing
         self._meanwhile = meanwhile
         self._world = world
-        self._group = world.pipeline_group
         self._device = world.devices[0]
         self._wire_device = world.wire_device
         self._accelerator = accelerator_of(self._wire_device)  # None with gloo
@@ -188,8 +187,7 @@ class MessageWire:
             self._formats[to] = form
             data = to_bytes(form)
             held += [torch.tensor([data.numel()]), data]
-            peer = self._peers[to.stage]
-            works += [dist.isend(part, group=self._group, group_dst=peer) for part in held]
+            works += begin_send(held, self._world, self._peers[to.stage])
         elif expected is not form:
             raise SplitError(
                 f"{stage} sends values of different shapes or types than before, or different "
@@ -255,8 +253,7 @@ class MessageWire:
         self._begin_ahead()
         self._run_meanwhile()
         form, tensors, _, works = self._coming.pop(action)
-        for work in works:
-            work.wait()  # with NCCL, only the current stream waits
+        wait(works)
         doing.wait(False)
         if self._accelerator is not None:
             # the side stream's memory, which this stream reads
@@ -282,16 +279,15 @@ class MessageWire:
 
     def _wait_for_oldest(self) -> None:
         works, _held = self._sent.popleft()
-        for work in works:
-            work.wait()
+        wait(works)
 
     def _receive_format(self, sender: int) -> MessageFormat:
         self._doing.wait(True)
         peer = self._peers[sender]
         size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, group=self._group, group_src=peer)
+        wait(begin_receive([size], self._world, peer))
         data = format_buffer(int(size))
-        dist.recv(data, group=self._group, group_src=peer)
+        wait(begin_receive([data], self._world, peer))
         self._doing.wait(False)
         return from_bytes(data)
 
@@ -349,26 +345,23 @@ class ProcessEngine:
             for stage in self._stages.values():
                 stage.clear()
             raise
-        if sending is not None:
-            sending.wait()
+        wait(sending)
         return runner.values if schedule.stages - 1 in self._stages else []
 
-    def _begin_kind(self, step: Step) -> tuple[int, dist.Work | None]:
+    def _begin_kind(self, step: Step) -> tuple[int, list[dist.Work]]:
         """Returns the number of the step's kind, and its send to the next process, if any.
 
         Each process passes the number on to the next: for the first one, this takes less time than
         a broadcast, and the last one needs the number last.
         """
-        world = self._world
-        rank, group = world.pipeline_rank, world.pipeline_group
+        world, rank = self._world, self._world.pipeline_rank
         number = torch.zeros(1, dtype=torch.int64)
         if rank:
-            dist.recv(number, group=group, group_src=rank - 1)
+            wait(begin_receive([number], world, rank - 1))
         else:
             number.fill_(self._number_of(_kind(step)))
         is_last = rank + 1 == world.processes_per_replica
-        sending = None if is_last else dist.isend(number, group=group, group_dst=rank + 1)
-        return int(number), sending
+        return int(number), [] if is_last else begin_send([number], world, rank + 1)
 
     def _number_of(self, kind: Hashable) -> int:
         """Returns the number of a kind, in the first process."""

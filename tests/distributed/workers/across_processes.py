@@ -141,6 +141,32 @@ def pytree_batch(rows, seed):
 add_equal(
     "dicts, None, numbers, masks and a tensor twice", nested_net, classification, F.cross_entropy
 )
+
+
+class Spread(nn.Linear):
+    """Its output in several dtypes."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        small = (100 * y).to(torch.int8)
+        return y, torch.complex(y, y.sin()), y > 0, y.bfloat16(), y.double(), small
+
+
+class Gather(nn.Linear):
+    """Uses all outputs of `Spread`."""
+
+    def forward(self, values):
+        y, numbers, mask, coarse, fine, small = values
+        rest = (numbers * numbers.conj()).real + numbers.imag + coarse.float() * small
+        return super().forward(torch.where(mask, y, rest) + fine.float())
+
+
+add_equal(
+    "complex and other dtypes between the processes",
+    lambda: nn.Sequential(Spread(6, 8), Gather(8, CLASSES)),
+    classification,
+    F.cross_entropy,
+)
 add_equal("inputs that are a pytree", pytree_net, pytree_batch, F.cross_entropy)
 for _v in (1, 2, 4):
     add_equal(

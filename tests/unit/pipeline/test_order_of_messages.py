@@ -2,6 +2,7 @@
 
 from collections import deque
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -98,19 +99,17 @@ def test_the_receive_of_a_message_begins_before_the_action_that_needs_it(
             assert due > place
 
 
-def test_receives_begin_ahead_where_a_process_waits_and_delay_no_action_that_needs_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_receives_begin_ahead_where_a_process_waits_and_delay_no_action_that_needs_none() -> None:
     begun: list[torch.Tensor] = []
 
-    def irecv(tensor: torch.Tensor, **_: object) -> SimpleNamespace:
-        begun.append(tensor)
-        return SimpleNamespace(wait=lambda: tensor.fill_(len(begun)))
+    def recv(tensors: list[torch.Tensor], peer: int, tag: int) -> SimpleNamespace:
+        begun.extend(tensors)
+        return SimpleNamespace(wait=lambda: tensors[0].fill_(len(begun)))
 
-    monkeypatch.setattr(dist, "irecv", irecv)
     lane = Lane.of(make_schedule("1f1b", 2, 16), 0)
     form, _ = pack([torch.zeros(3)], unique=False)
-    world = World(size=2, engine="distributed", processes_per_replica=2)
+    group = cast("dist.ProcessGroup", SimpleNamespace(recv=recv))
+    world = World(size=2, engine="distributed", processes_per_replica=2, pipeline_group=group)
     formats = dict.fromkeys(lane.receives, form)
     wire = MessageWire({0: SimpleNamespace()}, lane, world, formats, LaneActivity())
     waits = 0

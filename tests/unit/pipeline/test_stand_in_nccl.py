@@ -133,14 +133,11 @@ def test_tied_parameters_use_the_communicator_that_is_there(gpus, nccl):
     owned, alias = (nn.Parameter(on(gpus, device, float(device))) for device in PEERS)
     owner = AliasElsewhere(owned, nccl.world(SENDER), RECEIVER)
     user = OwnerElsewhere(alias, nccl.world(RECEIVER), SENDER)
-    with nccl.rank(SENDER):
-        owner.refresh()
-    with nccl.rank(RECEIVER):
-        user.refresh()
-        alias.grad = on(gpus, RECEIVER, 5.0)
-        user.accumulate_into_owner()
-    with nccl.rank(SENDER):
-        owner.accumulate_into_owner()
+    owner.refresh()
+    user.refresh()
+    alias.grad = on(gpus, RECEIVER, 5.0)
+    user.accumulate_into_owner()
+    owner.accumulate_into_owner()
     assert torch.equal(on_host(alias.detach()), torch.zeros(8))
     assert torch.equal(on_host(owned.grad), torch.full((8,), 5.0))
 
