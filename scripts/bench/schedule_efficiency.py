@@ -61,6 +61,7 @@ TORCH: dict[str, Any] = {
 }
 OURS = schedule_names()
 WIDTH = 4
+MESSAGES = 6  # in a row; the first is not counted
 
 
 @dataclass
@@ -316,30 +317,32 @@ def over_processes(
     return lambda: model.train_step(x, None, mean_loss)
 
 
-def message(calibrated: Sleeps) -> Callable[[], object]:
-    """One bare message of gloo's between sleeping processes, the even to the odd ones."""
+def messages(calibrated: Sleeps) -> Callable[[], object]:
+    """Bare messages of gloo's between sleeping processes, the even to the odd ones."""
     global sleeps
     sleeps = calibrated
     rank, size = dist.get_rank(), dist.get_world_size()
 
-    def run() -> float | None:
+    def run() -> list[float]:
         stamp = torch.zeros(WIDTH, dtype=torch.float64)
-        if rank % 2 == 0 and rank + 1 < size:
-            pause(FORWARD)
-            stamp[0] = time.perf_counter()
-            dist.send(stamp, rank + 1)
-        elif rank % 2:
-            dist.recv(stamp, rank - 1)
-            return time.perf_counter() - float(stamp[0])
-        return None
+        times = []
+        for _ in range(MESSAGES):
+            if rank % 2 == 0 and rank + 1 < size:
+                pause(FORWARD)
+                stamp[0] = time.perf_counter()
+                dist.send(stamp, rank + 1)
+            elif rank % 2:
+                dist.recv(stamp, rank - 1)
+                times.append(time.perf_counter() - float(stamp[0]))
+        return times[1:]
 
     return run
 
 
 def message_s(processes: Processes) -> float:
     """Returns the median seconds of a message on its way."""
-    times = [t for _ in range(10) for t in processes.run("message") if t is not None]
-    return statistics.median(times)
+    runs = [times for _ in range(3) for times in processes.run("messages")]
+    return statistics.median(itertools.chain(*runs))
 
 
 def second(job: Job) -> Job:
@@ -374,9 +377,9 @@ def main() -> None:
     sleeps.factor = options.factor
     calibrate()
     processes = Processes(max(options.devices))
-    processes.add("message", message, sleeps)
+    processes.add("messages", messages, sleeps)
     rows = []
-    messages = []
+    taken = []
     kinds = {"interleaved": 2, **{name: registered(name).stages_per_device or 1 for name in OURS}}
     for devices, chunks, schedule in itertools.product(
         options.devices, options.chunks, options.schedules
@@ -392,14 +395,16 @@ def main() -> None:
         jobs = {
             "alone": lambda chunks=chunks: sum(map(sum, stage_alone(chunks))),
             "hybridtrain": second(timed(ours)),
-            "processes": second(partial(processes.seconds, f"ours, {name}")),
-            "torch": second(partial(processes.seconds, name)) if schedule in TORCH else None,
+            "processes": partial(processes.seconds, f"ours, {name}", warm_up=True),
+            "torch": (
+                partial(processes.seconds, name, warm_up=True) if schedule in TORCH else None
+            ),
             "torchgpipe": second(timed(peer(devices, chunks))) if has_peer else None,
         }
         times = interleave(jobs, options.repeats)
-        messages.append(message_s(processes))
+        taken.append(message_s(processes))
         ideal = ideal_s(own, devices, chunks, per_device)
-        with_messages = ideal_s(own, devices, chunks, per_device, messages[-1])
+        with_messages = ideal_s(own, devices, chunks, per_device, taken[-1])
         busy = chunks * (forward_s() + backward_s())
         alone = times.pop("alone")
         efficiency = {key: shown([ideal / t for t in values]) for key, values in times.items()}
@@ -428,7 +433,7 @@ def main() -> None:
         f"Efficiency: ideal time over the time taken; median of {options.repeats}, in brackets the "
         f"best. Ideal: the schedule simulated for {forward_s() * 1e3:g} + {backward_s() * 1e3:g} "
         "ms. With messages: engine=distributed over the schedule simulated with a bare message of "
-        f"gloo's, {min(messages) * 1e3:.2f} to {max(messages) * 1e3:.2f} ms here (medians, one for "
+        f"gloo's, {min(taken) * 1e3:.2f} to {max(taken) * 1e3:.2f} ms here (medians, one for "
         "each row). Measured idle: here with threads, with "
         "processes, PyTorch. Two stages per device for interleaved and in a V. PyTorch's "
         "beside zb-h1 is ScheduleInterleavedZeroBubble. `alone`: "
