@@ -6,6 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from support.launch import Cells
 from support.training import Recorder, assert_same
@@ -101,6 +102,23 @@ class Divided(Plain):
         self.at = state["at"]
 
 
+class Passes(Divided):
+    """Counts its passes itself, so it can be resumed only from its state."""
+
+    def set_epoch(self, epoch):
+        pass
+
+    def __iter__(self):
+        yield from super().__iter__()
+        self.epoch += 1
+
+    def state_dict(self):
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.at, self.epoch = state["at"], state["epoch"]
+
+
 class Batches(Stateful):
     """A loader of one's own: batches of different sizes and of each replica, with a state."""
 
@@ -115,8 +133,8 @@ class Batches(Stateful):
         assert next(samples, None) is None  # which ends the epoch
 
 
-def twice(samples):
-    return default_collate([*samples, *samples])
+def second(samples):
+    return default_collate(samples[1:2])
 
 
 class Children(Recorder):
@@ -142,7 +160,7 @@ def loader_of(kind, world, **options):
     data = kind(world.data_parallel_rank, world.data_parallel_size)
     if kind is Batches:
         return OwnLoader(data, world)
-    options.setdefault("divided", kind is Divided)
+    options.setdefault("divided", issubclass(kind, Divided))
     return StreamLoader(data, 6, world, options=LoaderOptions(**options))
 
 
@@ -156,7 +174,7 @@ def trainer_of(kind, world, everywhere=False, loading=None, store=None, options=
         cross_entropy,
         loader_of(kind, world, **(loading or {})),
         evaluation=EvalLoader(
-            data, 6, world, options=LoaderOptions(divided=kind is Divided, **evaluated)
+            data, 6, world, options=LoaderOptions(divided=issubclass(kind, Divided), **evaluated)
         ),
         metrics={"accuracy": accuracy()},
         callbacks=[recorder := Children()],
@@ -184,7 +202,7 @@ CASES = {
     "the last batch is dropped": (Stateful, {"drop_last": True}, {}),
     "a stream with a state": (Stateful, {}, {}),
     "a stream that divides itself": (Divided, {}, {"steps": 10}),
-    "more samples in a batch than were read": (Plain, {"collate": twice}, {}),
+    "fewer samples in a batch than were read": (Plain, {"collate": second}, {}),
     "a loader of one's own": (Batches, {}, {"steps": 7}),
 }
 
@@ -251,6 +269,22 @@ for inner, kind in itertools.product(("pp", "dp"), (Plain, Divided, Batches)):
         check_same(ours, theirs)
 
 
+class One(Plain):
+    def __iter__(self):
+        yield from itertools.islice(super().__iter__(), 1, 2)
+
+
+@cells.add("a replica without samples takes part where the second process does not read")
+def _no_samples(world):
+    world = World.from_env(2, "cpu", engine="distributed")
+    settings = {"options": V, "steps": 2}
+    ours = trainer_of(One, world, **settings)
+    ours.fit()
+    theirs = trainer_of(One, world, everywhere=True, **settings)
+    theirs.fit()
+    check_same(ours, theirs)
+
+
 @cells.add("four processes with two logical replicas read only at the ends")
 def _logical(world):
     world = World.from_env(4, "cpu", engine="distributed", replicas=2)
@@ -261,22 +295,22 @@ def _logical(world):
     check_same(ours, theirs)
 
 
-for kind, at in ((Stateful, 3), (Stateful, 4), (Batches, 7), (Divided, 5)):
+for kind, at, end in ((Stateful, 3, 10), (Stateful, 4, 10), (Batches, 7, 10), (Divided, 5, 7)):
 
     @cells.add(
         f"a run on {kind.__name__} that only some processes read resumes at step {at}, also in one "
         "process with other stages",
         thorough=kind is Stateful and at == 3,
     )
-    def _(world, kind=kind, at=at):
+    def _(world, kind=kind, at=at, end=end):
         world = World.from_env(4, "cpu", engine="distributed")
         folder = Path(world.from_main(lambda: tempfile.mkdtemp()))
         alone = World(devices=(torch.device("cpu"),) * 2)
-        whole = trainer_of(kind, world, steps=10)
+        whole = trainer_of(kind, world, steps=end)
         whole.fit()
         trainer_of(kind, world, steps=at, store=CheckpointStore(folder)).fit()
         for place in (world, alone):
-            resumed = trainer_of(kind, place, steps=10)
+            resumed = trainer_of(kind, place, steps=end)
             resumed.resume(folder)
             resumed.fit()
             assert_same(resumed.model.state_dict(), whole.model.state_dict(), "weights")
@@ -287,11 +321,14 @@ for kind, at in ((Stateful, 3), (Stateful, 4), (Batches, 7), (Divided, 5)):
         if world.is_main:
             trainer_of(kind, alone, steps=at, store=CheckpointStore(other)).fit()
         world.gather(None)
-        resumed = trainer_of(kind, world, steps=10)
+        resumed = trainer_of(kind, world, steps=end)
         resumed.resume(other)
         resumed.fit()
         assert (resumed.train.dataset.reads == 0) == (world.rank in (1, 2))
         assert_same(resumed.model.state_dict(), whole.model.state_dict(), "weights")
+        if kind is Divided:  # now all read, from where the readers are
+            inputs = next(resumed.train.stream()).inputs
+            assert all(torch.equal(inputs, others) for others in world.gather(inputs))
 
 
 @cells.add("replicas that divide a stream resume their own states where processes alternate")
@@ -299,10 +336,10 @@ def _states_of_replicas(world):
     world = World.from_env(2, "cpu", engine="distributed", inner="dp")
     folder = Path(world.from_main(lambda: tempfile.mkdtemp()))
     settings = {"options": V}
-    whole = trainer_of(Divided, world, steps=9, **settings)
+    whole = trainer_of(Passes, world, steps=13, **settings)
     whole.fit()
-    trainer_of(Divided, world, steps=3, store=CheckpointStore(folder), **settings).fit()
-    resumed = trainer_of(Divided, world, steps=9, **settings)
+    trainer_of(Passes, world, steps=10, store=CheckpointStore(folder), **settings).fit()
+    resumed = trainer_of(Passes, world, steps=13, **settings)
     resumed.resume(folder)
     resumed.fit()
     assert_same(resumed.model.state_dict(), whole.model.state_dict(), "weights")
@@ -346,7 +383,7 @@ def _two(world):
     world = World.from_env(2, "cpu", engine="distributed")
     # each pair alone, as the only pipeline
     world.data_parallel_size, world.data_parallel_rank = 1, 0
-    world.begin_max = world.begin_max_in_pipeline = None  # a call would fail
+    world.begin_max = world.begin_max_in_pipeline = lambda values: pytest.fail("a message")
     loader, data = loader_of(Plain, world), Plain()
     assert len(list(loader.batches((0, 1)))) == 4
     assert len(list(EvalLoader(data, 6, world).by_replica((0, 1)))) == 4
