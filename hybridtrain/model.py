@@ -834,6 +834,16 @@ class HybridModel:
         return self.pipeline.owns_output
 
     @property
+    def readers(self) -> tuple[int, ...]:
+        """The processes of the pipeline that use batches, by `World.pipeline_rank`.
+
+        With `engine="distributed"`, these are the processes with the first and the last stage; all
+        if the graphs of traced layers depend on the inputs. Pass it to `Loader.batches` in your own
+        loop.
+        """
+        return self.pipeline.readers
+
+    @property
     def training(self) -> bool:
         """True in training mode, as `nn.Module.training`."""
         return self.net.training

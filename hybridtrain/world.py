@@ -511,11 +511,11 @@ class World:
 
         Call `wait()` on the returned work before reading. Requires several processes.
         """
-        assert self._object_group is not None
-        # not dist.all_reduce, whose checks and logging cost 30 us per step
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        return self._object_group.allreduce([values], options)
+        return _begin_max(values, self._object_group)
+
+    def begin_max_in_pipeline(self, values: Tensor) -> dist.Work:
+        """Starts `begin_max` over the processes of this replica only; requires several of them."""
+        return _begin_max(values, self.pipeline_object_group)
 
     def all_arrive(self, seconds: float) -> bool:
         """Waits up to `seconds` for all processes to call this; returns whether they all did."""
@@ -668,6 +668,14 @@ def _join(
                 f"(GLOO_SOCKET_IFNAME chooses the network interface): {error}"
             ) from error
     return _new_group("gloo", _SETUP_TIMEOUT)
+
+
+def _begin_max(values: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    assert group is not None
+    # not dist.all_reduce, whose checks and logging cost 30 us per step
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    return group.allreduce([values], options)
 
 
 def _new_group(

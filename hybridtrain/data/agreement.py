@@ -10,9 +10,10 @@ import itertools
 import logging
 import pickle
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from hybridtrain._base.microbatch import batch_size
+from hybridtrain._base.microbatch import Unread, batch_size
 from hybridtrain.data.fetch import check_pair, name_of
-from hybridtrain.data.loader import Batch, Loader, Position, batch_of_shares, has_state
+from hybridtrain.data.loader import (
+    Batch,
+    Loader,
+    Position,
+    batch_of_shares,
+    has_state,
+    reads_here,
+)
 from hybridtrain.data.same_data import digest_of
 from hybridtrain.data.splits import length_of
 from hybridtrain.errors import CheckpointError, DataError, argument, phrase, setting
@@ -69,12 +77,17 @@ class AgreedLoader(Loader):
         The first epoch starts from the states of `start` or, without states, from its batch.
         """
 
-    def _compare(self, digests: list[int], readers: str = "replicas") -> None:
+    def _gather_by_replica(self, value: Any) -> list[Any]:
+        """Returns the value of the first process of each replica, which reads the data."""
+        values, world = self._world.gather(value), self._world
+        return [values[world.rank_of(replica, 0)] for replica in range(world.data_parallel_size)]
+
+    def _compare(self, digests: list[int], noun: str = "replicas") -> None:
         """Checks that the readers' first samples are equal, or all different if divided.
 
         Args:
             digests: the digest of each reader's first samples; 0 for a reader without samples.
-            readers: the noun for the readers in messages.
+            noun: the noun for the readers in messages.
 
         Raises:
             DataError: they are not.
@@ -82,31 +95,33 @@ class AgreedLoader(Loader):
         name = name_of(self.dataset)
         if self.divided and len(set(digests) - {0}) < len(digests) - digests.count(0):
             raise DataError(
-                f"several {readers} read the same samples from {name}: {self._how_to_divide}"
+                f"several {noun} read the same samples from {name}: {self._how_to_divide}"
             )
         if not self.divided and len(set(digests)) > 1:
             raise DataError(
-                f"the {readers} read different samples from {name}, but each must read all of "
+                f"the {noun} read different samples from {name}, but each must read all of "
                 f"them. If the data set shards itself, set {setting('divided', True)}; if it "
                 "shuffles, use its own generator, seeded from a fixed seed and the epoch"
             )
 
     def _batches_from(
-        self, start: Position, reads: bool
+        self, start: Position, readers: Collection[int] | None
     ) -> Generator[tuple[Batch, Position], None, None]:
-        del reads  # only a reader of a stream knows the stream's length and batches
+        reads = reads_here(readers, self._world)
+        if not reads:  # only a reader can follow the states
+            start = replace(start, states={}, worker=0)
         start = start if start.states else start.next
         if start.batch:
             activity.catching_up()
         name, at = name_of(self.dataset), start.next
-        with closing(self._epochs(start)) as epochs:
+        with closing(self._epochs(start) if reads else epochs_without_pieces()) as epochs:
             if start.ended:  # its states are at the end of the previous epoch
                 for _ in next(epochs):
                     pass
             for epoch in epochs:
                 first = at.batch
                 with closing(epoch):
-                    for batch, piece in self._agreed(epoch):
+                    for batch, piece in self._agreed(epoch, readers):
                         at = replace(at, batch=at.batch + 1, ended=batch.last)
                         if piece is not None and piece.state is not None:
                             at = self._with_state(at, piece.worker, piece.state)
@@ -131,33 +146,41 @@ class AgreedLoader(Loader):
             return replace(at, states={**at.states, worker: state}, worker=worker + 1)
         return replace(at, states={-1: state})  # every reader reads all samples up to this state
 
-    def _agreed(self, pieces: Iterator[Piece]) -> Iterator[tuple[Batch, Piece | None]]:
+    def _agreed(
+        self, pieces: Iterator[Piece], readers: Collection[int] | None
+    ) -> Iterator[tuple[Batch, Piece | None]]:
         """Yields this replica's batches of one epoch, the same number on every replica.
 
-        Each batch comes with the piece it was made from, or None once this replica has run out.
+        Each batch comes with the piece it was made from, or None once this replica has run out, and
+        in a process that does not read.
 
         The replicas exchange their sample counts for this batch and the next in one message of a
         few bytes, which overlaps with the use of the previous batch. A replica that has run out
         continues with padding batches until all have run out, so no sample is lost or repeated.
+        Processes that do not read learn the counts from the same message.
 
         Raises:
             DataError: the replicas have read different streams.
         """
         # with drop_last, the epoch ends before an incomplete batch
         at_least = self.batch_size if self.options.drop_last else 1
+        reads, all_read = reads_here(readers, self._world), all_read_in(self._world, readers)
+        is_alone = all_read and self._world.data_parallel_size == 1
+        begin = None if is_alone else self._world.begin_max
+        exchange = partial(begin_exchange, self._world, begin, not all_read)
         piece = next(pieces, None)
         following = next(pieces, None) if piece else None
-        message = _exchange(self._world, piece, following)
+        message = exchange(piece, following)
         spare: Any = None
         first = True
         while True:
             after_following = next(pieces, None) if following else None
-            next_message = _exchange(self._world, following, after_following)
-            counts, next_counts, digests = message()
+            next_message = exchange(following, after_following)
+            counts, next_counts, digests, sizes = message()
             total = sum(counts)
             if first:
                 self._compare(digests)
-                if total >= at_least and 0 in counts and (piece is None or piece.total is None):
+                if total >= at_least and 0 in counts and self.divided:
                     sample = _one_sample(piece.batches[0]) if piece is not None else None
                     spare = next(
                         gathered for gathered in self._world.gather(sample) if gathered is not None
@@ -175,6 +198,8 @@ class AgreedLoader(Loader):
                 batches, samples = piece.batches, piece.samples
                 counted = [b for b, count in zip(batches, samples, strict=True) if count]
                 spare = counted[0] if counted else spare
+            elif not reads:
+                batches, samples = unread_batches(sizes, owned), [counts[i] for i in owned]
             else:
                 batches, samples = [_one_sample(spare)] * len(owned), [0] * len(owned)
             last = sum(next_counts) < at_least
@@ -185,21 +210,51 @@ class AgreedLoader(Loader):
             piece, following, message, first = following, after_following, next_message, False
 
 
-def _exchange(
-    world: World, piece: Piece | None, following: Piece | None
+def all_read_in(world: World, readers: Collection[int] | None) -> bool:
+    """Returns whether all processes of a pipeline read the data; see `Loader.stream`."""
+    return readers is None or all(i in readers for i in range(world.processes_per_replica))
+
+
+def epochs_without_pieces() -> Generator[Generator[Piece, None, None], None, None]:
+    """Yields the epochs of a process that does not read."""
+
+    def pieces() -> Generator[Piece, None, None]:
+        yield from ()
+
+    while True:
+        yield pieces()
+
+
+def begin_exchange(
+    world: World,
+    begin: Callable[[Tensor], Any] | None,
+    with_sizes: bool,
+    piece: Piece | None,
+    following: Piece | None = None,
 ) -> Callable[[], list[list[int]]]:
-    """Starts exchanging the sample counts of two pieces with all replicas.
+    """Starts exchanging the sample counts of two pieces with other processes.
+
+    Args:
+        world: the processes.
+        begin: `World.begin_max` or `World.begin_max_in_pipeline`; None: exchange nothing.
+        with_sizes: also exchange the sizes of the first piece's batches.
+        piece: this process's next piece, if any.
+        following: the piece after it, if any.
 
     Returns:
-        a function that waits and returns, by logical replica, the sample counts of the first piece
-        and of the second piece, and the digests.
+        a function that waits and returns lists of a value for each logical replica: the sample
+        counts of the first piece and of the second piece, the digests, and the number of samples in
+        the first piece's batches, which include padding. 0 where no process has a piece.
     """
-    nothing = [0] * len(world.owned_replicas)
-    counts = piece.samples if piece else nothing, following.samples if following else nothing
-    values = torch.zeros(world.logical_replicas, 3, dtype=torch.int64)
-    for replica, *samples in zip(world.owned_replicas, *counts, strict=True):
-        values[replica] = torch.tensor([*samples, piece.digest if piece else 0])
-    work = world.begin_max(values) if world.data_parallel_size > 1 else None
+    rows = [[0] * 4 for _ in range(world.logical_replicas)]
+    for number, replica in enumerate(world.owned_replicas):
+        count = piece.samples[number] if piece else 0
+        next_count = following.samples[number] if following else 0
+        # a collate function may return more or fewer samples than it gets
+        size = batch_size(*piece.batches[number]) if piece and with_sizes else 0
+        rows[replica] = [count, next_count, piece.digest if piece else 0, size]
+    values = torch.tensor(rows)
+    work = begin(values) if begin is not None else None
 
     def received() -> list[list[int]]:
         if work is not None:
@@ -207,6 +262,16 @@ def _exchange(
         return values.T.tolist()
 
     return received
+
+
+def unread_batches(sizes: Sequence[int], owned: Iterable[int]) -> list[tuple[Unread, Unread]]:
+    """Returns the batches of the `owned` replicas in a process that does not read.
+
+    Args:
+        sizes: the number of samples for each logical replica; 0: one padding sample.
+        owned: the logical replicas of this process.
+    """
+    return [(Unread(sizes[i] or 1), Unread(sizes[i] or 1)) for i in owned]
 
 
 def _one_sample(batch: Any) -> Any:
@@ -301,7 +366,7 @@ class OwnLoader(AgreedLoader):
 
     def _gathered_states(self, at: Position) -> list[Any]:
         state = pickle.loads(at.states[0]) if at.states else None
-        return self._world.gather(state)[:: self._world.processes_per_replica]
+        return self._gather_by_replica(state)
 
     def _local_states(self, states: list[Any]) -> tuple[dict[int, bytes], int]:
         if len(states) != self._world.data_parallel_size:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -188,37 +188,38 @@ class Loader:
         for batch in self.batches():
             yield batch.inputs, batch.targets
 
-    def batches(self) -> Generator[Batch, None, None]:
-        """Yields the `Batch`es of the next epoch."""
+    def batches(self, readers: Collection[int] | None = None) -> Generator[Batch, None, None]:
+        """Yields the `Batch`es of the next epoch; see `stream` for `readers`."""
         if self._left_early:
             self.position = Position(self.position.epoch + 1)
         self._left_early = False
-        with closing(self.stream()) as stream:
+        with closing(self.stream(readers)) as stream:
             for batch in stream:
                 self.current, self._left_early = batch, not batch.last
                 yield batch
                 if batch.last:
                     return
 
-    def stream(self, reads: bool = True) -> Generator[Batch, None, None]:
+    def stream(self, readers: Collection[int] | None = None) -> Generator[Batch, None, None]:
         """Yields the batches from `position` on, epoch after epoch, fetched ahead of time.
 
         Args:
-            reads: False in a process whose stages need neither inputs nor targets: samples of a
-                map-style data set are not read there, and are `Unread` in the batches.
+            readers: the processes of a pipeline that read the data, `HybridModel.readers`; the same
+                value in all processes. In the others, the inputs and targets are `Unread`, which
+                only has the number of samples. None: all processes read.
 
         Raises:
             DataError: a sample cannot be read, or the replicas' batches do not match.
         """
-        with closing(self._batches_from(self.position, reads)) as batches:
+        with closing(self._batches_from(self.position, readers)) as batches:
             for batch, position in batches:
                 self.position = position
                 yield batch
 
     def _batches_from(
-        self, start: Position, reads: bool
+        self, start: Position, readers: Collection[int] | None
     ) -> Generator[tuple[Batch, Position], None, None]:
-        """Yields batches, each with the position after it; for `reads` see `stream`."""
+        """Yields batches, each with the position after it; for `readers` see `stream`."""
         raise NotImplementedError
 
     def at_start(self) -> Self:
@@ -352,9 +353,10 @@ class TrainLoader(Loader):
             )
 
     def _batches_from(
-        self, start: Position, reads: bool
+        self, start: Position, readers: Collection[int] | None
     ) -> Generator[tuple[Batch, Position], None, None]:
         requests = self._requests(start.next)
+        reads = reads_here(readers, self._world)
         with closing(fetch(self.dataset, requests, self.options, self._world, reads)) as fetched:
             for position, total, slices in self._plan(start.next):
                 pairs = list(itertools.islice(fetched, len(slices)))
@@ -446,17 +448,19 @@ class EvalLoader:
         for _, batch in self.by_replica():
             yield batch
 
-    def by_replica(self, reads: bool = True) -> Iterator[tuple[int, tuple[Any, Any]]]:
+    def by_replica(
+        self, readers: Collection[int] | None = None
+    ) -> Iterator[tuple[int, tuple[Any, Any]]]:
         """Yields the batches of each logical replica of this process, with the replica's index.
 
         Args:
-            reads: as in `Loader.stream`.
+            readers: as in `Loader.stream`.
         """
         if self.samples is None:
             from hybridtrain.data.stream import StreamLoader
 
             size, options = self._batch_size * self._world.logical_replicas, self._options
-            yield from StreamLoader(self.dataset, size, self._world, options=options).once()
+            yield from StreamLoader(self.dataset, size, self._world, options=options).once(readers)
             return
         batches = [
             (replica, indices)
@@ -466,9 +470,15 @@ class EvalLoader:
         ]
         if batches:
             requests = (Request(indices) for _, indices in batches)
+            reads = reads_here(readers, self._world)
             fetched = fetch(self.dataset, requests, self._options, self._world, reads)
             for (replica, _), batch in zip(batches, fetched, strict=False):
                 yield replica, batch
+
+
+def reads_here(readers: Collection[int] | None, world: World) -> bool:
+    """Returns whether this process reads the data; see `Loader.stream`."""
+    return readers is None or world.pipeline_rank in readers
 
 
 def first_samples(samples: int, batch_size: int, options: LoaderOptions) -> int:

@@ -1,6 +1,7 @@
 """Loaders of iterable data sets, divided over replicas and workers, with exact resume.
 
-Every process reads the same stream and keeps its own samples of each global batch:
+Every process that needs batches reads the same stream and keeps its own samples of each global
+batch:
 
     stream     0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13      batch_size=4, the last batch is short
     replica 0  0   2   | 4   6   | 8   10    | 12
@@ -8,8 +9,10 @@ Every process reads the same stream and keeps its own samples of each global bat
 
 With W worker processes, worker w loads the global batches w, w + W, ... for its replica. So the
 batches are the same for any number of replicas and workers, and each process knows the length of
-the stream. The cost is that every process reads every sample. A data set that shards itself
-(`divided=True`) avoids that, but then the replicas must agree on each batch (`agreement`).
+the stream. The cost is that every replica reads every sample. A data set that shards itself
+(`divided=True`) avoids that, but then the replicas must agree on each batch (`agreement`). The
+processes of a pipeline that have neither the first nor the last stage do not read: a message for
+each batch tells them its number of samples.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +32,14 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from hybridtrain._base.replica_shares import replica_of_samples
 from hybridtrain._base.values import leaves_of
-from hybridtrain.data.agreement import AgreedLoader, Piece
+from hybridtrain.data.agreement import (
+    AgreedLoader,
+    Piece,
+    all_read_in,
+    begin_exchange,
+    epochs_without_pieces,
+    unread_batches,
+)
 from hybridtrain.data.fetch import (
     Failure,
     WatchedLoader,
@@ -44,6 +54,7 @@ from hybridtrain.data.loader import (
     batches_in,
     has_state,
     is_stream,
+    reads_here,
 )
 from hybridtrain.data.same_data import digest_of
 from hybridtrain.data.splits import length_of
@@ -240,27 +251,45 @@ class StreamLoader(AgreedLoader):
                     self._compare(list(digests.values()), "worker processes")
                 yield piece
 
-    def once(self) -> Generator[tuple[int, Any], None, None]:
-        """Yields `(inputs, targets)` of one epoch with their replica, without dropping any."""
-        with closing(self._epochs(Position(), drop_last=False)) as epochs:
+    def once(
+        self, readers: Collection[int] | None = None
+    ) -> Generator[tuple[int, Any], None, None]:
+        """Yields `(inputs, targets)` of one epoch with their replica, without dropping any.
+
+        Replicas may have different numbers of batches. For `readers` see `Loader.stream`.
+        """
+        if reads_here(readers, self._world):
+            epochs = self._epochs(Position(), drop_last=False)
+        else:
+            epochs = epochs_without_pieces()
+        with closing(epochs):
             pieces = next(epochs)
             piece = next(pieces, None)
             if self._world.data_parallel_size > 1:
-                digests = self._world.gather(0 if piece is None else piece.digest)
-                self._compare(digests[:: self._world.processes_per_replica])
-            while piece is not None:
-                owned = zip(self._world.owned_replicas, piece.batches, piece.samples, strict=True)
+                self._compare(self._gather_by_replica(0 if piece is None else piece.digest))
+            while (told := self._told(piece, readers)) is not None:
+                owned = zip(self._world.owned_replicas, told.batches, told.samples, strict=True)
                 for replica, batch, samples in owned:
                     if samples:
                         yield replica, batch
                 piece = next(pieces, None)
+
+    def _told(self, piece: Piece | None, readers: Collection[int] | None) -> Piece | None:
+        """Returns `piece`; where the process does not read, a piece without data of equal size."""
+        if all_read_in(self._world, readers):
+            return piece
+        begin, owned = self._world.begin_max_in_pipeline, self._world.owned_replicas
+        counts, _, _, sizes = begin_exchange(self._world, begin, True, piece)()
+        if reads_here(readers, self._world) or not any(sizes):
+            return piece
+        return Piece(unread_batches(sizes, owned), [counts[i] for i in owned])
 
     def _gathered_states(self, at: Position) -> list[Any]:
         states = {worker: pickle.loads(state) for worker, state in at.states.items()}
         if not self.divided:
             return [states.get(-1)]
         local_state = {"worker": at.worker, "states": states, "workers": self.options.workers}
-        return self._world.gather(local_state)[:: self._world.processes_per_replica]
+        return self._gather_by_replica(local_state)
 
     def _local_states(self, states: list[Any]) -> tuple[dict[int, bytes], int]:
         if not self.divided:

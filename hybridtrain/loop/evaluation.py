@@ -105,7 +105,7 @@ def evaluate(
     done = 0
     loss = model.resolve_loss(loss_fn)
     with model.evaluating():
-        for replica, (inputs, targets) in data.by_replica(model.pipeline.needs_batches):
+        for replica, (inputs, targets) in data.by_replica(model.readers):
             states.choose(replica)
             losses = model.map_outputs(inputs, targets, measure)
             size = batch_size(inputs, targets)
@@ -175,7 +175,7 @@ def predict(model: HybridModel, data: EvalLoader) -> Any:
     model.sync_buffers()
     outputs: dict[int, list[Any]] = defaultdict(list)
     with model.evaluating():
-        for replica, (inputs, _) in data.by_replica(model.pipeline.needs_batches):
+        for replica, (inputs, _) in data.by_replica(model.readers):
             microbatches = model.map_outputs(inputs, None, lambda output, _: output)
             model.check_joinable(inputs, microbatches)
             outputs[replica] += [tree_map_only(Tensor, Tensor.cpu, one) for one in microbatches]

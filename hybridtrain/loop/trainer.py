@@ -228,7 +228,7 @@ class Trainer:
         self.texts = texts or {}
         # a subclass may use the step's batches
         own_step = type(self).training_step is not Trainer.training_step
-        stream = self.train.stream(self.model.pipeline.needs_batches or own_step)
+        stream = self.train.stream(None if own_step else self.model.readers)
         try:
             with (
                 self._interruptions.listening(),

@@ -79,6 +79,8 @@ class Pipeline:
         rng: seeds the random operations of the layers.
         watches_state: whether the first steps check what forwards change; see `layer_state`.
         output_process: the index of the replica's process with the last stage.
+        readers: the replica's processes that use the inputs or the targets of a batch: those with
+            the first or the last stage, or all if the graphs of traced layers depend on the inputs.
         owns_output: whether this process has the last stage.
     """
 
@@ -144,6 +146,9 @@ class Pipeline:
         world.say_stages(owned)
         self.output_process = stage_owners.process_of(len(plan.stages) - 1)
         self.owns_output = self.output_process == world.pipeline_rank
+        ends = {stage_owners.process_of(0), self.output_process}
+        has_all = self._variants is not None
+        self.readers = tuple(range(world.processes_per_replica) if has_all else sorted(ends))
         self._note_buffer_copies()
         self._watch = ModelWatch(net)
         self._guards.look()
@@ -205,17 +210,6 @@ class Pipeline:
             stage.connect(connections[stage.index])
         self._note_buffer_copies()
         self._engine = self._make_engine(self.stages, self._links, self._world)
-
-    @property
-    def needs_batches(self) -> bool:
-        """True if this process uses the inputs or the targets of a batch.
-
-        This is the case with the first or the last stage, and if the graphs of traced layers depend
-        on the inputs.
-        """
-        ends = {0, len(self.planned.stages) - 1}
-        has_end = any(stage.index in ends for stage in self.stages)
-        return has_end or self._variants is not None
 
     def variants_of(self, parts: Sequence[Any]) -> list[int] | None:
         """Returns the graph variant for each of `microbatches`; see `Variants`.

@@ -43,3 +43,14 @@ def test_a_step_whose_evaluation_fails_on_a_rank_is_saved_and_the_run_goes_on_ex
     status, output = launch(0)
     assert status == 0, output
     assert output.count("all went on") == 2
+
+
+@pytest.mark.parametrize("failing", ["train", "evaluation"])
+def test_an_error_of_the_only_process_that_fails_to_read_a_stream_ends_all(failing, tmp_path):
+    status, output = forked_script(4, "failing_stream.py", tmp_path, failing)
+    assert status == 1, output
+    error = "sample 15 of Samples cannot be read: ArithmeticError: boom"
+    assert error in output
+    # the processes that do not read report the reader's error
+    assert output.count(error) >= 4, output
+    assert "the end was reached" not in output

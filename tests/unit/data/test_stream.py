@@ -234,7 +234,7 @@ def test_a_data_set_that_divides_itself_goes_on_in_every_worker(at):
             Stateful(46, world.data_parallel_rank, 2), 4, world, options=LoaderOptions(divided=True)
         ).load_state_dict(first.state_dict())
 
-    with pytest.raises(CheckpointError, match=r"of 2 replicas with workers=2, not of 2 with wor"):
+    with pytest.raises(CheckpointError, match=r"for 2 replicas with workers=2, not for 2 with wor"):
         Replicas(2).run(on_other_workers)
 
 
