@@ -31,11 +31,13 @@ from hybridtrain.errors import (
     setting,
 )
 from hybridtrain.options import PipelineOptions
+from hybridtrain.pipeline.point_to_point import begin_receive, begin_send, wait
 from hybridtrain.schedule import make_schedule
 from hybridtrain.world import World
 
 _COMPARED = 64  # compared numbers of each tensor
 _MOST = 1 << 62  # above every digest of a batch
+_TAG = 1  # of messages that are not in the order of the stages' messages
 
 # A process with unchanged parameters is already in the step and never joins.
 _AGREEMENT_S = 30.0
@@ -50,15 +52,22 @@ class BatchCheck:
     Compares shapes and some numbers of each tensor while the step runs. For tensors on a GPU it
     compares only shapes, because reading numbers would block the host. A process without a batch
     (`Unread`) joins the call but compares nothing.
+
+    Each process sends a digest to the last one, which compares them and sends the result to all.
+    An all-reduce would delay the actions of the step more, with its threads and rounds.
+
+        process 0     digest --.                  .-> result
+        process 1     digest ---> last: compare --->  result
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._last = world.processes_per_replica - 1
         self._is_pending = False  # a batch was read, and the result is not known
         self._sample: BatchSample | None = None  # None for a batch that is not read here
         self._targets_here = 0
-        self._found = torch.empty(0)
-        self._work: dist.Work | None = None
+        self._found: list[Tensor] = []  # in the last process of all, elsewhere to receive into
+        self._works: list[dist.Work] | None = None
         self._has_targets: bool | None = None
         self._is_first = True
 
@@ -72,7 +81,7 @@ class BatchCheck:
         """
         if self._world.pipeline_group is None:
             return
-        self._is_pending, self._work = True, None
+        self._is_pending, self._works = True, None
         self._has_targets = None
         is_unread = isinstance(first_share(inputs), Unread)
         self._sample = None if is_unread else batch_sample(inputs, targets)
@@ -86,16 +95,24 @@ class BatchCheck:
 
         `finish` starts it at the latest. While this process waits for another, it delays nobody.
         """
-        if not self._is_pending or self._work is not None:
+        if not self._is_pending or self._works is not None:
             return
         if self._sample is None:
-            self._found = torch.full((3,), -_MOST)
+            own = torch.full((3,), -_MOST)
         else:
             digest = _digest_of(self._sample)
-            self._found = torch.tensor([digest, -digest, self._targets_here])
+            own = torch.tensor([digest, -digest, self._targets_here])
             self._sample = None
-        group = self._world.pipeline_group
-        self._work = dist.all_reduce(self._found, dist.ReduceOp.MAX, group=group, async_op=True)
+        world = self._world
+        if world.pipeline_rank == self._last:
+            self._found = [torch.empty_like(own) for _ in range(self._last)]
+            receives = [begin_receive([t], world, p, _TAG) for p, t in enumerate(self._found)]
+            self._found.append(own)
+            self._works = [*chain.from_iterable(receives)]
+        else:
+            self._found = [own, torch.empty_like(own)]
+            self._works = begin_send([own], world, self._last, _TAG)
+            self._works += begin_receive(self._found[1:], world, self._last, _TAG)
 
     def has_targets(self, targets: Any) -> bool:
         """Returns whether the batch has targets; for an `Unread` batch, waits for the comparison.
@@ -103,9 +120,11 @@ class BatchCheck:
         A collective call.
         """
         self.compare()
-        if not isinstance(first_share(targets), Unread):
+        is_unread = isinstance(first_share(targets), Unread)
+        if is_unread or self._world.pipeline_rank == self._last:  # the others may wait for the last
+            self.finish()
+        if not is_unread:
             return targets is not None
-        self.finish()
         assert self._has_targets is not None
         return self._has_targets
 
@@ -116,11 +135,16 @@ class BatchCheck:
             BatchError: the processes received different batches.
         """
         self.compare()
-        if self._work is None:
+        if self._works is None:
             return
-        self._work.wait()
-        largest, minus_smallest, has_targets = self._found.tolist()
-        self._is_pending, self._work = False, None
+        wait(self._works)
+        result = self._found[-1]
+        if self._world.pipeline_rank == self._last:
+            result = torch.stack(self._found).amax(0)
+            sends = [begin_send([result], self._world, peer, _TAG) for peer in range(self._last)]
+            wait([*chain.from_iterable(sends)])  # all have begun to receive it
+        largest, minus_smallest, has_targets = result.tolist()
+        self._is_pending, self._works = False, None
         self._has_targets = bool(has_targets)
         if largest != -minus_smallest:
             world = self._world

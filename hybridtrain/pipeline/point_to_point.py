@@ -19,24 +19,27 @@ from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain.world import World
 
 
-def begin_send(tensors: Sequence[Tensor], world: World, peer: int) -> list[dist.Work]:
+def begin_send(tensors: Sequence[Tensor], world: World, peer: int, tag: int = 0) -> list[dist.Work]:
     """Starts sending `tensors`; their memory must stay unchanged until the works are done.
 
     Args:
         tensors: on the world's `wire_device` or in CPU memory; empty tensors are skipped.
         world: the processes.
         peer: the receiver's index in the pipeline.
+        tag: tensors in CPU memory with different tags may arrive in any order.
     """
     batch, single = _divided(tensors)
     group = _group(world)
-    return _batch(dist.isend, batch, group, peer) + [group.send([t], peer, 0) for t in single]
+    return _batch(dist.isend, batch, group, peer) + [group.send([t], peer, tag) for t in single]
 
 
-def begin_receive(tensors: Sequence[Tensor], world: World, peer: int) -> list[dist.Work]:
+def begin_receive(
+    tensors: Sequence[Tensor], world: World, peer: int, tag: int = 0
+) -> list[dist.Work]:
     """Starts receiving into `tensors`; see `begin_send`."""
     batch, single = _divided(tensors)
     group = _group(world)
-    return _batch(dist.irecv, batch, group, peer) + [group.recv([t], peer, 0) for t in single]
+    return _batch(dist.irecv, batch, group, peer) + [group.recv([t], peer, tag) for t in single]
 
 
 def wait(works: Sequence[dist.Work]) -> None:

@@ -106,13 +106,13 @@ class Group:
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
         (tensor,) = tensors
         assert not isinstance(tensor, DeviceTensor), "NCCL would make a communicator for this pair"
-        self._on_host[self._rank, peer].put(tensor.clone())
+        self._on_host[self._rank, peer, tag].put(tensor.clone())
         return Work()
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
         (tensor,) = tensors
         assert not isinstance(tensor, DeviceTensor), "NCCL would make a communicator for this pair"
-        way = self._on_host[peer, self._rank]
+        way = self._on_host[peer, self._rank, tag]
         return Work(lambda: tensor.copy_(way.get(timeout=PATIENCE_S)))
 
 
