@@ -176,17 +176,9 @@ class Processes:
         """What the job returned in every process."""
         return [value for value, _, _ in self._run(name)]
 
-    def seconds(self, name: str, warm_up: bool = False) -> float:
-        """Runs the job once, begun by all at one time: from the first start to the last end.
-
-        Args:
-            name: the job.
-            warm_up: run it once more directly before.
-        """
-        if warm_up:
-            self._run(name)
-        answers = self._run(name, collects=not warm_up)
-        spans = [(start, end) for _, start, end in answers if end]
+    def seconds(self, name: str) -> float:
+        """Runs the job once, begun by all at one time: from the first start to the last end."""
+        spans = [(start, end) for _, start, end in self._run(name) if end]
         return max(end for _, end in spans) - min(start for start, _ in spans)
 
     def close(self) -> None:
@@ -197,10 +189,10 @@ class Processes:
             if process.is_alive():
                 process.terminate()
 
-    def _run(self, name: str, collects: bool = True) -> list[tuple[Any, float, float]]:
-        if collects:  # first of all, since it takes longer in some processes than in others
-            self._tell(("collect garbage", name, None, None))
-            self._answers()
+    def _run(self, name: str) -> list[tuple[Any, float, float]]:
+        # First of all, since it takes longer in some processes than in others.
+        self._tell(("collect garbage", name, None, None))
+        self._answers()
         # All processes read one clock, so that they can begin at one time, after they woke up.
         self._tell(("run", name, time.perf_counter() + _START_S, None))
         return self._answers()

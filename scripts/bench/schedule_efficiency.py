@@ -6,7 +6,8 @@ has passed, so PyTorch's own work inside counts as part of it. Some of a backwar
 as entering autograd. It is measured on a stage that is called without any engine, and the sleeps
 are shorter by it. The column `alone` shows how well that holds.
 
-As in training, each measured step follows a step of the same system.
+As in training, steps follow one another: several are measured in a row, after as many that are not
+measured.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ TORCH: dict[str, Any] = {
 }
 OURS = schedule_names()
 WIDTH = 4
+STEPS = 3  # measured in a row
 MESSAGES = 6  # in a row; the first is not counted
 
 
@@ -239,24 +241,34 @@ def model_of(devices: int, chunks: int, schedule: str, per_device: int) -> Hybri
     )
 
 
+def in_a_row(step: Callable[[], object]) -> Callable[[], object]:
+    """Returns a function that runs `step` several times."""
+
+    def run() -> None:
+        for _ in range(STEPS):
+            step()
+
+    return run
+
+
 def hybrid(devices: int, chunks: int, schedule: str, per_device: int) -> Callable[[], object]:
-    """A step of this project's."""
+    """Steps of this project's."""
     model = model_of(devices, chunks, schedule, per_device)
     x = samples(chunks)
-    return lambda: model.train_step(x, None, mean_loss)
+    return in_a_row(lambda: model.train_step(x, None, mean_loss))
 
 
 def peer(devices: int, chunks: int) -> Callable[[], object]:
-    """A step of torchgpipe's."""
+    """Steps of torchgpipe's."""
     model = gpipe_library(network(devices, 1), [1] * devices, chunks)
     x = samples(chunks)
-    return lambda: model(x).mean().backward()
+    return in_a_row(lambda: model(x).mean().backward())
 
 
 def torch_pipelining(
     devices: int, chunks: int, schedule: str, per_device: int, calibrated: Sleeps
 ) -> Callable[[], object] | None:
-    """This process's part of a step of torch.distributed.pipelining's."""
+    """This process's part of steps of torch.distributed.pipelining's."""
     global sleeps
     sleeps = calibrated
     rank = dist.get_rank()
@@ -279,7 +291,7 @@ def torch_pipelining(
         targets = {"target": y} if total - 1 in own else {}
         pipeline.step(*given, **targets, return_outputs=False)
 
-    return step
+    return in_a_row(step)
 
 
 def part_of_pipeline(devices: int) -> World | None:
@@ -300,7 +312,7 @@ def part_of_pipeline(devices: int) -> World | None:
 def over_processes(
     devices: int, chunks: int, schedule: str, per_device: int, calibrated: Sleeps
 ) -> Callable[[], object] | None:
-    """This process's part of a step of this project's engine=distributed."""
+    """This process's part of steps of this project's engine=distributed."""
     global sleeps
     sleeps = calibrated
     world = part_of_pipeline(devices)
@@ -314,7 +326,7 @@ def over_processes(
         stages_per_device=per_device,
     )
     x = samples(chunks)
-    return lambda: model.train_step(x, None, mean_loss)
+    return in_a_row(lambda: model.train_step(x, None, mean_loss))
 
 
 def messages(calibrated: Sleeps) -> Callable[[], object]:
@@ -345,9 +357,9 @@ def message_s(processes: Processes) -> float:
     return statistics.median(itertools.chain(*runs))
 
 
-def second(job: Job) -> Job:
-    """Returns a job that runs `job` twice, and gives what was measured the second time."""
-    return lambda: (job(), job())[1]
+def step_s(steps: Job) -> Job:
+    """Returns a job that runs `steps` twice, and gives the seconds of a step the second time."""
+    return lambda: (steps(), steps() / STEPS)[1]
 
 
 def ideal_s(
@@ -394,12 +406,10 @@ def main() -> None:
         ours = hybrid(devices, chunks, own, per_device)
         jobs = {
             "alone": lambda chunks=chunks: sum(map(sum, stage_alone(chunks))),
-            "hybridtrain": second(timed(ours)),
-            "processes": partial(processes.seconds, f"ours, {name}", warm_up=True),
-            "torch": (
-                partial(processes.seconds, name, warm_up=True) if schedule in TORCH else None
-            ),
-            "torchgpipe": second(timed(peer(devices, chunks))) if has_peer else None,
+            "hybridtrain": step_s(timed(ours)),
+            "processes": step_s(partial(processes.seconds, f"ours, {name}")),
+            "torch": step_s(partial(processes.seconds, name)) if schedule in TORCH else None,
+            "torchgpipe": step_s(timed(peer(devices, chunks))) if has_peer else None,
         }
         times = interleave(jobs, options.repeats)
         taken.append(message_s(processes))

@@ -322,6 +322,7 @@ class ProcessEngine:
         self._world = world
         self._lanes: dict[Schedule, Lane] = {}
         self._formats: dict[int, Formats] = {}  # by the number of the kind
+        self._number = torch.zeros(1, dtype=torch.int64)  # the kind of the current step
         self._numbers: dict[Hashable, int] = {}  # of the kinds, in the first process
         self._kinds = 0  # how many it has numbered
 
@@ -355,13 +356,13 @@ class ProcessEngine:
         a broadcast, and the last one needs the number last.
         """
         world, rank = self._world, self._world.pipeline_rank
-        number = torch.zeros(1, dtype=torch.int64)
+        number = self._number.numpy()  # tensor operations take longer, between two steps
         if rank:
-            wait(begin_receive([number], world, rank - 1))
+            wait(begin_receive([self._number], world, rank - 1))
         else:
-            number.fill_(self._number_of(_kind(step)))
+            number[0] = self._number_of(_kind(step))
         is_last = rank + 1 == world.processes_per_replica
-        return int(number), [] if is_last else begin_send([number], world, rank + 1)
+        return int(number[0]), [] if is_last else begin_send([self._number], world, rank + 1)
 
     def _number_of(self, kind: Hashable) -> int:
         """Returns the number of a kind, in the first process."""
