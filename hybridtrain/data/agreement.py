@@ -27,6 +27,7 @@ from hybridtrain.data.loader import (
     Batch,
     Loader,
     Position,
+    all_read,
     batch_of_shares,
     has_state,
     reads_here,
@@ -164,10 +165,10 @@ class AgreedLoader(Loader):
         """
         # with drop_last, the epoch ends before an incomplete batch
         at_least = self.batch_size if self.options.drop_last else 1
-        reads, all_read = reads_here(readers, self._world), all_read_in(self._world, readers)
-        is_alone = all_read and self._world.data_parallel_size == 1
+        reads, every = reads_here(readers, self._world), all_read(readers, self._world)
+        is_alone = every and self._world.data_parallel_size == 1
         begin = None if is_alone else self._world.begin_max
-        exchange = partial(begin_exchange, self._world, begin, not all_read)
+        exchange = partial(begin_exchange, self._world, begin, not every)
         piece = next(pieces, None)
         following = next(pieces, None) if piece else None
         message = exchange(piece, following)
@@ -208,11 +209,6 @@ class AgreedLoader(Loader):
                 next_message()  # every replica has sent it
                 return
             piece, following, message, first = following, after_following, next_message, False
-
-
-def all_read_in(world: World, readers: Collection[int] | None) -> bool:
-    """Returns whether all processes of a pipeline read the data; see `Loader.stream`."""
-    return readers is None or all(i in readers for i in range(world.processes_per_replica))
 
 
 def epochs_without_pieces() -> Generator[Generator[Piece, None, None], None, None]:
@@ -271,7 +267,8 @@ def unread_batches(sizes: Sequence[int], owned: Iterable[int]) -> list[tuple[Unr
         sizes: the number of samples for each logical replica; 0: one padding sample.
         owned: the logical replicas of this process.
     """
-    return [(Unread(sizes[i] or 1), Unread(sizes[i] or 1)) for i in owned]
+    batches = [Unread(sizes[replica] or 1) for replica in owned]
+    return [(batch, batch) for batch in batches]
 
 
 def _one_sample(batch: Any) -> Any:

@@ -481,6 +481,11 @@ def reads_here(readers: Collection[int] | None, world: World) -> bool:
     return readers is None or world.pipeline_rank in readers
 
 
+def all_read(readers: Collection[int] | None, world: World) -> bool:
+    """Returns whether all processes of a pipeline read the data; see `Loader.stream`."""
+    return readers is None or all(i in readers for i in range(world.processes_per_replica))
+
+
 def first_samples(samples: int, batch_size: int, options: LoaderOptions) -> int:
     """Returns the number of samples a loader uses, limited by `options.first_batches`."""
     limit = options.first_batches

@@ -35,7 +35,6 @@ from hybridtrain._base.values import leaves_of
 from hybridtrain.data.agreement import (
     AgreedLoader,
     Piece,
-    all_read_in,
     begin_exchange,
     epochs_without_pieces,
     unread_batches,
@@ -51,6 +50,7 @@ from hybridtrain.data.fetch import (
 )
 from hybridtrain.data.loader import (
     Position,
+    all_read,
     batches_in,
     has_state,
     is_stream,
@@ -267,16 +267,16 @@ class StreamLoader(AgreedLoader):
             piece = next(pieces, None)
             if self._world.data_parallel_size > 1:
                 self._compare(self._gather_by_replica(0 if piece is None else piece.digest))
-            while (told := self._told(piece, readers)) is not None:
-                owned = zip(self._world.owned_replicas, told.batches, told.samples, strict=True)
+            while (part := self._known_piece(piece, readers)) is not None:
+                owned = zip(self._world.owned_replicas, part.batches, part.samples, strict=True)
                 for replica, batch, samples in owned:
                     if samples:
                         yield replica, batch
                 piece = next(pieces, None)
 
-    def _told(self, piece: Piece | None, readers: Collection[int] | None) -> Piece | None:
-        """Returns `piece`; where the process does not read, a piece without data of equal size."""
-        if all_read_in(self._world, readers):
+    def _known_piece(self, piece: Piece | None, readers: Collection[int] | None) -> Piece | None:
+        """Returns `piece`, or, in a process that does not read, one of equal `Unread` batches."""
+        if all_read(readers, self._world):
             return piece
         begin, owned = self._world.begin_max_in_pipeline, self._world.owned_replicas
         counts, _, _, sizes = begin_exchange(self._world, begin, True, piece)()

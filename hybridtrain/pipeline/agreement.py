@@ -36,7 +36,7 @@ from hybridtrain.schedule import make_schedule
 from hybridtrain.world import World
 
 _COMPARED = 64  # compared numbers of each tensor
-_MOST = 1 << 62  # above every digest of a batch
+_ABOVE_DIGESTS = 1 << 62  # above every digest of a batch
 _TAG = 1  # of messages that are not in the order of the stages' messages
 
 # A process with unchanged parameters is already in the step and never joins.
@@ -46,15 +46,19 @@ _AGREEMENT_S = 30.0
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+BatchExcerpt = list[Any]
+"""What is compared of a batch: for each leaf a text, or a shape, a dtype and some numbers."""
+
+
 class BatchCheck:
-    """Compares the batches of the processes of a pipeline; a collective call.
+    """Compares the batches of the processes of a pipeline.
 
     Compares shapes and some numbers of each tensor while the step runs. For tensors on a GPU it
     compares only shapes, because reading numbers would block the host. A process without a batch
-    (`Unread`) joins the call but compares nothing.
+    (`Unread`) takes part but compares nothing. `begin` and `finish` are collective calls.
 
-    Each process sends a digest to the last one, which compares them and sends the result to all.
-    An all-reduce would delay the actions of the step more, with its threads and rounds.
+    Each process sends a digest to the last one, which compares them and sends the result to all. An
+    all-reduce runs on gloo's threads in several rounds, and would delay the step's actions more.
 
         process 0     digest --.                  .-> result
         process 1     digest ---> last: compare --->  result
@@ -64,9 +68,10 @@ class BatchCheck:
         self._world = world
         self._last = world.processes_per_replica - 1
         self._is_pending = False  # a batch was read, and the result is not known
-        self._sample: BatchSample | None = None  # None for a batch that is not read here
+        self._excerpt: BatchExcerpt | None = None  # None for a batch that is not read here
         self._targets_here = 0
-        self._found: list[Tensor] = []  # in the last process of all, elsewhere to receive into
+        self._own = self._result = torch.empty(0)
+        self._received: list[Tensor] = []  # in the last process
         self._works: list[dist.Work] | None = None
         self._has_targets: bool | None = None
         self._is_first = True
@@ -84,49 +89,46 @@ class BatchCheck:
         self._is_pending, self._works = True, None
         self._has_targets = None
         is_unread = isinstance(first_share(inputs), Unread)
-        self._sample = None if is_unread else batch_sample(inputs, targets)
+        self._excerpt = None if is_unread else _excerpt_of(inputs, targets)
         self._targets_here = int(targets is not None)
         if self._is_first:
             self.finish()
             self._is_first = False
 
     def compare(self) -> None:
-        """Starts the comparison unless it has started; all processes call it at the same place.
+        """Starts the comparison unless it has started; `finish` starts it at the latest.
 
-        `finish` starts it at the latest. While this process waits for another, it delays nobody.
+        A process that calls this where it waits for another one loses no time.
         """
         if not self._is_pending or self._works is not None:
             return
-        if self._sample is None:
-            own = torch.full((3,), -_MOST)
+        if self._excerpt is None:
+            self._own = torch.full((3,), -_ABOVE_DIGESTS)
         else:
-            digest = _digest_of(self._sample)
-            own = torch.tensor([digest, -digest, self._targets_here])
-            self._sample = None
-        world = self._world
-        if world.pipeline_rank == self._last:
-            self._found = [torch.empty_like(own) for _ in range(self._last)]
-            receives = [begin_receive([t], world, p, _TAG) for p, t in enumerate(self._found)]
-            self._found.append(own)
+            digest = _digest_of(self._excerpt)
+            self._own = torch.tensor([digest, -digest, self._targets_here])
+            self._excerpt = None
+        world, last = self._world, self._last
+        if world.pipeline_rank == last:
+            self._received = [torch.empty_like(self._own) for _ in range(last)]
+            receives = [begin_receive([t], world, p, _TAG) for p, t in enumerate(self._received)]
             self._works = [*chain.from_iterable(receives)]
         else:
-            self._found = [own, torch.empty_like(own)]
-            self._works = begin_send([own], world, self._last, _TAG)
-            self._works += begin_receive(self._found[1:], world, self._last, _TAG)
+            self._result = torch.empty_like(self._own)
+            self._works = begin_send([self._own], world, last, _TAG)
+            self._works += begin_receive([self._result], world, last, _TAG)
 
     def has_targets(self, targets: Any) -> bool:
-        """Returns whether the batch has targets; for an `Unread` batch, waits for the comparison.
+        """Returns whether the batch has targets, also for an `Unread` one; a collective call.
 
-        A collective call.
+        Raises:
+            BatchError: see `finish`.
         """
-        self.compare()
-        is_unread = isinstance(first_share(targets), Unread)
-        if is_unread or self._world.pipeline_rank == self._last:  # the others may wait for the last
-            self.finish()
-        if not is_unread:
-            return targets is not None
-        assert self._has_targets is not None
-        return self._has_targets
+        self.finish()
+        if isinstance(first_share(targets), Unread):
+            assert self._has_targets is not None
+            return self._has_targets
+        return targets is not None
 
     def finish(self) -> None:
         """Waits for the result of the comparison.
@@ -138,12 +140,12 @@ class BatchCheck:
         if self._works is None:
             return
         wait(self._works)
-        result = self._found[-1]
         if self._world.pipeline_rank == self._last:
-            result = torch.stack(self._found).amax(0)
-            sends = [begin_send([result], self._world, peer, _TAG) for peer in range(self._last)]
+            self._result = torch.stack([*self._received, self._own]).amax(0)
+            ends = [self._result], self._world
+            sends = [begin_send(*ends, peer, _TAG) for peer in range(self._last)]
             wait([*chain.from_iterable(sends)])  # all have begun to receive it
-        largest, minus_smallest, has_targets = result.tolist()
+        largest, minus_smallest, has_targets = self._result.tolist()
         self._is_pending, self._works = False, None
         self._has_targets = bool(has_targets)
         if largest != -minus_smallest:
@@ -158,33 +160,29 @@ class BatchCheck:
             )
 
 
-BatchSample = list[Any]
-"""What is compared of a batch: per leaf a text, or a shape, a dtype and some numbers."""
-
-
-def batch_sample(*batches: Any) -> BatchSample:
+def _excerpt_of(*batches: Any) -> BatchExcerpt:
     """Returns shapes, and copies of some numbers of tensors on the CPU."""
-    sample: BatchSample = []
+    excerpt: BatchExcerpt = []
     for leaf in chain.from_iterable(map(leaves_of, batches)):
         if not isinstance(leaf, Tensor):
-            sample.append(type(leaf).__name__)
+            excerpt.append(type(leaf).__name__)
             continue
         numbers = None
         if leaf.device.type == "cpu" and leaf.numel() and leaf.layout == torch.strided:
             step = max(1, leaf.numel() // _COMPARED)
             numbers = leaf.detach().reshape(-1)[::step].clone()
-        sample.append((leaf.shape, leaf.dtype, numbers))
-    return sample
+        excerpt.append((leaf.shape, leaf.dtype, numbers))
+    return excerpt
 
 
 def batch_digest(batch: Any) -> int:
     """Returns a 62-bit digest of shapes and of some numbers of tensors on the CPU."""
-    return _digest_of(batch_sample(batch))
+    return _digest_of(_excerpt_of(batch))
 
 
-def _digest_of(sample: BatchSample) -> int:
+def _digest_of(excerpt: BatchExcerpt) -> int:
     digest = hashlib.blake2b(digest_size=8)
-    for leaf in sample:
+    for leaf in excerpt:
         if isinstance(leaf, str):
             digest.update(leaf.encode())
             continue

@@ -53,7 +53,7 @@ class Step(NamedTuple):
         training: whether the model is in training mode.
         places: the logical replica of each micro-batch; None: the same for all.
         meanwhile: work that should not delay the step; an engine over several processes calls it
-            once per process, when the process first waits for another one, or at the end.
+            once per process: before it first waits for a message, or at the end of the step.
     """
 
     schedule: Schedule

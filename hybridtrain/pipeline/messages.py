@@ -73,9 +73,11 @@ class MessageFormat:
 
         None for any other message.
         """
-        places = [_Place(number) for number in range(len(self.leaves))]
-        if self.structure.type is not list or self.leaves != places:
+        if self.structure.type is not list:
             return None
+        for number, leaf in enumerate(self.leaves):  # a place may equal another leaf
+            if type(leaf) is not _Place or leaf.number != number:
+                return None
         parts = self.structure.children()
         if any(part.type not in (tuple, list) for part in parts):
             return None

@@ -26,7 +26,7 @@ def begin_send(tensors: Sequence[Tensor], world: World, peer: int, tag: int = 0)
         tensors: on the world's `wire_device` or in CPU memory; empty tensors are skipped.
         world: the processes.
         peer: the receiver's index in the pipeline.
-        tag: tensors in CPU memory with different tags may arrive in any order.
+        tag: messages with different tags are matched independently; for tensors in CPU memory only.
     """
     batch, single = _divided(tensors)
     group = _group(world)

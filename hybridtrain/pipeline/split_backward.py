@@ -24,6 +24,7 @@ A graph is not divided if this does not hold, or if a node would compute everyth
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -48,27 +49,36 @@ _COMPUTES_ALL = ("CudnnRnn", "MiopenRnn", "MkldnnRnn")
 Branch = tuple[Node, dict[int, GradientEdge]]
 
 
+class Division(NamedTuple):
+    """The graph of a micro-batch's backward, divided for its two parts.
+
+    Attributes:
+        branches: the nodes with paths to the input and to weights.
+        others: the other nodes on the paths to the input.
+        to_input: which start points have a path to the input.
+    """
+
+    branches: Sequence[Branch]
+    others: Sequence[Node]
+    to_input: Sequence[bool]
+
+
 class SplitBackward:
     """The backward of one micro-batch, in two parts.
 
     Args:
-        branches: the nodes with paths to the input and to weights.
-        others: the other nodes on the paths to the input.
+        division: the divided graph.
         starts: the start points of the backward, with their gradients.
-        to_input: which start points have a path to the input.
         inputs: the leaves that get gradients in the first part.
     """
 
     def __init__(
         self,
-        branches: Sequence[Branch],
-        others: Sequence[Node],
+        division: Division,
         starts: Sequence[tuple[Root, Tensor]],
-        to_input: Sequence[bool],
         inputs: Sequence[Tensor],
     ) -> None:
-        self._branches = branches
-        self._others = others
+        self._branches, self._others, to_input = division
         self._inputs: Sequence[Tensor] = inputs
         self._first = [start for start, leads in zip(starts, to_input, strict=True) if leads]
         self._later = [start for start, leads in zip(starts, to_input, strict=True) if not leads]
@@ -108,14 +118,6 @@ class SplitBackward:
         self._seen, self._later = [], []
         with BackwardDraws():
             run_from(later)
-            # A backward that started at a node would run its hooks again, and the hooks of its
-            # output tensor. A call runs no hooks. A node called inside a backward computes the
-            # gradients that the backward requests: here the edges to weights, one product of two.
-            branch: _Kept
-            gradients: list[Tensor | None] = []
-            inside = torch.zeros((), requires_grad=True, device="cpu")
-            inside.register_hook(lambda _: gradients.extend(branch.node(*branch.gradients)))  # type: ignore[operator]
-            start = (inside, torch.ones((), device="cpu"))
             for branch in seen:
                 if _versions(branch.gradients) != branch.versions:
                     raise UserError(
@@ -124,8 +126,7 @@ class SplitBackward:
                         f"backward in two parts: use {setting('schedule', '1f1b')}, or return a "
                         "new tensor"
                     )
-                gradients.clear()
-                run_from([start], (inside, *branch.edges.values()))
+                gradients = _node_call().run(branch)
                 free_saved(branch.node)
                 run_from(
                     [
@@ -134,6 +135,47 @@ class SplitBackward:
                         if (g := gradients[i]) is not None
                     ]
                 )
+
+
+class _NodeCall:
+    """Calls a node inside a backward.
+
+    A backward that started at the node would run its hooks again, and the hooks of its output
+    tensor. A call runs no hooks. A node called inside a backward computes the gradients that the
+    backward requests: here the edges to weights, one product of two.
+    """
+
+    def __init__(self) -> None:
+        self._branch: _Kept | None = None
+        self._gradients: Sequence[Tensor | None] = ()
+        self._inside = torch.zeros((), requires_grad=True, device="cpu")
+        self._inside.register_hook(self._call)
+        self._start = [(self._inside, torch.ones((), device="cpu"))]
+
+    def run(self, branch: _Kept) -> Sequence[Tensor | None]:
+        """Returns the gradients that the node sends over its edges, None where not requested."""
+        self._branch = branch
+        try:
+            run_from(self._start, (self._inside, *branch.edges.values()))
+            return self._gradients
+        finally:
+            self._branch, self._gradients, self._inside.grad = None, (), None
+
+    def _call(self, _: Tensor) -> None:
+        assert self._branch is not None
+        self._gradients = self._branch.node(*self._branch.gradients)  # type: ignore[operator]
+
+
+_of_thread = threading.local()
+
+
+def _node_call() -> _NodeCall:
+    """Returns the thread's `_NodeCall`: its tensors take as long to create as a small node."""
+    if not hasattr(_of_thread, "call"):
+        with torch.inference_mode(False), torch.enable_grad():
+            _of_thread.call = _NodeCall()
+    call: _NodeCall = _of_thread.call
+    return call
 
 
 class _Kept(NamedTuple):
@@ -156,25 +198,22 @@ def _versions(gradients: Sequence[Tensor | None]) -> list[int]:
     return [gradient._version for gradient in gradients if gradient is not None]
 
 
-def split_backward(
-    starts: Sequence[tuple[Root, Tensor]], inputs: Sequence[Tensor]
-) -> SplitBackward | None:
-    """Divides the backward from `starts` into two parts; None if it must run as a whole.
+def divide(roots: Sequence[Root], inputs: Sequence[Tensor]) -> Division | None:
+    """Divides the graph of a backward from `roots`; None if it must run as a whole.
 
     Args:
-        starts: tensors, or edges of the graph, and their gradients.
+        roots: tensors, or edges of the graph.
         inputs: leaves to compute gradients for in the first part.
     """
-    roots = [_node_of(root) for root, _ in starts]
-    graph = _Graph(roots, [edge_of(tensor).node for tensor in inputs])
-    leads = list(map(graph.leads_to_input, roots))
+    nodes = list(map(_node_of, roots))
+    graph = _Graph(nodes, [edge_of(tensor).node for tensor in inputs])
+    leads = list(map(graph.leads_to_input, nodes))
     if inputs and not any(leads):
         return None  # a first part would compute nothing for the previous stage
-    branches = graph.branches(roots)
+    branches = graph.branches(nodes)
     if branches is None:
         return None
-    others = graph.on_the_way({id(node) for node, _ in branches})
-    return SplitBackward(branches, others, starts, leads, inputs)
+    return Division(branches, graph.on_the_way({id(node) for node, _ in branches}), leads)
 
 
 def _node_of(root: Root) -> Node:

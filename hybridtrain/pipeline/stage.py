@@ -47,7 +47,7 @@ from hybridtrain.pipeline.layer_runner import LayerRunner, changed_before_backwa
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
 from hybridtrain.pipeline.reducer import LocalReducer, StageReducer, explaining_ready_twice
 from hybridtrain.pipeline.replicas import ReplicaStates
-from hybridtrain.pipeline.split_backward import SplitBackward, split_backward
+from hybridtrain.pipeline.split_backward import Division, SplitBackward, divide
 from hybridtrain.pipeline.ties import Alias, refuse_foreign_parameters
 
 # The context for code that needs no context.
@@ -69,6 +69,11 @@ class _InFlight(NamedTuple):
     roots: list[list[Root]]
     gradient: Tensor | None
     whole: bool
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The tensors of all incoming links that get a gradient."""
+        return [leaf for link_leaves in self.inputs.leaves for leaf in link_leaves]
 
 
 class _ToWeights(NamedTuple):
@@ -155,6 +160,7 @@ class Stage:
         self.connect(connection)
         self._in_flight: dict[int, _InFlight] = {}
         self._to_weights: dict[int, _ToWeights] = {}
+        self._divisions: dict[int, tuple[list[Root], Division | None]] = {}
         # None until a first backward has shown whether its graph can be divided
         self._may_split: bool | None = None
         self._needs_no_gradient = False
@@ -293,6 +299,19 @@ class Stage:
             self._needs_no_gradient = True  # the layers detach their inputs
         return gradients
 
+    def divide_backward(self, microbatch: int) -> None:
+        """Divides the backward of a micro-batch for `backward_to_input`, which else does it.
+
+        This needs no gradients, so it can run before they arrive.
+        """
+        begun = self._in_flight[microbatch]
+        if begun.whole or self._may_split is False or microbatch in self._divisions:
+            return
+        roots = [root for link_roots in begun.roots for root in link_roots]
+        division = divide(roots, begun.leaves)
+        self._may_split = self._may_split or division is not None
+        self._divisions[microbatch] = roots, division
+
     def backward_to_input(
         self, microbatch: int, gradients: Sequence[Gradients], reduce: bool
     ) -> list[Gradients]:
@@ -301,13 +320,13 @@ class Stage:
         Runs the whole backward if activations are recomputed (both parts would recompute them) or
         if the graph cannot be divided; then `backward_to_weights` does nothing.
         """
+        self.divide_backward(microbatch)
         begun = self._in_flight.pop(microbatch)
         starts = _starts(begun, gradients)
-        leaves = [leaf for link_leaves in begun.inputs.leaves for leaf in link_leaves]
-        parts = None
-        if not begun.whole and self._may_split is not False:
-            parts = split_backward(starts, leaves)
-            self._may_split = self._may_split or parts is not None
+        roots, division = self._divisions.pop(microbatch, ([], None))
+        if len(starts) < len(roots):  # some values have no gradient
+            division = divide([root for root, _ in starts], begun.leaves)
+        parts = SplitBackward(division, starts, begun.leaves) if division is not None else None
         if parts is None:
             # add to the weights after the backwards of earlier micro-batches, as in the unsplit
             # model
@@ -322,8 +341,8 @@ class Stage:
                 self._explain(error)
                 raise
         reduces = reduce and self.reducer is not None
-        roots = [root for root, _ in starts] if reduces else ()
-        self._to_weights[microbatch] = _ToWeights(parts, roots)
+        starts_of_reducer = [root for root, _ in starts] if reduces else ()
+        self._to_weights[microbatch] = _ToWeights(parts, starts_of_reducer)
         return self._gradients_of_inputs(begun.inputs, starts)
 
     def backward_to_weights(self, microbatch: int, reduce: bool) -> None:
@@ -428,6 +447,7 @@ class Stage:
         """Drops all micro-batches after a failed step."""
         self._in_flight.clear()
         self._to_weights.clear()
+        self._divisions.clear()
         for alias in self.aliases:
             alias.alias.grad = None
         if self.reducer is not None:

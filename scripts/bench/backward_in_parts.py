@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.pipeline.split_backward import run_from, split_backward
+from hybridtrain.pipeline.split_backward import SplitBackward, divide, run_from
 from scripts.bench.common import print_footer, print_table, square_loss
 
 
@@ -80,8 +80,9 @@ def milliseconds(net: nn.Module, x: Tensor, repeats: int) -> dict[str, float]:
         timed("whole", partial(run_from, [(loss, one)]))
         loss = square_loss(net(x), None)
         begun = time.perf_counter()
-        parts = split_backward([(loss, one)], [x])
-        assert parts is not None
+        division = divide([loss], [x])
+        assert division is not None
+        parts = SplitBackward(division, [(loss, one)], [x])
         times["graph"].append(1e3 * (time.perf_counter() - begun))
         timed("to the input", parts.to_input)
         timed("to the weights", parts.to_weights)

@@ -160,7 +160,7 @@ class _Clock:
 
 
 class _Input(torch.autograd.Function):
-    """The way of the input: half a backward."""
+    """Sleeps in the backward with respect to the input: half of it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: float, clock: _Clock) -> Tensor:
@@ -174,7 +174,7 @@ class _Input(torch.autograd.Function):
 
 
 class _Weight(torch.autograd.Function):
-    """The way of the weight: the other half of the backward."""
+    """Sleeps in the backward with respect to the weight: the other half."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, share: float, clock: _Clock) -> Tensor:
@@ -391,7 +391,7 @@ def main() -> None:
     processes = Processes(max(options.devices))
     processes.add("messages", messages, sleeps)
     rows = []
-    taken = []
+    message_times = []
     kinds = {"interleaved": 2, **{name: registered(name).stages_per_device or 1 for name in OURS}}
     for devices, chunks, schedule in itertools.product(
         options.devices, options.chunks, options.schedules
@@ -412,9 +412,9 @@ def main() -> None:
             "torchgpipe": step_s(timed(peer(devices, chunks))) if has_peer else None,
         }
         times = interleave(jobs, options.repeats)
-        taken.append(message_s(processes))
+        message_times.append(message_s(processes))
         ideal = ideal_s(own, devices, chunks, per_device)
-        with_messages = ideal_s(own, devices, chunks, per_device, taken[-1])
+        with_messages = ideal_s(own, devices, chunks, per_device, message_times[-1])
         busy = chunks * (forward_s() + backward_s())
         alone = times.pop("alone")
         efficiency = {key: shown([ideal / t for t in values]) for key, values in times.items()}
@@ -443,13 +443,14 @@ def main() -> None:
         f"Efficiency: ideal time over the time taken; median of {options.repeats}, in brackets the "
         f"best. Ideal: the schedule simulated for {forward_s() * 1e3:g} + {backward_s() * 1e3:g} "
         "ms. With messages: engine=distributed over the schedule simulated with a bare message of "
-        f"gloo's, {min(taken) * 1e3:.2f} to {max(taken) * 1e3:.2f} ms here (medians, one for "
-        "each row). Measured idle: here with threads, with "
+        f"gloo's, {min(message_times) * 1e3:.2f} to {max(message_times) * 1e3:.2f} ms here "
+        "(medians, one for each row). Measured idle: here with threads, with "
         "processes, PyTorch. Two stages per device for interleaved and in a V. PyTorch's "
         "beside zb-h1 is ScheduleInterleavedZeroBubble. `alone`: "
         "the same for m micro-batches of one stage without any engine, m (5 + 10 ms) over it. "
         f"Calibration: {sleeps.forward * 1e6:.0f} us of a forward and {sleeps.backward * 1e6:.0f} "
-        f"us of a backward lie outside; `time.sleep` wakes up {sleeps.early * 1e6:.0f} us late."
+        "us of a backward are spent outside of the noted time; `time.sleep` wakes up "
+        f"{sleeps.early * 1e6:.0f} us late."
     )
 
 

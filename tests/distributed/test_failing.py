@@ -54,3 +54,11 @@ def test_an_error_of_the_only_process_that_fails_to_read_a_stream_ends_all(faili
     # the processes that do not read report the reader's error
     assert output.count(error) >= 4, output
     assert "the end was reached" not in output
+
+
+def test_a_collate_function_that_changes_the_number_of_micro_batches_is_one_clear_error(tmp_path):
+    status, output = forked_script(3, "failing_collate.py", tmp_path)
+    assert status == 1, output
+    assert "this process has 2 micro-batches in a step" in output
+    assert "OwnLoader" in output
+    assert "the end was reached" not in output

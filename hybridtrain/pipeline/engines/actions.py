@@ -178,6 +178,8 @@ class ActionRunner:
         stage = self._stages[index]
         gradients: Sequence[Any] = ()
         passing: Sequence[Any] = ()
+        if kind == "I":
+            stage.divide_backward(microbatch)  # before the wait
         if kind != "W" and index != self._last:
             gradients = message = self._wire.receive(action, doing)  # [5]
             if index in self._routes:

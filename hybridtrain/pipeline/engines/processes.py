@@ -52,8 +52,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridtrain._base.accelerator import accelerator_of
+from hybridtrain._base.text_table import counted
 from hybridtrain._base.values import leaves_of
-from hybridtrain.errors import ScheduleError, SplitError, setting
+from hybridtrain.errors import BatchError, ScheduleError, SplitError, setting
 from hybridtrain.launch import LaneActivity, activity
 from hybridtrain.pipeline.engine import Step
 from hybridtrain.pipeline.engines.actions import ActionRunner
@@ -139,7 +140,8 @@ class MessageWire:
         world: the processes.
         formats: the known message formats; the first step that sends messages fills it.
         doing: notes that a send waits for earlier sends.
-        meanwhile: called once, when the process waits for the first time, or at the end.
+        meanwhile: called once: before the first message from another process is awaited, or at the
+            end of the step.
     """
 
     def __init__(
@@ -249,9 +251,9 @@ class MessageWire:
             action = action._replace(kind="B")
         if action in self._here:
             return self._here.pop(action)
-        doing.wait(True)
         self._begin_ahead()
         self._run_meanwhile()
+        doing.wait(True)
         form, tensors, _, works = self._coming.pop(action)
         wait(works)
         doing.wait(False)
@@ -322,7 +324,8 @@ class ProcessEngine:
         self._world = world
         self._lanes: dict[Schedule, Lane] = {}
         self._formats: dict[int, Formats] = {}  # by the number of the kind
-        self._number = torch.zeros(1, dtype=torch.int64)  # the kind of the current step
+        # the number of the step's kind and its micro-batches; sent until `run` has waited for it
+        self._kind = torch.zeros(2, dtype=torch.int64)
         self._numbers: dict[Hashable, int] = {}  # of the kinds, in the first process
         self._kinds = 0  # how many it has numbered
 
@@ -352,17 +355,30 @@ class ProcessEngine:
     def _begin_kind(self, step: Step) -> tuple[int, list[dist.Work]]:
         """Returns the number of the step's kind, and its send to the next process, if any.
 
-        Each process passes the number on to the next: for the first one, this takes less time than
-        a broadcast, and the last one needs the number last.
+        Each process passes the number on to the next. A send costs the first process less time than
+        a broadcast, and later stages need the number later.
+
+        Raises:
+            BatchError: the first process has another number of micro-batches, so this one would
+                wait for messages that nobody sends.
         """
-        world, rank = self._world, self._world.pipeline_rank
-        number = self._number.numpy()  # tensor operations take longer, between two steps
+        world, rank, chunks = self._world, self._world.pipeline_rank, step.schedule.chunks
+        kind = self._kind.numpy()  # tensor operations take longer, between two steps
         if rank:
-            wait(begin_receive([self._number], world, rank - 1))
+            wait(begin_receive([self._kind], world, rank - 1))
         else:
-            number[0] = self._number_of(_kind(step))
+            kind[:] = self._number_of(_kind(step)), chunks
         is_last = rank + 1 == world.processes_per_replica
-        return int(number[0]), [] if is_last else begin_send([self._number], world, rank + 1)
+        sending = [] if is_last else begin_send([self._kind], world, rank + 1)
+        if kind[1] != chunks:
+            raise BatchError(
+                f"this process has {counted(chunks, 'micro-batch', 'es')} in a step, and the first "
+                f"one of its pipeline has {kind[1]}: with {setting('engine', 'distributed')}, a "
+                "process that does not read a batch expects as many samples as the sampler "
+                "selects. Let collate= return as many samples, or pass your own DataLoader to "
+                "OwnLoader, which tells all processes the number"
+            )
+        return int(kind[0]), sending
 
     def _number_of(self, kind: Hashable) -> int:
         """Returns the number of a kind, in the first process."""

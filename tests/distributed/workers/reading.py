@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 import torch
 from support.launch import Cells
 from support.training import Recorder, assert_same, rich_net
@@ -10,7 +11,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from hybridtrain import HybridModel, Trainer, World
+from hybridtrain._base.microbatch import Unread
 from hybridtrain.data import EvalLoader, TrainLoader
+from hybridtrain.errors import BatchError
 from hybridtrain.loop import predict
 from hybridtrain.loss import MeanLoss, accuracy, cross_entropy
 from hybridtrain.options import LoaderOptions
@@ -170,6 +173,54 @@ class LooksAtBatches(Trainer):
     def training_step(self, batches, timeline):
         self.seen = [batch.inputs.shape for batch in batches]
         return super().training_step(batches, timeline)
+
+
+def two_views(samples):
+    inputs, labels = torch.utils.data.default_collate(samples)
+    return torch.cat([inputs, inputs.flip(1)]), torch.cat([labels, labels])
+
+
+@cells.add("a collate function may add samples that the middle process does not know of")
+def _two_views(world):
+    ours = run_of("distributed", rich_net(), Vectors(), cross_entropy, two_views, steps=3)
+    theirs = run_of("local", rich_net(), Vectors(), cross_entropy, two_views, steps=3)
+    assert_same(ours.model.state_dict(), theirs.model.state_dict(), "weights")
+
+
+def pipeline_of_three():
+    world = World.from_env(3, "cpu", timeout_s=30, engine="distributed")
+    return HybridModel(rich_net(), world, chunks=2, seed=3, split="uniform")
+
+
+def batch_here(world, seed):
+    """The batch, without its values in the middle process."""
+    drawn = torch.Generator().manual_seed(seed)
+    batch = torch.randn(4, 6, generator=drawn), torch.randint(3, (4,), generator=drawn)
+    return (Unread(4), Unread(4)) if world.rank == 1 else batch
+
+
+@cells.add("batches that differ between the readers in a later step are refused in all processes")
+def _different(world):
+    model = pipeline_of_three()
+    model.train_step(*batch_here(world, 0), cross_entropy)
+    for seed in (1, 2):
+        with pytest.raises(BatchError, match="different batches"):
+            model.train_step(*batch_here(world, seed + world.rank), cross_entropy)
+        model.train_step(*batch_here(world, seed), cross_entropy)
+
+
+@cells.add("a new loss in a later step learns in all processes whether there are targets")
+def _new_loss(world):
+    model, steps = pipeline_of_three(), []
+    for seed in range(6):
+
+        def loss(output, targets, scale=1 + seed // 2):
+            steps.append(targets is not None)
+            return scale * nn.functional.cross_entropy(output, targets)
+
+        model.train_step(*batch_here(world, seed), cross_entropy if seed % 2 else loss)
+    assert all(steps)
+    assert bool(steps) == model.owns_output
 
 
 @cells.add("a training_step of one's own gets whole batches in every process")

@@ -4,6 +4,7 @@ import enum
 import pickle
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,15 @@ def test_tuples_and_lists_of_tensors_arrive_as_such_also_in_a_message_of_a_known
     assert [list(map(id, part)) for part in arrived] == [list(map(id, part)) for part in message]
 
 
+@pytest.mark.parametrize("value", [np.array([1]), np.arange(3.0)], ids=repr)
+def test_a_value_that_equals_the_place_of_a_tensor_arrives_as_itself(value):
+    tensor = torch.randn(1)
+    ((first, second),) = sent([(tensor, value)])
+    assert torch.equal(first, tensor)
+    assert type(second) is type(value)
+    assert list(second) == list(value)
+
+
 def test_requires_grad_arrives():
     message = [torch.randn(2, requires_grad=True), torch.randn(2)]
     assert [tensor.requires_grad for tensor in sent(message)] == [True, False]
@@ -143,7 +153,7 @@ def test_strides_of_dimensions_of_one_sample_do_not_make_another_format():
         ([(torch.ones(2), torch.ones(2))], [(torch.ones(2),), (torch.ones(2),)]),
         ([(torch.ones(2), torch.ones(2))], [(torch.ones(2),) * 2]),
         ([(torch.ones(2),)], [(1,)]),
-        ([(torch.ones(2),)], [(nn.Parameter(torch.ones(2)),)]),
+        ([(torch.ones(2, requires_grad=True),)], [(nn.Parameter(torch.ones(3)),)]),
     ],
     ids=[
         *("shape", "dtype", "requires_grad", "value", "None", "strides"),

@@ -14,10 +14,16 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from hybridtrain.errors import UserError
-from hybridtrain.pipeline.split_backward import split_backward
+from hybridtrain.pipeline.split_backward import SplitBackward, divide
 from hybridtrain.pipeline.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+def in_parts(output, gradient, x):
+    division = divide([output], [x])
+    assert division is not None
+    return SplitBackward(division, [(output, gradient)], [x])
 
 
 class Lstm(nn.Module):
@@ -135,7 +141,7 @@ def test_the_parts_of_a_backward_equal_the_whole_one_to_the_bit(kind):
         gradient = torch.linspace(-1, 1, output.numel()).view_as(output)
         if model is whole:
             output.backward(gradient)
-    parts = split_backward([(output, gradient)], [x_parts])
+    parts = in_parts(output, gradient, x_parts)
     parts.to_input()
     assert torch.equal(x_parts.grad, x_whole.grad)
     assert all(weight.grad is None for weight in weights), "a weight's gradient came too early"
@@ -149,7 +155,7 @@ def test_the_parts_of_a_backward_equal_the_whole_one_to_the_bit(kind):
 def test_a_backward_that_cannot_be_divided_is_left_whole(kind):
     x = torch.rand(5, WIDTH, requires_grad=True)
     output = make(kind)(x)
-    assert split_backward([(output, torch.ones_like(output))], [x]) is None
+    assert divide([output], [x]) is None
 
 
 def test_what_only_the_first_part_needs_is_given_up_after_it():
@@ -159,7 +165,7 @@ def test_what_only_the_first_part_needs_is_given_up_after_it():
     inside = before * before  # saves `before`, and is saved by the linear layer for its weight
     y = linear(inside)
     kept, given_up = weakref.ref(inside), weakref.ref(before)
-    parts = split_backward([(y, torch.ones_like(y))], [x])
+    parts = in_parts(y, torch.ones_like(y), x)
     del before, inside, y
     assert given_up() is not None
     parts.to_input()
@@ -288,7 +294,7 @@ def test_both_parts_compute_the_products_of_the_whole_backward_and_no_more(kind)
         output = make(kind)(x)
         with FlopCounterMode(display=False) as counter:
             if divided:
-                parts = split_backward([(output, torch.ones_like(output))], [x])
+                parts = in_parts(output, torch.ones_like(output), x)
                 parts.to_input()
                 parts.to_weights()
             else:
