@@ -54,7 +54,7 @@ from torch import Tensor
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.text_table import counted
 from hybridtrain._base.values import leaves_of
-from hybridtrain.errors import BatchError, ScheduleError, SplitError, setting
+from hybridtrain.errors import BatchError, ScheduleError, SplitError, argument, setting
 from hybridtrain.launch import LaneActivity, activity
 from hybridtrain.pipeline.engine import Step
 from hybridtrain.pipeline.engines.actions import ActionRunner
@@ -375,8 +375,8 @@ class ProcessEngine:
                 f"this process has {counted(chunks, 'micro-batch', 'es')} in a step, and the first "
                 f"one of its pipeline has {kind[1]}: with {setting('engine', 'distributed')}, a "
                 "process that does not read a batch expects as many samples as the sampler "
-                "selects. Let collate= return as many samples, or pass your own DataLoader to "
-                "OwnLoader, which tells all processes the number"
+                f"selects. Let {argument('collate')} return as many samples, or pass your own "
+                "DataLoader to OwnLoader, which tells all processes the number"
             )
         return int(kind[0]), sending
 
