@@ -46,8 +46,8 @@ _AGREEMENT_S = 30.0
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-BatchExcerpt = list[Any]
-"""What is compared of a batch: for each leaf a text, or a shape, a dtype and some numbers."""
+# What is compared of a batch: for each leaf a text, or a shape, a dtype and some numbers.
+_Excerpt = list[Any]
 
 
 class BatchCheck:
@@ -58,7 +58,7 @@ class BatchCheck:
     (`Unread`) takes part but compares nothing. `begin` and `finish` are collective calls.
 
     Each process sends a digest to the last one, which compares them and sends the result to all. An
-    all-reduce runs on gloo's threads in several rounds, and would delay the step's actions more.
+    all-reduce would run on gloo's threads, in several rounds.
 
         process 0     digest --.                  .-> result
         process 1     digest ---> last: compare --->  result
@@ -68,7 +68,7 @@ class BatchCheck:
         self._world = world
         self._last = world.processes_per_replica - 1
         self._is_pending = False  # a batch was read, and the result is not known
-        self._excerpt: BatchExcerpt | None = None  # None for a batch that is not read here
+        self._excerpt: _Excerpt | None = None  # None for a batch that is not read here
         self._targets_here = 0
         self._own = self._result = torch.empty(0)
         self._received: list[Tensor] = []  # in the last process
@@ -111,8 +111,9 @@ class BatchCheck:
         world, last = self._world, self._last
         if world.pipeline_rank == last:
             self._received = [torch.empty_like(self._own) for _ in range(last)]
-            receives = [begin_receive([t], world, p, _TAG) for p, t in enumerate(self._received)]
-            self._works = [*chain.from_iterable(receives)]
+            self._works = []
+            for peer, received in enumerate(self._received):
+                self._works += begin_receive([received], world, peer, _TAG)
         else:
             self._result = torch.empty_like(self._own)
             self._works = begin_send([self._own], world, last, _TAG)
@@ -142,9 +143,10 @@ class BatchCheck:
         wait(self._works)
         if self._world.pipeline_rank == self._last:
             self._result = torch.stack([*self._received, self._own]).amax(0)
-            ends = [self._result], self._world
-            sends = [begin_send(*ends, peer, _TAG) for peer in range(self._last)]
-            wait([*chain.from_iterable(sends)])  # all have begun to receive it
+            sends: list[dist.Work] = []
+            for peer in range(self._last):
+                sends += begin_send([self._result], self._world, peer, _TAG)
+            wait(sends)  # all have begun to receive it
         largest, minus_smallest, has_targets = self._result.tolist()
         self._is_pending, self._works = False, None
         self._has_targets = bool(has_targets)
@@ -160,9 +162,9 @@ class BatchCheck:
             )
 
 
-def _excerpt_of(*batches: Any) -> BatchExcerpt:
+def _excerpt_of(*batches: Any) -> _Excerpt:
     """Returns shapes, and copies of some numbers of tensors on the CPU."""
-    excerpt: BatchExcerpt = []
+    excerpt: _Excerpt = []
     for leaf in chain.from_iterable(map(leaves_of, batches)):
         if not isinstance(leaf, Tensor):
             excerpt.append(type(leaf).__name__)
@@ -180,7 +182,7 @@ def batch_digest(batch: Any) -> int:
     return _digest_of(_excerpt_of(batch))
 
 
-def _digest_of(excerpt: BatchExcerpt) -> int:
+def _digest_of(excerpt: _Excerpt) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for leaf in excerpt:
         if isinstance(leaf, str):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
@@ -255,7 +255,7 @@ def from_bytes(data: Tensor) -> MessageFormat:
 def _is_format(form: Any) -> bool:
     if not isinstance(form, MessageFormat):
         return False
-    if vars(form).keys() != {"structure", "leaves", "tensors"}:
+    if vars(form).keys() != {field.name for field in fields(form)}:
         return False
     structure, leaves, tensors = form.structure, form.leaves, form.tensors
     return (

@@ -153,10 +153,11 @@ class _Clock:
 
     def pause(self, share: float, is_last: bool) -> None:
         """Pauses to the end of half a backward; `is_last` if nothing follows it directly."""
+        is_alone = self._at is None  # the weight, in a backward in two parts
         begin = time.perf_counter() if self._at is None else self._at
         end = begin + (backward_s() * share - sleeps.backward) / 2
         pause_until(end)
-        self._at = None if is_last else end
+        self._at = None if is_last or is_alone else end
 
 
 class _Input(torch.autograd.Function):

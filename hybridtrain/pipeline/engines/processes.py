@@ -31,9 +31,9 @@ first waits for a handshake between the two processes while both compute. Starti
 about as long as a send, so early receives start where a process waits for a message.
 
 A receiver must know the sizes of a message in advance. They follow from the inputs, which the first
-process has. It numbers the kinds of inputs. Before a step, the number of its kind goes from each
-process to the next. The first step of a kind also sends the formats of its messages
-(`messages`); later steps do not.
+process has. It numbers the kinds of inputs. Before a step, the number of its kind and the number of
+its micro-batches go from each process to the next. The first step of a kind also sends the formats
+of its messages (`messages`); later steps do not.
 
     process of stage s       [1] send: pack, format if new, numbers
     process of stage s+1     [2] begin_receive: format if new, memory     [3] receive: wait, unpack

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.launch import Cells
+from support.streams import ShuffledStream
 from support.training import Recorder, assert_same
 from torch import nn
 from torch.utils.data import IterableDataset, default_collate
@@ -55,29 +56,16 @@ class Plain(IterableDataset):
             yield sample(100 * self.epoch + number)
 
 
-class Stateful(Plain):
+class Stateful(ShuffledStream, Plain):
     """Its order goes on from epoch to epoch, so it can be resumed only from its state."""
 
     def __init__(self, replica=0, replicas=1):
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(5)
-        self.order, self.at = None, 0
+        Plain.__init__(self)
+        ShuffledStream.__init__(self, SAMPLES)
 
-    def __iter__(self):
-        if self.order is None:
-            self.order = torch.randperm(SAMPLES, generator=self.generator)
-        while self.at < SAMPLES:
-            self.at += 1
-            self.reads += 1
-            yield sample(int(self.order[self.at - 1]))
-        self.order, self.at = None, 0
-
-    def state_dict(self):
-        return {"order": self.order, "at": self.at, "generator": self.generator.get_state()}
-
-    def load_state_dict(self, state):
-        self.order, self.at = state["order"], state["at"]
-        self.generator.set_state(state["generator"])
+    def read(self, index):
+        self.reads += 1
+        return sample(index)
 
 
 class Divided(Plain):
@@ -120,7 +108,7 @@ class Passes(Divided):
 
 
 class Batches(Stateful):
-    """A loader of one's own: batches of different sizes and of each replica, with a state."""
+    """A custom loader: batches of different sizes and of each replica, with a state."""
 
     def __init__(self, replica=0, replicas=1):
         super().__init__()
@@ -203,7 +191,7 @@ CASES = {
     "a stream with a state": (Stateful, {}, {}),
     "a stream that divides itself": (Divided, {}, {"steps": 10}),
     "fewer samples in a batch than were read": (Plain, {"collate": second}, {}),
-    "a loader of one's own": (Batches, {}, {"steps": 7}),
+    "a custom loader": (Batches, {}, {"steps": 7}),
 }
 
 
@@ -368,7 +356,7 @@ def own_loop(kind, world, everywhere):
 
 for kind in (Plain, Batches):
 
-    @cells.add(f"a loop of one's own over {kind.__name__} reads where the model needs batches")
+    @cells.add(f"a custom loop over {kind.__name__} reads where the model needs batches")
     def _(world, kind=kind):
         world = World.from_env(4, "cpu", engine="distributed")
         ours, loader = own_loop(kind, world, everywhere=False)

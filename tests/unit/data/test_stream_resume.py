@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from support.streams import ShuffledStream
 from support.training import Recorder, assert_same_run, rich_net
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
@@ -36,27 +37,14 @@ class Plain(IterableDataset):
         yield from (sample(100 * self.epoch + i) for i in range(SAMPLES))
 
 
-class Shuffled(Plain):
-    """Shuffles with a generator that goes on from epoch to epoch, and can save all of that."""
+class Shuffled(ShuffledStream, Plain):
+    """Its samples do not depend on the epoch, but their order does."""
 
     def __init__(self):
-        self.generator = torch.Generator().manual_seed(5)
-        self.order, self.at = None, 0
+        super().__init__(SAMPLES)
 
-    def __iter__(self):
-        if self.order is None:
-            self.order = torch.randperm(SAMPLES, generator=self.generator)
-        while self.at < SAMPLES:
-            self.at += 1
-            yield sample(int(self.order[self.at - 1]))
-        self.order, self.at = None, 0
-
-    def state_dict(self):
-        return {"order": self.order, "at": self.at, "generator": self.generator.get_state()}
-
-    def load_state_dict(self, state):
-        self.order, self.at = state["order"], state["at"]
-        self.generator.set_state(state["generator"])
+    def read(self, index):
+        return sample(index)
 
 
 class Batched(Shuffled):
