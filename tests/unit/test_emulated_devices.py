@@ -24,6 +24,7 @@ def now(monkeypatch):
 
 
 def spent(now, run):
+    emulation.pause(0.1)  # another stage's action
     start = now()
     run()
     return now() - start
