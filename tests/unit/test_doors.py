@@ -130,7 +130,7 @@ INSIDE = """
     pipeline.recomputation_proof unit/step/test_optimizer_step.py
     pipeline.reducer unit/launch/test_gpu_faults.py
     pipeline.replicas unit/pipeline/test_replicas.py
-    pipeline.split_backward unit/pipeline/test_split_backward.py
+    pipeline.split_backward unit/pipeline/test_split_backward.py unit/test_emulated_devices.py
     pipeline.stage unit/pipeline/test_split_backward.py
     pipeline.ties unit/pipeline/test_placement.py unit/pipeline/test_stand_in_nccl.py
     pipeline.timeline distributed/workers/across_processes.py unit/pipeline/test_timeline.py

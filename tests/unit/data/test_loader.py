@@ -196,13 +196,23 @@ def test_an_exception_of_the_data_set_is_raised_after_the_batches_before_it(work
 def test_worker_processes_end_with_their_stream(how):
     # not when the garbage is collected: that may be in a process forked later, which then waits
     # for workers that are not its own
-    data = Numbers(12, bad=permutation(12, 0, 0).tolist()[7] if how == "exception" else None)
+    class Gated(Numbers):
+        """The bad sample is read once the workers are counted: they end when it has been."""
+
+        def __getitem__(self, index):
+            if index == self.bad:
+                counted.wait(60)
+            return super().__getitem__(index)
+
+    counted = multiprocessing.Event()
+    data = Gated(12, bad=permutation(12, 0, 0).tolist()[7] if how == "exception" else None)
     gc.collect()
     gc.disable()
     try:
         stream = TrainLoader(data, 4, world_of(0, 1), options=LoaderOptions(workers=2)).stream()
         next(stream)
         assert len(multiprocessing.active_children()) == 2
+        counted.set()
         if how == "exception":
             with suppress(DataError):
                 next(stream)
