@@ -70,11 +70,6 @@ class _InFlight(NamedTuple):
     gradient: Tensor | None
     whole: bool
 
-    @property
-    def leaves(self) -> list[Tensor]:
-        """The tensors of all incoming links that get a gradient."""
-        return [leaf for link_leaves in self.inputs.leaves for leaf in link_leaves]
-
 
 class _ToWeights(NamedTuple):
     """The rest of a backward after its first part.
@@ -308,7 +303,7 @@ class Stage:
         if begun.whole or self._may_split is False or microbatch in self._divisions:
             return
         roots = [root for link_roots in begun.roots for root in link_roots]
-        division = divide(roots, begun.leaves)
+        division = divide(roots, self._leaves_of_links(begun))
         self._may_split = self._may_split or division is not None
         self._divisions[microbatch] = roots, division
 
@@ -324,9 +319,10 @@ class Stage:
         begun = self._in_flight.pop(microbatch)
         starts = _starts(begun, gradients)
         roots, division = self._divisions.pop(microbatch, ([], None))
+        leaves = self._leaves_of_links(begun)
         if len(starts) < len(roots):  # some values have no gradient
-            division = divide([root for root, _ in starts], begun.leaves)
-        parts = SplitBackward(division, starts, begun.leaves) if division is not None else None
+            division = divide([root for root, _ in starts], leaves)
+        parts = SplitBackward(division, starts, leaves) if division is not None else None
         if parts is None:
             # add to the weights after the backwards of earlier micro-batches, as in the unsplit
             # model
@@ -344,6 +340,15 @@ class Stage:
         starts_of_reducer = [root for root, _ in starts] if reduces else ()
         self._to_weights[microbatch] = _ToWeights(parts, starts_of_reducer)
         return self._gradients_of_inputs(begun.inputs, starts)
+
+    def _leaves_of_links(self, begun: _InFlight) -> list[Tensor]:
+        """Returns the tensors of the incoming links that get a gradient.
+
+        The first stage has no links. If the batch itself gets a gradient, the backward to the
+        weights computes it: its micro-batches can be views of one tensor, and share a node.
+        """
+        links = begun.inputs.leaves[: len(self.incoming)]
+        return [leaf for link_leaves in links for leaf in link_leaves]
 
     def backward_to_weights(self, microbatch: int, reduce: bool) -> None:
         """Runs the part of a backward that `backward_to_input` has left; see `backward`."""

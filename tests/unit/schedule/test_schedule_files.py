@@ -1,6 +1,7 @@
 """Schedules of one's own: a table, a plan, or a CSV file in the form of PyTorch's pipelining."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -65,6 +66,23 @@ def test_an_exported_schedule_with_an_edited_line_trains_exactly(tmp_path):
     assert edited != before
     path.write_text(edited)
     assert_trains_exactly(2, 1, str(path), ran=read_schedule(path))
+
+
+@pytest.mark.parametrize("rows", [9, 4])  # of different and of equal micro-batches
+def test_a_table_that_divides_the_first_stages_backward_gives_the_batch_its_gradient(
+    rows, tmp_path
+):
+    path = tmp_path / "divided.csv"
+    write_csv(make_schedule("1f1b", 2, 4), path)
+    path.write_text(re.sub(r"(\d)B(\d)", r"\1I\2,\1W\2", path.read_text()))
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    plain, (x, y) = copy.deepcopy(net), torch.randn(2, rows, 8)
+    batches = [x.clone().requires_grad_() for _ in range(2)]
+    hybrid(net, 2, schedule=str(path)).train_step(batches[0], y, mse_loss)
+    plain_step(plain, batches[1], y, mse_loss)
+    assert_same_gradients(net, plain)
+    assert torch.equal(batches[0].grad, batches[1].grad)
 
 
 def test_a_plan_is_a_file_of_the_schedule_that_it_was_made_for(tmp_path):
