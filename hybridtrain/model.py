@@ -429,7 +429,7 @@ class HybridModel:
         schedule = forward_only(devices, len(parts), options.stages_per_device, options.placement)
         with self.autocast():
             return self.pipeline.run_forward(
-                schedule, parts.__getitem__, head, places, self._batch_check.compare
+                schedule, parts.__getitem__, head, places, self._batch_check
             )
 
     def schedule(self, chunks: int) -> Schedule:
@@ -521,7 +521,7 @@ class HybridModel:
                 reduce=sync,
                 timeline=recorded,
                 places=cut.places,
-                meanwhile=self._batch_check.compare,
+                batch_check=self._batch_check,
             )
         self._batch_check.finish()
         mean = batch_weight.mean(losses)
@@ -765,7 +765,7 @@ class HybridModel:
                     inputs.__getitem__,
                     head,
                     reduce=sync,
-                    meanwhile=self._batch_check.compare,
+                    batch_check=self._batch_check,
                 )
         else:
             values = self._run_forward(inputs, head)

@@ -31,7 +31,7 @@ from hybridtrain.errors import (
     setting,
 )
 from hybridtrain.options import PipelineOptions
-from hybridtrain.pipeline.point_to_point import begin_receive, begin_send, wait
+from hybridtrain.pipeline.point_to_point import Pending, begin_receive, begin_send, wait
 from hybridtrain.schedule import make_schedule
 from hybridtrain.world import World
 
@@ -57,22 +57,30 @@ class BatchCheck:
     compares only shapes, because reading numbers would block the host. A process without a batch
     (`Unread`) takes part but compares nothing. `begin` and `finish` are collective calls.
 
-    Each process sends a digest to the last one, which compares them and sends the result to all. An
-    all-reduce would run on gloo's threads, in several rounds.
+    With the first message of a step, each process passes on the maxima so far of three values: the
+    digest, its negative, and whether there are targets. The last process sends the maxima over all
+    processes to the others, and each compares them in `finish`. So no process waits until another
+    one has run its step.
 
-        process 0     digest --.                  .-> result
-        process 1     digest ---> last: compare --->  result
+        process 0     values --.                        .-> maxima
+        process 1              '-> maxima --.           |-> maxima
+        process 2                           '-> maxima -'
+
+    The first batch and `has_targets` need the result before the step: they use an all-reduce.
     """
+
+    NO_BATCH = (-_ABOVE_DIGESTS,) * 3
+    """The values of a process without a batch."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._last = world.processes_per_replica - 1
         self._is_pending = False  # a batch was read, and the result is not known
         self._excerpt: _Excerpt | None = None  # None for a batch that is not read here
         self._targets_here = 0
-        self._own = self._result = torch.empty(0)
-        self._received: list[Tensor] = []  # in the last process
-        self._works: list[dist.Work] | None = None
+        self._is_merged = False
+        # the maxima over the processes up to this one; in the end over all
+        self._values = torch.tensor(self.NO_BATCH)
+        self._works: list[Pending] | None = None
         self._has_targets: bool | None = None
         self._is_first = True
 
@@ -86,7 +94,7 @@ class BatchCheck:
         """
         if self._world.pipeline_group is None:
             return
-        self._is_pending, self._works = True, None
+        self._is_pending, self._is_merged, self._works = True, False, None
         self._has_targets = None
         is_unread = isinstance(first_share(inputs), Unread)
         self._excerpt = None if is_unread else _excerpt_of(inputs, targets)
@@ -95,29 +103,35 @@ class BatchCheck:
             self.finish()
             self._is_first = False
 
-    def compare(self) -> None:
-        """Starts the comparison unless it has started; `finish` starts it at the latest.
+    def merge(self, values: Sequence[int]) -> Sequence[int]:
+        """Returns the maxima of this process's values and `values`, for the next process.
+
+        Args:
+            values: the maxima from the previous process; `NO_BATCH` in the first one.
+        """
+        if not self._is_pending:
+            return values
+        self._is_merged = True
+        if self._excerpt is not None:
+            digest, self._excerpt = _digest_of(self._excerpt), None
+            values = tuple(map(max, values, (digest, -digest, self._targets_here)))
+        self._values = torch.tensor(values)
+        return values
+
+    def share_result(self) -> None:
+        """Starts sending or receiving the maxima over all processes; does so once after `merge`.
 
         A process that calls this where it waits for another one loses no time.
         """
-        if not self._is_pending or self._works is not None:
+        if not self._is_merged or self._works is not None:
             return
-        if self._excerpt is None:
-            self._own = torch.full((3,), -_ABOVE_DIGESTS)
-        else:
-            digest = _digest_of(self._excerpt)
-            self._own = torch.tensor([digest, -digest, self._targets_here])
-            self._excerpt = None
-        world, last = self._world, self._last
+        world, last = self._world, self._world.processes_per_replica - 1
         if world.pipeline_rank == last:
-            self._received = [torch.empty_like(self._own) for _ in range(last)]
             self._works = []
-            for peer, received in enumerate(self._received):
-                self._works += begin_receive([received], world, peer, _TAG)
+            for peer in range(last):
+                self._works += begin_send([self._values], world, peer, _TAG)
         else:
-            self._result = torch.empty_like(self._own)
-            self._works = begin_send([self._own], world, last, _TAG)
-            self._works += begin_receive([self._result], world, last, _TAG)
+            self._works = begin_receive([self._values], world, last, _TAG)
 
     def has_targets(self, targets: Any) -> bool:
         """Returns whether the batch has targets, also for an `Unread` one; a collective call.
@@ -137,18 +151,17 @@ class BatchCheck:
         Raises:
             BatchError: the processes received different batches.
         """
-        self.compare()
-        if self._works is None:
+        if not self._is_pending:
             return
-        wait(self._works)
-        if self._world.pipeline_rank == self._last:
-            self._result = torch.stack([*self._received, self._own]).amax(0)
-            sends: list[dist.Work] = []
-            for peer in range(self._last):
-                sends += begin_send([self._result], self._world, peer, _TAG)
-            wait(sends)  # all have begun to receive it
-        largest, minus_smallest, has_targets = self._result.tolist()
-        self._is_pending, self._works = False, None
+        if self._is_merged:
+            assert self._works is not None, "the step has not shared the result"
+            wait(self._works)
+        else:
+            self.merge(self.NO_BATCH)
+            group = self._world.pipeline_group
+            dist.all_reduce(self._values, dist.ReduceOp.MAX, group)
+        self._is_pending, self._is_merged, self._works = False, False, None
+        largest, minus_smallest, has_targets = self._values.tolist()
         self._has_targets = bool(has_targets)
         if largest != -minus_smallest:
             world = self._world

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridtrain._base.precision import ThreadState
 from hybridtrain._base.shares import MicrobatchPlace
+from hybridtrain.pipeline.agreement import BatchCheck
 from hybridtrain.pipeline.timeline import Timeline
 from hybridtrain.schedule import Schedule
 
@@ -52,8 +53,7 @@ class Step(NamedTuple):
         timeline: records the start and end of every action; None records nothing.
         training: whether the model is in training mode.
         places: the logical replica of each micro-batch; None: the same for all.
-        meanwhile: work that should not delay the step; an engine over several processes calls it
-            once per process: before it first waits for a message, or at the end of the step.
+        batch_check: compares the batches of several processes; None: nothing to compare.
     """
 
     schedule: Schedule
@@ -65,7 +65,7 @@ class Step(NamedTuple):
     timeline: Timeline | None = None
     training: bool = True
     places: Sequence[MicrobatchPlace] | None = None
-    meanwhile: Callable[[], None] | None = None
+    batch_check: BatchCheck | None = None
 
 
 class Engine(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -27,7 +27,7 @@ from hybridtrain.graph import Segment, VariantCut
 from hybridtrain.launch import activity, second_signal_ends
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import Plan, PlannedLayers, recompute_policy
-from hybridtrain.pipeline.agreement import check_frozen_alike
+from hybridtrain.pipeline.agreement import BatchCheck, check_frozen_alike
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.engine import Head, Source, Step
 from hybridtrain.pipeline.engines import ENGINES, EngineMaker, make_engine
@@ -237,7 +237,7 @@ class Pipeline:
         reduce: bool = True,
         timeline: Timeline | None = None,
         places: Sequence[MicrobatchPlace] | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        batch_check: BatchCheck | None = None,
     ) -> list[Any]:
         """Runs a step with its backward; gradients are added to `parameter.grad`.
 
@@ -259,7 +259,16 @@ class Pipeline:
         training = self._net.training
         state = ThreadState.capture()
         step = Step(
-            schedule, source, head, state, recomputed, reduce, timeline, training, places, meanwhile
+            schedule,
+            source,
+            head,
+            state,
+            recomputed,
+            reduce,
+            timeline,
+            training,
+            places,
+            batch_check,
         )
         for stage in self.stages:
             if self.watches_state:
@@ -330,12 +339,18 @@ class Pipeline:
         source: Source,
         head: Head,
         places: Sequence[MicrobatchPlace] | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        batch_check: BatchCheck | None = None,
     ) -> list[Any]:
         """Runs a step with forwards only; the caller has disabled gradients."""
         training, state = self._net.training, ThreadState.capture()
         step = Step(
-            schedule, source, head, state, training=training, places=places, meanwhile=meanwhile
+            schedule,
+            source,
+            head,
+            state,
+            training=training,
+            places=places,
+            batch_check=batch_check,
         )
         return self._run(step, trains=training)
 

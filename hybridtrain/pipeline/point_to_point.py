@@ -3,49 +3,97 @@
 Tensors on GPUs are sent through NCCL in batches. A batch uses the communicator of the pipeline's
 group, which exists from the start of a run. For a single send or receive, NCCL would create another
 communicator for the two processes in the middle of the first step. Tensors in CPU memory are sent
-through gloo, one by one. They call the group directly: the checks and lookups of `dist.isend` take
-up to half as long as the send itself.
+through gloo, each large one by itself and the small ones together: a send takes longer than copying
+them. They call the group directly: the checks and lookups of `dist.isend` take up to half as long
+as the send itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridtrain._base.accelerator import accelerator_of
+from hybridtrain._base.tensors import byte_size
 from hybridtrain.world import World
 
+SMALL_BYTES = 1 << 16
+"""The largest tensor in CPU memory that is sent together with others."""
 
-def begin_send(tensors: Sequence[Tensor], world: World, peer: int, tag: int = 0) -> list[dist.Work]:
+
+class Pending(Protocol):
+    """A send or receive that has started."""
+
+    def wait(self) -> object:
+        """Waits until it is done; with NCCL, only the current stream waits."""
+
+
+def begin_send(tensors: Sequence[Tensor], world: World, peer: int, tag: int = 0) -> list[Pending]:
     """Starts sending `tensors`; their memory must stay unchanged until the works are done.
 
     Args:
-        tensors: on the world's `wire_device` or in CPU memory; empty tensors are skipped.
+        tensors: on the world's `wire_device` or in CPU memory; empty tensors are skipped. The
+            receiver passes tensors of the same sizes to one `begin_receive`. Two or more tensors
+            must be contiguous, with 1 dim.
         world: the processes.
         peer: the receiver's index in the pipeline.
         tag: messages with different tags are matched independently; for tensors in CPU memory only.
     """
-    batch, single = _divided(tensors)
+    on_gpu, large, small = _divided(tensors)
     group = _group(world)
-    return _batch(dist.isend, batch, group, peer) + [group.send([t], peer, tag) for t in single]
+    pending = _batch(dist.isend, on_gpu, group, peer)
+    pending += [group.send([tensor], peer, tag) for tensor in large]
+    if small:
+        joined = torch.cat([tensor.view(torch.uint8) for tensor in small])
+        pending.append(_Joined(group.send([joined], peer, tag), joined))
+    return pending
 
 
 def begin_receive(
     tensors: Sequence[Tensor], world: World, peer: int, tag: int = 0
-) -> list[dist.Work]:
+) -> list[Pending]:
     """Starts receiving into `tensors`; see `begin_send`."""
-    batch, single = _divided(tensors)
+    on_gpu, large, small = _divided(tensors)
     group = _group(world)
-    return _batch(dist.irecv, batch, group, peer) + [group.recv([t], peer, tag) for t in single]
+    pending = _batch(dist.irecv, on_gpu, group, peer)
+    pending += [group.recv([tensor], peer, tag) for tensor in large]
+    if small:
+        joined = torch.empty(sum(map(byte_size, small)), dtype=torch.uint8)
+        pending.append(_Joined(group.recv([joined], peer, tag), joined, small))
+    return pending
 
 
-def wait(works: Sequence[dist.Work]) -> None:
+def wait(pending: Sequence[Pending]) -> None:
     """Waits until all sends or receives are done; with NCCL, only the current stream waits."""
-    for work in works:
-        work.wait()
+    for operation in pending:
+        operation.wait()
+
+
+class _Joined(NamedTuple):
+    """A send or receive of small tensors, joined.
+
+    Attributes:
+        work: the send or receive.
+        memory: of the joined tensors; it must live until the work is done.
+        tensors: the tensors to receive into.
+    """
+
+    work: dist.Work
+    memory: Tensor
+    tensors: Sequence[Tensor] = ()
+
+    def wait(self) -> None:
+        """Waits until it is done."""
+        self.work.wait()
+        start = 0
+        for tensor in self.tensors:
+            end = start + byte_size(tensor)
+            tensor.view(torch.uint8).copy_(self.memory[start:end])
+            start = end
 
 
 def _group(world: World) -> dist.ProcessGroup:
@@ -53,14 +101,24 @@ def _group(world: World) -> dist.ProcessGroup:
     return world.pipeline_group
 
 
-def _divided(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the tensors on GPUs and the tensors in CPU memory, without empty tensors."""
-    batch: list[Tensor] = []
-    single: list[Tensor] = []
+def _divided(
+    tensors: Sequence[Tensor],
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    """Returns the tensors on GPUs, those in CPU memory to send one by one, and those to join.
+
+    Skips empty tensors.
+    """
+    on_gpu: list[Tensor] = []
+    large: list[Tensor] = []
+    small: list[Tensor] = []
     for tensor in tensors:
-        if tensor.numel():
-            (single if accelerator_of(tensor.device) is None else batch).append(tensor)
-    return batch, single
+        if not tensor.numel():
+            continue
+        if accelerator_of(tensor.device) is not None:
+            on_gpu.append(tensor)
+        else:
+            (small if byte_size(tensor) <= SMALL_BYTES else large).append(tensor)
+    return (on_gpu, large, small) if len(small) > 1 else (on_gpu, large + small, [])
 
 
 def _batch(

@@ -130,6 +130,7 @@ INSIDE = """
     pipeline.recomputation_proof unit/step/test_optimizer_step.py
     pipeline.reducer unit/launch/test_gpu_faults.py
     pipeline.replicas unit/pipeline/test_replicas.py
+    pipeline.point_to_point unit/pipeline/test_point_to_point.py
     pipeline.split_backward unit/pipeline/test_split_backward.py unit/test_emulated_devices.py
     pipeline.stage unit/pipeline/test_split_backward.py
     pipeline.ties unit/pipeline/test_placement.py unit/pipeline/test_stand_in_nccl.py

@@ -30,10 +30,13 @@ early, in the same order. A message is sent immediately if its receive has start
 first waits for a handshake between the two processes while both compute. Starting a receive takes
 about as long as a send, so early receives start where a process waits for a message.
 
+A process that has run its last action does not wait for the others. If it ends before them, as in
+ZB-V, it can begin the next forward or the optimizer step while they finish.
+
 A receiver must know the sizes of a message in advance. They follow from the inputs, which the first
-process has. It numbers the kinds of inputs. Before a step, the number of its kind and the number of
-its micro-batches go from each process to the next. The first step of a kind also sends the formats
-of its messages (`messages`); later steps do not.
+process has. It numbers the kinds of inputs. Before a step, a first message goes from each process
+to the next, with the number of its kind, the number of its micro-batches and a digest of the batch.
+The first step of a kind also sends the formats of its messages (`messages`); later steps do not.
 
     process of stage s       [1] send: pack, format if new, numbers
     process of stage s+1     [2] begin_receive: format if new, memory     [3] receive: wait, unpack
@@ -42,13 +45,12 @@ of its messages (`messages`); later steps do not.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridtrain._base.accelerator import accelerator_of
@@ -56,6 +58,7 @@ from hybridtrain._base.text_table import counted
 from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import BatchError, ScheduleError, SplitError, argument, setting
 from hybridtrain.launch import LaneActivity, activity
+from hybridtrain.pipeline.agreement import BatchCheck
 from hybridtrain.pipeline.engine import Step
 from hybridtrain.pipeline.engines.actions import ActionRunner
 from hybridtrain.pipeline.links import Link, routes
@@ -70,7 +73,7 @@ from hybridtrain.pipeline.messages import (
     unpack,
     wire_device,
 )
-from hybridtrain.pipeline.point_to_point import begin_receive, begin_send, wait
+from hybridtrain.pipeline.point_to_point import Pending, begin_receive, begin_send, wait
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.transfer import keep_until, side_stream
 from hybridtrain.schedule import Action, Schedule, receiver_of
@@ -98,7 +101,7 @@ class _Coming(NamedTuple):
     form: MessageFormat
     tensors: list[Tensor]
     parts: list[Tensor]
-    works: list[dist.Work]
+    works: list[Pending]
 
 
 class Lane(NamedTuple):
@@ -140,8 +143,8 @@ class MessageWire:
         world: the processes.
         formats: the known message formats; the first step that sends messages fills it.
         doing: notes that a send waits for earlier sends.
-        meanwhile: called once: before the first message from another process is awaited, or at the
-            end of the step.
+        batch_check: its result is shared before the first message from another process is awaited,
+            or at the end of the step.
     """
 
     def __init__(
@@ -151,7 +154,7 @@ class MessageWire:
         world: World,
         formats: Formats,
         doing: LaneActivity,
-        meanwhile: Callable[[], None] | None = None,
+        batch_check: BatchCheck | None = None,
     ) -> None:
         self._stages = stages
         self._peers = lane.peers
@@ -159,7 +162,7 @@ class MessageWire:
         self._begun = 0  # the number of started receives
         self._formats = formats
         self._doing = doing
-        self._meanwhile = meanwhile
+        self._batch_check = batch_check
         self._world = world
         self._device = world.devices[0]
         self._wire_device = world.wire_device
@@ -167,7 +170,7 @@ class MessageWire:
         self._here: dict[Action, list[Any]] = {}
         self._coming: dict[Action, _Coming] = {}
         # tensors must live until they are sent
-        self._sent: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+        self._sent: deque[tuple[list[Pending], list[Tensor]]] = deque()
         # without backwards, sent tensors would otherwise stay until the end of a long batch
         self._most_sent = 4 * len(lane.peers)
 
@@ -182,14 +185,15 @@ class MessageWire:
             message = [*message, torch.tensor(draws, dtype=torch.int64)]
         expected = self._formats.get(to)
         form, tensors = pack(message, to.kind == "F", expected)  # [1]
-        works: list[Any] = []
+        works: list[Pending] = []
         held: list[Tensor] = []
         if expected is None:
             # ahead of the numbers, in the same queue: the receiver takes it in the same place
             self._formats[to] = form
             data = to_bytes(form)
             held += [torch.tensor([data.numel()]), data]
-            works += begin_send(held, self._world, self._peers[to.stage])
+            for part in held:  # received one by one
+                works += begin_send([part], self._world, self._peers[to.stage])
         elif expected is not form:
             raise SplitError(
                 f"{stage} sends values of different shapes or types than before, or different "
@@ -252,7 +256,7 @@ class MessageWire:
         if action in self._here:
             return self._here.pop(action)
         self._begin_ahead()
-        self._run_meanwhile()
+        self._share_result()
         doing.wait(True)
         form, tensors, _, works = self._coming.pop(action)
         wait(works)
@@ -268,16 +272,15 @@ class MessageWire:
 
     def finish(self) -> None:
         """Waits until all messages are sent."""
-        self._run_meanwhile()
+        self._share_result()
         self._doing.wait(True)
         while self._sent:
             self._wait_for_oldest()
         self._doing.wait(False)
 
-    def _run_meanwhile(self) -> None:
-        if self._meanwhile is not None:
-            meanwhile, self._meanwhile = self._meanwhile, None
-            meanwhile()
+    def _share_result(self) -> None:
+        if self._batch_check is not None:
+            self._batch_check.share_result()
 
     def _wait_for_oldest(self) -> None:
         works, _held = self._sent.popleft()
@@ -324,14 +327,14 @@ class ProcessEngine:
         self._world = world
         self._lanes: dict[Schedule, Lane] = {}
         self._formats: dict[int, Formats] = {}  # by the number of the kind
-        # the number of the step's kind and its micro-batches; sent until `run` has waited for it
-        self._kind = torch.zeros(2, dtype=torch.int64)
+        # see `_pass_first_message`; it is sent until `run` has waited for it
+        self._first_message = torch.zeros(2 + len(BatchCheck.NO_BATCH), dtype=torch.int64)
         self._numbers: dict[Hashable, int] = {}  # of the kinds, in the first process
         self._kinds = 0  # how many it has numbered
 
     def run(self, step: Step) -> list[Any]:
         """Executes this process's part of `step`; see `Engine.run`."""
-        schedule, (kind, sending) = step.schedule, self._begin_kind(step)
+        schedule, (kind, sending) = step.schedule, self._pass_first_message(step)
         if kind not in self._formats:
             if len(self._formats) == _KINDS:  # in all processes, which get the same numbers
                 del self._formats[next(iter(self._formats))]
@@ -341,7 +344,7 @@ class ProcessEngine:
             lane = self._lanes[schedule] = Lane.of(schedule, self._world.pipeline_rank)
         (doing,) = activity.begin_step(1)
         formats = self._formats[kind]
-        wire = MessageWire(self._stages, lane, self._world, formats, doing, step.meanwhile)
+        wire = MessageWire(self._stages, lane, self._world, formats, doing, step.batch_check)
         runner = ActionRunner(step, self._stages, self._routes, wire)
         try:
             runner.run_actions(_actions(lane, wire), doing)
@@ -352,33 +355,39 @@ class ProcessEngine:
         wait(sending)
         return runner.values if schedule.stages - 1 in self._stages else []
 
-    def _begin_kind(self, step: Step) -> tuple[int, list[dist.Work]]:
-        """Returns the number of the step's kind, and its send to the next process, if any.
+    def _pass_first_message(self, step: Step) -> tuple[int, list[Pending]]:
+        """Returns the number of the step's kind, and the send of the first message, if any.
 
-        Each process passes the number on to the next. A send costs the first process less time than
-        a broadcast, and later stages need the number later.
+        This message goes from each process to the next: the number of the kind, the number of
+        micro-batches, and what `BatchCheck.merge` compares. A send costs the first process less
+        time than a broadcast, and later stages need the number later.
 
         Raises:
             BatchError: the first process has another number of micro-batches, so this one would
                 wait for messages that nobody sends.
         """
         world, rank, chunks = self._world, self._world.pipeline_rank, step.schedule.chunks
-        kind = self._kind.numpy()  # tensor operations take longer, between two steps
+        numbers = self._first_message.numpy()  # tensor operations take longer, between two steps
         if rank:
-            wait(begin_receive([self._kind], world, rank - 1))
+            wait(begin_receive([self._first_message], world, rank - 1))
         else:
-            kind[:] = self._number_of(_kind(step)), chunks
+            numbers[:2] = self._number_of(_kind(step)), chunks
+            numbers[2:] = BatchCheck.NO_BATCH
+        if step.batch_check is not None:
+            numbers[2:] = step.batch_check.merge(numbers[2:].tolist())
         is_last = rank + 1 == world.processes_per_replica
-        sending = [] if is_last else begin_send([self._kind], world, rank + 1)
-        if kind[1] != chunks:
+        sending = [] if is_last else begin_send([self._first_message], world, rank + 1)
+        kind, chunks_of_first = numbers[:2].tolist()
+        if chunks_of_first != chunks:
             raise BatchError(
                 f"this process has {counted(chunks, 'micro-batch', 'es')} in a step, and the first "
-                f"one of its pipeline has {kind[1]}: with {setting('engine', 'distributed')}, a "
-                "process that does not read a batch expects as many samples as the sampler "
-                f"selects. Let {argument('collate')} return as many samples, or pass your own "
-                "DataLoader to OwnLoader, which tells all processes the number"
+                f"one of its pipeline has {chunks_of_first}: with "
+                f"{setting('engine', 'distributed')}, a process that does not read a batch expects "
+                f"as many samples as the sampler selects. Let {argument('collate')} return as many "
+                "samples, or pass your own DataLoader to OwnLoader, which tells all processes the "
+                "number"
             )
-        return int(kind[0]), sending
+        return kind, sending
 
     def _number_of(self, kind: Hashable) -> int:
         """Returns the number of a kind, in the first process."""

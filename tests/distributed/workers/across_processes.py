@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,24 @@ for _name in ("dropout", "conv", "tied_gpt", "masked_lm"):
         assert "gradient" in found.differs
         assert " on rank " in str(found)
         assert len(set(world.gather(str(found)))) == 1
+
+
+@cells.add("a process that has done its part of a step does not wait until the others have")
+def _(world):
+    model, _ = both(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), chunks=2)
+    store = get_default_store()
+    for step in range(3):
+        key = f"rank 0 is done {step}"
+        x, y = floats(2, 3, seed=step), torch.tensor([0, 1])
+
+        def last_part(output, targets, key=key):
+            if targets[0] == 1:  # all inputs have arrived
+                store.wait([key], timedelta(seconds=20))
+            return output
+
+        model.map_outputs(x, y, last_part)
+        if world.rank == 0:
+            store.set(key, "")
 
 
 def assert_equal_steps(ours, alone, batch, loss_fn, steps=3, rows=(7, 10, 3), **close):
