@@ -3,8 +3,10 @@
 A stage takes 5 ms forward and 10 ms backward, so that any number of "devices" fits on any number
 of cores, and whatever is lost is the engine's. It notes when it is called and sleeps until its time
 has passed, so PyTorch's own work inside counts as part of it. Some of a backward lies outside, such
-as entering autograd. It is measured on a stage that is called without any engine, and the sleeps
-are shorter by it. The column `alone` shows how well that holds.
+as entering autograd, which a backward in two parts does twice. It is measured on a stage that is
+called without any engine, and the sleeps are shorter by it. The column `alone` shows how well that
+holds: it is measured between the runs, and the ideal times follow it, because the speed of a shared
+machine changes.
 
 As in training, steps follow one another: several are measured in a row, after as many that are not
 measured.
@@ -17,14 +19,15 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -74,13 +77,17 @@ class Sleeps:
         factor: how many times 5 and 10 ms a stage takes.
         early: how much too late `time.sleep` wakes up, at best.
         forward: of a forward's 5 ms, the part outside of the noted time.
-        backward: likewise.
+        backward: of a whole backward's 10 ms, the part outside of the noted time.
+        to_input: of the 5 ms of a backward's first part, the part outside of the noted time.
+        to_weight: of the 5 ms of its second part, the part outside of the noted time.
     """
 
     early: float = 0.0
     factor: float = 1.0
     forward: float = 0.0
     backward: float = 0.0
+    to_input: float = 0.0
+    to_weight: float = 0.0
 
 
 sleeps = Sleeps()
@@ -96,8 +103,12 @@ def backward_s() -> float:
     return BACKWARD * sleeps.factor
 
 
-def calibrate() -> None:
-    """Sets `sleeps`: how late the sleep itself is, then what a stage takes outside."""
+def calibrate(share: float = 1.0) -> None:
+    """Sets `sleeps`: how late the sleep itself is, then what a stage takes outside.
+
+    After a longer sleep PyTorch's code takes longer too, so it depends on the stage's share of a
+    device's time.
+    """
     late = []
     for _ in range(100):
         start = time.perf_counter()
@@ -105,24 +116,58 @@ def calibrate() -> None:
         late.append(time.perf_counter() - start - FORWARD)
     sleeps.early = sorted(late)[10]
     for _ in range(2):  # the second time corrects the first
-        forward, backward = stage_alone(50)
-        sleeps.forward += statistics.median(forward) - forward_s()
-        sleeps.backward += statistics.median(backward) - backward_s()
+        forward, backward = zip(*stage_alone(25, share=share), strict=True)
+        sleeps.forward += statistics.median(forward) - forward_s() * share
+        sleeps.backward += statistics.median(backward) - backward_s() * share
+        _, to_input, to_weight = zip(*stage_alone(25, in_parts=True, share=share), strict=True)
+        sleeps.to_input += statistics.median(to_input) - backward_s() * share / 2
+        sleeps.to_weight += statistics.median(to_weight) - backward_s() * share / 2
 
 
-def stage_alone(microbatches: int) -> tuple[list[float], list[float]]:
-    """The seconds of each forward and backward of one stage, called without any engine."""
-    stage, x, gradient = Emulated(1.0), samples(1), torch.ones(1, WIDTH)
-    forward, backward = [], []
+def stage_alone(
+    microbatches: int, in_parts: bool = False, share: float = 1.0
+) -> list[tuple[float, ...]]:
+    """The seconds of each action of one stage, called without any engine.
+
+    Args:
+        microbatches: how often it is called.
+        in_parts: run each backward in two parts.
+        share: the stage's share of the time of a device.
+
+    Returns:
+        for each micro-batch its forward and its backward, or the two parts of its backward.
+    """
+    stage, x, gradient = Emulated(share), samples(1), torch.ones(1, WIDTH)
+    times = []
     for _ in range(microbatches):
-        start = time.perf_counter()
+        stamps = [time.perf_counter()]
         y = stage(x)
-        middle = time.perf_counter()
-        torch.autograd.backward(y, gradient)
-        end = time.perf_counter()
-        forward.append(middle - start)
-        backward.append(end - middle)
-    return forward, backward
+        stamps.append(time.perf_counter())
+        if in_parts:
+            weight = _edge_to_weight(y)
+            inner = torch.autograd.grad(y, (x, weight), gradient, retain_graph=True)[1]
+            stamps.append(time.perf_counter())
+            torch.autograd.backward(weight, inner)
+        else:
+            torch.autograd.backward(y, gradient)
+        stamps.append(time.perf_counter())
+        times.append(tuple(end - start for start, end in itertools.pairwise(stamps)))
+    return times
+
+
+def device_alone_s(chunks: int, in_parts: bool, per_device: int) -> float:
+    """The seconds of a device's stages for `chunks` micro-batches, without any engine."""
+    return sum(map(sum, stage_alone(chunks * per_device, in_parts, 1 / per_device)))
+
+
+def _edge_to_weight(y: Tensor) -> GradientEdge:
+    """Returns where the weight's part of the backward of an emulated stage begins."""
+    assert y.grad_fn is not None
+    add = y.grad_fn.next_functions[0][0]
+    assert add is not None
+    node, index = add.next_functions[1]
+    assert node is not None
+    return GradientEdge(node, index)
 
 
 def pause(seconds: float) -> None:
@@ -146,18 +191,27 @@ class _Clock:
 
     def __init__(self) -> None:
         self._at: float | None = None
+        self._is_whole = False
 
     def begin(self) -> None:
         """The output's part begins."""
-        self._at = time.perf_counter()
+        self._at, self._is_whole = time.perf_counter(), False
 
-    def pause(self, share: float, is_last: bool) -> None:
-        """Pauses to the end of half a backward; `is_last` if nothing follows it directly."""
-        is_alone = self._at is None  # the weight, in a backward in two parts
-        begin = time.perf_counter() if self._at is None else self._at
-        end = begin + (backward_s() * share - sleeps.backward) / 2
+    def pause_weight(self, share: float) -> None:
+        """Pauses for half a backward; the input follows directly if the backward is whole."""
+        half = backward_s() * share / 2
+        if self._at is None:
+            pause(half - sleeps.to_weight)
+            return
+        self._at, self._is_whole = self._at + half - sleeps.backward / 2, True
+        pause_until(self._at)
+
+    def pause_input(self, share: float) -> None:
+        """Pauses for half a backward, the end of a whole one or all of a first part."""
+        assert self._at is not None
+        outside = sleeps.backward / 2 if self._is_whole else sleeps.to_input
+        end, self._at = self._at + backward_s() * share / 2 - outside, None
         pause_until(end)
-        self._at = None if is_last or is_alone else end
 
 
 class _Input(torch.autograd.Function):
@@ -170,7 +224,7 @@ class _Input(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.clock.pause(ctx.share, is_last=True)
+        ctx.clock.pause_input(ctx.share)
         return grads[0], None, None
 
 
@@ -184,7 +238,7 @@ class _Weight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.clock.pause(ctx.share, is_last=False)
+        ctx.clock.pause_weight(ctx.share)
         return torch.zeros(()), None, None
 
 
@@ -330,32 +384,72 @@ def over_processes(
     return in_a_row(lambda: model.train_step(x, None, mean_loss))
 
 
+@dataclass(frozen=True)
+class Message:
+    """The cost of one gloo message, in seconds.
+
+    Attributes:
+        sending: how long the call that sends it takes in the sender's thread.
+        receiving: how long the call that starts its receive takes in the receiver's thread.
+        latency: from the end of the sender's call to the end of the receiver's wait.
+    """
+
+    sending: float = 0.0
+    receiving: float = 0.0
+    latency: float = 0.0
+
+
 def messages(calibrated: Sleeps) -> Callable[[], object]:
-    """Bare messages of gloo's between sleeping processes, the even to the odd ones."""
+    """Bare messages between sleeping processes, the even to the odd ones.
+
+    As in a pipeline, each receive is started before the message is sent, and both calls follow a
+    sleep. A run of an even process gives the seconds of its sends and their ends; of an odd one the
+    seconds of starting receives and the ends of their waits.
+    """
     global sleeps
     sleeps = calibrated
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.GroupMember.WORLD
+    assert group is not None
 
-    def run() -> list[float]:
-        stamp = torch.zeros(WIDTH, dtype=torch.float64)
-        times = []
-        for _ in range(MESSAGES):
-            if rank % 2 == 0 and rank + 1 < size:
-                pause(FORWARD)
-                stamp[0] = time.perf_counter()
-                dist.send(stamp, rank + 1)
-            elif rank % 2:
-                dist.recv(stamp, rank - 1)
-                times.append(time.perf_counter() - float(stamp[0]))
+    def run() -> list[tuple[float, float]]:
+        tensor, times = torch.zeros(WIDTH), []
+        for _ in range(MESSAGES if rank % 2 or rank + 1 < size else 0):
+            pause(FORWARD / 2 if rank % 2 else FORWARD)
+            start = time.perf_counter()
+            work = (
+                group.recv([tensor], rank - 1, 0) if rank % 2 else group.send([tensor], rank + 1, 0)
+            )
+            end = time.perf_counter()
+            work.wait()
+            times.append((end - start, time.perf_counter() if rank % 2 else end))
         return times[1:]
 
     return run
 
 
-def message_s(processes: Processes) -> float:
-    """Returns the median seconds of a message on its way."""
-    runs = [times for _ in range(3) for times in processes.run("messages")]
-    return statistics.median(itertools.chain(*runs))
+def message_of(processes: Processes) -> Message:
+    """Returns the median costs of a message."""
+    sending, receiving, latencies = [], [], []
+    for _ in range(3):
+        ranks = processes.run("messages")
+        for sends, receives in zip(ranks[::2], ranks[1::2], strict=False):
+            for (sent, begin), (received, end) in zip(sends, receives, strict=True):
+                sending.append(sent)
+                receiving.append(received)
+                latencies.append(end - begin)
+    return Message(*map(statistics.median, (sending, receiving, latencies)))
+
+
+def shown_message(costs: Sequence[Message]) -> str:
+    """Returns the median costs of messages, for readers."""
+    sending, receiving, latency = (
+        statistics.median(getattr(cost, field.name) for cost in costs) * 1e3
+        for field in fields(Message)
+    )
+    return (
+        f"{sending:.2f} ms in the sender's thread, {receiving:.2f} ms in the receiver's, and "
+        f"{latency:.2f} ms on its way"
+    )
 
 
 def step_s(steps: Job) -> Job:
@@ -364,17 +458,33 @@ def step_s(steps: Job) -> Job:
 
 
 def ideal_s(
-    schedule: str, devices: int, chunks: int, per_device: int, message_s: float = 0.0
+    schedule: str,
+    devices: int,
+    chunks: int,
+    per_device: int,
+    message: Message | None = None,
+    pace: float = 1.0,
 ) -> float:
-    """Returns the seconds of a step of `schedule`, if only the stages and messages take time."""
+    """Returns the seconds of a step of `schedule`, if only the stages and messages take time.
+
+    A stage takes `pace` times as long as intended.
+    """
+    message = message or Message()
     stages = devices * per_device
-    times = [forward_s() / per_device] * stages, [backward_s() / per_device] * stages
     table = make_schedule(schedule, devices, chunks, per_device)
-    borders = [
-        0.0 if table.lane_of[stage] == table.lane_of[stage + 1] else message_s
-        for stage in range(stages - 1)
-    ]
-    return Durations.of(*times, transfer=borders).length(table)
+    forward = [pace * forward_s() / per_device] * stages
+    backward = [pace * backward_s() / per_device] * stages
+    weight = Durations.of(forward, backward).weight
+    transfer = [0.0] * (stages - 1)
+    for stage in range(stages - 1):
+        if table.lane_of[stage] != table.lane_of[stage + 1]:
+            transfer[stage] = message.latency
+            forward[stage] += message.sending
+            forward[stage + 1] += message.receiving
+            backward[stage + 1] += message.sending
+            backward[stage] += message.receiving
+    times = map(tuple, (forward, backward, weight, transfer))
+    return Durations(*times).length(table)
 
 
 def main() -> None:
@@ -388,36 +498,39 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     sleeps.factor = options.factor
-    calibrate()
     processes = Processes(max(options.devices))
+    calibrate()
     processes.add("messages", messages, sleeps)
     rows = []
-    message_times = []
+    costs = []
     kinds = {"interleaved": 2, **{name: registered(name).stages_per_device or 1 for name in OURS}}
     for devices, chunks, schedule in itertools.product(
         options.devices, options.chunks, options.schedules
     ):
         per_device = kinds[schedule]
         name = f"{schedule}, P={devices}, m={chunks}"
+        calibrate(1 / per_device)  # for each row: the speed of a shared machine changes
         if schedule in TORCH:
             processes.add(name, torch_pipelining, devices, chunks, schedule, per_device, sleeps)
         own = "1f1b" if schedule == "interleaved" else schedule
         processes.add(f"ours, {name}", over_processes, devices, chunks, own, per_device, sleeps)
         has_peer = schedule == "gpipe" and optional("torchgpipe") is not None
         ours = hybrid(devices, chunks, own, per_device)
+        in_parts = registered(own).splits_backward
         jobs = {
-            "alone": lambda chunks=chunks: sum(map(sum, stage_alone(chunks))),
+            "alone": partial(device_alone_s, chunks, in_parts, per_device),
             "hybridtrain": step_s(timed(ours)),
             "processes": step_s(partial(processes.seconds, f"ours, {name}")),
             "torch": step_s(partial(processes.seconds, name)) if schedule in TORCH else None,
             "torchgpipe": step_s(timed(peer(devices, chunks))) if has_peer else None,
         }
         times = interleave(jobs, options.repeats)
-        message_times.append(message_s(processes))
-        ideal = ideal_s(own, devices, chunks, per_device)
-        with_messages = ideal_s(own, devices, chunks, per_device, message_times[-1])
-        busy = chunks * (forward_s() + backward_s())
+        costs.append(message_of(processes))
         alone = times.pop("alone")
+        pace = statistics.median(alone) / (chunks * (forward_s() + backward_s()))
+        ideal = ideal_s(own, devices, chunks, per_device, pace=pace)
+        with_messages = ideal_s(own, devices, chunks, per_device, costs[-1], pace)
+        busy = statistics.median(alone)
         efficiency = {key: shown([ideal / t for t in values]) for key, values in times.items()}
         idle = {key: f"{1 - busy / statistics.median(t):.1%}" for key, t in times.items() if t}
         rows.append(
@@ -431,7 +544,7 @@ def main() -> None:
                 shown([with_messages / t for t in times["processes"]]),
                 efficiency["torch"] if schedule in TORCH else "has none",
                 efficiency["torchgpipe"] if schedule == "gpipe" else "has none",
-                shown([busy / t for t in alone]),
+                shown([chunks * (forward_s() + backward_s()) / t for t in alone]),
             ]
         )
         print(".", end="", file=sys.stderr, flush=True)
@@ -442,15 +555,17 @@ def main() -> None:
     print_table([*header, "torch.distributed.pipelining", "torchgpipe", "alone"], rows)
     print_footer(
         f"Efficiency: ideal time over the time taken; median of {options.repeats}, in brackets the "
-        f"best. Ideal: the schedule simulated for {forward_s() * 1e3:g} + {backward_s() * 1e3:g} "
-        "ms. With messages: engine=distributed over the schedule simulated with a bare message of "
-        f"gloo's, {min(message_times) * 1e3:.2f} to {max(message_times) * 1e3:.2f} ms here "
-        "(medians, one for each row). Measured idle: here with threads, with "
-        "processes, PyTorch. Two stages per device for interleaved and in a V. PyTorch's "
-        "beside zb-h1 is ScheduleInterleavedZeroBubble. `alone`: "
-        "the same for m micro-batches of one stage without any engine, m (5 + 10 ms) over it. "
-        f"Calibration: {sleeps.forward * 1e6:.0f} us of a forward and {sleeps.backward * 1e6:.0f} "
-        "us of a backward are spent outside of the noted time; `time.sleep` wakes up "
+        f"best. A stage takes {forward_s() * 1e3:g} + {backward_s() * 1e3:g} ms. `alone`: this, "
+        "for m micro-batches, over the time that they take on one device without any engine. "
+        "Ideal: the schedule simulated for that time. With messages: engine=distributed over the "
+        "schedule simulated with bare messages of gloo's too (medians of the rows: "
+        f"{shown_message(costs)}). Measured idle: here with threads, with processes, PyTorch. Two "
+        "stages per device for interleaved and in a V. PyTorch's beside zb-h1 is "
+        "ScheduleInterleavedZeroBubble. "
+        f"Calibration, of the last row: {sleeps.forward * 1e6:.0f} us of a forward, "
+        f"{sleeps.backward * 1e6:.0f} us of a whole backward, and {sleeps.to_input * 1e6:.0f} and "
+        f"{sleeps.to_weight * 1e6:.0f} us of its parts are outside of the noted time; "
+        "`time.sleep` wakes up "
         f"{sleeps.early * 1e6:.0f} us late."
     )
 

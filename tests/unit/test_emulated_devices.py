@@ -56,3 +56,34 @@ def test_each_part_of_a_backward_sleeps_for_half_of_it_also_if_the_same_parts_fo
         assert spent(now, part.to_input) == pytest.approx(0.005, rel=0.01)
     for part in parts:
         assert spent(now, part.to_weights) == pytest.approx(0.005, rel=0.01)
+
+
+def test_the_time_outside_of_a_stages_own_is_subtracted_from_each_part(now, monkeypatch):
+    outside = emulation.Sleeps(forward=0.001, backward=0.002, to_input=0.0004, to_weight=0.0003)
+    monkeypatch.setattr(emulation, "sleeps", outside)
+    stage, x, found = emulation.Emulated(1.0), [emulation.samples(1) for _ in range(2)], []
+    for one in x:
+        forward = lambda one=one: found.append(stage(one))  # noqa: E731
+        assert spent(now, forward) == pytest.approx(0.004, rel=0.01)
+    whole, divided = found
+    assert spent(now, lambda: whole.backward(torch.ones_like(whole))) == pytest.approx(
+        0.008, rel=0.01
+    )
+    division = divide([divided], [x[1]])
+    parts = SplitBackward(division, [(divided, torch.ones_like(divided))], [x[1]])
+    assert spent(now, parts.to_input) == pytest.approx(0.0046, rel=0.01)
+    assert spent(now, parts.to_weights) == pytest.approx(0.0047, rel=0.01)
+
+
+def test_the_calls_of_messages_take_a_device_time_and_their_latency_does_not():
+    alone = emulation.ideal_s("1f1b", 2, 4, 1)
+    assert alone == pytest.approx((4 + 1) * 0.015)
+    # device 1 is busy from its first to its last action, and device 0 waits for it
+    calls = emulation.Message(sending=0.001, receiving=0.002)
+    # F0: sends. Device 1: receives, runs, sends, four times. The last B0: receives
+    assert emulation.ideal_s("1f1b", 2, 4, 1, calls) == pytest.approx(
+        alone + 0.001 + 4 * 0.003 + 0.002
+    )
+    slow = emulation.Message(latency=0.001)
+    assert emulation.ideal_s("gpipe", 2, 4, 1, slow) == pytest.approx(alone + 2 * 0.001)
+    assert emulation.ideal_s("1f1b", 2, 4, 1, pace=1.1) == pytest.approx(1.1 * alone)
