@@ -2,10 +2,10 @@
 
 Tensors on GPUs are sent through NCCL in batches. A batch uses the communicator of the pipeline's
 group, which exists from the start of a run. For a single send or receive, NCCL would create another
-communicator for the two processes in the middle of the first step. Tensors in CPU memory are sent
-through gloo, each large one by itself and the small ones together: a send takes longer than copying
-them. They call the group directly: the checks and lookups of `dist.isend` take up to half as long
-as the send itself.
+communicator for the two processes in the middle of the first step. Gloo sends tensors in CPU
+memory. Each large tensor is a message; the small tensors of a call are one message together,
+because a message takes longer than copying them. These messages call the group directly: the checks
+and lookups of `dist.isend` take up to half as long as the send itself.
 """
 
 from __future__ import annotations
