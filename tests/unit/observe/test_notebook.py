@@ -53,7 +53,7 @@ TRAINER = """
 def by_trainer(directory):
     from pathlib import Path
     from hybridtrain import HybridModel, Loader, Trainer, World
-    from hybridtrain.observe.trackers import MetricsFile, TimelineFiles
+    from hybridtrain.observe import MetricsFile, TimelineFiles
     world = World.from_env()
     torch.manual_seed(0)
     model = HybridModel(Net(), world)
