@@ -46,10 +46,6 @@ _AGREEMENT_S = 30.0
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-# What is compared of a batch: for each leaf a text, or a shape, a dtype and some numbers.
-_Excerpt = list[Any]
-
-
 class BatchCheck:
     """Compares the batches of the processes of a pipeline.
 
@@ -75,7 +71,7 @@ class BatchCheck:
     def __init__(self, world: World) -> None:
         self._world = world
         self._is_pending = False  # a batch was read, and the result is not known
-        self._excerpt: _Excerpt | None = None  # None for a batch that is not read here
+        self._digest: int | None = None  # None for a batch that is not read here
         self._targets_here = 0
         self._is_merged = False
         # the maxima over the processes up to this one; in the end over all
@@ -97,7 +93,7 @@ class BatchCheck:
         self._is_pending, self._is_merged, self._works = True, False, None
         self._has_targets = None
         is_unread = isinstance(first_share(inputs), Unread)
-        self._excerpt = None if is_unread else _excerpt_of(inputs, targets)
+        self._digest = None if is_unread else batch_digest(inputs, targets)
         self._targets_here = int(targets is not None)
         if self._is_first:
             self.finish()
@@ -112,8 +108,7 @@ class BatchCheck:
         if not self._is_pending:
             return values
         self._is_merged = True
-        if self._excerpt is not None:
-            digest, self._excerpt = _digest_of(self._excerpt), None
+        if (digest := self._digest) is not None:
             values = tuple(map(max, values, (digest, -digest, self._targets_here)))
         self._values = torch.tensor(values)
         return values
@@ -175,37 +170,18 @@ class BatchCheck:
             )
 
 
-def _excerpt_of(*batches: Any) -> _Excerpt:
-    """Returns shapes, and copies of some numbers of tensors on the CPU."""
-    excerpt: _Excerpt = []
+def batch_digest(*batches: Any) -> int:
+    """Returns a 62-bit digest of shapes and of some numbers of tensors on the CPU."""
+    digest = hashlib.blake2b(digest_size=8)
     for leaf in chain.from_iterable(map(leaves_of, batches)):
         if not isinstance(leaf, Tensor):
-            excerpt.append(type(leaf).__name__)
+            digest.update(type(leaf).__name__.encode())
             continue
-        numbers = None
+        digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
         if leaf.device.type == "cpu" and leaf.numel() and leaf.layout == torch.strided:
             step = max(1, leaf.numel() // _COMPARED)
-            numbers = leaf.detach().reshape(-1)[::step].clone()
-        excerpt.append((leaf.shape, leaf.dtype, numbers))
-    return excerpt
-
-
-def batch_digest(batch: Any) -> int:
-    """Returns a 62-bit digest of shapes and of some numbers of tensors on the CPU."""
-    return _digest_of(_excerpt_of(batch))
-
-
-def _digest_of(excerpt: _Excerpt) -> int:
-    digest = hashlib.blake2b(digest_size=8)
-    for leaf in excerpt:
-        if isinstance(leaf, str):
-            digest.update(leaf.encode())
-            continue
-        shape, dtype, numbers = leaf
-        digest.update(f"{tuple(shape)} {dtype}".encode())
-        if numbers is not None:
-            plain = numbers.resolve_conj().resolve_neg()
-            digest.update(plain.view(torch.uint8).numpy().data)
+            numbers = leaf.detach().reshape(-1)[::step].contiguous().resolve_conj().resolve_neg()
+            digest.update(numbers.view(torch.uint8).numpy().data)
     return int.from_bytes(digest.digest(), "little") >> 2
 
 

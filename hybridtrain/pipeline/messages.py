@@ -173,8 +173,8 @@ def unpack(form: MessageFormat, tensors: Sequence[Tensor], device: torch.device)
         t if expected.on_cpu or t.device == device else t.to(device)
         for t, expected in zip(tensors, form.tensors, strict=True)
     ]
-    for tensor, tensor_format in zip(tensors, form.tensors, strict=True):
-        if tensor_format.requires_grad:
+    for tensor, expected in zip(tensors, form.tensors, strict=True):
+        if expected.requires_grad:
             tensor.requires_grad_()
     if form.parts is not None:
         rest = iter(tensors)
@@ -183,13 +183,17 @@ def unpack(form: MessageFormat, tensors: Sequence[Tensor], device: torch.device)
     return tree_unflatten(leaves, form.structure)
 
 
-def flat(tensor: Tensor, form: TensorFormat) -> Tensor:
-    """Returns the elements of `tensor` in memory order, as a dense 1-dim tensor."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.stride() != form.stride:
-        dense = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=tensor.device)
-        tensor = dense.copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,))
+def dense(tensor: Tensor, form: TensorFormat) -> Tensor:
+    """Returns the values of `tensor` in dense memory, without autograd.
+
+    With one dimension, in memory order, unless the tensor is contiguous.
+    """
+    if tensor.stride() != form.stride or tensor.is_conj() or tensor.is_neg():
+        copy = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=tensor.device)
+        tensor = copy.copy_(tensor.detach())
+    elif tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def wire_device(form: TensorFormat, device: torch.device) -> torch.device:

@@ -38,7 +38,7 @@ def begin_send(tensors: Sequence[Tensor], world: World, peer: int, tag: int = 0)
     Args:
         tensors: on the world's `wire_device` or in CPU memory; empty tensors are skipped. The
             receiver passes tensors of the same sizes to one `begin_receive`. Two or more tensors
-            must be contiguous, with 1 dim.
+            must be contiguous.
         world: the processes.
         peer: the receiver's index in the pipeline.
         tag: messages with different tags are matched independently; for tensors in CPU memory only.
@@ -48,7 +48,7 @@ def begin_send(tensors: Sequence[Tensor], world: World, peer: int, tag: int = 0)
     pending = _batch(dist.isend, on_gpu, group, peer)
     pending += [group.send([tensor], peer, tag) for tensor in large]
     if small:
-        joined = torch.cat([tensor.view(torch.uint8) for tensor in small])
+        joined = torch.cat(list(map(_bytes_of, small)))
         pending.append(_Joined(group.send([joined], peer, tag), joined))
     return pending
 
@@ -92,8 +92,12 @@ class _Joined(NamedTuple):
         start = 0
         for tensor in self.tensors:
             end = start + byte_size(tensor)
-            tensor.view(torch.uint8).copy_(self.memory[start:end])
+            _bytes_of(tensor).copy_(self.memory[start:end])
             start = end
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _group(world: World) -> dist.ProcessGroup:

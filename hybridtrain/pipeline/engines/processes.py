@@ -64,8 +64,8 @@ from hybridtrain.pipeline.engines.actions import ActionRunner
 from hybridtrain.pipeline.links import Link, routes
 from hybridtrain.pipeline.messages import (
     MessageFormat,
+    dense,
     empty,
-    flat,
     format_buffer,
     from_bytes,
     pack,
@@ -202,7 +202,7 @@ class MessageWire:
                 f"inputs: use {setting('engine', 'local')} for this model"
             )
         parts = [
-            flat(t, tensor_format).to(wire_device(tensor_format, self._wire_device))
+            dense(t, tensor_format).to(wire_device(tensor_format, self._wire_device))
             for t, tensor_format in zip(tensors, form.tensors, strict=True)
         ]
         works += begin_send(parts, self._world, self._peers[to.stage])
@@ -243,7 +243,7 @@ class MessageWire:
         with self._beside_compute():  # [2]
             tensors = [empty(tensor_format, self._wire_device) for tensor_format in form.tensors]
             parts = [
-                flat(t, tensor_format)
+                dense(t, tensor_format)
                 for t, tensor_format in zip(tensors, form.tensors, strict=True)
             ]
             works = begin_receive(parts, self._world, self._peers[sender])

@@ -14,8 +14,8 @@ from hybridtrain._base.codec import CodecError, allow, encode
 from hybridtrain.errors import SplitError
 from hybridtrain.pipeline.messages import (
     MessageFormat,
+    dense,
     empty,
-    flat,
     format_buffer,
     from_bytes,
     pack,
@@ -40,7 +40,7 @@ def sent(message, unique=True):
     form = from_bytes(to_bytes(form))
     received = [empty(one, torch.device("cpu")) for one in form.tensors]
     for source, target, one in zip(tensors, received, form.tensors, strict=True):
-        target.as_strided((target.numel(),), (1,)).copy_(flat(source, one))
+        target.as_strided((target.numel(),), (1,)).copy_(dense(source, one).view(-1))
     return unpack(form, received, torch.device("cpu"))
 
 
