@@ -6,7 +6,7 @@
     python -m scripts.schedules             draw what was recorded, and write the tables
     python -m scripts.schedules --check     fail where a picture or a table is not current
 
-The devices are threads that sleep (`scripts/bench/schedule_efficiency.py`), so that four of them
+The devices are threads that sleep (`scripts/bench/emulated_devices.py`), so that four of them
 fit on any number of cores. Of several steps the one with the median time is recorded, in
 docs/assets/schedules.json. The code of "Your own schedule" draws that section's picture.
 """
@@ -77,8 +77,9 @@ def measure(names: Sequence[str]) -> None:
     """Records the median step of the schedules of these sections."""
     import torch
 
-    from scripts.bench import schedule_efficiency as emulated
+    from scripts.bench import emulated_devices as emulated
     from scripts.bench.common import mean_loss
+    from scripts.bench.schedule_efficiency import model_of
 
     torch.set_num_threads(1)
     emulated.sleeps.factor = FORWARD_S / emulated.FORWARD
@@ -86,7 +87,7 @@ def measure(names: Sequence[str]) -> None:
     record = _record()
     for name in names:
         schedule, per_device = SCHEDULES[name]
-        model = emulated.model_of(DEVICES, CHUNKS, schedule, per_device)
+        model = model_of(DEVICES, CHUNKS, schedule, per_device)
         x = emulated.samples(CHUNKS)
         steps = []
         for step in range(WARM_UP + STEPS):

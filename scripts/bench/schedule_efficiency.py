@@ -1,12 +1,9 @@
 """How close a pipeline comes to its schedule's ideal time, on devices that sleep.
 
-A stage takes 5 ms forward and 10 ms backward, so that any number of "devices" fits on any number
-of cores, and whatever is lost is the engine's. It notes when it is called and sleeps until its time
-has passed, so PyTorch's own work inside counts as part of it. Some of a backward lies outside, such
-as entering autograd, which a backward in two parts does twice. It is measured on a stage that is
-called without any engine, and the sleeps are shorter by it. The column `alone` shows how well that
-holds: it is measured between the runs, and the ideal times follow it, because the speed of a shared
-machine changes.
+Whatever is lost is the engine's, because stages of `emulated_devices` take the time that they
+should. The column `alone` shows how well that holds: it is measured between the runs, and the ideal
+times follow it, because the speed of a shared machine changes. The column `bare loop` shows what
+the same actions and messages take without a library.
 
 As in training, steps follow one another: several are measured in a row, after as many that are not
 measured.
@@ -26,8 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -40,6 +35,8 @@ from torch.distributed.pipelining import (
 from hybridtrain.model import HybridModel
 from hybridtrain.schedule import Durations, make_schedule, registered, schedule_names, stages_at
 from hybridtrain.world import World
+from scripts.bench import emulated_devices as emulated
+from scripts.bench.bare_loop import BareLoop
 from scripts.bench.common import (
     Job,
     Processes,
@@ -52,8 +49,20 @@ from scripts.bench.common import (
     shown,
     timed,
 )
-
-FORWARD, BACKWARD = 0.005, 0.010
+from scripts.bench.emulated_devices import (
+    FORWARD,
+    WIDTH,
+    Emulated,
+    Sleeps,
+    backward_s,
+    calibrate,
+    device_alone_s,
+    forward_s,
+    network,
+    part_of_pipeline,
+    pause,
+    samples,
+)
 
 # PyTorch's schedules, by the names of the rows.
 TORCH: dict[str, Any] = {
@@ -64,225 +73,8 @@ TORCH: dict[str, Any] = {
     "zb-v": ScheduleZBVZeroBubble,
 }
 OURS = schedule_names()
-WIDTH = 4
 STEPS = 3  # measured in a row
 MESSAGES = 6  # in a row; the first is not counted
-
-
-@dataclass
-class Sleeps:
-    """How long a stage sleeps.
-
-    Attributes:
-        factor: how many times 5 and 10 ms a stage takes.
-        early: how much too late `time.sleep` wakes up, at best.
-        forward: of a forward's 5 ms, the part outside of the noted time.
-        backward: of a whole backward's 10 ms, the part outside of the noted time.
-        to_input: of the 5 ms of a backward's first part, the part outside of the noted time.
-        to_weight: of the 5 ms of its second part, the part outside of the noted time.
-    """
-
-    early: float = 0.0
-    factor: float = 1.0
-    forward: float = 0.0
-    backward: float = 0.0
-    to_input: float = 0.0
-    to_weight: float = 0.0
-
-
-sleeps = Sleeps()
-
-
-def forward_s() -> float:
-    """Returns the seconds of a whole device's forward."""
-    return FORWARD * sleeps.factor
-
-
-def backward_s() -> float:
-    """Returns the seconds of a whole device's backward."""
-    return BACKWARD * sleeps.factor
-
-
-def calibrate(share: float = 1.0) -> None:
-    """Sets `sleeps`: how late the sleep itself is, then what a stage takes outside.
-
-    After a longer sleep PyTorch's code takes longer too, so it depends on the stage's share of a
-    device's time.
-    """
-    late = []
-    for _ in range(100):
-        start = time.perf_counter()
-        time.sleep(FORWARD)
-        late.append(time.perf_counter() - start - FORWARD)
-    sleeps.early = sorted(late)[10]
-    for _ in range(2):  # the second time corrects the first
-        forward, backward = zip(*stage_alone(25, share=share), strict=True)
-        sleeps.forward += statistics.median(forward) - forward_s() * share
-        sleeps.backward += statistics.median(backward) - backward_s() * share
-        _, to_input, to_weight = zip(*stage_alone(25, in_parts=True, share=share), strict=True)
-        sleeps.to_input += statistics.median(to_input) - backward_s() * share / 2
-        sleeps.to_weight += statistics.median(to_weight) - backward_s() * share / 2
-
-
-def stage_alone(
-    microbatches: int, in_parts: bool = False, share: float = 1.0
-) -> list[tuple[float, ...]]:
-    """The seconds of each action of one stage, called without any engine.
-
-    Args:
-        microbatches: how often it is called.
-        in_parts: run each backward in two parts.
-        share: the stage's share of the time of a device.
-
-    Returns:
-        for each micro-batch its forward and its backward, or the two parts of its backward.
-    """
-    stage, x, gradient = Emulated(share), samples(1), torch.ones(1, WIDTH)
-    times = []
-    for _ in range(microbatches):
-        stamps = [time.perf_counter()]
-        y = stage(x)
-        stamps.append(time.perf_counter())
-        if in_parts:
-            weight = _edge_to_weight(y)
-            inner = torch.autograd.grad(y, (x, weight), gradient, retain_graph=True)[1]
-            stamps.append(time.perf_counter())
-            torch.autograd.backward(weight, inner)
-        else:
-            torch.autograd.backward(y, gradient)
-        stamps.append(time.perf_counter())
-        times.append(tuple(end - start for start, end in itertools.pairwise(stamps)))
-    return times
-
-
-def device_alone_s(chunks: int, in_parts: bool, per_device: int) -> float:
-    """The seconds of a device's stages for `chunks` micro-batches, without any engine."""
-    return sum(map(sum, stage_alone(chunks * per_device, in_parts, 1 / per_device)))
-
-
-def _edge_to_weight(y: Tensor) -> GradientEdge:
-    """Returns where the weight's part of the backward of an emulated stage begins."""
-    assert y.grad_fn is not None
-    add = y.grad_fn.next_functions[0][0]
-    assert add is not None
-    node, index = add.next_functions[1]
-    assert node is not None
-    return GradientEdge(node, index)
-
-
-def pause(seconds: float) -> None:
-    """Sleeps for `seconds`, see `pause_until`."""
-    pause_until(time.perf_counter() + seconds)
-
-
-def pause_until(end: float) -> None:
-    """Sleeps until `end`: a little less by the clock, the rest in naps of some microseconds."""
-    time.sleep(max(0.0, end - time.perf_counter() - sleeps.early))
-    while time.perf_counter() < end:
-        time.sleep(0)
-
-
-class _Clock:
-    """The time at which a part of a stage's backward begins.
-
-    A whole backward runs the output, the weight and the input. In two parts it runs the output and
-    the input, and the weight some time later.
-    """
-
-    def __init__(self) -> None:
-        self._at: float | None = None
-        self._is_whole = False
-
-    def begin(self) -> None:
-        """The output's part begins."""
-        self._at, self._is_whole = time.perf_counter(), False
-
-    def pause_weight(self, share: float) -> None:
-        """Pauses for half a backward; the input follows directly if the backward is whole."""
-        half = backward_s() * share / 2
-        if self._at is None:
-            pause(half - sleeps.to_weight)
-            return
-        self._at, self._is_whole = self._at + half - sleeps.backward / 2, True
-        pause_until(self._at)
-
-    def pause_input(self, share: float) -> None:
-        """Pauses for half a backward, the end of a whole one or all of a first part."""
-        assert self._at is not None
-        outside = sleeps.backward / 2 if self._is_whole else sleeps.to_input
-        end, self._at = self._at + backward_s() * share / 2 - outside, None
-        pause_until(end)
-
-
-class _Input(torch.autograd.Function):
-    """Sleeps in the backward with respect to the input: half of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: float, clock: _Clock) -> Tensor:
-        ctx.share, ctx.clock = share, clock
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.clock.pause_input(ctx.share)
-        return grads[0], None, None
-
-
-class _Weight(torch.autograd.Function):
-    """Sleeps in the backward with respect to the weight: the other half."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, share: float, clock: _Clock) -> Tensor:
-        ctx.share, ctx.clock = share, clock
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.clock.pause_weight(ctx.share)
-        return torch.zeros(()), None, None
-
-
-class _Output(torch.autograd.Function):
-    """Notes that a backward begins."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, clock: _Clock) -> Tensor:
-        ctx.clock = clock
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.clock.begin()
-        return grads[0], None
-
-
-class Emulated(nn.Module):
-    """A stage that takes `share` of the time of a device and computes nothing."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
-        self.weight = nn.Parameter(torch.zeros(()))
-        self._clock = _Clock()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The same values, later."""
-        end = time.perf_counter() + forward_s() * self.share - sleeps.forward
-        part = _Input.apply(x, self.share, self._clock)
-        part = part + _Weight.apply(self.weight, self.share, self._clock)
-        result: Tensor = _Output.apply(part, self._clock)
-        pause_until(end)
-        return result
-
-
-def samples(rows: int) -> Tensor:
-    """Inputs, the same everywhere, whose gradient the first stage computes as the others do."""
-    return torch.ones(rows, WIDTH, requires_grad=True)
-
-
-def network(stages: int, per_device: int) -> nn.Sequential:
-    """A chain of `stages` emulated stages."""
-    return nn.Sequential(*[Emulated(1 / per_device) for _ in range(stages)])
 
 
 def model_of(devices: int, chunks: int, schedule: str, per_device: int) -> HybridModel:
@@ -324,8 +116,7 @@ def torch_pipelining(
     devices: int, chunks: int, schedule: str, per_device: int, calibrated: Sleeps
 ) -> Callable[[], object] | None:
     """This process's part of steps of torch.distributed.pipelining's."""
-    global sleeps
-    sleeps = calibrated
+    emulated.use(calibrated)
     rank = dist.get_rank()
     group = dist.new_group(list(range(devices)))
     if rank >= devices:
@@ -349,27 +140,11 @@ def torch_pipelining(
     return in_a_row(step)
 
 
-def part_of_pipeline(devices: int) -> World | None:
-    """This process's world in a pipeline over the first `devices` processes; None if it is none."""
-    group = dist.new_group(list(range(devices)))
-    if dist.get_rank() >= devices:
-        return None
-    return World(
-        rank=dist.get_rank(),
-        size=devices,
-        engine="distributed",
-        processes_per_replica=devices,
-        pipeline_group=group,
-        _object_group=group,
-    )
-
-
 def over_processes(
     devices: int, chunks: int, schedule: str, per_device: int, calibrated: Sleeps
 ) -> Callable[[], object] | None:
     """This process's part of steps of this project's engine=distributed."""
-    global sleeps
-    sleeps = calibrated
+    emulated.use(calibrated)
     world = part_of_pipeline(devices)
     if world is None:
         return None
@@ -382,6 +157,20 @@ def over_processes(
     )
     x = samples(chunks)
     return in_a_row(lambda: model.train_step(x, None, mean_loss))
+
+
+def bare_steps(
+    devices: int, chunks: int, schedule: str, per_device: int, calibrated: Sleeps
+) -> Callable[[], object] | None:
+    """This process's part of steps of a bare loop."""
+    emulated.use(calibrated)
+    world = part_of_pipeline(devices)
+    if world is None or world.pipeline_group is None:
+        return None
+    table = make_schedule(schedule, devices, chunks, per_device)
+    own = [stage for stage, device in table.lane_of.items() if device == world.rank]
+    stages = {stage: Emulated(1 / per_device) for stage in own}
+    return in_a_row(BareLoop(table, stages, samples(chunks), world.pipeline_group).step)
 
 
 @dataclass(frozen=True)
@@ -406,8 +195,7 @@ def messages(calibrated: Sleeps) -> Callable[[], object]:
     sleep. A run of an even process gives the seconds of its sends and their ends; of an odd one the
     seconds of starting receives and the ends of their waits.
     """
-    global sleeps
-    sleeps = calibrated
+    emulated.use(calibrated)
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.GroupMember.WORLD
     assert group is not None
 
@@ -497,10 +285,10 @@ def main() -> None:
     parser.add_argument("--factor", type=float, default=1.0, help="times 5 and 10 ms of a stage")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    sleeps.factor = options.factor
+    emulated.sleeps.factor = options.factor
     processes = Processes(max(options.devices))
     calibrate()
-    processes.add("messages", messages, sleeps)
+    processes.add("messages", messages, emulated.sleeps)
     rows = []
     costs = []
     kinds = {"interleaved": 2, **{name: registered(name).stages_per_device or 1 for name in OURS}}
@@ -511,9 +299,13 @@ def main() -> None:
         name = f"{schedule}, P={devices}, m={chunks}"
         calibrate(1 / per_device)  # for each row: the speed of a shared machine changes
         if schedule in TORCH:
-            processes.add(name, torch_pipelining, devices, chunks, schedule, per_device, sleeps)
+            processes.add(
+                name, torch_pipelining, devices, chunks, schedule, per_device, emulated.sleeps
+            )
         own = "1f1b" if schedule == "interleaved" else schedule
-        processes.add(f"ours, {name}", over_processes, devices, chunks, own, per_device, sleeps)
+        for job, build in {"ours": over_processes, "bare": bare_steps}.items():
+            shape = devices, chunks, own, per_device
+            processes.add(f"{job}, {name}", build, *shape, emulated.sleeps)
         has_peer = schedule == "gpipe" and optional("torchgpipe") is not None
         ours = hybrid(devices, chunks, own, per_device)
         in_parts = registered(own).splits_backward
@@ -521,6 +313,7 @@ def main() -> None:
             "alone": partial(device_alone_s, chunks, in_parts, per_device),
             "hybridtrain": step_s(timed(ours)),
             "processes": step_s(partial(processes.seconds, f"ours, {name}")),
+            "bare": step_s(partial(processes.seconds, f"bare, {name}")),
             "torch": step_s(partial(processes.seconds, name)) if schedule in TORCH else None,
             "torchgpipe": step_s(timed(peer(devices, chunks))) if has_peer else None,
         }
@@ -542,6 +335,7 @@ def main() -> None:
                 efficiency["hybridtrain"],
                 efficiency["processes"],
                 shown([with_messages / t for t in times["processes"]]),
+                efficiency["bare"],
                 efficiency["torch"] if schedule in TORCH else "has none",
                 efficiency["torchgpipe"] if schedule == "gpipe" else "has none",
                 shown([chunks * (forward_s() + backward_s()) / t for t in alone]),
@@ -549,10 +343,11 @@ def main() -> None:
         )
         print(".", end="", file=sys.stderr, flush=True)
     processes.close()
+    last = emulated.sleeps
     print(file=sys.stderr)
     header = ["schedule", "idle", "measured idle", "ideal ms", "hybridtrain", "engine=distributed"]
-    header.append("with messages")
-    print_table([*header, "torch.distributed.pipelining", "torchgpipe", "alone"], rows)
+    header += ["with messages", "bare loop", "torch.distributed.pipelining"]
+    print_table([*header, "torchgpipe", "alone"], rows)
     print_footer(
         f"Efficiency: ideal time over the time taken; median of {options.repeats}, in brackets the "
         f"best. A stage takes {forward_s() * 1e3:g} + {backward_s() * 1e3:g} ms. `alone`: this, "
@@ -562,11 +357,11 @@ def main() -> None:
         f"{shown_message(costs)}). Measured idle: here with threads, with processes, PyTorch. Two "
         "stages per device for interleaved and in a V. PyTorch's beside zb-h1 is "
         "ScheduleInterleavedZeroBubble. "
-        f"Calibration, of the last row: {sleeps.forward * 1e6:.0f} us of a forward, "
-        f"{sleeps.backward * 1e6:.0f} us of a whole backward, and {sleeps.to_input * 1e6:.0f} and "
-        f"{sleeps.to_weight * 1e6:.0f} us of its parts are outside of the noted time; "
-        "`time.sleep` wakes up "
-        f"{sleeps.early * 1e6:.0f} us late."
+        "Bare loop: the same actions and messages without an engine. "
+        f"Calibration, of the last row: {last.forward * 1e6:.0f} us of a forward, "
+        f"{last.backward * 1e6:.0f} us of a whole backward, and {last.to_input * 1e6:.0f} and "
+        f"{last.to_weight * 1e6:.0f} us of its parts are outside of the noted time; "
+        f"`time.sleep` wakes up {last.early * 1e6:.0f} us late."
     )
 
 

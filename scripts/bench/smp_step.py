@@ -1,6 +1,6 @@
 """What `@smp.step` costs over `train_step`, on devices that sleep.
 
-The stages of `schedule_efficiency`, 5 ms forward and 10 ms backward, are all in one process. Each
+The stages of `emulated_devices`, 5 ms forward and 10 ms backward, are all in one process. Each
 body of a step runs in its own thread, and waits in its call of the model.
 """
 
@@ -17,7 +17,7 @@ from hybridtrain.model import HybridModel
 from hybridtrain.smp import runtime
 from hybridtrain.world import World
 from scripts.bench.common import interleave, mean_loss, print_footer, print_table, timed
-from scripts.bench.schedule_efficiency import BACKWARD, FORWARD, WIDTH, calibrate, network
+from scripts.bench.emulated_devices import BACKWARD, FORWARD, WIDTH, calibrate, network
 
 
 @smp.step

@@ -2,9 +2,9 @@
 
 Three parts. In each, both run interleaved in the same processes:
 
-pipelines   two emulated devices (`schedule_efficiency`) with speeds 1:2 and memories 1:3. A layer
-            sleeps for its time over the speed of its device. The best is the shortest simulated
-            step of all cuts that fit into memory.
+pipelines   two `emulated_devices` with speeds 1:2 and memories 1:3. A layer sleeps for its time
+            over the speed of its device. The best is the shortest simulated step of all cuts that
+            fit into memory.
 replicas    two processes with speeds 1:2, each a replica; samples by `replica_shares`.
 throttled   two processes that compute, one of which has half a core, by a quota of its control
             group; `device_speeds=auto` measures that.
@@ -30,10 +30,11 @@ from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import LayerCost, Objective, cut_by_costs, every_cut, stage_costs
 from hybridtrain.schedule import Durations, make_schedule, peak_in_flight
 from hybridtrain.world import World
-from scripts.bench import schedule_efficiency as emulation
+from scripts.bench import emulated_devices as emulation
 from scripts.bench.common import (
     Processes,
     interleave,
+    mean_loss,
     print_footer,
     print_table,
     square_loss,
@@ -83,7 +84,7 @@ def pipeline_of(
     calibrated: emulation.Sleeps,
 ) -> Callable[[], object] | None:
     """This process's part of a step of a pipeline that is cut like this."""
-    emulation.sleeps = calibrated
+    emulation.use(calibrated)
     world: World | None = World.from_env(2, devices="cpu") if engine == "local" else None
     if engine != "local":
         world = emulation.part_of_pipeline(2)
@@ -108,7 +109,7 @@ def pipeline_of(
             layer.run_at(SPEEDS[table.lane_of[stage]])
         first += count
     x = emulation.samples(CHUNKS)
-    return lambda: model.train_step(x, None, emulation.mean_loss)
+    return lambda: model.train_step(x, None, mean_loss)
 
 
 def pipelines(repeats: int) -> None:
@@ -191,7 +192,7 @@ def pipelines(repeats: int) -> None:
 
 def replica(shares: Sequence[float] | None, calibrated: emulation.Sleeps) -> Callable[[], object]:
     """This process's part of a step of two replicas with speeds 1:2."""
-    emulation.sleeps = calibrated
+    emulation.use(calibrated)
     rank = dist.get_rank()
     world = World(
         rank=rank,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hybridtrain.pipeline.split_backward import SplitBackward, divide
-from scripts.bench import schedule_efficiency as emulation
+from scripts.bench import emulated_devices as emulation
+from scripts.bench.schedule_efficiency import Message, ideal_s
 
 
 @pytest.fixture
@@ -76,14 +77,12 @@ def test_the_time_outside_of_a_stages_own_is_subtracted_from_each_part(now, monk
 
 
 def test_the_calls_of_messages_take_a_device_time_and_their_latency_does_not():
-    alone = emulation.ideal_s("1f1b", 2, 4, 1)
+    alone = ideal_s("1f1b", 2, 4, 1)
     assert alone == pytest.approx((4 + 1) * 0.015)
     # device 1 is busy from its first to its last action, and device 0 waits for it
-    calls = emulation.Message(sending=0.001, receiving=0.002)
+    calls = Message(sending=0.001, receiving=0.002)
     # F0: sends. Device 1: receives, runs, sends, four times. The last B0: receives
-    assert emulation.ideal_s("1f1b", 2, 4, 1, calls) == pytest.approx(
-        alone + 0.001 + 4 * 0.003 + 0.002
-    )
-    slow = emulation.Message(latency=0.001)
-    assert emulation.ideal_s("gpipe", 2, 4, 1, slow) == pytest.approx(alone + 2 * 0.001)
-    assert emulation.ideal_s("1f1b", 2, 4, 1, pace=1.1) == pytest.approx(1.1 * alone)
+    assert ideal_s("1f1b", 2, 4, 1, calls) == pytest.approx(alone + 0.001 + 4 * 0.003 + 0.002)
+    slow = Message(latency=0.001)
+    assert ideal_s("gpipe", 2, 4, 1, slow) == pytest.approx(alone + 2 * 0.001)
+    assert ideal_s("1f1b", 2, 4, 1, pace=1.1) == pytest.approx(1.1 * alone)

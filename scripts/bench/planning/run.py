@@ -42,7 +42,7 @@ from hybridtrain.price.layout import ParallelLayout, StepWork
 from hybridtrain.price.price import price
 from hybridtrain.price.stage_needs import device_memory, most_temporary
 from hybridtrain.world import World
-from scripts.bench import schedule_efficiency as emulated_devices
+from scripts.bench import emulated_devices
 from scripts.bench.common import Processes, mean_loss, print_footer, print_table, timed
 
 # Shares of a device's 5 and 10 ms; repeated for as many stages as there are.
@@ -120,7 +120,7 @@ def distributed_step(
     layout: ParallelLayout, factors: Sequence[float], calibrated: emulated_devices.Sleeps
 ) -> Callable[[], object] | None:
     """Returns this process's part of a step with `engine=distributed`."""
-    emulated_devices.sleeps = calibrated
+    emulated_devices.use(calibrated)
     world = emulated_devices.part_of_pipeline(layout.nb_part)
     return None if world is None else emulated_step(layout, factors, world)
 
