@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs all benchmarks, one after the other, and prints their tables. About 28 minutes on 2 cores; the
-# machine should have nothing else to do. Peers: pip install -e ".[bench]".
+# Runs all benchmarks, one after the other, and prints their tables. The machine should have nothing
+# else to do. Peers: pip install -e ".[bench]".
 #
 #   scripts/bench/run_all.sh            all of them
 #   scripts/bench/run_all.sh memory ddp some of them
