@@ -180,7 +180,9 @@ def batch_digest(*batches: Any) -> int:
         digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
         if leaf.device.type == "cpu" and leaf.numel() and leaf.layout == torch.strided:
             step = max(1, leaf.numel() // _COMPARED)
-            numbers = leaf.detach().reshape(-1)[::step].contiguous().resolve_conj().resolve_neg()
+            numbers = leaf.detach().reshape(-1)[::step].resolve_conj().resolve_neg()
+            # a single number counts as contiguous with any stride
+            numbers = numbers.clone(memory_format=torch.contiguous_format)
             digest.update(numbers.view(torch.uint8).numpy().data)
     return int.from_bytes(digest.digest(), "little") >> 2
 
