@@ -1,4 +1,4 @@
-"""Messages between processes: a pytree as flat tensors, and the format that both sides know.
+"""Messages between processes: a pytree as dense tensors, and the format that both sides know.
 
 A format describes everything except the numbers: the structure, values other than tensors, and for
 each tensor its shape, strides, dtype, `requires_grad`, and whether it is in CPU memory, where it
@@ -6,7 +6,7 @@ stays even if the receiver has a GPU. The sender transmits a format once, before
 that uses it, in the restricted encoding of `_base/codec`, which cannot execute code. From then on,
 the receiver can post a receive before the sender sends.
 
-    message -> pack -> format, flat tensors  ...  flat tensors, format -> unpack -> message
+    message -> pack -> format, tensors -> dense  ...  dense tensors, format -> unpack -> message
 
 Most messages are a list with a tuple or list of tensors for each link. `MessageFormat.parts`
 describes these, so that `pack` and `unpack` need not traverse a pytree for each of them.
@@ -186,13 +186,12 @@ def unpack(form: MessageFormat, tensors: Sequence[Tensor], device: torch.device)
 def dense(tensor: Tensor, form: TensorFormat) -> Tensor:
     """Returns the values of `tensor` in dense memory, without autograd.
 
-    With one dimension, in memory order, unless the tensor is contiguous.
+    A contiguous tensor keeps its shape; any other layout becomes one dimension, in memory order.
     """
+    tensor = tensor.detach()
     if tensor.stride() != form.stride or tensor.is_conj() or tensor.is_neg():
         copy = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=tensor.device)
-        tensor = copy.copy_(tensor.detach())
-    elif tensor.requires_grad:
-        tensor = tensor.detach()
+        tensor = copy.copy_(tensor)
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 

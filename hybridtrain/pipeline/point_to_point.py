@@ -37,8 +37,8 @@ def begin_send(tensors: Sequence[Tensor], world: World, peer: int, tag: int = 0)
 
     Args:
         tensors: on the world's `wire_device` or in CPU memory; empty tensors are skipped. The
-            receiver passes tensors of the same sizes to one `begin_receive`. Two or more tensors
-            must be contiguous.
+            receiver passes tensors of the same sizes to one `begin_receive`. Those in CPU memory
+            are contiguous.
         world: the processes.
         peer: the receiver's index in the pipeline.
         tag: messages with different tags are matched independently; for tensors in CPU memory only.
@@ -97,7 +97,8 @@ class _Joined(NamedTuple):
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    # a view of it may have any stride for a single number
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _group(world: World) -> dist.ProcessGroup:

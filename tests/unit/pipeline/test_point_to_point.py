@@ -50,6 +50,7 @@ LARGE = [numbers(SMALL_BYTES // 4 + 1, torch.float32)]
         (SMALL[:1], 1),
         ([numbers(SMALL_BYTES // 8, torch.complex64), numbers(2, torch.int64)], 1),
         ([torch.empty(0)], 0),
+        ([numbers(6, torch.float32).view(2, 3), torch.tensor(7.0), torch.ones(2, 5)[:1, 3]], 1),
     ],
 )
 def test_small_tensors_travel_in_one_message_and_arrive_as_they_were_sent(tensors, messages):
