@@ -1,9 +1,9 @@
 """The actions of a schedule over processes, in a loop with nothing around them.
 
-Shows how much of a step's time any engine needs here. The loop runs the stages of
-`emulated_devices`, sends one tensor per message, which both ends know, and starts receives where
-`engine=distributed` does. Nothing is checked, seeded, recorded or reduced, and there are no losses
-with weights.
+Shows what any engine would need at least. The loop runs the stages of `emulated_devices`, sends
+their values and gradients, one tensor per message, and starts receives where `engine=distributed`
+does. Nothing is checked, seeded, recorded or reduced, losses are not weighted, and processes do not
+compare their batches.
 """
 
 from __future__ import annotations
@@ -47,11 +47,9 @@ class BareLoop:
         self._last = schedule.stages - 1
         self._order = order_of(schedule, group.rank())
         self._receives = [action for is_own, action in self._order if not is_own]
-        self._divided = {action[1:] for is_own, action in self._order if action.kind == "I"}
+        self._divided = {action[1:] for _, action in self._order if action.kind == "I"}
+        self._begun = 0  # the number of receives that the step has started
 
-    def step(self) -> None:
-        """Runs the actions of one step."""
-        self._begun = 0  # the number of started receives
         self._coming: dict[Action, tuple[Tensor, dist.Work]] = {}
         self._here: dict[Action, Tensor] = {}
         self._sent: list[tuple[Tensor, dist.Work]] = []
@@ -59,7 +57,10 @@ class BareLoop:
         self._roots: dict[_Place, Tensor] = {}
         self._edges: dict[_Place, GradientEdge] = {}
         self._to_weights: dict[_Place, tuple[GradientEdge, Tensor]] = {}
-        due = 0
+
+    def step(self) -> None:
+        """Runs the actions of one step."""
+        self._begun = due = 0
         for is_own, action in self._order:
             if not is_own:
                 due += 1
@@ -73,6 +74,7 @@ class BareLoop:
                 self._backward(action)
         for _, work in self._sent:
             work.wait()
+        self._sent.clear()
 
     def _forward(self, action: Action) -> None:
         _, index, microbatch = action

@@ -124,8 +124,8 @@ def device_alone_s(chunks: int, in_parts: bool, per_device: int) -> float:
 
 def edge_to_weight(y: Tensor) -> GradientEdge:
     """Returns where the weight's part of the backward of an emulated stage begins."""
-    copy: Any = y.grad_fn
-    add = copy.next_functions[0][0].next_functions[0][0]  # before `_Output`
+    clone: Any = y.grad_fn
+    add = clone.next_functions[0][0].next_functions[0][0]  # before `_Output`
     return GradientEdge(*add.next_functions[1])
 
 
@@ -229,7 +229,7 @@ class Emulated(nn.Module):
         end = time.perf_counter() + forward_s() * self.share - sleeps.forward
         part = _Input.apply(x, self.share, self._clock)
         part = part + _Weight.apply(self.weight, self.share, self._clock)
-        # a layer ends in an operation of PyTorch, whose node the library can hold
+        # as most layers, it ends in an operation of PyTorch, not in a Python function
         result: Tensor = _Output.apply(part, self._clock).clone()
         pause_until(end)
         return result

@@ -165,8 +165,9 @@ def bare_steps(
     """This process's part of steps of a bare loop."""
     emulated.use(calibrated)
     world = part_of_pipeline(devices)
-    if world is None or world.pipeline_group is None:
+    if world is None:
         return None
+    assert world.pipeline_group is not None
     table = make_schedule(schedule, devices, chunks, per_device)
     own = [stage for stage, device in table.lane_of.items() if device == world.rank]
     stages = {stage: Emulated(1 / per_device) for stage in own}
@@ -357,7 +358,7 @@ def main() -> None:
         f"{shown_message(costs)}). Measured idle: here with threads, with processes, PyTorch. Two "
         "stages per device for interleaved and in a V. PyTorch's beside zb-h1 is "
         "ScheduleInterleavedZeroBubble. "
-        "Bare loop: the same actions and messages without an engine. "
+        "Bare loop: the same actions and their messages without an engine. "
         f"Calibration, of the last row: {last.forward * 1e6:.0f} us of a forward, "
         f"{last.backward * 1e6:.0f} us of a whole backward, and {last.to_input * 1e6:.0f} and "
         f"{last.to_weight * 1e6:.0f} us of its parts are outside of the noted time; "

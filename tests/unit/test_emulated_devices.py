@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from hybridtrain.pipeline.split_backward import SplitBackward, divide
+from hybridtrain.schedule import make_schedule
 from scripts.bench import emulated_devices as emulation
+from scripts.bench.bare_loop import BareLoop
 from scripts.bench.schedule_efficiency import Message, ideal_s
 
 
@@ -86,3 +88,12 @@ def test_the_calls_of_messages_take_a_device_time_and_their_latency_does_not():
     slow = Message(latency=0.001)
     assert ideal_s("gpipe", 2, 4, 1, slow) == pytest.approx(alone + 2 * 0.001)
     assert ideal_s("1f1b", 2, 4, 1, pace=1.1) == pytest.approx(1.1 * alone)
+
+
+@pytest.mark.parametrize(("schedule", "per_device"), [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)])
+def test_the_bare_loop_runs_each_action_of_a_schedule_once_a_step(now, schedule, per_device):
+    table = make_schedule(schedule, 1, 4, per_device)
+    stages = {index: emulation.Emulated(1 / per_device) for index in range(per_device)}
+    loop = BareLoop(table, stages, emulation.samples(4), SimpleNamespace(rank=lambda: 0))
+    for _ in range(2):
+        assert spent(now, loop.step) == pytest.approx(4 * 0.015, rel=0.01)
