@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,6 @@ def transformers_model(
         raise ConfigError(f"{setting('auto', name)}: transformers has no such Auto class")
     options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     if attention is not None:
-        _register_sdpa_masked(transformers)
         options["attn_implementation"] = attention
     try:
         model: nn.Module = kind.from_config(model_config, trust_remote_code=False, **options)
@@ -270,13 +270,20 @@ def _from_settings(
     return transformers.AutoConfig.for_model(kind, **{**of_data, **settings, **labels})
 
 
+@cache
 def _transformers() -> Any:
+    """Returns the package, with `sdpa_masked`.
+
+    The registration happens once, before any model is built: the forwards of traced models read the
+    table of attention functions, which must not change afterwards.
+    """
     try:
         import transformers
     except ImportError as error:
         raise ConfigError(
             "transformers models require pip install 'hybridtrain[transformers]'"
         ) from error
+    _register_sdpa_masked(transformers)
     return transformers
 
 

@@ -389,3 +389,22 @@ def test_too_long_a_sequence_names_the_argument():
         small_gpt()(torch.zeros(1, 11, dtype=torch.int64))
     with pytest.raises(ConfigError, match=r"13 tokens is too long for max_len=12"):
         small_transformer()(reviews([13], 13))
+
+
+def test_a_model_stays_as_traced_when_another_one_is_built():
+    transformers = pytest.importorskip("transformers")
+    settings = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2}
+    settings |= {"num_hidden_layers": 2, "intermediate_size": 8, "vocab_size": 16}
+
+    def build(attention):
+        return models.transformers_model(
+            config=settings, task="classification", num_classes=2, attention=attention
+        )
+
+    build("eager")
+    # the forward of a traced model has read these tables
+    tables = transformers.AttentionInterface, transformers.AttentionMaskInterface
+    read = [dict(table._global_mapping) for table in tables]
+    build("sdpa_masked")
+    build("eager")
+    assert [dict(table._global_mapping) for table in tables] == read
