@@ -191,7 +191,7 @@ def test_commands_take_the_average_that_the_run_was_evaluated_with(
     for name, value in exported.items():
         assert torch.equal(value, saved["ema"]["average"][name])
         assert not torch.equal(value, weights[name])
-    assert "ema= and output= are keys of evaluate" in fail(capfd, "run_name=digits", "ema=false")
+    assert "train does not read ema=" in fail(capfd, "run_name=digits", "ema=false")
 
 
 def test_data_that_is_gone_is_one_line(copied: Path, capfd: pytest.CaptureFixture[str]) -> None:

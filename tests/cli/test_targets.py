@@ -25,7 +25,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.thorough
-def test_nothing_that_a_config_may_name_opens_a_file_imports_a_module_or_starts_a_process(
+def test_nothing_that_a_config_may_name_opens_another_file_imports_a_module_or_starts_a_process(
     tried: Any,
 ) -> None:
     controls = {(what, event) for what, event, *_ in tried["seen"] if what.startswith("control")}

@@ -47,8 +47,12 @@ PACKAGES = {
     "monitor": ("hybridtrain.loop.callbacks", "hybridtrain.observe.trackers"),
 }
 
-# Parameters that read a file or start a download, as documented: `load_data` checks a tokenizer.
-KNOWN = ("tokenizer",)
+# Parameters that start a download, as documented: `load_data` checks a tokenizer.
+DOWNLOADING = ("tokenizer",)
+
+# Parameters that name the files of a model or a data set. Their files may be read, but not run.
+READING = ("path", "source", "train")
+READS = ("open", "os.scandir", "os.listdir", "glob.glob", "glob.glob/2", "pathlib.Path.glob")
 
 # For the other parameters that have no default, so that some calls get further.
 PLAUSIBLE: tuple[Any, ...] = (4, [4, 4])
@@ -58,6 +62,7 @@ NETWORK = ("socket.getaddrinfo", "socket.connect")
 
 seen: list[list[str]] = []
 watched = ""
+may_read = False
 
 
 class Command:
@@ -69,7 +74,7 @@ class Command:
 
 def hook(event: str, arguments: tuple[Any, ...]) -> None:
     """Writes down what hostile values lead to; no process and no connection is begun."""
-    if not watched:
+    if not watched or (may_read and event in READS):
         return
     texts = [str(each) for each in arguments if isinstance(each, str | bytes | tuple | list)]
     if event in PROCESSES or any(MARKER in text for text in texts):
@@ -79,10 +84,10 @@ def hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 @contextlib.contextmanager
-def watching(what: str) -> Iterator[None]:
+def watching(what: str, reads: bool = False) -> Iterator[None]:
     """Lets the hook see what happens inside; what is raised there does not matter."""
-    global watched
-    watched = what
+    global watched, may_read
+    watched, may_read = what, reads
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):
             yield
@@ -104,7 +109,9 @@ def modules(name: str) -> Iterator[Any]:
 def paths(package: str) -> Iterator[str]:
     """Yields the path of every name below `package`, and of the attributes of what is no module."""
     for module in modules(package):
-        for name, value in list(vars(module).items()):
+        # `dir` has the names that a package imports on first use, too
+        for name in sorted({*vars(module), *dir(module)}):
+            value = getattr(module, name, None)
             yield f"{module.__name__}.{name}"
             if getattr(value, "__module__", "") == module.__name__:
                 attributes = getattr(value, "__dict__", ())
@@ -122,12 +129,15 @@ def allowed(key: str) -> dict[str, Any]:
     return dict(found.values())
 
 
-def calls(target: Any) -> Iterator[dict[str, Any]]:
-    """Yields the arguments of each call; fewer for a builder of a model, which takes long."""
+def calls(target: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the hostile parameter of each call and all arguments.
+
+    There are fewer calls for a builder of a model, which takes long.
+    """
     every = list(inspect.signature(target).parameters.values())
     parameters = [p for p in every if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     needed = [p.name for p in parameters if p.default is p.empty]
-    names = [p.name for p in parameters if p.name not in KNOWN]
+    names = [p.name for p in parameters if p.name not in DOWNLOADING]
     if any(p.kind is p.VAR_KEYWORD for p in every):
         names += ["model_name_or_path", "norm_layer"]
     values = [
@@ -142,7 +152,7 @@ def calls(target: Any) -> Iterator[dict[str, Any]]:
     for name in names:
         for value in values:
             for plausible in PLAUSIBLE if set(needed) - {name} else PLAUSIBLE[:1]:
-                yield {**dict.fromkeys(needed, plausible), name: value}
+                yield name, {**dict.fromkeys(needed, plausible), name: value}
 
 
 def call(key: str, path: str, target: Any) -> None:
@@ -155,11 +165,11 @@ def call(key: str, path: str, target: Any) -> None:
     elif key == "trainer.loss" and not isinstance(target, type):
         first = [torch.randn(4, 4), torch.tensor([0, 1, 2, 3])]
     needed = list(inspect.signature(target).parameters)[: len(first)]
-    for arguments in calls(target):
+    for hostile, arguments in calls(target):
         settings = {name: value for name, value in arguments.items() if name not in needed}
         # of a model on the device "meta" nothing is computed
         device = torch.device("meta" if key == "model" else "cpu")
-        with watching(f"{path}({settings})"), device:
+        with watching(f"{path}({settings})", hostile in READING), device:
             made = target(*first, **settings)
             if key in ("trainer.metrics", "trainer.loss"):
                 made(torch.randn(4, 4), torch.tensor([0, 1, 2, 3]))
