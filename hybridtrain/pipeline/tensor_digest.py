@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 1 << 20  # elements that are widened to 64 bits at a time
+# Elements that are widened to 64 bits at a time: on a CPU so few that they stay in its cache, and
+# that the C library does not keep much memory.
+_PIECE_ON_CPU, _PIECE_ON_GPU = 1 << 16, 1 << 20
 
 
 @torch.no_grad()
@@ -29,10 +31,10 @@ def digest(tensor: Tensor) -> Tensor | None:
         if value.is_complex():
             value = torch.view_as_real(value)
         words = value.contiguous().view(-1).view(_INTEGERS[value.element_size()])
-        sums = []
-        for part in words.split(_PIECE):
-            factors = torch.arange(1, 2 * len(part), 2, device=part.device) * 0x9E3779B1 | 1
-            sums.append((part.to(torch.int64) * factors).sum())
-        return torch.stack(sums)
+        size = _PIECE_ON_CPU if words.device.type == "cpu" else _PIECE_ON_GPU
+        ends = 2 * min(len(words), size)
+        factors = torch.arange(1, ends, 2, device=words.device) * 0x9E3779B1 | 1
+        parts = words.split(size)
+        return torch.stack([(part.to(torch.int64) * factors[: len(part)]).sum() for part in parts])
     except (RuntimeError, NotImplementedError, KeyError, TypeError):
         return None  # it wraps other tensors
