@@ -161,7 +161,7 @@ def pack(
                 f"or set {setting('engine', 'local')}"
             )
     formats = [
-        TensorFormat(tuple(t.shape), _dense(t), t.dtype, t.requires_grad, t.device == _CPU)
+        TensorFormat(tuple(t.shape), _dense_strides(t), t.dtype, t.requires_grad, t.device == _CPU)
         for t in tensors
     ]
     return MessageFormat(structure, leaf_values, formats), tensors
@@ -315,7 +315,7 @@ def _is_same(value: Any, other: Any) -> bool:
         return False
 
 
-def _dense(tensor: Tensor) -> tuple[int, ...]:
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """Returns the strides that `empty_like` uses, for dense layouts such as channels_last.
 
     The stride of a dimension of size 1 is arbitrary; here it is always the same.
@@ -344,5 +344,5 @@ def _has_format(tensor: Tensor, form: TensorFormat) -> bool:
         and tensor.dtype is form.dtype
         and tensor.requires_grad is form.requires_grad
         and (tensor.device == _CPU) is form.on_cpu
-        and (tensor.stride() == form.stride or _dense(tensor) == form.stride)
+        and (tensor.stride() == form.stride or _dense_strides(tensor) == form.stride)
     )

@@ -97,7 +97,7 @@ class _Joined(NamedTuple):
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    # a view of it may have any stride for a single number
+    # not `view(-1)`: a contiguous tensor of one number may have any stride
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

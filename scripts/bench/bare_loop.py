@@ -49,7 +49,6 @@ class BareLoop:
         self._receives = [action for is_own, action in self._order if not is_own]
         self._divided = {action[1:] for _, action in self._order if action.kind == "I"}
         self._begun = 0  # the number of receives that the step has started
-
         self._coming: dict[Action, tuple[Tensor, dist.Work]] = {}
         self._here: dict[Action, Tensor] = {}
         self._sent: list[tuple[Tensor, dist.Work]] = []

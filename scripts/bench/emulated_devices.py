@@ -246,7 +246,7 @@ def network(stages: int, per_device: int) -> nn.Sequential:
 
 
 def part_of_pipeline(devices: int) -> World | None:
-    """This process's world in a pipeline over the first `devices` processes; None if it is none."""
+    """Returns the world of a pipeline over the first `devices` processes; None in the others."""
     group = dist.new_group(list(range(devices)))
     if dist.get_rank() >= devices:
         return None

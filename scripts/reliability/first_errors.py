@@ -108,7 +108,7 @@ def judge(fault: str, output: str) -> tuple[bool, str]:
         return False, line or "nothing"
     right = root_rank[1] == rank or f"rank {rank}" in root_text
     if kind in ("exit", "kill", "segfault"):
-        return right and f"rank {rank} (pid" in line and " ended " in line, line
+        return right and f"rank {rank} (pid" in line and "ended without a message" in line, line
     if kind in ("sleep", "stop"):
         right = line.startswith(f"error: rank {rank} ") and "stalls" in line
         if phase in ("forward", "backward"):
