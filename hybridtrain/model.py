@@ -317,7 +317,13 @@ class HybridModel:
         if options.sync_batch_norm:
             net = with_sync_batch_norm(net, world)
         remove_aliases(net)
-        planner = Planner(net, options, example_inputs, world.stage_owners)
+        planner = Planner(
+            net,
+            options,
+            example_inputs,
+            world.stage_owners,
+            runs_forward=world.engine == "forward",
+        )
         plan = world.from_main(planner.plan)
         planned = planner.layers_of(plan)
         if world.processes_per_replica > 1 and example_inputs is not None:
@@ -631,8 +637,7 @@ class HybridModel:
         if self._resolved is None or self._resolved[0] is not loss_fn:
             self._resolved = loss_fn, resolve(loss_fn, self.net)
             if self.owns_output and self._read_losses.is_new(self._resolved[1], divided=False):
-                last = self.stages[-1]
-                last.checks_graph = last.names is not None  # a loss may read any parameter
+                self.stages[-1].expect_new_loss()
         return self._resolved[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -195,6 +195,24 @@ def call_uncompiled(module: nn.Module, *args: Any) -> Any:
     return module._call_impl(*args)
 
 
+def call_of(module: nn.Module) -> Callable[..., Any]:
+    """Returns what `module(...)` runs: its hooks and its forward, or their compiled code.
+
+    Uses `nn.Module._compiled_call_impl` and `_call_impl`, for the reason in `replace_call`.
+    """
+    compiled: Callable[..., Any] | None = module._compiled_call_impl
+    return module._call_impl if compiled is None else compiled
+
+
+def replace_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Makes `module(...)` run `call`.
+
+    Uses `nn.Module._compiled_call_impl`, in the module's dictionary: hooks cannot surround a call,
+    and compiled code would contain them. Copies and pickles of the module leave it out.
+    """
+    module.__dict__["_compiled_call_impl"] = call
+
+
 def allow_recompilations(layers: int) -> None:
     """Allows Dynamo to compile a function for this many layers of different kinds.
 
@@ -583,6 +601,44 @@ def is_traced(args: tuple[Any, ...]) -> bool:
 # backward of a small layer: (roots, gradients, retain_graph, create_graph, inputs,
 # allow_unreachable=, accumulate_grad=); a root is a tensor or a GradientEdge.
 run_backward = Variable._execution_engine.run_backward
+
+
+
+def replace_backward_entry(before: Callable[[Sequence[Any]], None]) -> None:
+    """Calls `before(inputs)` at the start of each `backward` and `autograd.grad` of any code.
+
+    Wraps `torch.autograd._engine_run_backward`, in which both end: a TorchFunctionMode does not see
+    calls of the engine. `run_backward` above is not affected.
+    """
+    run = torch.autograd._engine_run_backward
+
+    def run_backward_of_users(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        before(args[3] if len(args) > 3 else kwargs.get("inputs", ()))
+        return run(outputs, *args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_backward_of_users
+
+
+# The number that autograd gives to the next node that this thread creates, and of a node.
+next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr
+
+
+def push_function_mode(mode: Any) -> None:
+    """Pushes a TorchFunctionMode without its `__enter__`: `torch._C._push_on_torch_function_stack`."""
+    torch._C._push_on_torch_function_stack(mode)
+
+
+def pop_function_mode(mode: Any) -> bool:
+    """Pops `mode` if it is the innermost TorchFunctionMode; returns whether it was.
+
+    `torch._C._get_function_stack_at`: `__exit__` pops whatever is on top.
+    """
+    size = torch._C._len_torch_function_stack()
+    if not size or torch._C._get_function_stack_at(size - 1) is not mode:
+        return False
+    torch._C._pop_torch_function_stack()
+    return True
+
 
 # A context in which PyTorch calls no `__torch_function__`, neither of subclasses nor of modes. The
 # public `DisableTorchFunctionSubclass` does not disable modes.

@@ -7,8 +7,8 @@ process group or GPU.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -47,6 +47,7 @@ from hybridtrain.partitioning.objective import (
     by_stage,
     stage_tables,
 )
+from hybridtrain.partitioning.observed_calls import ObservedChains
 from hybridtrain.partitioning.plan import Plan, StagePlan, counts_for
 from hybridtrain.partitioning.stage_owners import StageOwners
 from hybridtrain.schedule import actions_as_text, make_schedule, peak_in_flight
@@ -124,12 +125,20 @@ def balance_by_size(net: nn.Module, stages: int) -> list[int]:
 
 @dataclass(frozen=True)
 class PlannedLayers:
-    """The layers of each stage of a plan; the other attributes come from the `Chain`."""
+    """The layers of each stage of a plan.
+
+    Attributes:
+        stages: the layers of each stage.
+        runs_forward: whether the model's own forward runs, instead of a chain of the layers. The
+            other attributes come from the `Chain`.
+    """
 
     stages: list[list[Layer]]
     units: list[tuple[int, int]]
     guards: TraceGuards
     variants: Variants | None = None
+    code_parameters: Mapping[str, int] = field(default_factory=dict)
+    runs_forward: bool = False
 
 
 class _Decision(NamedTuple):
@@ -154,6 +163,8 @@ class Planner:
         example_inputs: the inputs of one batch, or a `Microbatch`.
         owners: the devices of the pipeline and the processes that own them; None: one CPU.
         costs: `measured`, `estimated`, or a function of the layers and a micro-batch.
+        runs_forward: plan for an engine that runs the model's own forward; its layers are the calls
+            that a run of the forward makes.
     """
 
     def __init__(
@@ -164,6 +175,7 @@ class Planner:
         owners: StageOwners | None = None,
         *,
         costs: str | CostFunction = "measured",
+        runs_forward: bool = False,
     ) -> None:
         self._net = net
         self._modules = dict(net.named_modules(remove_duplicate=False))
@@ -192,7 +204,12 @@ class Planner:
         device = torch.device(self._owners.devices[0])
         precision = partial(autocast, options.precision, device.type)
         seen_as = device if torch.cuda.is_available() else torch.device("cpu")
-        self._chains = ChainBuilder(net, example_inputs, precision, seen_as)
+        self._runs_forward = runs_forward
+        self._chains: ChainBuilder | ObservedChains
+        if runs_forward:
+            self._chains = ObservedChains(net, example_inputs, precision)
+        else:
+            self._chains = ChainBuilder(net, example_inputs, precision, seen_as)
         self._last: tuple[frozenset[str], Chain] | None = None
 
     @torch.inference_mode(False)  # layers are measured with their backward
@@ -241,7 +258,14 @@ class Planner:
         chain = self._chain(plan.expand)
         counts = counts_for(plan, [layer.name for layer in chain.layers], self._stages)
         stages = _runs_of(chain.layers, counts, chain)
-        return PlannedLayers(stages, chain.units, chain.guards, chain.variants)
+        return PlannedLayers(
+            stages,
+            chain.units,
+            chain.guards,
+            chain.variants,
+            chain.code_parameters,
+            self._runs_forward,
+        )
 
     def _chain(self, expand: Collection[str] = ()) -> Chain:
         key = frozenset(expand)

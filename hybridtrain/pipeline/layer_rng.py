@@ -30,7 +30,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -123,6 +123,18 @@ class LayerRNG:
             return _OwnDraws(self, microbatch, generator)
         return _SeededDraws(self, microbatch)
 
+    def drawing_in(self, microbatch: int) -> _ForwardDraws | _NotSeeded:
+        """Returns a context for a whole forward, which names each layer with `at`."""
+        return _ForwardDraws(self, microbatch) if self.active else _NOT_SEEDED
+
+    def seeded_again(self, microbatch: int, position: DrawPosition | None) -> Any:
+        """Returns a context in which a layer repeats the draws that it made from `position` on."""
+        if position is None:
+            return _NOT_SEEDED
+        draws = _ForwardDraws(self, microbatch)
+        draws.resume(position)
+        return draws
+
     def begin_piece(self, layer: int, microbatch: int) -> int:
         """Starts a run of `layer`; returns how often earlier pieces of its unit have drawn."""
         unit, piece = self._units[layer]
@@ -191,7 +203,9 @@ class LayerRNG:
         """Records the number of random operations that `layer` has run."""
         self._seen.add(layer)
         unit, piece = self._units[layer]
-        self.counts[unit, piece, microbatch] = operations
+        # a recomputation repeats the first of them
+        before = self.counts.get((unit, piece, microbatch), 0)
+        self.counts[unit, piece, microbatch] = max(before, operations)
 
 
 _CPU_GENERATOR = torch.default_generator
@@ -202,6 +216,8 @@ default_generator_lock = threading.Lock()
 
 class _NotSeeded:
     """The context of an evaluation: random operations draw as usual."""
+
+    position = None
 
     def at(self, layer: int) -> None:
         """See `_SeededDraws`."""
@@ -281,6 +297,44 @@ class _SeededDraws(InterceptedDraws):
         self._operations += 1
         self._rng.note_draw(self._layer, self._microbatch, self._operations)
         return self._rng.seed_of(self._layer, self._microbatch, number)
+
+
+class DrawPosition(NamedTuple):
+    """A place among the draws of a micro-batch.
+
+    Attributes:
+        layer: the layer.
+        before: how often earlier pieces of its unit have drawn.
+        operations: how often the layer has drawn.
+    """
+
+    layer: int
+    before: int
+    operations: int
+
+
+class _ForwardDraws(_SeededDraws):
+    """The draws of a whole forward: in layers, and in the code after each of them."""
+
+    def __init__(self, rng: LayerRNG, microbatch: int) -> None:
+        super().__init__(rng, microbatch)
+        self._counts: dict[int, int] = {}
+
+    def at(self, layer: int) -> None:
+        """Records that `layer` runs next; in a layer that goes on, the count goes on."""
+        if layer != self._layer:
+            self._counts[self._layer] = self._operations
+            super().at(layer)
+            self._operations = self._counts.get(layer, 0)
+
+    @property
+    def position(self) -> DrawPosition:
+        """The place of the next draw."""
+        return DrawPosition(self._layer, self._before, self._operations)
+
+    def resume(self, position: DrawPosition) -> None:
+        """Goes on from `position`."""
+        self._layer, self._before, self._operations = position
 
 
 class _OwnDraws(_SeededDraws):

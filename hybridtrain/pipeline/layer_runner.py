@@ -78,7 +78,7 @@ def run_plainly(module: nn.Module, value: Any) -> Any:
         module.uses_compiled = True
 
 
-def _error_hints() -> dict[str, str]:
+def error_hints() -> dict[str, str]:
     """Returns advice for errors that are likely in a pipeline, by a part of PyTorch's message."""
     return {
         "leaf Variable that requires grad": (
@@ -225,7 +225,7 @@ class LayerRunner:
         except Exception as error:
             name = self.layers[index - self.first].name
             error.add_note(f"in layer {name!r}, with the input {describe(value)}")
-            for sign, hint in _error_hints().items():
+            for sign, hint in error_hints().items():
                 if sign in str(error):
                     error.add_note(hint)
             raise

@@ -29,11 +29,12 @@ from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import Plan, PlannedLayers, recompute_policy
 from hybridtrain.pipeline.agreement import BatchCheck, check_frozen_alike
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
-from hybridtrain.pipeline.engine import Head, Source, Step
+from hybridtrain.pipeline.engine import Engine, Head, Source, Step
 from hybridtrain.pipeline.engines import ENGINES, EngineMaker, make_engine
+from hybridtrain.pipeline.forward import ForwardStage, build_forward_stages, forward_engine
 from hybridtrain.pipeline.layer_rng import LayerRNG, current_gpus_generator
 from hybridtrain.pipeline.layer_runner import compile_layers
-from hybridtrain.pipeline.links import links_between
+from hybridtrain.pipeline.links import Link, links_between
 from hybridtrain.pipeline.model_watch import ModelWatch
 from hybridtrain.pipeline.own_stages import drop_other_stages
 from hybridtrain.pipeline.placement import (
@@ -45,7 +46,7 @@ from hybridtrain.pipeline.placement import (
 )
 from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
 from hybridtrain.pipeline.stage import Stage
-from hybridtrain.pipeline.ties import tied_uses
+from hybridtrain.pipeline.ties import Tie, TiedUse, tied_uses
 from hybridtrain.pipeline.timeline import LanePeers, Timeline, seconds_ahead
 from hybridtrain.schedule import Schedule
 from hybridtrain.world import World
@@ -103,6 +104,7 @@ class Pipeline:
         self._net = net
         self._world = world
         self._options = options
+        self._ties: list[Tie] = []
         self._policy = recompute_policy(options.recompute, [layer.name for layer in layers])
         shared = len(set(world.devices)) < len(world.devices) or world.devices[0].type != "cuda"
         self.rng = LayerRNG(
@@ -120,12 +122,29 @@ class Pipeline:
         owned = stage_owners.stages_of(world.pipeline_rank, options.stages_per_device)
         if len(owned) < len(planned.stages):
             drop_other_stages(net, planned.stages, owned)
-        links = self._links = links_between(planned.stages)
-        uses = tied_uses([[layer.module for layer in part] for part in planned.stages])
-        self.stages = build_stages(
-            net, planned.stages, links, uses, world, options, self.groups, self.rng, self._policy
-        )
-        self._ties = ties_of(self.stages, uses, world, stage_owners)
+        links: list[Link] = []
+        uses: list[list[TiedUse]] = [[] for _ in planned.stages]
+        self.stages: Sequence[Stage | ForwardStage]
+        if planned.runs_forward:
+            self.stages = build_forward_stages(
+                net, planned, world, options, self.groups, self.rng, self._policy
+            )
+        else:
+            links = links_between(planned.stages)
+            uses = tied_uses([[layer.module for layer in part] for part in planned.stages])
+            traced = self.stages = build_stages(
+                net,
+                planned.stages,
+                links,
+                uses,
+                world,
+                options,
+                self.groups,
+                self.rng,
+                self._policy,
+            )
+            self._ties = ties_of(traced, uses, world, stage_owners)
+        self._links = links
         self._tied = tied_parameters(uses)
         used = {id(t) for k in layers for t in (*k.module.parameters(), *k.module.buffers())}
         for tensor in (*net.parameters(), *net.buffers()):
@@ -133,7 +152,7 @@ class Pipeline:
                 world.broadcast_tensor(tensor.data)
         own_layers = [layer.module for stage in self.stages for layer in stage.layers]
         fixed = world.fixed_replicas is not None
-        if options.compile:
+        if options.compile and not planned.runs_forward:
             # not specialized to shapes that a process has seen, if they depend on the process count
             compile_layers(own_layers, self._policy.is_active or fixed)
         if fixed and world.devices[0].type == "cpu" and torch.get_num_threads() > 1:
@@ -169,7 +188,14 @@ class Pipeline:
             self._of_others -= {id(p) for p in stage.module.parameters()}
         self._no_parameter = nn.Parameter(torch.empty(0, device=self.stages[-1].device))
         self._make_engine = engine or make_engine
-        self._engine = self._make_engine(self.stages, links, world)
+        self._engine = self._new_engine()
+
+    def _new_engine(self) -> Engine:
+        if self.planned.runs_forward:
+            return forward_engine(
+                self._net, self.planned, self.stages, self._world, self._options, self.rng
+            )
+        return self._make_engine(self.stages, self._links, self._world)
 
     def _note_buffer_copies(self) -> None:
         modules = [layer.module for stage in self.stages for layer in stage.layers]
@@ -209,7 +235,7 @@ class Pipeline:
         for stage in self.stages:
             stage.connect(connections[stage.index])
         self._note_buffer_copies()
-        self._engine = self._make_engine(self.stages, self._links, self._world)
+        self._engine = self._new_engine()
 
     def variants_of(self, parts: Sequence[Any]) -> list[int] | None:
         """Returns the graph variant for each of `microbatches`; see `Variants`.
@@ -271,7 +297,9 @@ class Pipeline:
             batch_check,
         )
         for stage in self.stages:
-            if self.watches_state:
+            if isinstance(stage, ForwardStage):
+                stage.begin_step((schedule.chunks, training), recomputed)
+            elif self.watches_state:
                 stage.begin_step((schedule.chunks, training), self._policy.is_active)
         values = self._run(step, trains=True)
         for stage in self.stages:
@@ -330,7 +358,7 @@ class Pipeline:
         if self._variants is not None:
             self._variants.forget()
         # a new engine, because different gradients change the message formats
-        self._engine = self._make_engine(self.stages, self._links, self._world)
+        self._engine = self._new_engine()
         self._watch.look()
 
     def run_forward(

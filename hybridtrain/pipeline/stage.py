@@ -39,15 +39,13 @@ from hybridtrain.pipeline.boundary import (
     StageInputs,
     leads_to,
     parameters_of,
-    run_from,
 )
 from hybridtrain.pipeline.engine import Head
-from hybridtrain.pipeline.layer_rng import BackwardDraws
 from hybridtrain.pipeline.layer_runner import LayerRunner, changed_before_backward
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link
-from hybridtrain.pipeline.reducer import LocalReducer, StageReducer, explaining_ready_twice
+from hybridtrain.pipeline.reducer import LocalReducer, StageReducer
 from hybridtrain.pipeline.replicas import ReplicaStates
-from hybridtrain.pipeline.split_backward import Division, SplitBackward, divide
+from hybridtrain.pipeline.stage_backward import StageBackward
 from hybridtrain.pipeline.ties import Alias, refuse_foreign_parameters
 
 # The context for code that needs no context.
@@ -69,18 +67,6 @@ class _InFlight(NamedTuple):
     roots: list[list[Root]]
     gradient: Tensor | None
     whole: bool
-
-
-class _ToWeights(NamedTuple):
-    """The rest of a backward after its first part.
-
-    Attributes:
-        backward: None if nothing is left.
-        roots: its start points, for a reducer that searches for unused parameters.
-    """
-
-    backward: SplitBackward | None
-    roots: Sequence[Root]
 
 
 @dataclass(frozen=True)
@@ -115,7 +101,6 @@ class Stage:
         outgoing: the links from this stage, with the primary output's first.
         module: its layers under one root.
         aliases: stand-ins for parameters that an earlier stage owns.
-        reducer: averages its gradients over the replicas; None with one replica.
         replica_states: gives each logical replica the state before the step; None if this process
             runs only one.
         parameter_count: the number of elements of its own parameters, without aliases.
@@ -144,20 +129,15 @@ class Stage:
         self.layers: tuple[Layer, ...] = tuple(layers)
         self.first = connection.runner.first
         self.aliases = list(aliases)
-        self.reducer: StageReducer | LocalReducer | None = None
+        self._backward = StageBackward(self._explain)
         self.replica_states: ReplicaStates | None = None
         self._collectors: Sequence[BatchNormCollector] | None = None
-        self._places: Sequence[MicrobatchPlace] | None = None
         self.saved_bytes: int | None = None
         tied = {id(p) for alias in aliases for p in (alias.parameter, alias.alias)}
         self.parameter_count = sum(p.numel() for p in module.parameters() if id(p) not in tied)
         self._shared = tied
         self.connect(connection)
         self._in_flight: dict[int, _InFlight] = {}
-        self._to_weights: dict[int, _ToWeights] = {}
-        self._divisions: dict[int, tuple[list[Root], Division | None]] = {}
-        # None until a first backward has shown whether its graph can be divided
-        self._may_split: bool | None = None
         self._needs_no_gradient = False
 
     def connect(self, connection: Connection) -> None:
@@ -179,6 +159,15 @@ class Stage:
             changers=[changers[link.target] for link in self.outgoing],
         )
 
+    @property
+    def reducer(self) -> StageReducer | LocalReducer | None:
+        """Averages the gradients over the replicas; None with one replica."""
+        return self._backward.reducer
+
+    @reducer.setter
+    def reducer(self, reducer: StageReducer | LocalReducer | None) -> None:
+        self._backward.reducer = reducer
+
     def choose_variants(self, variants: Sequence[int] | None) -> None:
         """Sets the graph variant of each micro-batch of the next step."""
         self._runner.variants = variants
@@ -186,6 +175,10 @@ class Stage:
     def __repr__(self) -> str:
         first, last = self.layers[0].name, self.layers[-1].name
         return f"stage {self.index} ({first if first == last else f'{first} to {last}'})"
+
+    def expect_new_loss(self) -> None:
+        """Checks the graph of the next forward, because a loss may read any parameter."""
+        self.checks_graph = self.names is not None
 
     def forward(
         self,
@@ -205,8 +198,8 @@ class Stage:
         Returns:
             the message for each outgoing link; on the last stage only the value of `head`.
         """
-        if self.replica_states is not None and self._places is not None:
-            place = self._places[microbatch]
+        if self.replica_states is not None and self._backward.places is not None:
+            place = self._backward.places[microbatch]
             self.replica_states.enter(place.replica, place.ahead)
         values, inputs = self._input.enter(messages)  # [1]
         value = values.pop(PRIMARY_OUTPUT)
@@ -269,7 +262,7 @@ class Stage:
         # popped, so that the micro-batch's data is freed after the backward
         begun = self._in_flight.pop(microbatch)
         starts = _starts(begun, gradients)
-        self._backward(microbatch, starts, reduce)  # [4], [5]
+        self._backward.run(microbatch, starts, reduce)  # [4], [5]
         return self._gradients_of_inputs(begun.inputs, starts)  # [6]
 
     def _gradients_of_inputs(
@@ -300,12 +293,8 @@ class Stage:
         This needs no gradients, so it can run before they arrive.
         """
         begun = self._in_flight[microbatch]
-        if begun.whole or self._may_split is False or microbatch in self._divisions:
-            return
-        roots = [root for link_roots in begun.roots for root in link_roots]
-        division = divide(roots, self._leaves_of_links(begun))
-        self._may_split = self._may_split or division is not None
-        self._divisions[microbatch] = roots, division
+        if not begun.whole:
+            self._backward.divide(microbatch, _roots(begun), self._leaves_of_links(begun))
 
     def backward_to_input(
         self, microbatch: int, gradients: Sequence[Gradients], reduce: bool
@@ -315,30 +304,10 @@ class Stage:
         Runs the whole backward if activations are recomputed (both parts would recompute them) or
         if the graph cannot be divided; then `backward_to_weights` does nothing.
         """
-        self.divide_backward(microbatch)
         begun = self._in_flight.pop(microbatch)
         starts = _starts(begun, gradients)
-        roots, division = self._divisions.pop(microbatch, ([], None))
         leaves = self._leaves_of_links(begun)
-        if len(starts) < len(roots):  # some values have no gradient
-            division = divide([root for root, _ in starts], leaves)
-        parts = SplitBackward(division, starts, leaves) if division is not None else None
-        if parts is None:
-            # add to the weights after the backwards of earlier micro-batches, as in the unsplit
-            # model
-            for earlier, left in sorted(self._to_weights.items()):
-                self._finish(earlier, left, reduce=False)
-                self._to_weights[earlier] = _ToWeights(None, ())
-            self._backward(microbatch, starts, reduce)
-        else:
-            try:
-                parts.to_input()
-            except RuntimeError as error:
-                self._explain(error)
-                raise
-        reduces = reduce and self.reducer is not None
-        starts_of_reducer = [root for root, _ in starts] if reduces else ()
-        self._to_weights[microbatch] = _ToWeights(parts, starts_of_reducer)
+        self._backward.to_input(microbatch, _roots(begun), starts, leaves, reduce, begun.whole)
         return self._gradients_of_inputs(begun.inputs, starts)
 
     def _leaves_of_links(self, begun: _InFlight) -> list[Tensor]:
@@ -352,37 +321,7 @@ class Stage:
 
     def backward_to_weights(self, microbatch: int, reduce: bool) -> None:
         """Runs the part of a backward that `backward_to_input` has left; see `backward`."""
-        self._finish(microbatch, self._to_weights.pop(microbatch), reduce)
-
-    def _finish(self, microbatch: int, left: _ToWeights, reduce: bool) -> None:
-        backward, roots = left
-        if backward is not None:
-            self._begin_gradients(microbatch)
-            try:
-                with self._reducing(roots, reduce) if self.reducer is not None else _NONE:
-                    backward.to_weights()
-            except RuntimeError as error:
-                self._explain(error)
-                raise
-
-    def _begin_gradients(self, microbatch: int) -> None:
-        """Sets the logical replica of the next gradients of the weights."""
-        if self.reducer is not None:
-            self.reducer.begin(self._places[microbatch].replica if self._places else None)
-
-    def _backward(
-        self, microbatch: int, starts: Sequence[tuple[Root, Tensor]], reduce: bool
-    ) -> None:
-        self._begin_gradients(microbatch)
-        reducing = _NONE
-        if self.reducer is not None:
-            reducing = self._reducing([root for root, _ in starts], reduce)
-        try:
-            with reducing, BackwardDraws():
-                run_from(starts)
-        except RuntimeError as error:
-            self._explain(error)
-            raise
+        self._backward.to_weights(microbatch, reduce)
 
     def _explain(self, error: RuntimeError) -> None:
         """Attributes some errors of a backward to the layer's forward that caused them."""
@@ -396,21 +335,6 @@ class Stage:
             change = self._runner.state.change_of(str(error))
             if change is not None:
                 raise changed_before_backward(change) from error
-
-    @contextmanager
-    def _reducing(self, roots: Sequence[Root], reduce: bool) -> Iterator[None]:
-        """Prepares the reducer for the backward in the block, which starts at `roots`."""
-        assert self.reducer is not None
-        if reduce:
-            # The collectives start inside the backward, in the order of DDP's buckets. Each stage
-            # has its own process group, so the order of a process's stages does not matter.
-            self.reducer.prepare_for_backward(roots)
-            with explaining_ready_twice():
-                yield
-            self.reducer.check_reduced()
-        else:
-            self.reducer.add_up_in_buckets()
-            yield
 
     def draws_before_next(self, microbatch: int) -> tuple[int, ...]:
         """Returns the draw counts for the next stage, if it continues a layer of this stage."""
@@ -433,7 +357,7 @@ class Stage:
 
     def begin_replicas(self, places: Sequence[MicrobatchPlace] | None) -> None:
         """Starts a step with micro-batches of several logical replicas; see `Step`."""
-        self._places = places
+        self._backward.places = places
 
     def end_replicas(self) -> None:
         """Ends the last batch of a step; restores logical replica 0's state if it ran here."""
@@ -451,13 +375,14 @@ class Stage:
     def clear(self) -> None:
         """Drops all micro-batches after a failed step."""
         self._in_flight.clear()
-        self._to_weights.clear()
-        self._divisions.clear()
+        self._backward.clear()
         for alias in self.aliases:
             alias.alias.grad = None
-        if self.reducer is not None:
-            self.reducer.reset()
         self.end_replicas()
+
+
+def _roots(begun: _InFlight) -> list[Root]:
+    return [root for link_roots in begun.roots for root in link_roots]
 
 
 def _starts(begun: _InFlight, gradients: Sequence[Gradients]) -> list[tuple[Root, Tensor]]:

@@ -18,11 +18,14 @@ __all__ = ["ENGINES", "EngineMaker", "InlineEngine", "ProcessEngine", "ThreadEng
 
 EngineMaker = Callable[[Sequence[Stage], Sequence[Link], World], Engine]
 
-ENGINES: dict[str, EngineMaker] = {
+ENGINES = ("local", "distributed", "forward")
+"""The names of all engines; `forward` runs the model's own forward, see `pipeline.forward`."""
+
+_OF_TRACED_MODELS: dict[str, EngineMaker] = {
     "local": ThreadEngine,
     "distributed": ProcessEngine,
 }
-"""The engines of models with stages on several devices, by name."""
+"""The engines of traced models with stages on several devices, by name."""
 
 
 def make_engine(stages: Sequence[Stage], links: Sequence[Link], world: World) -> Engine:
@@ -34,5 +37,5 @@ def make_engine(stages: Sequence[Stage], links: Sequence[Link], world: World) ->
         world: the processes.
     """
     on_one_device = len(world.devices) == world.processes_per_replica == 1
-    engine = InlineEngine if on_one_device or not links else ENGINES[world.engine]
+    engine = InlineEngine if on_one_device or not links else _OF_TRACED_MODELS[world.engine]
     return engine(stages, links, world)

@@ -1,0 +1,15 @@
+"""A pipeline that runs the model's own forward: `engine="forward"`.
+
+engine     threads for trips and for backwards; the step
+trip       a micro-batch on its way through the stages
+glue       the code between layers, and the cuts of the autograd graph
+turns      the turns of a device
+layers     the calls of layers, compiled and recomputed
+stage      what belongs to a device: layers, state, backwards
+build      places layers on devices, and connects all of this
+"""
+
+from hybridtrain.pipeline.forward.build import build_forward_stages, forward_engine
+from hybridtrain.pipeline.forward.stage import ForwardStage
+
+__all__ = ["ForwardStage", "build_forward_stages", "forward_engine"]

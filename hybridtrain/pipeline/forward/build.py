@@ -1,0 +1,149 @@
+"""Builds the stages of a pipeline that runs the model's own forward, and its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from hybridtrain._base.skip import popped_by
+from hybridtrain._base.torch_private import allow_recompilations
+from hybridtrain.graph import works_in_place
+from hybridtrain.options import PipelineOptions
+from hybridtrain.partitioning import PlannedLayers, RecomputePolicy
+from hybridtrain.pipeline.forward.engine import ForwardEngine
+from hybridtrain.pipeline.forward.layers import LayersOfStage, install
+from hybridtrain.pipeline.forward.stage import ForwardStage
+from hybridtrain.pipeline.forward.trip import LayerPlace, Model
+from hybridtrain.pipeline.layer_rng import LayerRNG
+from hybridtrain.pipeline.reducer import LocalReducer, StageReducer
+from hybridtrain.world import World
+
+
+def build_forward_stages(
+    net: nn.Module,
+    planned: PlannedLayers,
+    world: World,
+    options: PipelineOptions,
+    groups: Sequence[ProcessGroup | None],
+    rng: LayerRNG,
+    policy: RecomputePolicy,
+) -> list[ForwardStage]:
+    """Moves the layers to the devices of their stages, and broadcasts rank 0's values.
+
+    A parameter that several stages use belongs to the first of them, and one that only code between
+    layers uses to the stage of that code.
+    """
+    parts = planned.stages
+    layers = [layer for part in parts for layer in part]
+    if options.compile:
+        allow_recompilations(len(layers))
+    stage_of_layer = [stage for stage, part in enumerate(parts) for _ in part]
+    by_name = dict(net.named_parameters())
+    of_code: list[list[nn.Parameter]] = [[] for _ in parts]
+    for name, layer in planned.code_parameters.items():
+        of_code[stage_of_layer[layer]].append(by_name[name])
+    owner = owners_of(planned, net)
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    in_place = policy.is_active and any(works_in_place(layer.module) for layer in layers)
+    uses = [{id(p) for layer in part for p in layer.module.parameters()} for part in parts]
+    tied = frozenset(
+        number for number in names if sum(number in of_stage for of_stage in uses) > 1
+    )
+    placed: set[int] = set()
+    stages: list[ForwardStage] = []
+    first = 0
+    owners = world.stage_owners.placed(options.placement)
+    for index, part in enumerate(parts):
+        device = world.devices[owners.local_index(index)]
+        module = nn.ModuleList(layer.module for layer in part)
+        if of_code[index]:
+            module.append(nn.ParameterList(of_code[index]))
+        _place(module, device, placed)
+        owned = [p for p in module.parameters() if owner.get(id(p)) == index]
+        runs = LayersOfStage(
+            part, first, rng, policy.layers, options.compile, in_place, tied
+        )
+        stages.append(ForwardStage(index, module, owned, device, runs))
+        first += len(part)
+    _place(net, world.devices[0], placed)  # what no layer has
+    install([layer.module for layer in layers])
+    for stage in stages:
+        group = groups[stage.index]
+        named = {
+            names[id(p)]: p for p in stage.module.parameters() if owner.get(id(p)) == stage.index
+        }
+        if group is not None:
+            unused = options.find_unused_parameters
+            stage.reducer = StageReducer(stage.module, named, group, unused, world)
+        elif world.logical_replicas > 1:
+            stage.reducer = LocalReducer(named, world)
+    return stages
+
+
+def owners_of(planned: PlannedLayers, net: nn.Module) -> dict[int, int]:
+    """Returns the stage that owns each parameter, by its `id`: the first that uses it."""
+    parts = planned.stages
+    stage_of_layer = [stage for stage, part in enumerate(parts) for _ in part]
+    by_name = dict(net.named_parameters())
+    owner: dict[int, int] = {}
+    for index, part in enumerate(parts):
+        for layer in part:
+            for parameter in layer.module.parameters():
+                owner.setdefault(id(parameter), index)
+    for name, layer_index in planned.code_parameters.items():
+        owner.setdefault(id(by_name[name]), stage_of_layer[layer_index])
+    return owner
+
+
+def forward_engine(
+    net: nn.Module,
+    planned: PlannedLayers,
+    stages: Sequence[ForwardStage],
+    world: World,
+    options: PipelineOptions,
+    rng: LayerRNG,
+) -> ForwardEngine:
+    """Returns the engine of a pipeline; see `build_forward_stages`."""
+    owner = owners_of(planned, net)
+    places: dict[int, list[LayerPlace]] = {}
+    look_inside: set[int] = set()
+    for stage in stages:
+        for position, layer in enumerate(stage.layers):
+            shares = any(owner[id(p)] < stage.index for p in layer.module.parameters())
+            index = stage.first + position
+            if shares or popped_by(layer.module):
+                look_inside.add(index)
+            place = LayerPlace(index, stage.index, layer.name, position, stage.runs)
+            places.setdefault(id(layer.module), []).append(place)
+    devices = [stage.device for stage in stages]
+    model = Model(
+        net,
+        places,
+        owner,
+        devices,
+        look_inside,
+        [stage.wanted for stage in stages],
+        moves=len(set(devices)) > 1,
+    )
+    hold = options.find_unused_parameters and world.data_parallel_size > 1
+    return ForwardEngine(model, stages, rng, world.devices, hold)
+
+
+def _place(module: nn.Module, device: torch.device, placed: set[int]) -> None:
+    """Moves the tensors of a module that no earlier stage has placed; parameters stay the same."""
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None and id(parameter) not in placed:
+                placed.add(id(parameter))
+                if parameter.device != device and not parameter.is_meta:
+                    parameter.data = parameter.data.to(device)
+                    if parameter.grad is not None:
+                        parameter.grad.data = parameter.grad.data.to(device)
+        for name, buffer in part._buffers.items():
+            if isinstance(buffer, Tensor) and id(buffer) not in placed:
+                if buffer.device != device and not buffer.is_meta:
+                    part._buffers[name] = buffer = buffer.to(device)
+                placed.add(id(buffer))

@@ -1,0 +1,459 @@
+"""The engine that runs the model's own forward, with all stages in this process.
+
+    caller      [1] starts trips and backwards                            [5] all have ended
+    trip 0          [2] F0@0 . F0@1
+    trip 1              [2] F1@0 . . . F1@1
+    device 0    [3] . . . . . . . . . . . . . . B0@0 [4] ...
+    device 1    [3] . . . . . . . B0@1
+
+[1] A micro-batch is a `Trip`, which runs the whole forward in a thread of its own; [3] each device
+has a thread that runs its backwards. [2] All of them wait for their `Turns`, in the order of the
+schedule, so a device does one thing at a time. [4] A backward also waits for the gradients of the
+next stage's. [5] The first failure wakes and ends all.
+
+Threads are kept: as many trips run at once as the schedule needs suspended at the same time, because
+OpenMP keeps a pool of threads for each thread that computes. A pipeline of one stage has no threads:
+no forward waits, so the caller runs every action itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from contextvars import copy_context
+from functools import cache, partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridtrain._base.accelerator import accelerator_of
+from hybridtrain._base.skip import skip_scope
+from hybridtrain._base.torch_private import CallerModes, draws_here, leave_draws, profiled
+from hybridtrain.errors import UserError
+from hybridtrain.graph import CallSignature
+from hybridtrain.launch import LaneActivity, activity, ends_at_once
+from hybridtrain.pipeline import transfer
+from hybridtrain.pipeline.engine import HeadOutput, Step
+from hybridtrain.pipeline.forward.glue import watch_autograd
+from hybridtrain.pipeline.forward.stage import ForwardStage
+from hybridtrain.pipeline.forward.trip import Model, Trip
+from hybridtrain.pipeline.forward.turns import Stopped, Turns
+from hybridtrain.pipeline.layer_rng import LayerRNG
+from hybridtrain.pipeline.recomputation_proof import is_compared
+from hybridtrain.pipeline.timeline import Mark, mark
+from hybridtrain.pipeline.transfer import sync_streams
+from hybridtrain.schedule import WORDS, Action, Schedule
+
+# Trips that may begin before the schedule needs them, so that a slow start delays no device.
+_AHEAD = 1
+
+# The longest wait of the main thread. A signal right before a wait does not end the wait, and
+# Python calls the signal's handler only after it.
+_LONGEST_WAIT_S = 0.5
+
+
+class ForwardEngine:
+    """Executes steps by running the model's forward for each micro-batch.
+
+    Args:
+        model: what trips know of the model.
+        stages: all stages of the pipeline.
+        rng: seeds random operations.
+        devices: the devices of the lanes.
+        hold_roots: keep the tensors where backwards start; DDP looks for unused parameters there.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        stages: Sequence[ForwardStage],
+        rng: LayerRNG,
+        devices: Sequence[torch.device],
+        hold_roots: bool,
+    ) -> None:
+        watch_autograd()
+        self._model = model
+        self._stages = stages
+        self._rng = rng
+        self._devices = devices
+        self._hold_roots = hold_roots
+        self._gpus = {device for device in devices if accelerator_of(device) is not None}
+        self._steps: dict[object, int] = {}  # of each kind
+        self._lanes: list[_Worker] = []
+        self._trips: list[_Worker] = []
+        self._trip_inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        if len(stages) == 1 and stages[0].accelerator is not None:
+            stages[0].accelerator.set_device(stages[0].device)
+
+    def run(self, step: Step) -> list[Any]:
+        """Executes `step`; see `Engine.run`."""
+        if len(self._stages) == 1:
+            return self._run_here(step)
+        modes = CallerModes.capture()
+        # a mode is the caller's object and may have state, which two threads must not share
+        run = _StepRun(self, step, modes, serial=any(modes))
+        if self._gpus:
+            # the threads' streams wait for what the caller has queued, such as the optimizer's step
+            sync_streams(self._gpus, before=True)
+        try:
+            self._start(run)  # [1]
+            run.join()  # [5]
+        except BaseException as interrupt:  # Ctrl-C: all must still end
+            if not run.stopped:
+                run.abort(interrupt)
+            if ends_at_once():  # the process exits: no step will follow
+                raise
+            run.join()
+        if self._gpus:
+            sync_streams(self._gpus, before=False, values=run.values)
+        failure, run.failure = run.failure, None
+        if failure is None:
+            return run.values
+        for stage in self._stages:
+            stage.clear()
+        try:
+            raise failure
+        finally:
+            del failure  # its traceback holds this frame, and so would keep the step alive
+
+    def _is_observed(self, step: Step) -> bool:
+        """Returns whether trips look inside all layers: in some steps of each kind."""
+        kind = step.training, step.schedule.digest
+        count = self._steps[kind] = self._steps.get(kind, 0) + 1
+        return is_compared(count)
+
+    def _run_here(self, step: Step) -> list[Any]:
+        """Runs a pipeline of one stage in the caller's thread."""
+        (doing,) = activity.begin_step(1)
+        run = _StepRun(self, step, CallerModes(), serial=False, activities=[doing])
+        draws = draws_here()
+        (lane,) = step.schedule.lanes
+        try:
+            with step.thread_state.applied():
+                for action in lane:
+                    doing.begin(action)
+                    if action.kind == "F":
+                        run.forward(action.microbatch)
+                    else:
+                        run.backward(0, action)
+        except BaseException:
+            leave_draws(draws)
+            for stage in self._stages:
+                stage.clear()
+            raise
+        finally:
+            doing.end()
+        return run.values
+
+    def _start(self, run: _StepRun) -> None:
+        schedule = run.step.schedule
+        share = max(1, torch.get_num_threads() // len(self._devices))
+        while len(self._lanes) < len(schedule.lanes) * schedule.trains:
+            self._lanes.append(_Worker(self, SimpleQueue(), f"stage-{len(self._lanes)}", share))
+        wanted = min(schedule.chunks, suspended_at_once(schedule) + _AHEAD)
+        while len(self._trips) < wanted:
+            self._trips.append(
+                _Worker(self, self._trip_inbox, f"micro-batch-{len(self._trips)}", share)
+            )
+        if schedule.trains:
+            for lane, worker in enumerate(self._lanes):
+                worker.inbox.put(partial(copy_context().run, run.run_backwards, lane))
+        for microbatch in run.trip_order:
+            self._trip_inbox.put(partial(copy_context().run, run.run_trip, microbatch))
+
+
+@cache
+def suspended_at_once(schedule: Schedule) -> int:
+    """Returns how many forwards are between their first and last stage at the same time.
+
+    Counted in an order that satisfies all dependencies. With as many threads, every action of that
+    order finds its trip running: those before it are over or hold a thread, and trips begin in one
+    order, that of the first stage.
+    """
+    under_way = most = 0
+    for _, action in schedule.in_one_order:
+        if action.kind == "F":
+            under_way += action.stage == 0
+            most = max(most, under_way)
+            under_way -= action.stage == schedule.stages - 1
+    return most
+
+
+class _StepRun:
+    """The state of one step while it runs.
+
+    Attributes:
+        step: the step.
+        values: the head's values by micro-batch.
+        failure: the first exception, if any.
+        stopped: whether it has failed.
+        trip_order: the micro-batches in the order in which they begin.
+    """
+
+    def __init__(
+        self,
+        engine: ForwardEngine,
+        step: Step,
+        modes: CallerModes,
+        serial: bool,
+        activities: Sequence[LaneActivity] | None = None,
+    ) -> None:
+        schedule = step.schedule
+        self.step = step
+        self.values: list[Any] = [None] * schedule.chunks
+        self.failure: BaseException | None = None
+        self.stopped = False
+        self._engine = engine
+        self._stages = engine._stages
+        self._model = engine._model
+        self._last = schedule.stages - 1
+        self._modes = modes
+        self._lane_of = schedule.lane_of
+        self._is_alone = activities is not None
+        self._activity = activities or activity.begin_step(len(schedule.lanes))
+        self.trip_order = [
+            a.microbatch for a in schedule.lanes[self._lane_of[0]] if a.kind == "F" and not a.stage
+        ]
+        if self._is_alone:
+            self._turns: list[Turns] = []
+        elif serial:
+            one = Turns([action for _, action in schedule.in_one_order])
+            self._turns = [one] * len(schedule.lanes)
+        else:
+            self._turns = list(map(Turns, schedule.lanes))
+        # the gradients from each stage to the one before, in the order of the micro-batches
+        self._gradients: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(schedule.stages)]
+        self._left = schedule.chunks + (len(schedule.lanes) if schedule.trains else 0)
+        self._ends: SimpleQueue[None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._starts: dict[int, Mark] = {}
+        self._learns = schedule.trains and engine._is_observed(step)
+
+    # --- forwards
+
+    def run_trip(self, microbatch: int) -> None:
+        """Runs the forward of a micro-batch, in a thread for trips; never raises."""
+        draws = draws_here()
+        try:
+            applied = self._modes.applied(self._model.devices[0]) if any(self._modes) else None
+            with applied or nullcontext(), self.step.thread_state.applied():
+                self.forward(microbatch)
+        except Stopped:
+            pass
+        except BaseException as error:
+            leave_draws(draws)
+            self.abort(error)
+        finally:
+            self._end()
+
+    def forward(self, microbatch: int) -> None:
+        """Runs the forward of a micro-batch through all stages."""
+        step, trains = self.step, self.step.schedule.trains
+        trip = Trip(
+            self._model,
+            microbatch,
+            self._engine._rng.drawing_in(microbatch),
+            self._enter,
+            self._leave,
+            trains,
+            self._engine._hold_roots,
+            self._learns,
+        )
+        held: list[Any] = []
+
+        def head(output: Any) -> HeadOutput:
+            result = step.head(microbatch, output)
+            if trains and (result.root is None or not result.root.requires_grad):
+                raise UserError(
+                    "the loss depends on no trainable parameter, so there is nothing to train"
+                )
+            return result
+
+        def hold() -> None:
+            whole = [stage.runs.recomputes(microbatch) for stage in self._stages]
+            held.extend(trip.in_flight(whole))
+            for stage, in_flight in zip(self._stages, held, strict=True):
+                stage.hold(microbatch, in_flight)
+
+        try:
+            with profiled(f"forward of micro-batch {microbatch}"), skip_scope({}):
+                self.values[microbatch] = trip.run(
+                    partial(self._arguments, microbatch),
+                    head,
+                    step.thread_state.autocast(),
+                    hold if trains else None,
+                )
+        except Exception as error:
+            error.add_note(
+                f"in the forward of micro-batch {microbatch} on {self._stages[trip.stage]!r}"
+            )
+            raise
+
+    def _arguments(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        inputs = self.step.source(microbatch)
+        device = self._model.devices[0]
+        if accelerator_of(device) is not None:
+            inputs = transfer.receive(transfer.send(inputs, torch.device("cpu"), device), device)
+        return arguments_of(self._model.net, inputs)
+
+    def _enter(self, stage: int, microbatch: int) -> None:
+        action = Action("F", stage, microbatch)
+        lane = self._lane_of[stage]
+        if not self._is_alone:
+            self._turns[lane].wait(action)
+            self._activity[lane].begin(action)
+            self._activity[lane].wait(False)
+        part = self._stages[stage]
+        if part.accelerator is not None:
+            part.accelerator.set_device(part.device)
+        part.enter(microbatch)
+        if self.step.timeline:
+            self._starts[microbatch] = mark(part.device)
+
+    def _leave(self, stage: int, microbatch: int) -> None:
+        lane = self._lane_of[stage]
+        if self.step.timeline:
+            start, device = self._starts[microbatch], self._stages[stage].device
+            self.step.timeline.record(lane, Action("F", stage, microbatch), start, mark(device))
+        if not self._is_alone:
+            self._activity[lane].wait(True)  # until the next action of the lane begins
+            self._turns[lane].leave()
+
+    # --- backwards
+
+    def run_backwards(self, lane: int) -> None:
+        """Runs the backwards of one device, in its thread; never raises."""
+        turns, doing = self._turns[lane], self._activity[lane]
+        action: Action | None = None
+        try:
+            applied = self._modes.applied(self._engine._devices[lane]) if any(self._modes) else None
+            with applied or nullcontext(), self.step.thread_state.applied():
+                for action in self.step.schedule.lanes[lane]:
+                    if action.kind == "F":
+                        continue  # its trip does this
+                    turns.wait(action)
+                    doing.begin(action)
+                    self.backward(lane, action)
+                    doing.wait(True)
+                    turns.leave()
+        except Stopped:
+            pass
+        except BaseException as error:
+            self.abort(error)
+        finally:
+            doing.end()
+            self._end()
+
+    def backward(self, lane: int, action: Action) -> None:
+        """Runs a backward, or a part of it."""
+        step, (kind, index, microbatch) = self.step, action
+        stage = self._stages[index]
+        gradients: Sequence[Tensor | None] = ()
+        if kind != "W":
+            gradients = self._receive(index, microbatch, lane)  # [4]
+        # the last micro-batch of a stage comes last, see `schedule.validate`
+        reduce = step.reduce and microbatch + 1 == step.schedule.chunks
+        start = mark(stage.device) if step.timeline else 0.0
+        noting: Any = nullcontext([])
+        if reduce and step.timeline and stage.reducer is not None:
+            noting = stage.reducer.noting_computed(stage.device)
+        sent: list[Tensor | None] = []
+        try:
+            with profiled(action), noting as computed:
+                if kind == "W":
+                    stage.backward_to_weights(microbatch, reduce)
+                else:
+                    sent = stage.backward(kind, microbatch, gradients, reduce)
+        except Exception as error:
+            error.add_note(f"in the {WORDS[kind]} of micro-batch {microbatch} on {stage!r}")
+            raise
+        if step.timeline:
+            end = mark(stage.device)
+            step.timeline.record(lane, action, start, end, computed[-1] if computed else None)
+        if kind != "W" and index:
+            before = self._stages[index - 1].device
+            message: Any = sent
+            if before != stage.device:
+                message = transfer.send(sent, stage.device, before, "B")
+            self._gradients[index - 1].put(message)
+
+    def _receive(self, index: int, microbatch: int, lane: int) -> Sequence[Tensor | None]:
+        stage = self._stages[index]
+        if index == self._last:
+            return stage.gradients_of_loss(microbatch)
+        queue, doing = self._gradients[index], self._activity[lane]
+        doing.wait(True)
+        message = queue.get()
+        doing.wait(False)
+        if message is None or self.stopped:
+            raise Stopped
+        if isinstance(message, transfer.Transfer):
+            message = transfer.receive(message, stage.device)
+        return message  # type: ignore[no-any-return]
+
+    # --- the end
+
+    def join(self) -> None:
+        """Waits until every thread has ended its part; after a second signal it does not wait."""
+        while self._left:
+            try:
+                self._ends.get(timeout=_LONGEST_WAIT_S)
+            except Empty:
+                continue
+            except BaseException as interrupt:
+                if self.stopped:
+                    raise
+                self.abort(interrupt)
+                if ends_at_once():
+                    raise
+
+    def abort(self, error: BaseException) -> None:
+        """Makes the first `error` the outcome of the step, and wakes the waiting threads."""
+        with self._lock:  # two threads may fail at once
+            if not self.stopped:
+                self.failure = error
+            self.stopped = True
+        for turns in self._turns:
+            turns.stop()
+        for queue in self._gradients:
+            queue.put(None)
+
+    def _end(self) -> None:
+        with self._lock:
+            self._left -= 1
+        self._ends.put(None)
+
+
+def arguments_of(net: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments that the inputs of a batch are to a module's forward."""
+    signature, values = CallSignature.of_inputs(net, inputs)
+    return signature.split(values)
+
+
+class _Worker:
+    """A thread that runs what comes into its inbox."""
+
+    def __init__(
+        self,
+        owner: ForwardEngine,
+        inbox: SimpleQueue[Callable[[], None] | None],
+        name: str,
+        intra_op_threads: int,
+    ) -> None:
+        self.inbox = inbox
+        # a daemon thread: the interpreter must not wait for it at exit
+        threading.Thread(
+            target=_work, args=(inbox, intra_op_threads), name=name, daemon=True
+        ).start()
+        weakref.finalize(owner, inbox.put, None)
+
+
+def _work(inbox: SimpleQueue[Callable[[], None] | None], intra_op_threads: int) -> None:
+    torch.set_num_threads(intra_op_threads)
+    while (run := inbox.get()) is not None:
+        run()
+        del run  # or this frame would keep the step's activations until the next one

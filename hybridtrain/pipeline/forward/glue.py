@@ -1,0 +1,148 @@
+"""The code between layers: it runs in the stage of the layer before it, and cuts what it uses.
+
+A micro-batch's forward builds one autograd graph. To run the stages' backwards one after another,
+each value of an earlier stage is cut out of that graph where a later stage uses it:
+
+    stage 0        x ----------------------------+
+                   | cut                         | cut
+    stage 1        x' (the same memory) --- ...  x'
+                                                 | cut
+    stage 2                                      x'' ---- loss
+
+An `Alias` is a stage's own name for such a value, and collects its gradient. A value that skips
+stages has an alias in each of them, so that gradients are added in the order in which one backward
+through the whole graph would add them.
+
+Which stage made a tensor is read from PyTorch: autograd numbers the nodes of each thread in the
+order of their creation, so the stages of a micro-batch are ranges of numbers. Nothing is attached
+to tensors, so views, in-place changes and outputs of any kind need no special care.
+
+`Glue` is the TorchFunctionMode that looks at the arguments of each operation between layers.
+Function modes do not see two entries into autograd, which `watch_autograd` wraps:
+`Function.apply`, and the backward that a forward may run itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
+
+from hybridtrain._base.torch_private import replace_backward_entry
+from hybridtrain.errors import SplitError
+
+if TYPE_CHECKING:
+    from hybridtrain.pipeline.forward.trip import Trip
+
+
+class Alias:
+    """A stage's own name for a value of the stage before, and the gradient that it gets.
+
+    Attributes:
+        source: the value: of the stage before, or that stage's own alias.
+        value: a tensor with the same memory, on the stage's device.
+        version: the version counter of `value` when it was made.
+        node: the graph node of the cut.
+        gradient: the sum of the gradients that have arrived.
+    """
+
+    __slots__ = ("gradient", "node", "source", "value", "version")
+
+    source: Tensor
+    value: Tensor
+    version: int
+    node: Node | None
+
+    def __init__(self, source: Tensor) -> None:
+        self.source = source
+        self.gradient: Tensor | None = None
+
+
+class Cut(torch.autograd.Function):
+    """Begins a new graph at a value: neither a leaf nor a view, so that layers may change it.
+
+    Its gradient ends here as it arrives. The `grad` of a leaf would be copied to the leaf's
+    strides, and later sums would round differently.
+    """
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any, value: Tensor, wanted: Tensor, trip: Trip, alias: Alias
+    ) -> Tensor:
+        ctx.trip, ctx.alias = trip, alias
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]  # noqa: D102
+        if ctx.trip.is_in_forward:
+            raise SplitError(
+                "the forward takes a gradient over the border between two stages, as a force or a "
+                "gradient penalty does: cut the model elsewhere, so that this code and the layers "
+                "that it differentiates are in one stage"
+            )
+        alias = ctx.alias
+        alias.gradient = gradient if alias.gradient is None else alias.gradient + gradient
+        return None, None, None, None
+
+
+class Glue(TorchFunctionMode):
+    """Sees each operation between layers; those inside layers only if a layer needs it.
+
+    Attributes:
+        is_off: True while operations pass without a look.
+    """
+
+    def __init__(self, trip: Trip) -> None:
+        super().__init__()
+        self._trip = trip
+        self.is_off = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        trip = self._trip
+        if self.is_off or not trip.looks:
+            return func(*args, **kwargs or {})
+        args = trip.cut_all(args)
+        return func(*args, **trip.cut_all(kwargs) if kwargs else {})
+
+
+class _Here(threading.local):
+    trip: Trip | None = None
+
+
+here = _Here()
+"""The trip that runs in this thread, if any."""
+
+
+@functools.cache
+def watch_autograd() -> None:
+    """Wraps `Function.apply` and the entry of all backwards, once per process.
+
+    Custom functions are not torch functions, so without this one between layers would keep the
+    graph of an earlier stage. Outside of a trip both behave as before.
+    """
+    function: Any = torch.autograd.Function
+    apply = function.__dict__.get("apply") or function.apply
+
+    @classmethod  # type: ignore[misc]
+    def watched(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        trip = here.trip
+        if trip is not None and trip.looks_in_functions and cls is not Cut:
+            args, kwargs = trip.cut_all(args), trip.cut_all(kwargs) if kwargs else kwargs
+        return apply.__get__(None, cls)(*args, **kwargs)
+
+    function.apply = watched
+    replace_backward_entry(_before_backward)
+
+
+def _before_backward(inputs: Any) -> None:
+    """Refuses a gradient that a forward takes with respect to a value of an earlier stage."""
+    trip = here.trip
+    if trip is not None and trip.is_in_forward and trip.stage:
+        trip.check_inner_gradient(inputs)

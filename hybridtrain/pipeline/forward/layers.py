@@ -1,0 +1,242 @@
+"""The calls of layers: where a forward meets the pipeline, and how a layer's module runs there.
+
+`install` makes `module(...)` of each layer a `LayerCall`. Inside of a trip it moves the trip to the
+layer's stage and runs its `LayerRun`: the module itself, compiled or recomputed if asked for.
+Everywhere else the call is the module's own.
+
+PyTorch asks `nn.Module._compiled_call_impl` before it runs hooks and forward, so a `LayerCall`
+surrounds both, needs no hook of its own, and neither copies nor pickles of the module contain it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hybridtrain._base.microbatch import map_tensors
+from hybridtrain._base.skip import pop, popped_by, skip_scope, stashed_by
+from hybridtrain._base.torch_private import (
+    call_of,
+    compile_module,
+    is_profiled,
+    profiled,
+    replace_call,
+)
+from hybridtrain.graph import Layer, works_in_place
+from hybridtrain.pipeline.forward.glue import here
+from hybridtrain.pipeline.layer_rng import LayerRNG
+from hybridtrain.pipeline.layer_runner import describe, error_hints
+from hybridtrain.pipeline.layer_state import StageState
+from hybridtrain.pipeline.recompute import Piece, is_recomputing, run_to_recompute
+from hybridtrain.pipeline.recomputation_proof import Record, check_records, is_compared
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hybridtrain.pipeline.forward.trip import Trip
+
+_NONE: AbstractContextManager[Any] = nullcontext()
+
+
+class LayerCall:
+    """What calling the module of a layer does; see the module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._call = call_of(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the layer in the trip of this thread, or the module alone."""
+        trip = here.trip
+        if trip is not None and trip.is_in_forward and trip.layer is None:
+            place = trip.place_of(self._module)
+            if place is not None:
+                return trip.run_layer(place, args, kwargs)
+        return self._call(*args, **kwargs)
+
+
+def install(modules: Sequence[nn.Module]) -> None:
+    """Makes calls of `modules` known to trips; a second time has no effect."""
+    for module in modules:
+        if not isinstance(call_of(module), LayerCall):
+            replace_call(module, LayerCall(module))
+
+
+class LayersOfStage:
+    """The layers of a stage: what they change, and which of them a step recomputes.
+
+    Attributes:
+        state: the state that forwards change.
+        whole: the micro-batches of the step in which all layers are recomputed.
+
+    Args:
+        layers: the layers.
+        first: the index of the first of them in the model.
+        rng: seeds their random operations.
+        recomputed: the indices, in the model, of the layers that are always recomputed.
+        compiled: whether layers are compiled.
+        clone_inputs: copy the inputs of a recomputed layer, because another layer works in place.
+        tied: the identities of parameters that stages share.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        first: int,
+        rng: LayerRNG,
+        recomputed: frozenset[int],
+        compiled: bool,
+        clone_inputs: bool,
+        tied: frozenset[int],
+    ) -> None:
+        self.layers = tuple(layers)
+        self.first = first
+        self.rng = rng
+        self.state = StageState(layers)
+        self.whole: frozenset[int] = frozenset()
+        self._recomputed = recomputed
+        self._clone_inputs = clone_inputs
+        self._tied = tied
+        self._steps: dict[object, int] = {}
+        self._compares = self._is_late = self._recomputes_some = False
+        self._records: list[Record] = []
+        self._plain: list[Callable[..., Any]] = []
+        self._calls: list[Callable[..., Any]] = []
+        for layer in layers:
+            self._plain.append(layer.module._call_impl)
+            if compiled:
+                compile_module(layer.module, dynamic=False if recomputed else None)
+            self._calls.append(own_call(layer.module))
+
+    def begin_step(self, kind: object, whole: frozenset[int]) -> None:
+        """Begins a step that trains.
+
+        Args:
+            kind: the kind of step; the first steps of each kind compare what forwards change.
+            whole: the micro-batches in which all layers are recomputed.
+        """
+        self.whole = whole
+        self._recomputes_some = bool(whole or self._recomputed)
+        step = self._steps[kind] = self._steps.get(kind, 0) + 1
+        self._compares = is_compared(step)
+        self._is_late = sum(self._steps.values()) > 4
+        self._records.clear()
+
+    def recomputes(self, microbatch: int) -> bool:
+        """Returns whether the backward of a micro-batch recomputes some layers."""
+        return microbatch in self.whole or any(
+            self.first <= index < self.first + len(self.layers) for index in self._recomputed
+        )
+
+    def check_recomputations(self) -> None:
+        """Compares the recomputations of a step with its forwards.
+
+        Raises:
+            ConfigError: they differ; the message names the first such layer.
+        """
+        records, self._records = self._records, []
+        check_records(records, self.layers)
+
+    def run(self, position: int, trip: Trip, args: Any, kwargs: Any) -> Any:
+        """Runs the layer at a position of the stage."""
+        index, layer = self.first + position, self.layers[position]
+        recomputes = torch.is_grad_enabled() and (
+            index in self._recomputed or trip.microbatch in self.whole
+        )
+        call = self._calls[position]
+        if trip.layer is not None and trip.looks_inside(trip.layer):
+            call = partial(self._look_inside, trip, self._plain[position])
+        rng = self.rng
+        probes = rng.probes_compiled and rng.active
+        if probes and (rng.draws(index) or rng.needs_probe(index)):
+            call = self._plain[position]
+        watches = (
+            self._recomputes_some
+            and self._compares
+            and torch.is_grad_enabled()
+            and not is_recomputing()
+        )
+        try:
+            if not (recomputes or watches or probes or is_profiled()):
+                return call(*args, **kwargs)
+            with (
+                profiled(layer.name),
+                self.state.watched(position, self._is_late, self._recomputes_some, self._tied)
+                if watches
+                else _NONE,
+            ):
+                if recomputes:
+                    output = self._run_recomputed(position, trip, call, args, kwargs)
+                else:
+                    output = call(*args, **kwargs)
+            if probes and rng.needs_probe(index):
+                rng.mark_probed(index)
+            return output
+        except Exception as error:
+            if not hasattr(error, "_in_layer"):
+                error._in_layer = layer.name  # type: ignore[attr-defined]
+                error.add_note(f"in layer {layer.name!r}, with the input {describe((args, kwargs))}")
+                for sign, hint in error_hints().items():
+                    if sign in str(error):
+                        error.add_note(hint)
+            raise
+
+    def _look_inside(self, trip: Trip, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if here.trip is not trip:  # recomputed in the backward, for what autograd saves only
+            return call(*args, **kwargs)
+        return trip.look_inside(call, args, kwargs)
+
+    def _run_recomputed(
+        self, position: int, trip: Trip, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        drawn = trip.draws.position
+        names = set(popped_by(self.layers[position].module))
+        names -= set(stashed_by(self.layers[position].module))
+        popped = {name: pop(name) for name in names}
+        microbatch, layer = trip.microbatch, self.layers[position]
+        is_first = True
+
+        def run(piece: Piece, args: Any, kwargs: Any) -> Any:
+            nonlocal is_first
+            draws = scope = _NONE
+            if not is_first:  # in the backward, without a trip
+                draws, scope = self.rng.seeded_again(microbatch, drawn), skip_scope(popped)
+            is_first = False
+            with self._in_state(piece, position), draws, scope:
+                if piece.record is not None:
+                    piece.record.at(position)
+                output = call(*args, **kwargs)
+                if piece.record is not None:
+                    piece.record.output(output)
+                return output
+
+        in_place = works_in_place(layer.module)
+        if self._clone_inputs:
+            args, kwargs = map_tensors(torch.clone, (args, kwargs))
+        return run_to_recompute(run, in_place, args, kwargs)
+
+    @contextmanager
+    def _in_state(self, piece: Piece, position: int) -> Iterator[None]:
+        """Surrounds the forward of a layer, and its recomputation."""
+        restored: AbstractContextManager[None] = _NONE
+        if piece.snapshot is not None:
+            restored = self.state.restored(piece.snapshot)
+        else:
+            piece.snapshot = self.state.save([position])
+            if self._compares:
+                piece.record = Record()
+                self._records.append(piece.record)
+        with restored, _NONE if piece.record is None else piece.record.run():
+            yield
+
+
+def own_call(module: nn.Module) -> Callable[..., Any]:
+    """Returns the call of a module outside of trips."""
+    call = call_of(module)
+    return call._call if isinstance(call, LayerCall) else call
+

@@ -1,0 +1,172 @@
+"""A stage of a pipeline that runs the model's own forward.
+
+Its layers run inside of `Trip`s. The stage has what belongs to a device: the layers' parameters,
+their state, and the backwards of micro-batches in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
+
+from hybridtrain._base.accelerator import accelerator_of
+from hybridtrain._base.shares import MicrobatchPlace
+from hybridtrain.errors import argument
+from hybridtrain.graph import Layer
+from hybridtrain.pipeline.batch_norm import BatchNormCollector
+from hybridtrain.pipeline.forward.layers import LayersOfStage
+from hybridtrain.pipeline.forward.trip import StageInFlight
+from hybridtrain.pipeline.layer_runner import changed_before_backward
+from hybridtrain.pipeline.reducer import LocalReducer, StageReducer
+from hybridtrain.pipeline.replicas import ReplicaStates
+from hybridtrain.pipeline.stage_backward import StageBackward, Start
+
+
+class ForwardStage:
+    """Runs the backwards of a stage, and holds its layers.
+
+    Attributes:
+        index: its place in the pipeline.
+        runs: runs its layers.
+        layers: the layers.
+        first: the index of its first layer in the model.
+        device: the device of the layers.
+        accelerator: the interface of a device that runs asynchronously; None for the CPU.
+        module: its layers, and parameters that code between layers uses, under one root.
+        replica_states: gives each logical replica the state before the step; None if this process
+            runs only one.
+        parameter_count: the number of elements of the parameters that it owns.
+        saved_bytes: bytes that autograd saves for a micro-batch; None before the first.
+        wanted: a leaf that makes autograd record the cuts before this stage.
+    """
+
+    aliases: Sequence[object] = ()  # a shared parameter has no stand-in; see `glue`
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        owned: Sequence[nn.Parameter],
+        device: torch.device,
+        runs: LayersOfStage,
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.device = device
+        self.accelerator = accelerator_of(device)
+        self.runs = runs
+        self.layers: tuple[Layer, ...] = runs.layers
+        self.first = runs.first
+        self.replica_states: ReplicaStates | None = None
+        self.parameter_count = sum(parameter.numel() for parameter in owned)
+        self.saved_bytes: int | None = None
+        self.wanted = torch.zeros((), requires_grad=True)
+        self._backward = StageBackward(self._explain)
+        self._in_flight: dict[int, StageInFlight] = {}
+
+    @property
+    def reducer(self) -> StageReducer | LocalReducer | None:
+        """Averages the gradients over the replicas; None with one replica."""
+        return self._backward.reducer
+
+    @reducer.setter
+    def reducer(self, reducer: StageReducer | LocalReducer | None) -> None:
+        self._backward.reducer = reducer
+
+    def __repr__(self) -> str:
+        first, last = self.layers[0].name, self.layers[-1].name
+        return f"stage {self.index} ({first if first == last else f'{first} to {last}'})"
+
+    def expect_new_loss(self) -> None:
+        """Does nothing: what a loss reads from other stages is cut as in any code."""
+
+    def enter(self, microbatch: int) -> None:
+        """Prepares the forward of a micro-batch, at its turn."""
+        places = self._backward.places
+        if self.replica_states is not None and places is not None:
+            self.replica_states.enter(places[microbatch].replica, places[microbatch].ahead)
+
+    def hold(self, microbatch: int, in_flight: StageInFlight) -> None:
+        """Holds what the backward of a micro-batch needs."""
+        self._in_flight[microbatch] = in_flight
+
+    def gradients_of_loss(self, microbatch: int) -> list[Tensor | None]:
+        """Returns the gradient of the loss of a micro-batch, in the last stage."""
+        return [self._in_flight[microbatch].gradient]
+
+    def backward(
+        self, kind: str, microbatch: int, gradients: Sequence[Tensor | None], reduce: bool
+    ) -> list[Tensor | None]:
+        """Runs a backward, or its first part (`I`); gradients are added to `parameter.grad`.
+
+        Args:
+            kind: the kind of the action, `B` or `I`.
+            microbatch: its index.
+            gradients: the gradient of each value that the next stage uses, or of the loss.
+            reduce: whether it completes the stage's gradients, and averages them over the replicas.
+
+        Returns:
+            the gradient of each value of the stage before that this stage uses.
+        """
+        in_flight = self._in_flight.pop(microbatch)
+        starts: list[Start] = [
+            (root, gradient)
+            for root, gradient in zip(in_flight.roots, gradients, strict=True)
+            if gradient is not None
+        ]
+        if kind == "B":
+            self._backward.run(microbatch, starts, reduce)
+        else:
+            # the cuts lead to `wanted`, and hand their gradients to the aliases on the way
+            leaves = [self.wanted] if in_flight.aliases else []
+            self._backward.to_input(
+                microbatch, in_flight.roots, starts, leaves, reduce, in_flight.whole
+            )
+        return in_flight.gradients_before()
+
+    def backward_to_weights(self, microbatch: int, reduce: bool) -> None:
+        """Runs the part of a backward that its first part has left."""
+        self._backward.to_weights(microbatch, reduce)
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Attributes some errors of a backward to the layer's forward that caused them."""
+        if isinstance(error, CheckpointError):
+            self.runs.check_recomputations()  # names the layer
+            error.add_note(
+                f"a layer of {self} computes different values in its recomputation than in its "
+                f"forward: exclude it from {argument('recompute')}"
+            )
+        elif "modified by an inplace operation" in str(error):
+            change = self.runs.state.change_of(str(error))
+            if change is not None:
+                raise changed_before_backward(change) from error
+
+    def run_several_replicas(self, collectors: Sequence[BatchNormCollector]) -> None:
+        """Prepares for steps with several logical replicas; see `ReplicaStates`."""
+        self.replica_states = ReplicaStates(self.runs.state, collectors)
+
+    def begin_replicas(self, places: Sequence[MicrobatchPlace] | None) -> None:
+        """Starts a step with micro-batches of several logical replicas; see `Step`."""
+        self._backward.places = places
+
+    def end_replicas(self) -> None:
+        """Ends the last batch of a step; restores logical replica 0's state if it ran here."""
+        if self.replica_states is not None:
+            self.replica_states.finish()
+
+    def begin_step(self, kind: object, whole: frozenset[int]) -> None:
+        """Begins a step that trains; see `LayersOfStage.begin_step`."""
+        self.runs.begin_step(kind, whole)
+
+    def check_step(self) -> None:
+        """Compares recomputations; see `LayersOfStage.check_recomputations`."""
+        self.runs.check_recomputations()
+
+    def clear(self) -> None:
+        """Drops all micro-batches after a failed step."""
+        self._in_flight.clear()
+        self._backward.clear()
+        self.end_replicas()

@@ -1,0 +1,169 @@
+"""The backwards of a stage's micro-batches: whole, or in two parts, and reduced over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hybridtrain._base.shares import MicrobatchPlace
+from hybridtrain.pipeline.boundary import Root, run_from
+from hybridtrain.pipeline.layer_rng import BackwardDraws
+from hybridtrain.pipeline.reducer import LocalReducer, StageReducer, explaining_ready_twice
+from hybridtrain.pipeline.split_backward import Division, SplitBackward, divide
+
+_NONE: AbstractContextManager[None] = nullcontext()
+
+# Where a backward starts, and the gradient there.
+Start = tuple[Root, Tensor]
+
+
+class _ToWeights(NamedTuple):
+    """The rest of a backward after its first part.
+
+    Attributes:
+        backward: None if nothing is left.
+        roots: its start points, for a reducer that searches for unused parameters.
+    """
+
+    backward: SplitBackward | None
+    roots: Sequence[Root]
+
+
+class StageBackward:
+    """Runs the backwards of one stage, which add to the gradients of its parameters.
+
+    Attributes:
+        reducer: averages the gradients over the replicas; None with one replica.
+        places: the logical replica of each micro-batch of the step, if there are several.
+
+    Args:
+        explain: called with an error of a backward, to attribute it to a layer; may raise another.
+    """
+
+    def __init__(self, explain: Callable[[RuntimeError], None]) -> None:
+        self.reducer: StageReducer | LocalReducer | None = None
+        self.places: Sequence[MicrobatchPlace] | None = None
+        self._explain = explain
+        self._to_weights: dict[int, _ToWeights] = {}
+        self._divisions: dict[int, Division | None] = {}
+        # None until a first backward has shown whether its graph can be divided
+        self._may_split: bool | None = None
+
+    def run(self, microbatch: int, starts: Sequence[Start], reduce: bool) -> None:
+        """Runs a whole backward.
+
+        Args:
+            microbatch: the index of the micro-batch.
+            starts: the start points of the backward.
+            reduce: whether it completes the stage's gradients, and averages them over the replicas.
+        """
+        self._begin_gradients(microbatch)
+        reducing = _NONE
+        if self.reducer is not None:
+            reducing = self._reducing([root for root, _ in starts], reduce)
+        try:
+            with reducing, BackwardDraws():
+                run_from(starts)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
+
+    def divide(self, microbatch: int, roots: Sequence[Root], leaves: Sequence[Tensor]) -> None:
+        """Divides the backward from `roots` for `to_input`, which otherwise does it.
+
+        This needs no gradients, so it can run before they arrive.
+        """
+        if self._may_split is False or microbatch in self._divisions:
+            return
+        division = divide(roots, leaves)
+        self._may_split = self._may_split or division is not None
+        self._divisions[microbatch] = division
+
+    def to_input(
+        self,
+        microbatch: int,
+        roots: Sequence[Root],
+        starts: Sequence[Start],
+        leaves: Sequence[Tensor],
+        reduce: bool,
+        whole: bool,
+    ) -> None:
+        """Runs the part of a backward that the previous stage waits for.
+
+        Runs the whole backward if its graph cannot be divided; `to_weights` then does nothing.
+
+        Args:
+            microbatch: the index of the micro-batch.
+            roots: all start points of the backward.
+            starts: those that have a gradient.
+            leaves: the leaves that get a gradient in this part.
+            reduce: as in `run`.
+            whole: do not divide the backward, because both parts would recompute activations.
+        """
+        if not whole:
+            self.divide(microbatch, roots, leaves)
+        division = self._divisions.pop(microbatch, None)
+        if division is not None and len(starts) < len(roots):  # some values have no gradient
+            division = divide([root for root, _ in starts], leaves)
+        parts = SplitBackward(division, starts, leaves) if division is not None else None
+        if parts is None:
+            # add to the weights after the backwards of earlier micro-batches, as in the unsplit
+            # model
+            for earlier, left in sorted(self._to_weights.items()):
+                self._finish(earlier, left, reduce=False)
+                self._to_weights[earlier] = _ToWeights(None, ())
+            self.run(microbatch, starts, reduce)
+        else:
+            try:
+                parts.to_input()
+            except RuntimeError as error:
+                self._explain(error)
+                raise
+        reduces = reduce and self.reducer is not None
+        starts_of_reducer = [root for root, _ in starts] if reduces else ()
+        self._to_weights[microbatch] = _ToWeights(parts, starts_of_reducer)
+
+    def to_weights(self, microbatch: int, reduce: bool) -> None:
+        """Runs the part of a backward that `to_input` has left; for `reduce` see `run`."""
+        self._finish(microbatch, self._to_weights.pop(microbatch), reduce)
+
+    def clear(self) -> None:
+        """Drops all micro-batches after a failed step."""
+        self._to_weights.clear()
+        self._divisions.clear()
+        if self.reducer is not None:
+            self.reducer.reset()
+
+    def _finish(self, microbatch: int, left: _ToWeights, reduce: bool) -> None:
+        backward, roots = left
+        if backward is not None:
+            self._begin_gradients(microbatch)
+            try:
+                with self._reducing(roots, reduce) if self.reducer is not None else _NONE:
+                    backward.to_weights()
+            except RuntimeError as error:
+                self._explain(error)
+                raise
+
+    def _begin_gradients(self, microbatch: int) -> None:
+        """Sets the logical replica of the next gradients of the weights."""
+        if self.reducer is not None:
+            self.reducer.begin(self.places[microbatch].replica if self.places else None)
+
+    @contextmanager
+    def _reducing(self, roots: Sequence[Root], reduce: bool) -> Iterator[None]:
+        """Prepares the reducer for the backward in the block, which starts at `roots`."""
+        assert self.reducer is not None
+        if reduce:
+            # The collectives start inside the backward, in the order of DDP's buckets. Each stage
+            # has its own process group, so the order of a process's stages does not matter.
+            self.reducer.prepare_for_backward(roots)
+            with explaining_ready_twice():
+                yield
+            self.reducer.check_reduced()
+        else:
+            self.reducer.add_up_in_buckets()
+            yield
