@@ -68,7 +68,7 @@ from hybridtrain.pipeline import (
     with_sync_batch_norm,
 )
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
-from hybridtrain.verification import CutModel, SelfCheck, Verification, undone, verify
+from hybridtrain.verification import CutModel, ForwardCheck, SelfCheck, Verification, undone, verify
 from hybridtrain.world import World
 
 _MOVES = ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "to_empty")
@@ -414,7 +414,11 @@ class HybridModel:
             log.info("%s has no effect with a single replica", shard)
         self.pipeline = Pipeline(net, plan, planned, world, options)
         cut_model = CutModel(net, plan, planned, options, world)
-        self._self_check = SelfCheck(cut_model, self.pipeline.variants_of)
+        self._self_check: SelfCheck | ForwardCheck
+        if planned.runs_forward:
+            self._self_check = ForwardCheck(cut_model)
+        else:
+            self._self_check = SelfCheck(cut_model, self.pipeline.variants_of)
         self.plan = plan
         self.stages = self.pipeline.stages
         self.rng = self.pipeline.rng

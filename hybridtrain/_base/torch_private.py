@@ -603,7 +603,6 @@ def is_traced(args: tuple[Any, ...]) -> bool:
 run_backward = Variable._execution_engine.run_backward
 
 
-
 def replace_backward_entry(before: Callable[[Sequence[Any]], None]) -> None:
     """Calls `before(inputs)` at the start of each `backward` and `autograd.grad` of any code.
 

@@ -143,7 +143,10 @@ class ObservedChains:
                 units.append((unit, piece))
                 begins.append(call.begin)
         return Chain(
-            layers, units, self._together(layers), code_parameters=self._code_parameters(layers, begins)
+            layers,
+            units,
+            self._together(layers),
+            code_parameters=self._code_parameters(layers, begins),
         )
 
     def one_layer(self) -> Chain:
@@ -273,7 +276,7 @@ def _observed(
 
     replacement = real if with_data else fake
     mode = nullcontext() if with_data else FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, torch.no_grad():
+    with mode:
         copy = copy_of(Layer("", net), replacement)
         args, kwargs = CallSignature.of_inputs(copy, inputs)[0].split(
             CallSignature.of_inputs(copy, tree_map_only(Tensor, replacement, inputs))[1]

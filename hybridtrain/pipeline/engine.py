@@ -54,6 +54,7 @@ class Step(NamedTuple):
         training: whether the model is in training mode.
         places: the logical replica of each micro-batch; None: the same for all.
         batch_check: compares the batches of several processes; None: nothing to compare.
+        furthest_ahead: run one action at a time, in the order `Schedule.furthest_ahead`.
     """
 
     schedule: Schedule
@@ -66,6 +67,7 @@ class Step(NamedTuple):
     training: bool = True
     places: Sequence[MicrobatchPlace] | None = None
     batch_check: BatchCheck | None = None
+    furthest_ahead: bool = False
 
 
 class Engine(Protocol):

@@ -49,6 +49,7 @@ class LayerRNG:
         active: whether the model trains; nothing is seeded in evaluation.
         probes_compiled: see the arguments.
         own_generator: see the arguments.
+        refuses_own_seeds: whether a forward that has set the random state itself may not draw.
         seeds_evaluations: whether layers draw by place in evaluations too; for comparisons.
         pieces: the layers that are pieces of a unit.
         counts: how often each (unit, piece, micro-batch) has drawn in the last step; filled by the
@@ -76,6 +77,7 @@ class LayerRNG:
         self.step = 0
         self.active = True
         self.seeds_evaluations = False
+        self.refuses_own_seeds = False
         self._seed = seed
         self._replica = replica
         self._places: Sequence[MicrobatchPlace] | None = None
@@ -319,6 +321,27 @@ class _ForwardDraws(_SeededDraws):
     def __init__(self, rng: LayerRNG, microbatch: int) -> None:
         super().__init__(rng, microbatch)
         self._counts: dict[int, int] = {}
+        # only where no other thread draws: one that takes no generator changes this state meanwhile
+        self._state = _CPU_GENERATOR.get_state() if rng.refuses_own_seeds else None
+
+    def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the result of `operation`, drawn from a generator seeded by place.
+
+        Raises:
+            UserError: the forward has set the random state itself.
+        """
+        if (
+            self._state is not None
+            and kwargs.get("generator") is None
+            and not torch.equal(self._state, _CPU_GENERATOR.get_state())
+        ):
+            raise UserError(
+                "the forward sets the state of the random generator (torch.manual_seed, fork_rng "
+                "or set_rng_state) and then draws from it, but random numbers in training are "
+                "seeded by step, layer and micro-batch: draw them with a generator of their own "
+                "(generator=torch.Generator().manual_seed(...)), or once, into a buffer"
+            )
+        return super().draw(operation, args, kwargs)
 
     def at(self, layer: int) -> None:
         """Records that `layer` runs next; in a layer that goes on, the count goes on."""

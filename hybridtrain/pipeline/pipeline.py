@@ -78,6 +78,7 @@ class Pipeline:
         planned: the layers of all stages.
         groups: the process group of each stage; None with one replica.
         rng: seeds the random operations of the layers.
+        furthest_ahead: run one action at a time, each stage as far ahead as the schedule allows.
         watches_state: whether the first steps check what forwards change; see `layer_state`.
         output_process: the index of the replica's process with the last stage.
         readers: the replica's processes that use the inputs or the targets of a batch: those with
@@ -101,6 +102,7 @@ class Pipeline:
         self.plan = plan
         self.planned = planned
         self.watches_state = True
+        self.furthest_ahead = False
         self._net = net
         self._world = world
         self._options = options
@@ -295,6 +297,7 @@ class Pipeline:
             training,
             places,
             batch_check,
+            self.furthest_ahead,
         )
         for stage in self.stages:
             if isinstance(stage, ForwardStage):
@@ -379,6 +382,7 @@ class Pipeline:
             training=training,
             places=places,
             batch_check=batch_check,
+            furthest_ahead=self.furthest_ahead,
         )
         return self._run(step, trains=training)
 

@@ -105,6 +105,28 @@ class Schedule:
             )
         return tuple(order)
 
+    @cached_property
+    def furthest_ahead(self) -> tuple[tuple[int, Action], ...]:
+        """All (device, action) pairs, one at a time, each stage as far ahead as it may be.
+
+        Of the actions whose dependencies are done, the one of the earliest stage comes next.
+        """
+        order: list[tuple[int, Action]] = []
+        made: set[Need] = set()
+        left = list(map(deque, self.lanes))
+        while any(left):
+            ready = [
+                (lane[0].stage, device)
+                for device, lane in enumerate(left)
+                if lane and made.issuperset(needs_of(lane[0], self.stages))
+            ]
+            if not ready:
+                return self.in_one_order  # which raises an error that names the cycle
+            _, device = min(ready)
+            order.append((device, left[device][0]))
+            made.update(made_by(left[device].popleft()))
+        return tuple(order)
+
 
 class Span(NamedTuple):
     """The span of an action, measured or simulated, in the caller's unit."""

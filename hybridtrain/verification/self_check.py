@@ -432,7 +432,7 @@ class _Run:
 
         def head(microbatch: int, value: Any) -> HeadOutput:
             output.append(numbers.noted(value))
-            root = _root(value) if trains else None
+            root = root_of(value) if trains else None
             if root is None:
                 return HeadOutput(None)
             return HeadOutput(root.detach(), root, torch.ones_like(root))
@@ -487,7 +487,7 @@ class _Run:
             ):
                 output = net(*args, **kwargs)
                 noted = numbers.noted(output)
-                root = _root(output) if sample.trains else None
+                root = root_of(output) if sample.trains else None
             if root is not None:
                 with torch.autocast(self._device.type, enabled=False):  # the caller's
                     root.backward(torch.ones_like(root))
@@ -647,7 +647,7 @@ def _failures() -> Iterator[None]:
         raise _Failed(error) from error
 
 
-def _root(output: Any) -> Tensor | None:
+def root_of(output: Any) -> Tensor | None:
     """Returns a scalar that depends on all outputs that require a gradient, or None without any."""
     generator = torch.Generator().manual_seed(0)
     total: Tensor | None = None

@@ -49,9 +49,7 @@ def build_forward_stages(
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     in_place = policy.is_active and any(works_in_place(layer.module) for layer in layers)
     uses = [{id(p) for layer in part for p in layer.module.parameters()} for part in parts]
-    tied = frozenset(
-        number for number in names if sum(number in of_stage for of_stage in uses) > 1
-    )
+    tied = frozenset(number for number in names if sum(number in of_stage for of_stage in uses) > 1)
     placed: set[int] = set()
     stages: list[ForwardStage] = []
     first = 0
@@ -63,9 +61,7 @@ def build_forward_stages(
             module.append(nn.ParameterList(of_code[index]))
         _place(module, device, placed)
         owned = [p for p in module.parameters() if owner.get(id(p)) == index]
-        runs = LayersOfStage(
-            part, first, rng, policy.layers, options.compile, in_place, tied
-        )
+        runs = LayersOfStage(part, first, rng, policy.layers, options.compile, in_place, tied)
         stages.append(ForwardStage(index, module, owned, device, runs))
         first += len(part)
     _place(net, world.devices[0], placed)  # what no layer has

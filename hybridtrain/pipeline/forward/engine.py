@@ -155,6 +155,8 @@ class ForwardEngine:
         while len(self._lanes) < len(schedule.lanes) * schedule.trains:
             self._lanes.append(_Worker(self, SimpleQueue(), f"stage-{len(self._lanes)}", share))
         wanted = min(schedule.chunks, suspended_at_once(schedule) + _AHEAD)
+        if run.step.furthest_ahead:
+            wanted = schedule.chunks
         while len(self._trips) < wanted:
             self._trips.append(
                 _Worker(self, self._trip_inbox, f"micro-batch-{len(self._trips)}", share)
@@ -220,8 +222,9 @@ class _StepRun:
         ]
         if self._is_alone:
             self._turns: list[Turns] = []
-        elif serial:
-            one = Turns([action for _, action in schedule.in_one_order])
+        elif serial or step.furthest_ahead:
+            order = schedule.furthest_ahead if step.furthest_ahead else schedule.in_one_order
+            one = Turns([action for _, action in order])
             self._turns = [one] * len(schedule.lanes)
         else:
             self._turns = list(map(Turns, schedule.lanes))

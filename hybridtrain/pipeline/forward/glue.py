@@ -26,6 +26,8 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +40,15 @@ from hybridtrain.errors import SplitError
 
 if TYPE_CHECKING:
     from hybridtrain.pipeline.forward.trip import Trip
+
+
+# Leaves of arguments that are no tensors and hold none, by far the most frequent.
+PLAIN = frozenset(
+    (
+        *(int, float, bool, str, type(None), slice, type(...)),
+        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+    )
+)
 
 
 class Alias:
@@ -102,6 +113,15 @@ class Glue(TorchFunctionMode):
         self._trip = trip
         self.is_off = False
 
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Lets operations in the block pass."""
+        was_off, self.is_off = self.is_off, True
+        try:
+            yield
+        finally:
+            self.is_off = was_off
+
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -134,7 +154,8 @@ def watch_autograd() -> None:
     def watched(cls: Any, *args: Any, **kwargs: Any) -> Any:
         trip = here.trip
         if trip is not None and trip.looks_in_functions and cls is not Cut:
-            args, kwargs = trip.cut_all(args), trip.cut_all(kwargs) if kwargs else kwargs
+            with trip.glue.off():  # or the mode would see how this looks at the tensors
+                args, kwargs = trip.cut_all(args), trip.cut_all(kwargs) if kwargs else kwargs
         return apply.__get__(None, cls)(*args, **kwargs)
 
     function.apply = watched
@@ -145,4 +166,5 @@ def _before_backward(inputs: Any) -> None:
     """Refuses a gradient that a forward takes with respect to a value of an earlier stage."""
     trip = here.trip
     if trip is not None and trip.is_in_forward and trip.stage:
-        trip.check_inner_gradient(inputs)
+        with trip.glue.off():
+            trip.check_inner_gradient(inputs)

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy as shallow_copy
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybridtrain._base.microbatch import map_tensors
 from hybridtrain._base.skip import pop, popped_by, skip_scope, stashed_by
@@ -28,12 +30,12 @@ from hybridtrain._base.torch_private import (
     replace_call,
 )
 from hybridtrain.graph import Layer, works_in_place
-from hybridtrain.pipeline.forward.glue import here
+from hybridtrain.pipeline.forward.glue import PLAIN, here
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_runner import describe, error_hints
 from hybridtrain.pipeline.layer_state import StageState
-from hybridtrain.pipeline.recompute import Piece, is_recomputing, run_to_recompute
 from hybridtrain.pipeline.recomputation_proof import Record, check_records, is_compared
+from hybridtrain.pipeline.recompute import Piece, is_recomputing, run_to_recompute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -180,7 +182,9 @@ class LayersOfStage:
         except Exception as error:
             if not hasattr(error, "_in_layer"):
                 error._in_layer = layer.name  # type: ignore[attr-defined]
-                error.add_note(f"in layer {layer.name!r}, with the input {describe((args, kwargs))}")
+                error.add_note(
+                    f"in layer {layer.name!r}, with the input {describe((args, kwargs))}"
+                )
                 for sign, hint in error_hints().items():
                     if sign in str(error):
                         error.add_note(hint)
@@ -199,6 +203,10 @@ class LayersOfStage:
         names -= set(stashed_by(self.layers[position].module))
         popped = {name: pop(name) for name in names}
         microbatch, layer = trip.microbatch, self.layers[position]
+        in_place = works_in_place(layer.module)
+        if self._clone_inputs:
+            args, kwargs = map_tensors(torch.clone, (args, kwargs))
+        objects = as_now((args, kwargs))
         is_first = True
 
         def run(piece: Piece, args: Any, kwargs: Any) -> Any:
@@ -206,6 +214,7 @@ class LayersOfStage:
             draws = scope = _NONE
             if not is_first:  # in the backward, without a trip
                 draws, scope = self.rng.seeded_again(microbatch, drawn), skip_scope(popped)
+                args, kwargs = map_tensors(torch.clone, objects) if in_place else objects
             is_first = False
             with self._in_state(piece, position), draws, scope:
                 if piece.record is not None:
@@ -215,9 +224,6 @@ class LayersOfStage:
                     piece.record.output(output)
                 return output
 
-        in_place = works_in_place(layer.module)
-        if self._clone_inputs:
-            args, kwargs = map_tensors(torch.clone, (args, kwargs))
         return run_to_recompute(run, in_place, args, kwargs)
 
     @contextmanager
@@ -235,8 +241,37 @@ class LayersOfStage:
             yield
 
 
+def as_now(value: Any, copies: dict[int, Any] | None = None) -> Any:
+    """Returns arguments of a layer as they are now, also if its forward changes objects in them.
+
+    A cache of keys and values, for example, grows in a forward; the second run must find it as the
+    first run did. Containers and objects are copied, tensors and modules are not.
+    """
+    copies = {} if copies is None else copies
+    kind = type(value)
+    if kind in PLAIN or isinstance(value, Tensor | nn.Module | type | FunctionType | ModuleType):
+        return value
+    if id(value) in copies:
+        return copies[id(value)]
+    if kind in (list, tuple, set):
+        copy = kind(as_now(item, copies) for item in value)
+    elif kind is dict:
+        copy = {key: as_now(item, copies) for key, item in value.items()}
+    elif type(getattr(value, "__dict__", None)) is dict:
+        try:
+            copy = shallow_copy(value)
+        except Exception:  # an object that refuses copies, such as a lock's owner
+            return value
+        copies[id(value)] = copy
+        for name, item in list(vars(copy).items()):
+            vars(copy)[name] = as_now(item, copies)
+    else:
+        return value
+    copies[id(value)] = copy
+    return copy
+
+
 def own_call(module: nn.Module) -> Callable[..., Any]:
     """Returns the call of a module outside of trips."""
     call = call_of(module)
     return call._call if isinstance(call, LayerCall) else call
-

@@ -30,19 +30,11 @@ from hybridtrain._base.torch_private import (
 from hybridtrain.errors import SplitError
 from hybridtrain.pipeline.boundary import edge_of
 from hybridtrain.pipeline.engine import HeadOutput
-from hybridtrain.pipeline.forward.glue import Alias, Cut, Glue, here
+from hybridtrain.pipeline.forward.glue import PLAIN, Alias, Cut, Glue, here
 
 if TYPE_CHECKING:
     from hybridtrain.pipeline.boundary import Root
     from hybridtrain.pipeline.forward.layers import LayersOfStage
-
-# Leaves of arguments that are no tensors and hold none, by far the most frequent.
-_PLAIN = frozenset(
-    (
-        *(int, float, bool, str, type(None), slice, type(...)),
-        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
-    )
-)
 
 
 class LayerPlace(NamedTuple):
@@ -124,6 +116,7 @@ class Trip:
         stage: the stage in which it is.
         layer: the layer in which it is; None between layers.
         is_in_forward: False before and after the forward.
+        glue: sees the operations between layers.
     """
 
     def __init__(
@@ -148,7 +141,7 @@ class Trip:
         self._cuts = trains
         self._hold = hold
         self._learns = learns
-        self._glue = Glue(self)
+        self.glue = Glue(self)
         self._calls: dict[int, int] = {}  # of each layer so far
         self._starts: list[int] = []  # the first node number of each stage so far
         self._own_leaves: dict[int, tuple[int, Tensor]] = {}  # no parameters: stage and tensor
@@ -184,7 +177,7 @@ class Trip:
             self.is_in_forward = True
             with context, self.draws:
                 self.draws.at(0)
-                push_function_mode(self._glue)
+                push_function_mode(self.glue)
                 try:
                     output = self._model.net(*args, **kwargs)
                     del args, kwargs
@@ -195,7 +188,7 @@ class Trip:
                     if self._cuts and root is not None:
                         self._head = self._head._replace(root=self.cut(root))
                 finally:
-                    pop_function_mode(self._glue)
+                    pop_function_mode(self.glue)
             self.is_in_forward = False
             self._check_aliases()
             self._copies.clear()
@@ -242,7 +235,7 @@ class Trip:
 
     def run_layer(self, place: LayerPlace, args: Any, kwargs: Any) -> Any:
         """Runs a layer in its stage, on its own names of the values that it gets."""
-        glue = self._glue
+        glue = self.glue
         is_popped = pop_function_mode(glue)
         was_off, glue.is_off = glue.is_off, True
         try:
@@ -267,7 +260,7 @@ class Trip:
 
     def look_inside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the module of a layer that uses values of earlier stages besides its arguments."""
-        glue, was_off = self._glue, self._glue.is_off
+        glue, was_off = self.glue, self.glue.is_off
         glue.is_off = False
         push_function_mode(glue)
         try:
@@ -308,9 +301,7 @@ class Trip:
             return tensor
         if self.layer is not None:
             self._model.look_inside.add(self.layer.index)
-        glue, was_off = self._glue, self._glue.is_off
-        glue.is_off = True
-        try:
+        with self.glue.off():
             for stage in range(self._stage_of(tensor) + 1, self.stage + 1):
                 alias = self._aliases[stage].get(id(tensor))
                 if alias is None:
@@ -321,8 +312,6 @@ class Trip:
                     alias.value = Cut.apply(here_too, self._model.wanted[stage], self, alias)
                     alias.version, alias.node = alias.value._version, alias.value.grad_fn
                 tensor = alias.value
-        finally:
-            glue.is_off = was_off
         return tensor
 
     def check_inner_gradient(self, inputs: Any) -> None:
@@ -341,7 +330,7 @@ class Trip:
             if kind is Tensor or kind is nn.Parameter:
                 if self._is_foreign(value):
                     return True
-            elif kind in _PLAIN:
+            elif kind in PLAIN:
                 continue
             elif kind is list or kind is tuple:
                 if self._has_foreign(value):

@@ -1,0 +1,362 @@
+"""Compares micro-batches that run ahead of one another with plain PyTorch, before they do.
+
+A pipeline that runs the model's own forward runs the code of several micro-batches at the same
+time. State that one stage writes and another one reads would then be another micro-batch's. So
+before the first step of each kind of batch, some small micro-batches run twice, on copies:
+
+    copy 1   cut as planned, one action at a time, each stage as far ahead of the next
+             as the schedule allows: F0@0 F1@0 F0@1 B0@1 ...                     ──────┐
+                                                                                       ├─ outputs,
+    copy 2   plain PyTorch: forward and backward of one micro-batch after another ─────┘  gradients,
+                                                                                          buffers
+That order is the worst one for such state, and reproducible. The draws are the same in both runs.
+A difference is an error that names the state that forwards change. The check never touches the
+model itself, and restores closures, globals and generators that its code uses.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import SyncBatchNorm
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from hybridtrain._base.accelerator import accelerator_of
+from hybridtrain._base.microbatch import split
+from hybridtrain._base.precision import autocast
+from hybridtrain._base.torch_private import without_modes
+from hybridtrain.errors import NotExactError, UserError, argument, setting
+from hybridtrain.graph import CallSignature, Layer
+from hybridtrain.pipeline import HeadOutput, Pipeline, ReplayedDraws
+from hybridtrain.schedule import Schedule, forward_only, make_schedule
+from hybridtrain.verification.comparison import Difference, difference, differences
+from hybridtrain.verification.module_copy import copy_modules
+from hybridtrain.verification.python_state import undone
+from hybridtrain.verification.self_check import (
+    MAX_BYTES,
+    MAX_SECONDS,
+    SAMPLES,
+    CutModel,
+    byte_size_of,
+    root_of,
+)
+from hybridtrain.world import World
+
+log = logging.getLogger("hybridtrain")
+
+
+class _Skipped(Exception):
+    """The comparison is not possible; the message has the reason."""
+
+
+class _Results(NamedTuple):
+    """The outputs of each micro-batch, and by name the gradients and buffers after all of them."""
+
+    outputs: list[Any]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+
+class _Batch(NamedTuple):
+    """Small micro-batches, and how the model runs on them."""
+
+    parts: Sequence[Any]
+    training: bool
+    trains: bool
+
+    def __str__(self) -> str:
+        mode = "training" if self.training else "evaluation"
+        return f"in {mode} mode, for {len(self.parts)} micro-batches"
+
+
+class ForwardCheck:
+    """Compares the stages of a pipeline that runs the forward with plain PyTorch, once per kind.
+
+    Args:
+        model: the model to check.
+    """
+
+    def __init__(self, model: CutModel) -> None:
+        self._model = model
+        self._kinds: set[Any] = set()
+        self._is_off = not model.options.self_check or len(model.plan.stages) == 1
+        self._says_skipped = model.world.is_main
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Switches the check off in the block."""
+        was_off, self._is_off = self._is_off, True
+        try:
+            yield
+        finally:
+            self._is_off = was_off
+
+    def check_batch(self, inputs: Any, sizes: Sequence[int], *, trains: bool) -> None:
+        """Checks the micro-batches of a batch of a new kind.
+
+        Args:
+            inputs: the inputs of the batch.
+            sizes: the number of samples in each micro-batch.
+            trains: whether a backward follows.
+
+        Raises:
+            NotExactError: the micro-batches compute something else when stages run ahead.
+        """
+        if self._is_off:
+            return
+        training = self._model.net.training
+        leaves, spec = tree_flatten(inputs)
+        shapes = [(v.shape, v.dtype) if isinstance(v, Tensor) else type(v) for v in leaves]
+        kind = (*shapes, spec, training, trains, len(sizes))
+        if kind in self._kinds:
+            return
+        self._kinds.add(kind)
+        count = min(len(sizes), len(self._model.plan.stages) + 1)
+        # cut from the batch, because shared values are marked only there
+        pieces = [(min(size, SAMPLES), max(size - SAMPLES, 0)) for size in sizes]
+        parts = split(inputs, [size for pair in pieces for size in pair])[::2][:count]
+        with without_modes():
+            try:
+                self._check(_Batch(parts, training, trains), split(inputs, sizes)[:count])
+            except _Skipped as reason:
+                if self._says_skipped:
+                    self._says_skipped = False
+                    log.info(
+                        "micro-batches that run ahead were not compared with plain PyTorch, "
+                        "because %s: to compare them, run `hybridtrain verify` or model.verify(...)",
+                        reason,
+                    )
+
+    def _check(self, batch: _Batch, whole: Sequence[Any]) -> None:
+        run = _Run(self._model)
+        try:
+            mismatch = run.mismatch(batch)
+        except (_Skipped, UserError):
+            raise
+        except Exception:
+            try:  # the model may need more samples
+                mismatch = run.mismatch(batch._replace(parts=whole))
+            except (_Skipped, UserError):
+                raise
+            except Exception as error:
+                # if the cause is not the check, the step itself raises this error
+                log.debug("could not compare micro-batches that run ahead: %r", error)
+                return
+        if mismatch is None:
+            return
+        changed = run.changed_state(batch)
+        state = f"its forward changes {', '.join(changed[:4])}" if changed else ""
+        model = self._model
+        raise NotExactError(
+            f"{type(model.net).__name__} in {len(model.plan.stages)} stages, {batch}, does not "
+            f"compute the same as one micro-batch after another: {mismatch}"
+            f"{f'; {state}' if state else ''}. Stages run ahead of one another, so a value that "
+            "one of them leaves in a module, a list or a global would reach another micro-batch: "
+            "return it from the layer or pass it as an argument, or cut so that the code that "
+            f"writes it and the code that reads it are in one stage ({argument('split')}). "
+            f"{setting('self_check', False)} disables this check"
+        )
+
+
+class _Run:
+    """Runs copies of a model, cut and plain."""
+
+    def __init__(self, model: CutModel) -> None:
+        self._model = model
+        self._net = model.net
+        self._device = model.world.devices[-1]
+        # without the options that concern only replicas or compiled code
+        self._options = replace(
+            model.options,
+            compile=False,
+            shard="none",
+            sync_batch_norm=False,
+            broadcast_buffers=False,
+        )
+        for module in self._net.modules():
+            if isinstance(module, SyncBatchNorm):
+                raise _Skipped("a SyncBatchNorm needs all processes")
+            if isinstance(module, torch.jit.ScriptModule):
+                raise _Skipped("TorchScript runs different code in its first runs than later")
+        limit: float = MAX_BYTES
+        if (accelerator := accelerator_of(self._device)) is not None:
+            limit = min(limit, accelerator.total_memory(self._device) / 16)
+        if (total := byte_size_of(self._net)) > limit:
+            raise _Skipped(f"its size of {total / 2**30:.1f} GiB exceeds {limit / 2**30:.1f} GiB")
+
+    def mismatch(self, batch: _Batch) -> Difference | str | None:
+        """Returns the first output, gradient or buffer that differs, or how the run fails."""
+        try:
+            cut, seeds = self._run_cut(batch)
+        except (_Skipped, UserError):
+            raise
+        except Exception as error:
+            self._run_plain(batch, [[] for _ in batch.parts])  # fails too if the model is the cause
+            return f"it fails ({type(error).__name__}: {str(error).partition('.')[0]})"
+        plain = self._run_plain(batch, seeds)
+        results: list[tuple[str, Any, Any]] = [
+            (f"the output of micro-batch {number}", *outputs)
+            for number, outputs in enumerate(zip(cut.outputs, plain.outputs, strict=True))
+        ]
+        for name, gradient in plain.gradients.items():
+            results.append((f"the gradient of {name}", cut.gradients.get(name), gradient))
+        if self._options.batch_norm != "deferred":  # its buffers intentionally differ
+            for name, buffer in plain.buffers.items():
+                results.append((f"buffer {name}", cut.buffers.get(name), buffer))
+        mismatch = next(differences(*results), None)
+        if mismatch is not None:
+            again = self._run_plain(batch, seeds)
+            if difference(tuple(plain), tuple(again)):
+                raise _Skipped("two runs of the module on the same inputs give different numbers")
+        return mismatch
+
+    def changed_state(self, batch: _Batch) -> list[str]:
+        """Returns the attributes of modules that a forward changes, as `module.attribute`."""
+        (net,) = self._copied((self._net,))
+        before = _attributes(net)
+        with self._as_before(net), torch.no_grad(), self._autocast():
+            args, kwargs = _arguments(net, self._placed(batch.parts[0], trains=False))
+            net(*args, **kwargs)
+            after = _attributes(net)
+        return [name for name, value in after.items() if before.get(name) != value]
+
+    def _run_cut(self, batch: _Batch) -> tuple[_Results, list[Sequence[int]]]:
+        planned = self._model.planned
+        layers = [[layer.module for layer in stage] for stage in planned.stages]
+        net, copied = self._copied((self._net, layers))
+        planned = replace(
+            planned,
+            stages=[
+                [Layer(layer.name, module) for layer, module in zip(stage, modules, strict=True)]
+                for stage, modules in zip(planned.stages, copied, strict=True)
+            ],
+        )
+        world = World(devices=(self._device,) * self._model.world.nb_part, engine="forward")
+        parts = [self._placed(part, batch.trains) for part in batch.parts]
+        outputs: dict[int, Any] = {}
+
+        def head(microbatch: int, value: Any) -> HeadOutput:
+            outputs[microbatch] = _noted(value)
+            root = root_of(value) if batch.trains else None
+            if root is None:
+                return HeadOutput(None)
+            return HeadOutput(root.detach(), root, torch.ones_like(root))
+
+        with self._as_before(net):
+            pipeline = Pipeline(net, self._model.plan, planned, world, self._options)
+            pipeline.furthest_ahead = True
+            pipeline.rng.seeds_evaluations = True
+            pipeline.rng.refuses_own_seeds = True
+            step = pipeline.rng.step
+            begun = time.perf_counter()
+            with torch.set_grad_enabled(batch.trains), self._autocast():
+                if batch.trains:
+                    schedule = self._schedule(len(parts))
+                    pipeline.run_train_step(schedule, parts.__getitem__, head, reduce=False)
+                else:
+                    shape = world.nb_part, len(parts), self._options.stages_per_device
+                    forward = forward_only(*shape, self._options.placement)
+                    pipeline.run_forward(forward, parts.__getitem__, head)
+            if time.perf_counter() - begun > MAX_SECONDS * len(parts):
+                raise _Skipped(f"a forward and backward take more than {MAX_SECONDS:.0f} s")
+            counts = dict(pipeline.rng.counts)
+            seeds = [
+                pipeline.rng.seeds_in_order(counts, number, step) for number in range(len(parts))
+            ]
+            return _results([outputs[n] for n in range(len(parts))], net, parts), list(seeds)
+
+    def _schedule(self, chunks: int) -> Schedule:
+        options, lanes = self._options, self._model.world.nb_part
+        shape = lanes, chunks, options.stages_per_device, options.max_inflight
+        return make_schedule(options.schedule, *shape)
+
+    def _run_plain(self, batch: _Batch, seeds: Sequence[Sequence[int]]) -> _Results:
+        (net,) = self._copied((self._net,))
+        parts = [self._placed(part, batch.trains) for part in batch.parts]
+        outputs: list[Any] = []
+        with self._as_before(net):
+            for part, seeds_of_part in zip(parts, seeds, strict=True):
+                args, kwargs = _arguments(net, part)
+                draws = ReplayedDraws(seeds_of_part) if seeds_of_part else nullcontext()
+                with torch.set_grad_enabled(batch.trains), self._autocast(), draws:
+                    value = net(*args, **kwargs)
+                    outputs.append(_noted(value))
+                    root = root_of(value) if batch.trains else None
+                if root is not None:
+                    with torch.autocast(self._device.type, enabled=False):  # the caller's
+                        root.backward(torch.ones_like(root))
+            return _results(outputs, net, parts)
+
+    def _copied(self, modules: Any) -> Any:
+        try:
+            copied = copy_modules(modules)
+            copied[0].to(self._device)
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise _Skipped(f"the module cannot be copied ({reason})") from error
+        return copied
+
+    def _placed(self, inputs: Any, trains: bool) -> Any:
+        def placed(tensor: Tensor) -> Tensor:
+            moved = tensor.detach().to(self._device, copy=True)
+            return moved.requires_grad_(tensor.requires_grad and trains)
+
+        return tree_map_only(Tensor, placed, inputs)
+
+    @contextmanager
+    def _as_before(self, net: nn.Module) -> Iterator[None]:
+        """Restores state that a run changes outside the copy `net`, and the default generators."""
+        with undone(net, [self._device]) as state, warnings.catch_warnings():
+            if not state.is_complete:
+                raise _Skipped("its code can reach too many objects to restore them all")
+            warnings.simplefilter("ignore")  # the run itself warns too
+            yield
+
+    def _autocast(self) -> Any:
+        return autocast(self._options.precision, self._device.type)
+
+
+def _arguments(net: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    signature, values = CallSignature.of_inputs(net, inputs)
+    return signature.split(values)
+
+
+def _noted(tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), tree)
+
+
+def _results(outputs: list[Any], net: nn.Module, parts: Sequence[Any]) -> _Results:
+    gradients = {name: parameter.grad for name, parameter in net.named_parameters()}
+    for number, leaf in enumerate(tree_leaves(parts)):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            gradients[f"input {number}"] = leaf.grad
+    return _Results(outputs, _noted(gradients), _noted(dict(net.named_buffers())))
+
+
+def _attributes(net: nn.Module) -> dict[str, Any]:
+    """Returns something for each attribute of each module that changes when it is changed."""
+    internal = vars(nn.Module()).keys()
+    return {
+        f"{name}.{attribute}" if name else attribute: _content(value)
+        for name, module in net.named_modules()
+        for attribute, value in vars(module).items()
+        if attribute not in internal
+    }
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, bool | int | float | str | type(None)):
+        return value
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, list | dict | set | tuple):
+        return id(value), len(value), [id(item) for item in value]
+    return id(value)
