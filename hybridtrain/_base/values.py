@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import copy as shallow_copy
 from datetime import date, time, timedelta, tzinfo
 from decimal import Decimal
 from enum import Enum
@@ -22,7 +23,7 @@ from typing import Any
 from uuid import UUID
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import (
     SUPPORTED_NODES,
     GetAttrKey,
@@ -171,3 +172,43 @@ def find_unknown(tree: Any, name: str = "") -> tuple[str, Any] | None:
     return next(
         pair for pair in pairs if not isinstance(pair[1], Tensor) and not is_constant(pair[1])
     )
+
+
+def structure_copy(
+    value: Any,
+    of_tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    copies: dict[int, Any] | None = None,
+) -> Any:
+    """Returns arguments as they are now, so that a later change of their objects does not show.
+
+    A cache of keys and values, for example, grows in a forward. Containers, and objects with
+    attributes, are copied with what they hold; modules, classes and functions are not.
+
+    Args:
+        value: the arguments.
+        of_tensor: returns the copy of a tensor; by default the tensor itself.
+        copies: the copies so far, by the `id` of the original.
+    """
+    copies = {} if copies is None else copies
+    if id(value) in copies:
+        return copies[id(value)]
+    copy = value
+    kind = type(value)
+    if isinstance(value, Tensor):
+        copy = of_tensor(value)
+    elif isinstance(value, nn.Module | type | types.FunctionType | types.ModuleType):
+        return value
+    elif kind in (list, tuple, set):
+        copy = kind(structure_copy(item, of_tensor, copies) for item in value)
+    elif kind is dict:
+        copy = {key: structure_copy(item, of_tensor, copies) for key, item in value.items()}
+    elif type(getattr(value, "__dict__", None)) is dict:
+        try:
+            copy = shallow_copy(value)
+        except Exception:  # an object that refuses to be copied, such as one with a lock
+            return value
+        copies[id(value)] = copy  # before its attributes, which may hold it
+        for name, item in list(vars(copy).items()):
+            vars(copy)[name] = structure_copy(item, of_tensor, copies)
+    copies[id(value)] = copy
+    return copy

@@ -416,7 +416,7 @@ class LayerProfiler:
 
             def run(module: nn.Module) -> float:
                 with torch.enable_grad():  # the mode is per thread
-                    clock = partial(_timed, self._device)
+                    clock = partial(timed, self._device)
                     ran = run_layer(module, timing.layer_input, self._precision, clock)
                 return ran.forward_ms + ran.backward_ms
 
@@ -440,7 +440,7 @@ class LayerProfiler:
         return ran, saved.storages
 
     def _run(self, timing: _Timing, module: nn.Module) -> LayerRun:
-        clock = partial(_timed, self._device)
+        clock = partial(timed, self._device)
         ran = run_layer(module, timing.layer_input, self._precision, clock)
         timing.forward_ms.append(ran.forward_ms)
         timing.backward_ms.append(ran.backward_ms)
@@ -477,7 +477,7 @@ class LayerProfiler:
             torch.set_num_threads(threads)
 
 
-def _timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
+def timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
     """Returns the result of `work`, and the milliseconds until `device` is done with it."""
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     wait()
@@ -494,7 +494,7 @@ def _copy_ms(source: torch.device, target: torch.device, nbytes: int) -> float:
     block = torch.empty(nbytes, dtype=torch.uint8, device=source)
     # a copy to a CPU waits for the GPU
     device = target if target.type == "cuda" else source
-    return _median_warm([_timed(device, lambda: block.to(target))[1] for _ in range(6)])
+    return _median_warm([timed(device, lambda: block.to(target))[1] for _ in range(6)])
 
 
 def _median_warm(times: Sequence[float]) -> float:

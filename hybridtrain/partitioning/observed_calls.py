@@ -16,9 +16,12 @@ model and the generators as they were.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +30,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtrain._base.skip import popped_by, skip_scope, stashed_by
-from hybridtrain._base.tensors import byte_size, storage_id
+from hybridtrain._base.tensors import Saved, byte_size, count_saved, storage_id
 from hybridtrain._base.torch_private import FakeTensorMode
+from hybridtrain._base.values import structure_copy
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph import CallSignature, Chain, Layer, is_chain, layers_of
 from hybridtrain.graph.chain import LARGE_SHARE, check_unwrapped, initialize_lazy
-from hybridtrain.partitioning.costs import copy_of, undisturbed
+from hybridtrain.partitioning.costs import (
+    MAX_REPEATS,
+    LayerCost,
+    copy_of,
+    count,
+    run_layer,
+    timed,
+    undisturbed,
+)
 
 # Models with at most this many bytes of parameters and buffers are run with data.
 SMALL_BYTES = 2**26
@@ -99,7 +111,8 @@ class ObservedChains:
         initialize_lazy(net, inputs)
         self._net = net
         self._inputs = inputs
-        self._precision = precision or nullcontext
+        self.precision = precision or nullcontext
+        self._has_arguments = False
         self._modules = dict(net.named_modules(remove_duplicate=False))
         self._sizes = {name: _size(module) for name, module in self._modules.items()}
         self._run: ObservedRun | None = None
@@ -113,7 +126,7 @@ class ObservedChains:
     def run(self) -> ObservedRun:
         """The observed run; the first access makes it."""
         if self._run is None:
-            self._run = observe(self._net, self._inputs, self._precision)
+            self._run = observe(self._net, self._inputs, self.precision)
         return self._run
 
     def chain(self, expand: Collection[str] = ()) -> Chain:
@@ -169,6 +182,15 @@ class ObservedChains:
             calls.append(by_name[name][int(number or 1) - 1])
         return calls
 
+    def arguments_of(self, layers: Sequence[Layer], device: torch.device) -> list[Any]:
+        """Returns the arguments of each layer's call, with data, on a device."""
+        if not self._has_arguments:
+            self._run = observe(self._net, self._inputs, self.precision, keeps_values=True)
+            self._has_arguments = True
+        calls = self.calls_of(layers)
+        values = [(call.args, dict(call.kwargs)) for call in calls]
+        return [structure_copy(value, partial(_on, device)) for value in values]
+
     def _front(self, call: Call, expand: Collection[str]) -> list[Call]:
         """Returns the calls inside a call, with those to open replaced by their own."""
         front: list[Call] = []
@@ -209,6 +231,96 @@ class ObservedChains:
         }
 
 
+class CallCosts:
+    """Costs of layers, from running each of their calls alone with the arguments that it got.
+
+    With data on `device`, times are measured; on fake tensors they follow from counted work.
+
+    Args:
+        chains: the observed model.
+        layers: the layers of one of its chains.
+        device: the device to measure on.
+        optimizer_tensors_per_param: tensors of a parameter's size that the optimizer keeps for it.
+    """
+
+    def __init__(
+        self,
+        chains: ObservedChains,
+        layers: Sequence[Layer],
+        device: torch.device,
+        optimizer_tensors_per_param: int,
+    ) -> None:
+        self._calls = [_CalledLayer(layer.module) for layer in layers]
+        self._layers = layers
+        self._device = device
+        self._tensors = optimizer_tensors_per_param
+        self._chains = chains
+
+    def measured(self, seconds: float) -> list[LayerCost]:
+        """Returns the costs with measured times; medians of runs over about `seconds`.
+
+        Raises:
+            SplitError: the forward depends on values, but the model has none.
+        """
+        times: list[list[tuple[float, float]]] = [[] for _ in self._layers]
+        saved_bytes = [0] * len(self._layers)
+        deadline = time.perf_counter() + seconds
+        with undisturbed(self._layers, self._device):
+            clock = partial(timed, self._device)
+            for number in range(MAX_REPEATS):
+                # again, because a layer may change objects that it gets
+                arguments = self._chains.arguments_of(self._layers, self._device)
+                for index, (call, value) in enumerate(zip(self._calls, arguments, strict=True)):
+                    layer = Layer(self._layers[index].name, call)
+                    copy = copy_of(layer, partial(_on, self._device)).to(self._device)
+                    with count_saved(copy) if not number else nullcontext(Saved()) as saved:
+                        ran = run_layer(copy, (value, {}), self._chains.precision, clock)
+                    if number:
+                        times[index].append((ran.forward_ms, ran.backward_ms))
+                    else:  # the first run warms up
+                        saved_bytes[index] = saved.bytes
+                if number and time.perf_counter() > deadline:
+                    break
+        forward, backward = (
+            [median(runs[kind] for runs in of_layer) for of_layer in times] for kind in (0, 1)
+        )
+        return self._costs(forward, backward, saved_bytes)
+
+    def _costs(
+        self, forward: Sequence[float], backward: Sequence[float], saved: Sequence[int]
+    ) -> list[LayerCost]:
+        begins = [call.begin for call in self._chains.calls_of(self._layers)]
+        return [
+            replace(
+                cost,
+                forward_ms=forward_ms,
+                backward_ms=backward_ms,
+                activation_bytes=saved_bytes,
+                crossing_bytes=crossing,
+            )
+            for cost, forward_ms, backward_ms, saved_bytes, crossing in zip(
+                count(self._layers, self._tensors),
+                forward,
+                backward,
+                saved,
+                crossing_bytes(self._chains.run, begins),
+                strict=True,
+            )
+        ]
+
+
+class _CalledLayer(nn.Module):
+    """A layer that takes the arguments of a call as one value."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, value: tuple[Any, Any]) -> Any:
+        args, kwargs = value
+        return self.module(*args, **kwargs)
+
+
 def crossing_bytes(run: ObservedRun, begins: Sequence[int]) -> list[int]:
     """Returns the bytes that cross a cut right before each layer but the first, and 0 at the end.
 
@@ -241,7 +353,8 @@ def observe(
     """
     size = sum(map(byte_size, (*net.parameters(), *net.buffers())))
     has_values = not any(t.is_meta for t in (*net.parameters(), *net.buffers()))
-    attempts: list[bool] = [True] if has_values and size <= SMALL_BYTES else [False]
+    with_data = has_values and (size <= SMALL_BYTES or keeps_values)
+    attempts: list[bool] = [True] if with_data else [False]
     if has_values and not attempts[0]:
         attempts.append(True)  # a forward that depends on values does not run on fake tensors
     failure: Exception | None = None
@@ -351,7 +464,8 @@ class _Recorder(TorchFunctionMode):
             self._events += 1
             call = Call(name, self._events)
             if self._keeps_values:
-                call.args, call.kwargs = tree_map_only(Tensor, _detached, (args, kwargs))
+                with torch._C.DisableTorchFunction():
+                    call.args, call.kwargs = structure_copy((args, kwargs), _kept)
             self._stack[-1].parts.append(call)
             self._stack.append(call)
 
@@ -369,8 +483,12 @@ class _Recorder(TorchFunctionMode):
         return hook
 
 
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach()
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
 
 
 def _size(module: nn.Module) -> int:

@@ -47,7 +47,7 @@ from hybridtrain.partitioning.objective import (
     by_stage,
     stage_tables,
 )
-from hybridtrain.partitioning.observed_calls import ObservedChains
+from hybridtrain.partitioning.observed_calls import CallCosts, ObservedChains
 from hybridtrain.partitioning.plan import Plan, StagePlan, counts_for
 from hybridtrain.partitioning.stage_owners import StageOwners
 from hybridtrain.schedule import actions_as_text, make_schedule, peak_in_flight
@@ -355,6 +355,10 @@ class Planner:
             yield Costs(count(layers, tensors))
         elif not isinstance(self._costs, str):
             yield Costs(_given(self._costs, layers, self._microbatch))
+        elif self._runs_forward:
+            assert isinstance(self._chains, ObservedChains)
+            device = torch.device(self._owners.device_of(self._owners.stages_of(0)[0]))
+            yield Costs(CallCosts(self._chains, layers, device, tensors).measured(CAREFUL_SECONDS))
         elif self._costs == "estimated":  # for a data-center GPU, independent of the devices
             estimate = partial(estimate_costs, precision=partial(autocast, precision, "cpu"))
             inputs = self._microbatch

@@ -33,7 +33,7 @@ from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.microbatch import split
 from hybridtrain._base.precision import autocast
 from hybridtrain._base.torch_private import without_modes
-from hybridtrain.errors import NotExactError, UserError, argument, setting
+from hybridtrain.errors import NotExactError, SplitError, UserError, argument, setting
 from hybridtrain.graph import CallSignature, Layer
 from hybridtrain.pipeline import HeadOutput, Pipeline, ReplayedDraws
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
@@ -139,12 +139,12 @@ class ForwardCheck:
         run = _Run(self._model)
         try:
             mismatch = run.mismatch(batch)
-        except (_Skipped, UserError):
+        except (_Skipped, UserError, SplitError):
             raise
         except Exception:
             try:  # the model may need more samples
                 mismatch = run.mismatch(batch._replace(parts=whole))
-            except (_Skipped, UserError):
+            except (_Skipped, UserError, SplitError):
                 raise
             except Exception as error:
                 # if the cause is not the check, the step itself raises this error
@@ -196,7 +196,7 @@ class _Run:
         """Returns the first output, gradient or buffer that differs, or how the run fails."""
         try:
             cut, seeds = self._run_cut(batch)
-        except (_Skipped, UserError):
+        except (_Skipped, UserError, SplitError):
             raise
         except Exception as error:
             self._run_plain(batch, [[] for _ in batch.parts])  # fails too if the model is the cause
@@ -222,7 +222,11 @@ class _Run:
         """Returns the attributes of modules that a forward changes, as `module.attribute`."""
         (net,) = self._copied((self._net,))
         before = _attributes(net)
-        with self._as_before(net), torch.no_grad(), self._autocast():
+        with (
+            self._as_before(net),
+            torch.set_grad_enabled(batch.trains),
+            self._autocast(),
+        ):
             args, kwargs = _arguments(net, self._placed(batch.parts[0], trains=False))
             net(*args, **kwargs)
             after = _attributes(net)

@@ -11,9 +11,9 @@ has a thread that runs its backwards. [2] All of them wait for their `Turns`, in
 schedule, so a device does one thing at a time. [4] A backward also waits for the gradients of the
 next stage's. [5] The first failure wakes and ends all.
 
-Threads are kept: as many trips run at once as the schedule needs suspended at the same time, because
-OpenMP keeps a pool of threads for each thread that computes. A pipeline of one stage has no threads:
-no forward waits, so the caller runs every action itself.
+Threads are kept: as many trips run at once as the schedule needs suspended at the same time,
+because OpenMP keeps a pool of threads for each thread that computes. A pipeline of one stage has no
+threads: no forward waits, so the caller runs every action itself.
 """
 
 from __future__ import annotations

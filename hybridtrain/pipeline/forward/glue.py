@@ -51,6 +51,13 @@ PLAIN = frozenset(
 )
 
 
+GRADIENT_OVER_CUT = (
+    "the forward takes a gradient over the border between two stages, as a force or a gradient "
+    "penalty does: cut the model elsewhere, so that this code and the layers that it "
+    "differentiates are in one stage"
+)
+
+
 class Alias:
     """A stage's own name for a value of the stage before, and the gradient that it gets.
 
@@ -91,11 +98,7 @@ class Cut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]  # noqa: D102
         if ctx.trip.is_in_forward:
-            raise SplitError(
-                "the forward takes a gradient over the border between two stages, as a force or a "
-                "gradient penalty does: cut the model elsewhere, so that this code and the layers "
-                "that it differentiates are in one stage"
-            )
+            raise SplitError(GRADIENT_OVER_CUT)
         alias = ctx.alias
         alias.gradient = gradient if alias.gradient is None else alias.gradient + gradient
         return None, None, None, None
@@ -159,7 +162,7 @@ def watch_autograd() -> None:
         return apply.__get__(None, cls)(*args, **kwargs)
 
     function.apply = watched
-    replace_backward_entry(_before_backward)
+    replace_backward_entry(_before_backward, _explain)
 
 
 def _before_backward(inputs: Any) -> None:
@@ -168,3 +171,15 @@ def _before_backward(inputs: Any) -> None:
     if trip is not None and trip.is_in_forward and trip.stage:
         with trip.glue.off():
             trip.check_inner_gradient(inputs)
+
+
+def _explain(error: RuntimeError) -> None:
+    """Attributes a gradient that does not reach a value of an earlier stage to the cut."""
+    trip = here.trip
+    if (
+        trip is not None
+        and trip.is_in_forward
+        and trip.stage
+        and "been used in the graph" in str(error)
+    ):
+        raise SplitError(GRADIENT_OVER_CUT) from error

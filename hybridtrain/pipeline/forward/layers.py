@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy as shallow_copy
 from functools import partial
-from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hybridtrain._base.microbatch import map_tensors
 from hybridtrain._base.skip import pop, popped_by, skip_scope, stashed_by
@@ -29,8 +27,9 @@ from hybridtrain._base.torch_private import (
     profiled,
     replace_call,
 )
+from hybridtrain._base.values import structure_copy
 from hybridtrain.graph import Layer, works_in_place
-from hybridtrain.pipeline.forward.glue import PLAIN, here
+from hybridtrain.pipeline.forward.glue import here
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_runner import describe, error_hints
 from hybridtrain.pipeline.layer_state import StageState
@@ -206,7 +205,7 @@ class LayersOfStage:
         in_place = works_in_place(layer.module)
         if self._clone_inputs:
             args, kwargs = map_tensors(torch.clone, (args, kwargs))
-        objects = as_now((args, kwargs))
+        objects = structure_copy((args, kwargs))
         is_first = True
 
         def run(piece: Piece, args: Any, kwargs: Any) -> Any:
@@ -239,36 +238,6 @@ class LayersOfStage:
                 self._records.append(piece.record)
         with restored, _NONE if piece.record is None else piece.record.run():
             yield
-
-
-def as_now(value: Any, copies: dict[int, Any] | None = None) -> Any:
-    """Returns arguments of a layer as they are now, also if its forward changes objects in them.
-
-    A cache of keys and values, for example, grows in a forward; the second run must find it as the
-    first run did. Containers and objects are copied, tensors and modules are not.
-    """
-    copies = {} if copies is None else copies
-    kind = type(value)
-    if kind in PLAIN or isinstance(value, Tensor | nn.Module | type | FunctionType | ModuleType):
-        return value
-    if id(value) in copies:
-        return copies[id(value)]
-    if kind in (list, tuple, set):
-        copy = kind(as_now(item, copies) for item in value)
-    elif kind is dict:
-        copy = {key: as_now(item, copies) for key, item in value.items()}
-    elif type(getattr(value, "__dict__", None)) is dict:
-        try:
-            copy = shallow_copy(value)
-        except Exception:  # an object that refuses copies, such as a lock's owner
-            return value
-        copies[id(value)] = copy
-        for name, item in list(vars(copy).items()):
-            vars(copy)[name] = as_now(item, copies)
-    else:
-        return value
-    copies[id(value)] = copy
-    return copy
 
 
 def own_call(module: nn.Module) -> Callable[..., Any]:

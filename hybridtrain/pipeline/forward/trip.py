@@ -30,7 +30,7 @@ from hybridtrain._base.torch_private import (
 from hybridtrain.errors import SplitError
 from hybridtrain.pipeline.boundary import edge_of
 from hybridtrain.pipeline.engine import HeadOutput
-from hybridtrain.pipeline.forward.glue import PLAIN, Alias, Cut, Glue, here
+from hybridtrain.pipeline.forward.glue import GRADIENT_OVER_CUT, PLAIN, Alias, Cut, Glue, here
 
 if TYPE_CHECKING:
     from hybridtrain.pipeline.boundary import Root
@@ -318,11 +318,7 @@ class Trip:
         """Refuses a gradient that the forward takes with respect to a value of another stage."""
         for leaf in tree_leaves(inputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad and self._is_earlier(leaf):
-                raise SplitError(
-                    "the forward takes a gradient with respect to a value of an earlier stage, as "
-                    "a force or a gradient penalty does: cut the model elsewhere, so that this "
-                    "code and the value are in one stage"
-                )
+                raise SplitError(GRADIENT_OVER_CUT)
 
     def _has_foreign(self, values: Any) -> bool:
         for value in values:
