@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.skip import popped_by
 from hybridtrain._base.torch_private import allow_recompilations
+from hybridtrain.errors import ConfigError, argument, setting
 from hybridtrain.graph import works_in_place
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import PlannedLayers, RecomputePolicy
@@ -35,7 +37,17 @@ def build_forward_stages(
 
     A parameter that several stages use belongs to the first of them, and one that only code between
     layers uses to the stage of that code.
+
+    Raises:
+        ConfigError: the stages are on several accelerators.
     """
+    devices = set(world.devices)
+    if len(devices) > 1 and any(accelerator_of(device) is not None for device in devices):
+        raise ConfigError(
+            f"{setting('engine', 'forward')} has not been tried with values that move between "
+            f"devices: set {setting('engine', 'local')}, or put all stages on one device "
+            f"({argument('devices')})"
+        )
     parts = planned.stages
     layers = [layer for part in parts for layer in part]
     if options.compile:

@@ -28,6 +28,7 @@ from hybridtrain._base.torch_private import (
     push_function_mode,
 )
 from hybridtrain.errors import SplitError
+from hybridtrain.pipeline import transfer
 from hybridtrain.pipeline.boundary import edge_of
 from hybridtrain.pipeline.engine import HeadOutput
 from hybridtrain.pipeline.forward.glue import GRADIENT_OVER_CUT, PLAIN, Alias, Cut, Glue, here
@@ -369,7 +370,8 @@ class Trip:
             return tensor
         key = id(tensor), self.stage if stage is None else stage
         if key not in self._copies:
-            self._copies[key] = tensor, tensor.to(device, non_blocking=True)
+            sent = transfer.send(tensor, tensor.device, device, "F")
+            self._copies[key] = tensor, transfer.receive(sent, device)
         return self._copies[key][1]
 
     def _check_aliases(self) -> None:
