@@ -3,6 +3,8 @@
 # With --all, as before a release, also the tests that are marked `thorough`: more models, engines,
 # seeds and messages, random faults, every restart of the launcher, the dashboard in a browser, and
 # the real Slurm of tests/cluster.
+# With --gpu, on a machine with a GPU: only the tests that are marked `gpu`, which see the GPUs; the
+# other tests do not. They run one after the other, without the static checks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
@@ -10,6 +12,10 @@ source scripts/slurm.sh
 source scripts/chromium.sh
 
 ensure_environment "text,dev"
+case " $* " in *" --gpu "*)
+    exec python -m pytest -q --durations=15 "$@"
+    ;;
+esac
 echo "== ruff check"
 ruff check .
 echo "== ruff format --check"

@@ -1,5 +1,8 @@
 """Fixtures for every folder."""
 
+# Before anything that imports PyTorch: it hides the GPUs.
+from support.gpus import show_gpus  # isort: skip
+
 import collections
 import gc
 import signal
@@ -52,12 +55,18 @@ LONG = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--all`."""
+    """Adds `--all` and `--gpu`."""
     parser.addoption("--all", action="store_true", help="the tests that are marked `thorough`, too")
+    parser.addoption("--gpu", action="store_true", help="only the tests that are marked `gpu`")
 
 
-def pytest_configure() -> None:
-    """Has Ctrl-C raise, also where a shell has started the tests in its background."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Shows the GPUs with `--gpu`.
+
+    Has Ctrl-C raise, also where a shell has started the tests in its background.
+    """
+    if config.getoption("--gpu"):  # workers of pytest-xdist start later, and get the option too
+        show_gpus()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -68,13 +77,22 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sorts the files; the order within a file stays. Leaves the thorough tests to `--all`."""
+    """Sorts the files; the order within a file stays.
+
+    Leaves the thorough tests to `--all` and the tests of a GPU to `--gpu`.
+    """
+    on_gpu = config.getoption("--gpu")
+    chosen = [item for item in items if (item.get_closest_marker("gpu") is not None) == on_gpu]
     if not config.getoption("--all"):
-        quick = [item for item in items if item.get_closest_marker("thorough") is None]
-        quick = chosen_cases(quick, complete=not any("[" in path for path in config.args))
-        kept = set(quick)
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = quick
+        chosen = [item for item in chosen if item.get_closest_marker("thorough") is None]
+        chosen = chosen_cases(chosen, complete=not any("[" in path for path in config.args))
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = chosen
+    if on_gpu and not torch.cuda.is_available():
+        reason = f"PyTorch {torch.__version__} sees no GPU on this machine"
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=reason))
     rank = {name: index for index, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
 

@@ -47,13 +47,13 @@ SMALL = [
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This environment without a launcher's variables: no GPU, one thread per process."""
+    """This environment, with the GPUs hidden or not, without a launcher's variables; one thread."""
     own = {
         key: value
         for key, value in os.environ.items()
         if not key.startswith(_PREFIXES) and key not in _NAMES
     }
-    return {**own, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(extra or {})}
+    return {**own, "OMP_NUM_THREADS": "1", **(extra or {})}
 
 
 def torchrun_script(
