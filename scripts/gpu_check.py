@@ -1,4 +1,4 @@
-"""Checks on a machine with GPUs: exactness, what only a GPU has, host cost, memory, and speed.
+"""Checks on a machine with GPUs: speed, host cost, exactness, what only a GPU has, and memory.
 
 Run it by `scripts/gpu_check.sh`. The stages share the one GPU where there is only one; else those
 of the exactness check are dealt out over all. It ends with one table, and a file for programs. The
@@ -73,6 +73,7 @@ class Check:
         device: `cuda` or `cpu`.
         small: sizes for a try without a GPU.
         deadline: when the whole must be done, by `time.monotonic`.
+        seconds_in_all: the time for all of it.
         rows: the table so far.
         failed: whether a split model differed, or a check raised.
         cut_off: the checks that were not run, or not to their end.
@@ -83,6 +84,7 @@ class Check:
     device: str
     small: bool
     deadline: float
+    seconds_in_all: float = 450.0
     rows: list[list[str]] = field(default_factory=list)
     failed: bool = False
     cut_off: list[str] = field(default_factory=list)
@@ -134,6 +136,9 @@ class Check:
 def exactness(check: Check, cells: Sequence[Cell], until: float) -> None:
     """Compares cells of the exactness matrix, on the device, with the unsplit model.
 
+    The kinds, a model and a precision, take turns, so that each of them has run where the time ends
+    before the cells do.
+
     Args:
         check: the table.
         cells: what to train.
@@ -142,33 +147,52 @@ def exactness(check: Check, cells: Sequence[Cell], until: float) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
     gpus = torch.cuda.device_count()
-    kinds = sorted({(cell.case, cell.precision) for cell in cells})
-    for case, precision in kinds:
-        chosen = [cell for cell in cells if (cell.case, cell.precision) == (case, precision)]
-        found, errors = [(0.0, "")], []
-        for cell in chosen:
+    by_kind: dict[tuple[str, str], list[Cell]] = {}
+    for cell in sorted(cells, key=lambda cell: (cell.case, cell.precision)):
+        by_kind.setdefault((cell.case, cell.precision), []).append(cell)
+    differences = {kind: [(0.0, "")] for kind in by_kind}
+    errors: dict[tuple[str, str], list[str]] = {kind: [] for kind in by_kind}
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*by_kind.values()))
+    try:
+        for cell in filter(None, turns):
             if check.left < until:
                 break
+            kind = cell.case, cell.precision
             try:
                 trained = compared(cell, devices=check.devices(cell.nb_part, gpus))
-                found.append(max((difference(*two), f"{cell}, {at}") for at, *two, _ in trained))
+                worst = max((difference(*two), f"{cell}, {at}") for at, *two, _ in trained)
+                differences[kind].append(worst)
             except Exception as error:  # one broken cell is a line, not the end
-                errors.append(f"{cell}: {type(error).__name__}: {error}")
-        worst, where = max(found)
-        good = worst <= TOLERANCE[precision] and not errors
-        check.failed |= not good
-        done, equal = len(found) - 1, [value for value, _ in found[1:]].count(0.0)
-        verdict = "ok" if good else f"FAILED {where} {errors[:2]}"
-        if done + len(errors) < len(chosen):
-            check.cut_off.append(f"exact: {case}, {precision}")
-            verdict = f"{verdict}, cut off: no time" if done or errors else "cut off: no time"
-        check.add(
-            f"exact: {case}",
-            f"{precision}, {done} of {len(chosen)} cells",
-            f"differs by {worst:.1e}, {equal} bitwise equal",
-            f"at most {TOLERANCE[precision]:.0e}",
-            verdict,
-        )
+                errors[kind].append(f"{cell}: {type(error).__name__}: {error}")
+    finally:  # also where the time of `gpu_check.sh` is over
+        for kind, chosen in by_kind.items():
+            _add_exactness(check, kind, len(chosen), differences[kind], errors[kind])
+
+
+def _add_exactness(
+    check: Check,
+    kind: tuple[str, str],
+    chosen: int,
+    differences: Sequence[tuple[float, str]],
+    errors: Sequence[str],
+) -> None:
+    """Adds the row of a model and a precision."""
+    case, precision = kind
+    worst, where = max(differences)
+    good = worst <= TOLERANCE[precision] and not errors
+    check.failed |= not good
+    done, equal = len(differences) - 1, [value for value, _ in differences[1:]].count(0.0)
+    verdict = "ok" if good else f"FAILED {where} {errors[:2]}"
+    if not done and not errors:
+        check.cut_off.append(f"exact: {case}, {precision}")
+        verdict = "cut off: no time"
+    check.add(
+        f"exact: {case}",
+        f"{precision}, {done} of {chosen} cells",
+        f"differs by {worst:.1e}, {equal} bitwise equal",
+        f"at most {TOLERANCE[precision]:.0e}",
+        verdict,
+    )
 
 
 def host_cost(check: Check) -> None:
@@ -324,7 +348,39 @@ def speed(check: Check) -> None:
         torch.cuda.empty_cache()
 
 
-COSTS: tuple[Callable[[Check], None], ...] = (host_cost, memory, speed)
+# The share of the time that the exactness matrix may take; it ends with fewer cells.
+EXACTNESS_SHARE = 0.4
+
+
+def exactness_in_time(check: Check) -> None:
+    """Compares as many cells as a share of the time allows, which leaves time for the rest."""
+    cells = random_cells(60 if check.small else 300)
+    exactness(check, cells, until=check.left - EXACTNESS_SHARE * check.seconds_in_all)
+
+
+def parts(check: Check) -> None:
+    """Checks what only a GPU has, part by part."""
+    failed, left_out = run_parts(check.devices(1)[0], lambda: check.left, check.add)
+    check.failed |= bool(failed)
+    check.cut_off += left_out
+
+
+# By value, so that a short run has the main figures.
+CHECKS: tuple[Callable[[Check], None], ...] = (speed, host_cost, exactness_in_time, parts, memory)
+
+
+def run_checks(check: Check, checks: Sequence[Callable[[Check], None]] = CHECKS) -> None:
+    """Runs checks in order, as far as there is time; one that raises is a row."""
+    for part in checks:
+        name = part.__name__.removesuffix("_in_time").replace("_", " ")
+        if check.left <= 0 and part is not parts:  # which has a row for each part
+            check.cut_off.append(name)
+            continue
+        try:
+            part(check)
+        except Exception as error:  # one that fails is a line, not the end
+            check.failed = True
+            check.add(name, "", "", "", f"FAILED {type(error).__name__}: {str(error)[:300]}")
 
 
 def main() -> int:
@@ -346,26 +402,10 @@ def main() -> int:
         torch.set_num_threads(1)
     facts = {"gpus": gpus, "torch": torch.__version__, "cuda": torch.version.cuda}
     facts |= {"not_shown": not_shown(count)}
-    check = Check(options.device, options.small, start + options.seconds)
+    check = Check(options.device, options.small, start + options.seconds, options.seconds)
     check.file, check.facts = options.json, facts
     try:
-        # the parts that come later keep most of the time, and the speed a third of it
-        reserve = min(150.0, options.seconds / 3)
-        cells = random_cells(60 if check.small else 300)
-        exactness(check, cells, until=options.seconds * 0.6)
-        failed, left_out = run_parts(check.devices(1)[0], lambda: check.left - reserve, check.add)
-        check.failed |= bool(failed)
-        check.cut_off += left_out
-        for part in COSTS:
-            name = part.__name__.replace("_", " ")
-            if check.left < 0:
-                check.cut_off.append(name)
-                continue
-            try:
-                part(check)
-            except Exception as error:  # one that fails is a line, not the end
-                check.failed = True
-                check.add(name, "", "", "", f"FAILED {type(error).__name__}: {str(error)[:300]}")
+        run_checks(check)
     except KeyboardInterrupt:  # the time of `gpu_check.sh` is over
         check.failed = True
         check.cut_off.append("all after the last row, where it was ended")

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Checks this project on a machine with one or more GPUs: exactness, what only a GPU has, host cost,
-# memory, and the speed of a GPT of 350M parameters. Needs PyTorch and what the checks import, and
-# prints one table in 8 minutes, which is also in gpu_check.json, as far as it has come.
+# Checks this project on a machine with one or more GPUs: the speed of a GPT of 350M parameters, host
+# cost, exactness, what only a GPU has, and memory, in this order. Needs PyTorch and what the checks
+# import, and prints one table in 8 minutes, which is also in gpu_check.json, as far as it has come.
 #
 #   scripts/gpu_check.sh                       on GPUs, all stages in one process
+#   scripts/gpu_check.sh --seconds 180         the main figures: less of the exactness matrix
 #   scripts/gpu_check.sh --processes 4         a process for each stage (engine=distributed): by NCCL
 #                                              with 4 GPUs, by gloo with fewer
 #   scripts/gpu_check.sh --device cpu --small  to try the script itself; also with --processes

@@ -86,19 +86,35 @@ def copies(device: str) -> str:
     return f"differs by {worst:.1e}"
 
 
-def no_waits(device: str) -> str:
-    """A step while PyTorch forbids that the host waits for the device."""
-    model, x = _model(device), _batch(device)
-    model.train_step(x, None, mean_loss)
+# The first four steps of each kind compare results on the host, and so do step 8, step 16 and later
+# powers of two, and each 128th.
+COMPARING_STEPS = 12
+STEPS_WITHOUT_WAITS = 3
+
+
+@contextmanager
+def forbidding_waits(device: str) -> Iterator[None]:
+    """Has PyTorch raise in the block where the host would wait for a GPU."""
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         torch.cuda.set_sync_debug_mode("error")
     try:
-        model.train_step(x, None, mean_loss)
+        yield
     finally:
         if on_gpu:
             torch.cuda.set_sync_debug_mode("default")
-    return "the host waited for nothing"
+
+
+def no_waits(device: str) -> str:
+    """Steps while PyTorch forbids that the host waits for the device, after the comparing ones."""
+    for recompute in ("never", "always"):
+        model, x = _model(device, recompute=recompute), _batch(device)
+        for _ in range(COMPARING_STEPS):
+            model.train_step(x, None, mean_loss)
+        with forbidding_waits(device):
+            for _ in range(STEPS_WITHOUT_WAITS):
+                model.train_step(x, None, mean_loss)
+    return f"the host waited for nothing in {2 * STEPS_WITHOUT_WAITS} steps"
 
 
 def replicas(device: str) -> str:

@@ -5,6 +5,7 @@ from support.gpus import show_gpus  # isort: skip
 
 import collections
 import gc
+import os
 import signal
 from collections.abc import Iterator
 
@@ -67,6 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.getoption("--gpu"):  # workers of pytest-xdist start later, and get the option too
         show_gpus()
+        # cuBLAS repeats its results with a fixed workspace only
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,14 +1,18 @@
 """scripts/gpu_check.sh, tried on the CPU: its parts, and what it needs to be installed."""
 
+import contextlib
 import functools
 import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support.clock import Clock
 from support.launch import environment
 from support.stand_in_gpus import stand_in_gpus
 
@@ -73,11 +77,33 @@ def test_a_part_with_streams_or_counters_runs_on_devices_that_have_them(part: st
     assert "no counter" not in said
 
 
+@pytest.mark.thorough  # half a minute
+def test_the_part_that_forbids_waits_looks_only_at_steps_that_compare_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits = []
+    with stand_in_gpus(1) as gpus:
+
+        @contextlib.contextmanager
+        def counting_waits(device: str) -> Iterator[None]:
+            so_far = gpus.syncs
+            yield
+            waits.append(gpus.syncs - so_far)
+
+        monkeypatch.setattr(gpu_parts, "forbidding_waits", counting_waits)
+        assert gpu_parts.PARTS["no waits in a step"]("cpu:0")
+        assert gpus.syncs > 0, "the first steps compare nothing"
+    assert waits == [0, 0]
+
+
+def table_of(folder: Path, **settings: Any) -> gpu_check.Check:
+    return gpu_check.Check("cpu", True, math.inf, file=folder / "table.json", **settings)
+
+
 def test_the_exactness_and_the_costs_run_on_the_cpu(tmp_path: Path) -> None:
-    table = gpu_check.Check("cpu", True, math.inf, file=tmp_path / "table.json")
+    table = table_of(tmp_path)
     gpu_check.exactness(table, random_cells(2), until=0)
-    for cost in gpu_check.COSTS:
-        cost(table)
+    gpu_check.run_checks(table, (gpu_check.speed, gpu_check.host_cost, gpu_check.memory))
     assert not table.failed
     assert not table.cut_off
     rows = json.loads(table.file.read_text())["rows"]
@@ -90,10 +116,52 @@ def test_a_result_that_differs_from_the_unsplit_model_fails_the_check(
 ) -> None:
     different = [("weights", torch.ones(2), torch.ones(2) + 0.5, False)]
     monkeypatch.setattr(gpu_check, "compared", lambda *_, **__: different)
-    table = gpu_check.Check("cpu", True, math.inf, file=tmp_path / "table.json")
+    table = table_of(tmp_path)
     gpu_check.exactness(table, random_cells(1), until=0)
     assert table.failed
     assert "weights" in " ".join(table.rows[-1])
+
+
+def test_the_main_figures_come_first() -> None:
+    order = [check.__name__ for check in gpu_check.CHECKS]
+    assert order == ["speed", "host_cost", "exactness_in_time", "parts", "memory"]
+
+
+def test_exactness_ends_after_its_share_of_the_time_and_has_tried_every_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(gpu_check.time, "monotonic", clock)
+    cells = gpu_check.random_cells(60)
+    kinds = {(cell.case, cell.precision) for cell in cells}
+    trained = []
+
+    def compared(cell: Any, devices: Any) -> list[Any]:
+        trained.append(cell)
+        clock.now += 1.0
+        return [("weights", torch.ones(2), torch.ones(2), True)]
+
+    monkeypatch.setattr(gpu_check, "compared", compared)
+    seconds = (len(kinds) + 1) / gpu_check.EXACTNESS_SHARE
+    table = gpu_check.Check("cpu", True, clock() + seconds, seconds, file=tmp_path / "table.json")
+    gpu_check.exactness_in_time(table)
+    assert len(kinds) <= len(trained) <= len(kinds) + 2 < len(cells)
+    assert {(cell.case, cell.precision) for cell in trained} == kinds
+    assert not table.failed
+    assert not table.cut_off
+    assert len(table.rows) == len(kinds)
+
+
+def test_a_check_that_raises_is_a_row_and_the_next_one_runs(tmp_path: Path) -> None:
+    table, ran = table_of(tmp_path), []
+
+    def broken(check: gpu_check.Check) -> None:
+        raise RuntimeError("no such kernel")
+
+    gpu_check.run_checks(table, (broken, ran.append))
+    assert ran == [table]
+    assert table.failed
+    assert table.rows[0][4] == "FAILED RuntimeError: no such kernel"
 
 
 def test_the_checks_of_a_process_run_on_the_cpu(
