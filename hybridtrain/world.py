@@ -24,6 +24,7 @@ once), `stage_owners` (which process owns which stage).
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -44,6 +45,7 @@ from hybridtrain._base.devices import (
     check_not_shared,
     choose_backend,
     choose_devices,
+    gpus_left_out,
     physical_gpus,
 )
 from hybridtrain._base.problem import Problem, first_problem
@@ -72,6 +74,8 @@ T = TypeVar("T")
 
 # Rank 0 may take long for a download or a checkpoint while the others wait. If a process dies,
 # `launch.watchdog` ends the run long before.
+_log = logging.getLogger("hybridtrain")
+
 _SETUP_TIMEOUT = timedelta(hours=24)
 
 
@@ -173,6 +177,8 @@ class World:
             launch, gpus, nb_part, devices, backend, engine, inner, replicas, replica_shares
         )
         world.timeout_s, world.stall_s = timeout_s, stall_s
+        if devices == "auto" and gpus and world.devices[0].type == "cpu" and world.is_main:
+            _log.warning("%s", gpus_left_out(len(world.devices), launch, gpus))
         end_with_parent()
         if world.size > 1:
             world._object_group = _join(launch, world.backend, world.devices, timeout_s)

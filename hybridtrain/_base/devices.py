@@ -74,6 +74,29 @@ def choose_devices(
     return tuple(chosen)
 
 
+def gpus_left_out(nb_part: int, launch: Launch, gpus: int) -> str:
+    """Returns why `auto` has chosen the CPU on a machine with GPUs, and how to use them.
+
+    Args:
+        nb_part: the number of devices of this process.
+        launch: the launcher's facts about this process.
+        gpus: the number of GPUs that this process sees, fewer than it needs.
+    """
+    processes, single = launch.local_size, launch.local_size == 1
+    there = f"{gpus} GPU{'s' * (gpus != 1)}"
+    started = "" if single else f"{processes} processes on this node x "
+    if per_process := gpus // processes:
+        way = f"set {setting('nb_part', per_process)}"
+        way += f" or {setting('devices', '[' + ','.join(['cuda:0'] * nb_part) + ']')}" * single
+    else:
+        way = f"start {gpus} process{'es' * (gpus != 1)} with {setting('nb_part', 1)}"
+    return (
+        f"training on the CPU: {started}{setting('nb_part', nb_part)} need{'s' * single} "
+        f"{processes * nb_part} GPUs, but this machine has {there}; to train on "
+        f"{'it' if gpus == 1 else 'GPUs'}, {way}"
+    )
+
+
 def _not_seen(variable: str) -> str:
     if torch.version.cuda is None and torch.version.hip is None:
         reason = "it is a CPU-only build: install a CUDA build"

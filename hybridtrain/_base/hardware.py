@@ -49,6 +49,12 @@ class Hardware:
     """Memory of a device in GiB that the run cannot use: CUDA context, NCCL communicators,
     fragmentation.
     """
+    library_gib: float = 0.03125
+    """Memory of a GPU in GiB that the workspaces of CUDA's libraries take for backwards, in one
+    thread per device. The default is cuBLAS's 32 MiB on Hopper and later GPUs.
+    """
+    library_gib_per_stage: float = 0.03125
+    """The same for each thread with stages on the GPU, which a device of a pipeline has once."""
     margin: float = 0.0
     """The fraction of the remaining memory that a plan leaves free, as a safety margin for
     predictions.
@@ -74,7 +80,9 @@ class Hardware:
     network_cards: int = 1
     """The number of network cards that share `network_bytes_per_s`; a message uses one card."""
     operator_s: float = 6e-6
-    """The host time to call a PyTorch operator, in seconds."""
+    """The host time to call a PyTorch operator in a forward with autograd, in seconds."""
+    backward_operator_s: float | None = None
+    """The host time per operator of a backward, in seconds; null: as `operator_s`."""
     action_s: float = 1e-4
     """The host time per action of the schedule in seconds, without its operators."""
     message_s: float = 1e-4
@@ -92,6 +100,11 @@ class Hardware:
                 raise ConfigError(
                     f"hardware.{setting.name}={value!r} must be a non-negative number"
                 )
+        if self.backward_operator_s is not None and not _is_number(self.backward_operator_s):
+            raise ConfigError(
+                f"hardware.backward_operator_s={self.backward_operator_s!r} must be a non-negative "
+                "number or null"
+            )
         for name in ("memory_gib", "memory_bytes_per_s", "node_bytes_per_s", "network_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"hardware.{name}={getattr(self, name)} must be positive")
@@ -162,6 +175,13 @@ class Hardware:
     def usable_of(self, memory_gib: float) -> float:
         """Returns the bytes that a plan may use on a device with this much memory."""
         return (memory_gib - self.reserved_gib) * GIB * (1 - self.margin)
+
+    @property
+    def library_bytes(self) -> int:
+        """The bytes that CUDA's libraries keep on a GPU with the stages of one thread."""
+        if self.device != "cuda":
+            return 0
+        return round((self.library_gib + self.library_gib_per_stage) * GIB)
 
     @property
     def is_unequal(self) -> bool:

@@ -38,6 +38,7 @@ MEMORY = {
     "activations": ("activations", "#fd8d3c"),
     "boundaries": ("from other stages", "#bdbdbd"),
     "temporaries": ("temporary", "#e7cb94"),
+    "libraries": ("libraries", "#c49c94"),
 }
 # by part of the time breakdown, from the bottom of a bar: computing first, then waiting
 PARTS = {

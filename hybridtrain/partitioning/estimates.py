@@ -114,21 +114,25 @@ class Rates:
     Attributes:
         flops: FLOPs per second of matrix products.
         bandwidth: bytes per second from and to its memory.
-        operator_ms: host milliseconds to launch an operator.
+        operator_ms: host milliseconds to launch an operator of a forward.
+        backward_operator_ms: host milliseconds to launch an operator of a backward.
     """
 
     flops: float
     bandwidth: float
     operator_ms: float
+    backward_operator_ms: float
 
     @classmethod
     def of(cls, hardware: Hardware, precision: str, tf32: bool) -> Rates:
         """Returns the rates of `hardware` for a precision."""
         name = "tf32" if tf32 and precision == "fp32" else precision
+        backward_s = hardware.backward_operator_s
         return cls(
             hardware.sustained_flops(name),
             hardware.sustained_bandwidth,
             hardware.operator_s * 1e3,
+            (hardware.operator_s if backward_s is None else backward_s) * 1e3,
         )
 
     def timed(self, layer: CountedLayer) -> LayerCost:
@@ -143,7 +147,7 @@ class Rates:
         """Returns the host milliseconds to launch a forward and a backward."""
         return (
             layer.forward.operators * self.operator_ms,
-            layer.backward.operators * self.operator_ms,
+            layer.backward.operators * self.backward_operator_ms,
         )
 
     def _ms(self, work: Work) -> float:

@@ -121,6 +121,7 @@ def _ways(
                     cost.activation_bytes + cost.temporary_bytes for cost in costs
                 )
             memory = fixed // devices + alive + _GATHERED * max(whole) + largest
+            memory += hardware.library_bytes
             if memory > hardware.usable_bytes:
                 continue
             step = chunks * max(busy, messages) + ends

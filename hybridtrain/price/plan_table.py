@@ -12,7 +12,7 @@ from torch import nn
 
 from hybridtrain._base.hardware import GIB, Hardware
 from hybridtrain._base.text_table import counted, text_table, with_unit
-from hybridtrain.errors import ConfigError, check_choice, setting
+from hybridtrain.errors import ConfigError, argument, check_choice, setting
 from hybridtrain.graph import ChainBuilder
 from hybridtrain.partitioning import (
     COST_SOURCES,
@@ -155,6 +155,7 @@ class PricedPlans:
             ("spread", f"{pipelines}, {batches} of {counted(layout.samples(work), 'sample')}"),
             *_unequal_in_words(layout),
             ("time", in_words(price)),
+            *_host_in_words(price),
             ("speed", ", ".join(speed)),
             ("memory", ": ".join(part for part in memory if part)),
         ]
@@ -339,6 +340,20 @@ def _unequal_in_words(layout: ParallelLayout) -> list[tuple[str, str]]:
     return [("unequal", ", ".join(parts))] if parts else []
 
 
+def _host_in_words(price: Price) -> list[tuple[str, str]]:
+    """Returns a line if the host is the limit: how much time it costs, and the ways out."""
+    if not price.binds.startswith("host"):
+        return []
+    ways = [f"fewer micro-batches ({argument('chunks')}) or larger batches"]
+    if price.layout.engine == "local" and price.layout.nb_part > 1:
+        ways.append(f"a process per device ({setting('engine', 'distributed')})")
+    text = (
+        f"the host is the limit: the devices wait {price.host_ms:.1f} of {price.step_ms:.1f} ms "
+        f"until it has called their operators; try {', or '.join(ways)}"
+    )
+    return [("host", text)]
+
+
 def recompute_option(price: Price, table: CostTable) -> str | list[str]:
     """Returns the option `recompute` of a priced layout: a mode or layer names."""
     costs = table.costs_at(1)
@@ -378,6 +393,7 @@ def in_words(price: Price) -> str:
     parts = {
         "compute": price.compute_ms,
         "of which recomputed": price.recompute_ms,
+        "waiting for the host": price.host_ms,
         "exposed transfers": price.transfer_ms,
         "exposed all-reduce": price.reduce_ms,
         "optimizer": price.optimizer_ms,

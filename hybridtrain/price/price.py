@@ -90,6 +90,8 @@ class Price:
         step_ms: the optimizer step.
         pipeline_ms: all forwards and backwards of the step, from the first to the last.
         compute_ms: the forwards and backwards of the busiest device, without waiting.
+        host_ms: the time that a step takes longer because devices wait for the host, which calls
+            their operators.
         recompute_ms: the part of `compute_ms` that recomputes forwards.
         transfer_ms: the time that the step would save without transfers between devices.
         reduce_ms: communication between replicas after the end of the backwards.
@@ -108,6 +110,7 @@ class Price:
     step_ms: float
     pipeline_ms: float
     compute_ms: float
+    host_ms: float
     recompute_ms: float
     transfer_ms: float
     reduce_ms: float
@@ -161,16 +164,19 @@ def price(
     reduce = _exchange_ms(table.sizes, hardware, layout, counts, simulated)
     optimizer = optimizer_ms(table.sizes, hardware, work, layout, counts)
     busy = max(by_device)
+    compute = busy
+    if hardware.device != "cpu":  # a CPU computes what its host time calls
+        compute = min(busy, max(_by_device(layout, times.device)) * layout.chunks)
     data = work.data_ms_per_sample * work.samples * work.accumulate / layout.replicas
     step = max(pipeline + reduce + optimizer, data)
-    memory = device_memory(table, work, layout, counts)
+    memory = device_memory(table, hardware, work, layout, counts)
     parts = {
-        "compute": busy * work.accumulate,
+        "compute": compute * work.accumulate,
         "idle": (simulated.length - transfer - busy) * work.accumulate,
         "transfers": transfer * work.accumulate,
         "all-reduce": reduce,
         "optimizer": optimizer,
-        "host": (batch_ms - contended_ms) * work.accumulate,
+        "host": (batch_ms - contended_ms + busy - compute) * work.accumulate,
         "data": step - (pipeline + reduce + optimizer),
     }
     # compute is always present, so another part is the bottleneck from a fifth of the step on
@@ -188,6 +194,7 @@ def price(
         step_ms=step,
         pipeline_ms=pipeline,
         compute_ms=parts["compute"],
+        host_ms=parts["host"],
         recompute_ms=max(_by_device(layout, times.recompute)) * layout.chunks * work.accumulate,
         transfer_ms=parts["transfers"],
         reduce_ms=reduce,
@@ -406,6 +413,7 @@ class Prediction:
         memory_bytes: the peak memory of each device of a replica, in pipeline order.
         costs_from: the source of the layers' times: `measured` or `estimated`.
         reason: why a number is None.
+        host_bound: whether the devices wait for the host more than for anything else.
     """
 
     step_ms: float | None = None
@@ -413,6 +421,7 @@ class Prediction:
     memory_bytes: tuple[int, ...] | None = None
     costs_from: str | None = None
     reason: str | None = None
+    host_bound: bool = False
 
 
 def predict_step(
@@ -427,6 +436,7 @@ def predict_step(
     tf32: bool = False,
     loss: LossOfStep | None = None,
     recomputed: Set[int] = frozenset(),
+    gpus: Sequence[int] = (),
 ) -> Prediction:
     """Predicts a step of a model that is already cut, without running a layer.
 
@@ -442,6 +452,8 @@ def predict_step(
         tf32: whether fp32 matrix products run in TF32.
         loss: the loss that ends the last stage; None, or with measured costs: left out.
         recomputed: the indices of the layers that are recomputed individually.
+        gpus: the GPU of each device of a pipeline, by its index; empty: all differ. Devices that
+            share a GPU compute one after the other, and their idle time is not predicted.
 
     Raises:
         SplitError: a layer does not run on fake tensors.
@@ -457,18 +469,41 @@ def predict_step(
     table = table.recomputing(recomputed)
     if measured is None and not hardware.flops_per_s:
         return Prediction(
-            memory_bytes=_as_measured(device_memory(table, work, layout, counts), hardware),
+            memory_bytes=_as_measured(
+                device_memory(table, hardware, work, layout, counts), hardware, gpus
+            ),
             reason="to predict times, run `hybridtrain measure-machine` or set "
             f"{setting('split', 'time')}",
         )
     priced = price(table, hardware, work, layout, counts)
-    memory = _as_measured(priced.memory, hardware)
-    return Prediction(priced.step_ms, priced.bubble, memory, table.costs_from)
+    memory = _as_measured(priced.memory, hardware, gpus)
+    step_ms, bubble = priced.step_ms, priced.bubble
+    if len(set(gpus)) < len(gpus):
+        times = stage_times(table, hardware, work, layout, counts)
+        busy_ms = [0.0] * (max(gpus) + 1)
+        for gpu, device_ms in zip(gpus, _by_device(layout, times.device), strict=True):
+            busy_ms[gpu] += device_ms * layout.chunks * work.accumulate
+        step_ms += max(0.0, max(busy_ms) - priced.pipeline_ms)
+        bubble = None
+    host_bound = priced.binds.startswith("host")
+    return Prediction(step_ms, bubble, memory, table.costs_from, host_bound=host_bound)
 
 
-def _as_measured(memory: Sequence[DeviceMemory], hardware: Hardware) -> tuple[int, ...]:
-    """Returns the predicted peak of each device, counted as a run measures it."""
-    return tuple(m.kept if hardware.device == "cpu" else m.total for m in memory)
+def _as_measured(
+    memory: Sequence[DeviceMemory], hardware: Hardware, gpus: Sequence[int]
+) -> tuple[int, ...]:
+    """Returns the predicted peak of each device, counted as a run measures it.
+
+    The allocator counts all that is on a GPU, also for several devices of a pipeline.
+    """
+    if hardware.device == "cpu":
+        return tuple(m.kept for m in memory)
+    gpus = gpus or range(len(memory))
+    once = round(hardware.library_gib * GIB)  # one thread per GPU runs backwards
+    totals = dict.fromkeys(gpus, once)
+    for gpu, device in zip(gpus, memory, strict=True):
+        totals[gpu] += device.total - once
+    return tuple(totals[gpu] for gpu in gpus)
 
 
 def why_not_priced(options: PipelineOptions) -> str | None:
@@ -783,14 +818,15 @@ class _Search:
 
     def _over(self, layout: ParallelLayout, table: CostTable, counts: Sequence[int]) -> list[bool]:
         """Returns whether each device needs more memory than it has."""
-        memory = device_memory(table, self._work, layout, counts)
+        memory = device_memory(table, self._hardware, self._work, layout, counts)
         limits = layout.usable_bytes(self._hardware)
         return [m.total > limit for m, limit in zip(memory, limits, strict=True)]
 
     def _stage_devices_limits(self, layout: ParallelLayout) -> tuple[float, ...]:
         """Returns the usable bytes of each stage's device."""
         limits = layout.usable_bytes(self._hardware)
-        return tuple(limits[device] for device in layout.devices)
+        libraries = self._hardware.library_bytes
+        return tuple(limits[device] - libraries for device in layout.devices)
 
     def _weights_fit(self, layout: ParallelLayout) -> bool:
         weights = sum(cost.weight_bytes for cost in self._weighed(layout))
@@ -835,7 +871,9 @@ class _Search:
         if layout.recompute == "layers":
             orders = self._by_gain(layout, counts)
             tables.append(self._table.recomputing(frozenset(chain.from_iterable(orders))))
-        by_table = [device_memory(table, self._work, layout, counts) for table in tables]
+        by_table = [
+            device_memory(table, self._hardware, self._work, layout, counts) for table in tables
+        ]
         peaks = [min(m.total for m in memory) for memory in zip(*by_table, strict=True)]
         limits = layout.usable_bytes(self._hardware)
         device = max(range(len(peaks)), key=lambda device: (peaks[device] / limits[device], device))

@@ -46,6 +46,7 @@ class DeviceMemory:
             largest.
         boundaries: inputs received from other stages, at that time.
         temporaries: additional bytes at the peak, while a layer runs.
+        libraries: workspaces of CUDA's libraries, with the stages of one thread.
     """
 
     weights: int = 0
@@ -54,6 +55,7 @@ class DeviceMemory:
     activations: int = 0
     boundaries: int = 0
     temporaries: int = 0
+    libraries: int = 0
 
     @property
     def total(self) -> int:
@@ -67,12 +69,17 @@ class DeviceMemory:
 
 
 def device_memory(
-    table: CostTable, work: StepWork, layout: ParallelLayout, counts: Sequence[int]
+    table: CostTable,
+    hardware: Hardware,
+    work: StepWork,
+    layout: ParallelLayout,
+    counts: Sequence[int],
 ) -> list[DeviceMemory]:
     """Returns the memory of each device at its peak.
 
     Args:
         table: the costs of the layers.
+        hardware: the devices.
         work: the work of a step.
         layout: the parallel layout.
         counts: the number of layers of each stage.
@@ -91,7 +98,8 @@ def device_memory(
     for own_stages, moments in zip(_stages_by_device(layout), _moments_of(layout), strict=True):
         sizes = [size for stage in own_stages for size in table.sizes[slice(*bounds[stage])]]
         fixed = _fixed_bytes(sizes, work, layout)
-        memory.append(DeviceMemory(*fixed, *_bytes_at_peak(moments, stages, own_stages)))
+        at_peak = _bytes_at_peak(moments, stages, own_stages)
+        memory.append(DeviceMemory(*fixed, *at_peak, hardware.library_bytes))
     return memory
 
 
@@ -284,12 +292,14 @@ class StageTimes(Durations):
     """Milliseconds of each stage for one micro-batch, on its device and on the host.
 
     Attributes:
+        device: time of a forward and a whole backward on the device, if the host keeps up.
         host: host time of a forward and a whole backward.
         host_in_parts: extra host time of a two-part backward.
         recompute: the part of `backward` that recomputes the forward.
     """
 
     in_parts: tuple[float, ...]
+    device: tuple[float, ...]
     host: tuple[float, ...]
     host_in_parts: tuple[float, ...]
     recompute: tuple[float, ...]
@@ -391,6 +401,7 @@ def _stage_ms(
         "forward": forward,
         "backward": backward,
         "in_parts": split_backward,
+        "device": (1 + recomputed) * forward_compute + backward_compute + 2 * synchronous,
         "weight": weight,
         "host": host,
         "host_in_parts": split_extra,

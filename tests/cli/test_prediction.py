@@ -25,9 +25,10 @@ def model():
     return HybridModel(gpt(64, 8, n_layer=4, d_model=16), World.from_env(2, "cpu"), chunks=4)
 
 
-def predicted(model, hardware, measured=None):
+def predicted(model, hardware, measured=None, gpus=()):
     microbatch = torch.zeros(2, 8, dtype=torch.long)
-    return predict_step(model.planned.stages, microbatch, hardware, StepWork(8), LAYOUT, measured)
+    stages, work = model.planned.stages, StepWork(8)
+    return predict_step(stages, microbatch, hardware, work, LAYOUT, measured, gpus=gpus)
 
 
 def test_measured_costs_are_simulated_as_they_are(model):
@@ -55,6 +56,26 @@ def test_the_memory_of_a_step_is_predicted_where_the_speed_is_not_known(model):
     optimizer.step()
     counted = [stage["peak_memory_bytes"] for stage in model.stage_summaries(optimizer)]
     assert found.memory_bytes == pytest.approx(counted, rel=0.01)
+
+
+def test_stages_that_share_a_gpu_add_up_their_time_and_memory(model):
+    costs = [
+        LayerCost(name, 1, 3.0 / len(stage), 6.0 / len(stage))
+        for stage in model.plan.layer_names
+        for name in stage
+    ]
+    hardware = Hardware(
+        devices_per_node=2, action_s=0.0, memory_bytes_per_s=1e18, node_latency_s=0.0,
+        library_gib=0.25, library_gib_per_stage=0.5,
+    )  # fmt: skip
+    apart, together = (predicted(model, hardware, costs, gpus) for gpus in ([0, 1], [0, 0]))
+    assert apart.step_ms == pytest.approx((4 + 1) * (3.0 + 6.0), rel=1e-3)
+    assert together.step_ms == pytest.approx(2 * 4 * (3.0 + 6.0), rel=1e-3)
+    assert apart.bubble is not None
+    assert together.bubble is None
+    # the thread for backwards is there once
+    expected = sum(apart.memory_bytes) - 2**28
+    assert together.memory_bytes == (expected, expected)
 
 
 def test_a_machine_of_known_speed_gives_a_time_without_a_measurement(model):

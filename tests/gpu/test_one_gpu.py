@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from support.launch import environment
 from support.matrix import TOLERANCE, Cell, check_cell, difference
 from torch import Tensor, nn
 
 from hybridtrain import HybridModel, World
-from hybridtrain.cli.commands.measure_machine import measured_device
 from hybridtrain.loss import cross_entropy
 from hybridtrain.models.gpt import gpt
 from scripts import gpu_parts
@@ -141,7 +141,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=300,
         cwd=folder,
-        env=environment({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+        env=environment({"XDG_CACHE_HOME": str(folder / "cache")}),
     )
     assert done.returncode == 0, done.stderr
     return done
@@ -162,7 +162,9 @@ def test_one_stage_uses_the_gpu_without_being_told(tmp_path: Path) -> None:
     assert set(summary["device_memory"]) == {DEVICE}
 
 
-def test_what_cuda_libraries_keep_is_measured() -> None:
-    rates = measured_device(torch.device(DEVICE), seconds=0.1)
+def test_measure_machine_measures_the_host_and_what_cuda_libraries_keep(tmp_path: Path) -> None:
+    rates = yaml.safe_load(run(tmp_path, "measure-machine", "seconds=0.1").stdout)
     assert 0 < rates["library_gib_per_stage"] < 1
     assert 0 <= rates["library_gib"] < 1
+    assert rates["operator_s"] > 0
+    assert rates["backward_operator_s"] > 0

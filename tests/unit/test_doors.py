@@ -63,7 +63,7 @@ INSIDE = """
     checkpoint.tensor_files unit/checkpoint/test_checkpoint_files.py
     checkpoint.tensor_files unit/checkpoint/test_init_from.py
     # cli: private names of commands, and keys whose values a test of another part needs
-    cli.commands.measure_machine unit/price/test_unequal_hardware.py
+    cli.commands.measure_machine unit/price/test_measure_machine.py
     cli.commands.search cli/test_search.py
     cli.config.keys unit/test_naming.py
     cli.config.schema unit/launch/test_gpu_faults.py unit/price/test_pricing.py

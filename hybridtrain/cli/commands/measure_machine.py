@@ -6,6 +6,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from statistics import geometric_mean, median
 from time import perf_counter
@@ -13,11 +14,14 @@ from typing import Any
 
 import torch
 import yaml
+from torch import nn
 
 from hybridtrain._base.files import write_atomically
 from hybridtrain._base.hardware import GIB, Hardware, host_memory
 from hybridtrain.cli.config.option_files import THIS_MACHINE, measured_file
 from hybridtrain.errors import ConfigError
+from hybridtrain.graph import ChainBuilder
+from hybridtrain.partitioning import count_layers
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -27,6 +31,10 @@ _BF16_FROM = (8, 0)
 _SECONDS = 3.0  # the duration of each measurement
 
 _MOST_RUNS = 50
+
+# The layers that time the host: small, and enough that the time of starting does not count.
+_WIDTH = 16
+_LAYERS = 16
 
 
 def measure_machine(words: Sequence[str] = ()) -> int:
@@ -94,6 +102,11 @@ def measured(seconds: float = _SECONDS) -> dict[str, Any]:
         "bandwidth_reached": 1.0,
         "node_bytes_per_s": min(gpu["node_bytes_per_s"] for gpu in of_kind.values() or [first]),
         "operator_s": first["operator_s"],
+        "backward_operator_s": first["backward_operator_s"],
+        "library_gib": max(device["library_gib"] for device in of_kind.values() or [first]),
+        "library_gib_per_stage": max(
+            device["library_gib_per_stage"] for device in of_kind.values() or [first]
+        ),
     }
 
 
@@ -133,6 +146,9 @@ def _unequal(
 def measured_device(device: torch.device, seconds: float) -> dict[str, Any]:
     """Returns the rates, memory and link of a device, keyed as in `hardware`."""
     is_gpu = device.type == "cuda"
+    libraries = [0, 0]
+    if is_gpu:  # first, because a library keeps the memory of the threads that have used it
+        libraries = library_bytes(device, partial(torch.cuda.memory_allocated, device))
     threads = torch.get_num_threads()
     torch.set_num_threads(threads if is_gpu else 1)
     try:
@@ -146,8 +162,7 @@ def measured_device(device: torch.device, seconds: float) -> dict[str, Any]:
             flops[name] = 2 * size**3 / _seconds(product, device, seconds)
         block = torch.zeros((2**30 if is_gpu else 2**26) // 4, device=device)
         copy = _seconds(lambda: block.clone(), device, seconds)
-        few = torch.zeros(1, device=device)
-        operator = _seconds(lambda: [few.neg() for _ in range(100)], device, seconds) / 100
+        operator, backward_operator = host_seconds_per_operator(device, seconds)
         link = 2 * block.nbytes / copy / 2
         if is_gpu:
             memory = torch.cuda.mem_get_info(device)[1]
@@ -164,7 +179,75 @@ def measured_device(device: torch.device, seconds: float) -> dict[str, Any]:
         "memory_bytes_per_s": float(f"{2 * block.nbytes / copy:.3g}"),
         "node_bytes_per_s": float(f"{link:.3g}"),
         "operator_s": float(f"{operator:.3g}"),
+        "backward_operator_s": float(f"{backward_operator:.3g}"),
+        "library_gib": float(f"{libraries[0] / GIB:.3g}"),
+        "library_gib_per_stage": float(f"{libraries[1] / GIB:.3g}"),
     }
+
+
+def _small_layers() -> nn.Sequential:
+    """Returns layers that cost a device next to nothing, as many as it takes to time the host."""
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _WIDTH), nn.GELU())
+            for _ in range(_LAYERS)
+        )
+    )
+
+
+def host_seconds_per_operator(device: torch.device, seconds: float) -> tuple[float, float]:
+    """Returns the host's seconds per operator of a forward with autograd, and of its backward.
+
+    They include the Python of the modules. The operators are counted as predictions count them.
+    """
+    net = _small_layers()
+    inputs = torch.ones(1, _WIDTH)
+    counted = count_layers(ChainBuilder(net, inputs).chain().layers, inputs, "fp32")
+    net, inputs = net.to(device), inputs.to(device)
+    forwards: list[float] = []
+    backwards: list[float] = []
+
+    def step() -> None:
+        start = perf_counter()
+        output = net(inputs)
+        middle = perf_counter()
+        torch.autograd.grad(output, list(net.parameters()), torch.ones_like(output))
+        forwards.append(middle - start)
+        backwards.append(perf_counter() - middle)
+
+    _seconds(step, device, seconds)
+    return (
+        median(forwards[1:]) / sum(layer.forward.operators for layer in counted),
+        median(backwards[1:]) / sum(layer.backward.operators for layer in counted),
+    )
+
+
+def library_bytes(device: torch.device, allocated: Callable[[], int]) -> list[int]:
+    """Returns the bytes that libraries keep for the backwards of a device, and for a thread.
+
+    A library such as cuBLAS allocates a workspace for each thread that computes. PyTorch runs the
+    backwards of all threads in one thread per GPU, so the first thread adds both workspaces and a
+    second one adds its own. Call it before anything else uses the device.
+
+    Args:
+        device: the device.
+        allocated: returns the bytes that the allocator of the device has given out.
+    """
+    net, inputs = _small_layers().to(device), torch.ones(1, _WIDTH, device=device)
+
+    def step() -> int:
+        with torch.enable_grad():
+            output = net(inputs)
+            torch.autograd.grad(output, list(net.parameters()), torch.ones_like(output))
+        del output
+        return allocated()
+
+    before = allocated()
+    # both threads live to the end, or the second would inherit the workspace of the first
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        both = first.submit(step).result() - before
+        of_thread = second.submit(step).result() - before - both
+    return [max(0, both - of_thread), of_thread]
 
 
 def _seconds(run: Callable[[], object], device: torch.device, budget: float) -> float:

@@ -51,6 +51,7 @@ from hybridtrain.price import (
     choice_in_words,
     find_layouts,
     find_plans,
+    why_not_priced,
 )
 from hybridtrain.world import World
 
@@ -150,6 +151,8 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
         plans.table.costs_from,
         plans,
     )
+    if (left_out := why_not_priced(options.pipeline)) is not None:
+        _log.info("%s: the times and the memory are those of a run without it", left_out)
     batches = _batches_per_epoch(config, data, options)
     steps = options.trainer.total_steps(batches) if batches or options.trainer.steps else None
     advice = "use FSDP2, or the first of these" if plans.advises_fsdp2 else "use the first"

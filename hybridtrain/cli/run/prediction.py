@@ -109,7 +109,19 @@ def predict_step_of_run(
         tf32=config.trainer.tf32,
         loss=LossOfStep(loss_fn, targets),
         recomputed=recompute_policy(options.recompute, names).layers,
+        gpus=_gpus_of(world),
     )
+
+
+def _gpus_of(world: World) -> list[int]:
+    """Returns the GPU of each device of this process's pipeline; empty: they differ, or are CPUs.
+
+    Each process of `engine=distributed` has an allocator of its own.
+    """
+    devices = world.devices
+    if world.engine == "distributed" or devices[0].type != "cuda":
+        return []
+    return [list(dict.fromkeys(devices)).index(device) for device in devices]
 
 
 def _measured_costs(context: RunContext) -> list[LayerCost] | None:
@@ -182,7 +194,8 @@ def prediction_in_words(predicted: Mapping[str, Any], measured: Mapping[str, Any
     parts = []
     pairs = {key: (predicted[key], measured[key]) for key in measured}
     if None not in (steps := pairs["step_ms"]):
-        parts.append("predicted {:.1f} ms, measured {:.1f} ms per step".format(*steps))
+        limit = ", limited by the host" if predicted["host_bound"] else ""
+        parts.append(f"predicted {steps[0]:.1f} ms{limit}, measured {steps[1]:.1f} ms per step")
     if None not in (bubbles := pairs["bubble"]):
         parts.append("idle {:.0%} predicted, {:.0%} measured".format(*bubbles))
     if None not in (memory := pairs["memory_bytes"]):

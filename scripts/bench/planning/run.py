@@ -171,7 +171,7 @@ def memory() -> list[Row]:
         model.train_step(tokens, tokens, cross_entropy)
         optimizer.step()
         counted = [stage["peak_memory_bytes"] for stage in model.stage_summaries(optimizer)]
-        predicted = device_memory(table, StepWork(len(tokens)), layout, counts)
+        predicted = device_memory(table, hardware, StepWork(len(tokens)), layout, counts)
         for stage, (one, other) in enumerate(zip(predicted, counted, strict=True)):
             rows.append((f"{named(layout)} stage {stage}", one.kept / 2**20, other / 2**20))
     return rows

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hybridtrain import world as world_module
-from hybridtrain._base.devices import check_nb_part, choose_devices
+from hybridtrain._base.devices import check_nb_part, choose_devices, gpus_left_out
 from hybridtrain.errors import WorldError
 from hybridtrain.launch import Launch, detect
 from hybridtrain.launch.environment import first_host
@@ -235,6 +235,44 @@ def test_gpus_that_the_user_hides_are_none_that_were_given(hidden):
 def test_auto_takes_the_cpu_when_there_are_too_few_gpus():
     assert choose_devices(2, "auto", launch(0, 2), 3) == (CPU,) * 2
     assert choose_devices(2, "cpu", launch(0, 2), 8) == (CPU,) * 2
+
+
+@pytest.mark.parametrize(
+    ("processes", "nb_part", "gpus", "says", "processes_then", "nb_part_then"),
+    [
+        (1, 2, 1, "nb_part=2 needs 2 GPUs, but this machine has 1 GPU; to train on it, set "
+         "nb_part=1 or devices=[cuda:0,cuda:0]", 1, 1),
+        (1, 4, 3, "set nb_part=3 or devices=", 1, 3),
+        (2, 2, 3, "2 processes on this node x nb_part=2 need 4 GPUs, but this machine has 3 GPUs; "
+         "to train on GPUs, set nb_part=1", 2, 1),
+        (4, 1, 3, "start 3 processes with nb_part=1", 3, 1),
+        (2, 2, 1, "start 1 process with nb_part=1", 1, 1),
+    ],
+)  # fmt: skip
+def test_auto_says_that_it_leaves_gpus_out_and_its_advice_uses_them(
+    processes, nb_part, gpus, says, processes_then, nb_part_then
+):
+    line = gpus_left_out(nb_part, launch(0, processes), gpus)
+    assert line.startswith("training on the CPU: ")
+    assert says in line
+    devices = choose_devices(nb_part_then, "auto", launch(0, processes_then), gpus)
+    assert devices == cuda(*range(nb_part_then))
+    if processes == 1:
+        listed = line.rpartition("devices=[")[2].rstrip("]").split(",")
+        assert choose_devices(nb_part, listed, launch(0, 1), gpus) == cuda(*[0] * nb_part)
+
+
+@pytest.mark.parametrize(
+    ("nb_part", "gpus", "devices"), [(2, 1, "auto"), (2, 0, "auto"), (2, 1, "cpu")]
+)
+def test_a_world_on_the_cpu_says_once_that_there_is_a_gpu(
+    monkeypatch, caplog, nb_part, gpus, devices
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    world = World.from_env(nb_part, devices)
+    assert world.devices == (CPU,) * nb_part
+    lines = [record.message for record in caplog.records if "training on the CPU" in record.message]
+    assert len(lines) == (devices == "auto" and gpus > 0)
 
 
 @pytest.mark.parametrize("devices", [None, "auto", "cuda"])

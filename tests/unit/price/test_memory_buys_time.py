@@ -59,8 +59,13 @@ def table_of(times=TIMES, kept=KEPT, sent=SENT, weights=1):
     return given_costs(costs_at, [LayerSize(weights * MIB, weights * MIB)] * len(times))
 
 
+CPU = Hardware(device="cpu")
+
+
 def machine(memory_gib=1.0):
     return Hardware(
+        library_gib=0.0,
+        library_gib_per_stage=0.0,
         devices_per_node=2,
         memory_gib=memory_gib,
         reserved_gib=0.0,
@@ -121,7 +126,7 @@ def test_a_device_is_priced_with_the_peak_of_what_its_stages_hold_together(
         for i, (a, c, t) in enumerate(zip(kept, sent, temporary, strict=True))
     ]
     table = given_costs(lambda _: costs, [LayerSize(0, 0)] * stages)
-    memory = device_memory(table, StepWork(chunks), layout, [1] * stages)
+    memory = device_memory(table, CPU, StepWork(chunks), layout, [1] * stages)
     expected = peaks_by_hand(layout, kept, [0, *sent[:-1]], temporary)
     for device, (between, inside) in zip(memory, expected, strict=True):
         # what waits is rounded for each stage
@@ -134,7 +139,7 @@ def test_a_v_of_equal_stages_is_priced_with_as_many_as_it_may_hold(name, held):
     costs = [LayerCost(str(i), activation_bytes=1000) for i in range(8)]
     table = given_costs(lambda _: costs, [LayerSize(0, 0)] * 8)
     layout = ParallelLayout(4, chunks=16, schedule=name, stages_per_device=2, recompute="never")
-    memory = device_memory(table, StepWork(16), layout, [1] * 8)
+    memory = device_memory(table, CPU, StepWork(16), layout, [1] * 8)
     # those that wait for the second part of their backward hold gradients too
     assert held * 1000 <= max(m.activations for m in memory) < (held + 1) * 1000
     peaks = peak_in_flight(make_schedule(name, 4, 16, 2))

@@ -29,7 +29,7 @@ from hybridtrain.partitioning import (
     given_costs,
     plan,
 )
-from hybridtrain.partitioning.estimates import count_chain
+from hybridtrain.partitioning.estimates import Rates, count_chain
 from hybridtrain.price import Choices, ParallelLayout, StepWork, find_layouts, find_plans
 from hybridtrain.price.layout import layouts
 from hybridtrain.price.price import ALIKE, _Search, least_step_ms, price, simulated_step
@@ -45,6 +45,7 @@ from hybridtrain.schedule import (
 
 # Other tests register schedules, some for a few devices only.
 EVERY = Choices(schedule=BUILT_IN)
+CPU = Hardware(device="cpu")
 
 few = settings(max_examples=8, suppress_health_check=list(HealthCheck))
 MIB = 2**20
@@ -80,6 +81,8 @@ def problems(draw):
         devices_per_node=draw(st.sampled_from([1, 2, 4])),
         memory_gib=draw(st.floats(0.02, 0.2)),
         reserved_gib=0.0,
+        library_gib=0.0,
+        library_gib_per_stage=draw(st.sampled_from([0.0, 0.01])),
         memory_bytes_per_s=1e12,
         node_bytes_per_s=draw(st.floats(1e8, 1e11)),
         network_bytes_per_s=draw(st.floats(1e8, 1e11)),
@@ -164,6 +167,8 @@ def test_a_small_model_is_cut_in_the_fastest_of_all_ways(times, uneven, memory_g
         devices_per_node=2,
         memory_gib=memory_gib,
         reserved_gib=0.0,
+        library_gib=0.0,
+        library_gib_per_stage=0.0,
         node_bytes_per_s=1e9,
         action_s=0.0,
     )
@@ -336,7 +341,7 @@ def test_the_devices_of_a_v_have_the_memory_of_both_their_stages():
     table = table_of([1.0] * 8, weights=MIB)
     sizes = [LayerSize(weights * MIB, 0) for weights in (1, 2, 4, 8, 16, 32, 64, 128)]
     one = ParallelLayout(2, chunks=4, schedule="zb-v", stages_per_device=2)
-    memory = device_memory(replace(table, sizes=sizes), StepWork(4), one, [2] * 4)
+    memory = device_memory(replace(table, sizes=sizes), CPU, StepWork(4), one, [2] * 4)
     assert [each.weights // MIB for each in memory] == [1 + 2 + 64 + 128, 4 + 8 + 16 + 32]
 
 
@@ -410,10 +415,46 @@ def test_shards_take_less_memory_and_recomputation_too():
     base = ParallelLayout(2, 4, chunks=2)
 
     def total(**changes):
-        return device_memory(table, job, replace(base, **changes), [2, 2])[0].total
+        return device_memory(table, CPU, job, replace(base, **changes), [2, 2])[0].total
 
     assert total() - total(shard="optimizer") == 2 * 2 * 100 * MIB * 3 // 4
     assert total(recompute="always") < total()
+
+
+def test_a_gpu_keeps_memory_for_libraries_and_a_cpu_does_not():
+    table, layout = table_of([1.0] * 4), ParallelLayout(2, chunks=2)
+    kept = {"library_gib": 0.25, "library_gib_per_stage": 0.5}
+    gpu, cpu = (
+        device_memory(table, Hardware(device=device, **kept), StepWork(4), layout, [2, 2])
+        for device in ("cuda", "cpu")
+    )
+    for on_gpu, on_cpu in zip(gpu, cpu, strict=True):
+        assert on_gpu.total - on_cpu.total == on_gpu.libraries == 768 * MIB
+        assert on_cpu.libraries == 0
+
+
+def test_an_old_description_of_a_machine_has_no_host_time_of_backwards_and_default_libraries():
+    old = Hardware(operator_s=3e-6, flops_per_s={"fp32": 1e12})
+    rates = Rates.of(old, "fp32", tf32=False)
+    assert rates.operator_ms == rates.backward_operator_ms == pytest.approx(3e-3)
+    assert old.library_bytes == 64 * MIB
+
+
+@pytest.mark.parametrize("value", [-1e-6, "fast", True + 0j])
+def test_the_host_time_of_a_backward_is_a_number(value):
+    with pytest.raises(ConfigError, match=r"hardware\.backward_operator_s"):
+        Hardware(backward_operator_s=value)
+
+
+@pytest.mark.parametrize(("host_ms", "limit"), [(4.0, "host"), (0.1, "compute")])
+def test_a_step_takes_as_long_as_the_host_or_the_device(host_ms, limit):
+    table = replace(table_of([1.0] * 4), host_ms=[(host_ms, 2 * host_ms)] * 4)
+    hardware = Hardware(action_s=0.0, node_bytes_per_s=1e15, memory_bytes_per_s=1e18)
+    priced = price(table, hardware, StepWork(4), ParallelLayout(chunks=4), [4])
+    device_ms = priced.compute_ms
+    assert priced.binds == limit
+    assert priced.step_ms == pytest.approx(max(device_ms, 4 * 4 * 3 * host_ms))
+    assert priced.host_ms == pytest.approx(priced.step_ms - device_ms, abs=1e-3)
 
 
 @pytest.mark.thorough

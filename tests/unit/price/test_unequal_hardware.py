@@ -4,12 +4,10 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridtrain._base.hardware import Hardware
-from hybridtrain.cli.commands import measure_machine
 from hybridtrain.cli.config.schema import Config, HardwareConfig, PipelineConfig, WorldConfig
 from hybridtrain.cli.run.hardware import arrangement_of_run, hardware_of_run
 from hybridtrain.errors import ConfigError, SplitError
@@ -37,7 +35,8 @@ def table_of(times, nbytes=MIB, weights=4 * MIB):
 def node(**values):
     """Returns a node whose links and host cost next to nothing."""
     fast = {"node_bytes_per_s": 1e15, "node_latency_s": 0.0, "action_s": 0.0, "message_s": 0.0}
-    return Hardware(**{"memory_gib": 1.0, "reserved_gib": 0.0, **fast, **values})
+    libraries = {"library_gib": 0.0, "library_gib_per_stage": 0.0}
+    return Hardware(**{"memory_gib": 1.0, "reserved_gib": 0.0, **libraries, **fast, **values})
 
 
 def pipeline(chunks=16, **choices):
@@ -215,39 +214,3 @@ def test_no_cut_of_a_small_model_is_faster_than_the_plan(times, speeds):
 def test_a_node_has_a_positive_number_for_each_device(key, values):
     with pytest.raises(ConfigError, match=f"hardware.{key}"):
         Hardware(devices_per_node=2, memory_gib=4, **{key: values})
-
-
-def test_measure_machine_measures_one_device_of_each_kind(monkeypatch):
-    kinds = ["V100", "A100", "A100", "V100"]
-    found = {"V100": (1e14, 1e12, 16.0), "A100": (4e14, 4e12, 40.0)}
-    measured = []
-
-    def measured_device(device, seconds):
-        measured.append(device.index)
-        flops, bandwidth, memory = found[kinds[device.index]]
-        return {
-            "memory_gib": memory,
-            # one of the two emulates bf16
-            "flops_per_s": {"fp16": flops, "bf16": 1e13 if memory == 16 else flops},
-            "memory_bytes_per_s": bandwidth,
-            "node_bytes_per_s": 1e10 * (1 + device.index),
-            "operator_s": 1e-5,
-        }
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
-    monkeypatch.setattr(torch.cuda, "get_device_name", kinds.__getitem__)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_capability", lambda index: (7 if kinds[index] == "V100" else 8, 0)
-    )
-    monkeypatch.setattr(measure_machine, "measured_device", measured_device)
-    written = measure_machine.measured(0.0)
-    assert measured == [0, 1]
-    assert written["device_speeds"] == [1, 4, 4, 1]
-    assert written["device_memory_gib"] == [16, 40, 40, 16]
-    del written["costs"]
-    hardware = Hardware(**written)
-    assert hardware.speed_of(1) == 4
-    assert hardware.node_bytes_per_s == 1e10
-
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "V100")
-    assert "device_speeds" not in measure_machine.measured(0.0)

@@ -1,0 +1,89 @@
+"""`measure-machine`: the host's time per operator, the memory of libraries, kinds of GPUs."""
+
+import threading
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hybridtrain._base.hardware import Hardware
+from hybridtrain.cli.commands import measure_machine
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Stands in for cuBLAS: a workspace of 32 MiB for each thread that computes a product."""
+    threads = set()
+    linear = F.linear
+
+    def with_workspace(*args):
+        threads.add(threading.get_ident())
+        return linear(*args)
+
+    monkeypatch.setattr(F, "linear", with_workspace)
+    return threads
+
+
+@pytest.mark.parametrize("backward_mib", [0, 32])
+def test_the_workspace_of_a_thread_is_told_from_that_of_backwards(library, backward_mib):
+    # on a GPU, the first backward begins a thread of its own; on the CPU it does not
+    def allocated():
+        return (32 * len(library) + backward_mib * bool(library)) * MIB
+
+    assert measure_machine.library_bytes(CPU, allocated) == [backward_mib * MIB, 32 * MIB]
+    assert len(library) == 2
+
+
+def test_the_host_time_of_an_operator_includes_its_backward():
+    forward, backward = measure_machine.host_seconds_per_operator(CPU, seconds=0.0)
+    assert 0 < forward < 1
+    assert 0 < backward < 1
+
+
+def test_the_measured_keys_describe_hardware_and_libraries_of_a_cpu_keep_nothing():
+    rates = measure_machine.measured_device(CPU, seconds=0.0)
+    assert rates["library_gib"] == rates["library_gib_per_stage"] == 0.0
+    assert {"operator_s", "backward_operator_s"} <= rates.keys()
+
+
+def test_measure_machine_measures_one_device_of_each_kind(monkeypatch):
+    kinds = ["V100", "A100", "A100", "V100"]
+    found = {"V100": (1e14, 1e12, 16.0), "A100": (4e14, 4e12, 40.0)}
+    measured = []
+
+    def measured_device(device, seconds):
+        measured.append(device.index)
+        flops, bandwidth, memory = found[kinds[device.index]]
+        return {
+            "memory_gib": memory,
+            # one of the two emulates bf16
+            "flops_per_s": {"fp16": flops, "bf16": 1e13 if memory == 16 else flops},
+            "memory_bytes_per_s": bandwidth,
+            "node_bytes_per_s": 1e10 * (1 + device.index),
+            "operator_s": 1e-5,
+            "backward_operator_s": 8e-6,
+            "library_gib": 0.01,
+            "library_gib_per_stage": memory / 1000,
+        }
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
+    monkeypatch.setattr(torch.cuda, "get_device_name", kinds.__getitem__)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda index: (7 if kinds[index] == "V100" else 8, 0)
+    )
+    monkeypatch.setattr(measure_machine, "measured_device", measured_device)
+    written = measure_machine.measured(0.0)
+    assert measured == [0, 1]
+    assert written["device_speeds"] == [1, 4, 4, 1]
+    assert written["device_memory_gib"] == [16, 40, 40, 16]
+    del written["costs"]
+    hardware = Hardware(**written)
+    assert hardware.speed_of(1) == 4
+    assert hardware.node_bytes_per_s == 1e10
+    assert hardware.library_gib_per_stage == 0.04, "the most of all kinds"
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "V100")
+    assert "device_speeds" not in measure_machine.measured(0.0)
