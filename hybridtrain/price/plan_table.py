@@ -393,7 +393,7 @@ def in_words(price: Price) -> str:
     parts = {
         "compute": price.compute_ms,
         "of which recomputed": price.recompute_ms,
-        "waiting for the host": price.host_ms,
+        "waiting for the host": round(price.host_ms, 1),  # often 0 but for rounding
         "exposed transfers": price.transfer_ms,
         "exposed all-reduce": price.reduce_ms,
         "optimizer": price.optimizer_ms,

@@ -477,7 +477,8 @@ def predict_step(
         )
     priced = price(table, hardware, work, layout, counts)
     memory = _as_measured(priced.memory, hardware, gpus)
-    step_ms, bubble = priced.step_ms, priced.bubble
+    step_ms = priced.step_ms
+    bubble: float | None = priced.bubble
     if len(set(gpus)) < len(gpus):
         times = stage_times(table, hardware, work, layout, counts)
         busy_ms = [0.0] * (max(gpus) + 1)

@@ -54,6 +54,7 @@ def test_a_plan_that_recomputes_single_layers_is_trained_and_priced_by_its_comma
         capfd,
         *("plan", "recipe=python_source_gpt", *keys, "run_name=priced", "world.engine=local"),
         *("hardware=h100", "hardware.devices_per_node=2", "pipeline.stages_per_device=1"),
+        *("hardware.library_gib=0", "hardware.library_gib_per_stage=0"),  # more than the limit
         *(f"pipeline.{key}" for key in layout),
     )
     succeed(capfd, *words_of(told), "world.devices=cpu", "run_name=run", "hardware.device=cpu")
@@ -284,6 +285,19 @@ def test_measure_machine_writes_what_this_machine_reads(tmp_path, monkeypatch, c
     assert set(written) <= set(vars(HardwareConfig()))
     told = succeed(capfd, "plan", *SMALL, "hardware=this-machine")
     assert "predicted from measured costs" in told
+
+
+def test_a_plan_says_that_the_host_is_the_limit_and_that_compile_is_not_priced(tmp_path, capfd):
+    keys = ["hardware=h100", "hardware.devices_per_node=1", "hardware.nodes=1"]
+    keys += ["pipeline.nb_part=1", f"output_dir={tmp_path}"]
+    slow = ["hardware.operator_s=1e-4", "hardware.backward_operator_s=2e-4", "trainer.compile=true"]
+    told = succeed(capfd, "plan", *SMALL, *keys, *slow)
+    assert len(re.findall(r"^  host +the host is the limit: ", told, re.MULTILINE)) == 1
+    assert "trainer.compile=true is not priced: the times" in told
+    fast = ["hardware.operator_s=0", "hardware.backward_operator_s=0", "hardware.action_s=0"]
+    told = succeed(capfd, "plan", *SMALL, *keys, *fast)
+    assert "the host is the limit" not in told
+    assert "not priced" not in told
 
 
 @pytest.mark.thorough

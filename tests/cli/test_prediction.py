@@ -137,6 +137,10 @@ def test_the_last_line_has_predicted_beside_measured():
         "predicted 12.3 ms, measured 13.0 ms per step; idle 25% predicted, 30% measured; "
         "memory of device 1: 3.0 KiB predicted, 2.0 KiB measured; from measured costs"
     )
+    limited = prediction_in_words(
+        **beside_measured(Prediction(12.3, host_bound=True), summary, table)
+    )
+    assert limited == "predicted 12.3 ms, limited by the host, measured 13.0 ms per step"
     nothing = Prediction(reason="compile=true is not priced")
     assert prediction_in_words(**beside_measured(nothing, summary, table)) == (
         "no prediction: compile=true is not priced"

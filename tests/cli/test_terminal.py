@@ -5,6 +5,8 @@ import re
 from contextlib import redirect_stderr
 
 import pytest
+import torch
+from cli_runs import succeed
 from support.launch import SMALL
 
 from hybridtrain.cli import main
@@ -61,3 +63,14 @@ def test_no_colour_in_a_file(capfd: pytest.CaptureFixture[str]) -> None:
     said = capfd.readouterr().err
     assert "\x1b" not in said
     assert re.search(r"\n\ndone: 6 steps, loss \S+  accuracy \S+\n$", said)
+
+
+def test_a_run_that_leaves_the_only_gpu_out_says_how_to_use_it(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    words = ["trainer.steps=1", "world.devices=auto", f"output_dir={tmp_path}"]
+    told = succeed(capfd, *SMALL, *words)
+    line = (
+        "training on the CPU: pipeline.nb_part=2 needs 2 GPUs, but this machine has 1 GPU; to "
+        "train on it, set pipeline.nb_part=1 or world.devices=[cuda:0,cuda:0]"
+    )
+    assert told.count(line) == 1
