@@ -24,7 +24,6 @@ once), `stage_owners` (which process owns which stage).
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -74,8 +73,6 @@ T = TypeVar("T")
 
 # Rank 0 may take long for a download or a checkpoint while the others wait. If a process dies,
 # `launch.watchdog` ends the run long before.
-_log = logging.getLogger("hybridtrain")
-
 _SETUP_TIMEOUT = timedelta(hours=24)
 
 
@@ -103,6 +100,8 @@ class World:
         pipeline_group: the processes of this replica, in pipeline order; None for a single process.
         pipeline_object_group: the same processes, in a group with a long timeout.
         watchdog: ends a run that has failed or stalled; see `from_env`.
+        unused_gpus: with `devices="auto"` on the CPU of a machine with GPUs, why they are not used,
+            and how to use them; otherwise None.
     """
 
     launcher: str = "single"
@@ -121,6 +120,7 @@ class World:
     pipeline_group: dist.ProcessGroup | None = field(default=None, repr=False)
     pipeline_object_group: dist.ProcessGroup | None = field(default=None, repr=False)
     watchdog: Watchdog | None = field(default=None, repr=False)
+    unused_gpus: str | None = field(default=None, repr=False)
     _object_group: dist.ProcessGroup | None = field(default=None, repr=False)
     _saving_group: dist.ProcessGroup | None = field(default=None, repr=False)
     _wait_for_save: Callable[[], None] | None = field(default=None, repr=False)
@@ -177,8 +177,8 @@ class World:
             launch, gpus, nb_part, devices, backend, engine, inner, replicas, replica_shares
         )
         world.timeout_s, world.stall_s = timeout_s, stall_s
-        if devices == "auto" and gpus and world.devices[0].type == "cpu" and world.is_main:
-            _log.warning("%s", gpus_left_out(len(world.devices), launch, gpus))
+        if devices == "auto" and gpus and world.devices[0].type == "cpu":
+            world.unused_gpus = gpus_left_out(len(world.devices), launch, gpus)
         end_with_parent()
         if world.size > 1:
             world._object_group = _join(launch, world.backend, world.devices, timeout_s)

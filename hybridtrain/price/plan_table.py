@@ -341,7 +341,7 @@ def _unequal_in_words(layout: ParallelLayout) -> list[tuple[str, str]]:
 
 
 def _host_in_words(price: Price) -> list[tuple[str, str]]:
-    """Returns a line if the host is the limit: how much time it costs, and the ways out."""
+    """Returns a line if the host is the limit: how much time it costs, and what to try."""
     if not price.binds.startswith("host"):
         return []
     ways = [f"fewer micro-batches ({argument('chunks')}) or larger batches"]

@@ -273,6 +273,8 @@ def _open_directory(
         if (initial := parse_init_from(config.init_from)) and not store.steps():
             world.on_main(lambda: find_weights(initial["source"]))
     directory.log_to_files(world.rank, settings.quiet)
+    if world.unused_gpus and world.is_main:
+        _log.warning("%s", world.unused_gpus)
     for note in settings.notes:
         _log.info("%s", note)
     return directory, store
